@@ -1,0 +1,43 @@
+# Everything a newcomer types. Each target sets up what it needs: a virtual environment, then the packages.
+PYTHON ?= python3.11
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+.PHONY: help setup demo test test-all check format docs clean
+
+help:           ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+$(STAMP): requirements.txt requirements-dev.txt constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or run make PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+	@touch $@
+
+setup: $(STAMP) ## virtual environment and packages
+
+demo: $(STAMP)  ## train a LoRA on the built-in tiny FLUX: samples, curves, metrics in output/demo
+	$(PY) train_lora.py --config_file configs/demo.toml
+
+test: $(STAMP)  ## the tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 -q
+
+test-all: $(STAMP) ## the tests, the slow ones too
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q
+
+check: $(STAMP) ## lint, format, types, direction of imports
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy library networks
+	$(VENV)/bin/lint-imports
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs: $(STAMP)  ## write the JSON schema and the options page from the config schema
+	$(PY) tools/write_config_docs.py
+
+clean:          ## remove everything a run or the set-up made
+	rm -rf $(VENV) output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
