@@ -1,0 +1,124 @@
+"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864) in the two layouts in use.
+
+A head of width D is D/2 pairs of numbers; the pair i of a token at position p is turned by the angle
+p * frequency[i]. The layouts differ only in which numbers form a pair:
+
+- *interleaved*: (0, 1), (2, 3), ... as in the paper; FLUX, Qwen-Image, the original Llama weights.
+- *half-split*: (0, D/2), (1, D/2 + 1), ...; Llama as published for transformers.
+
+:func:`half_split_order` is the permutation between them: weights permuted by it turn one form into the other,
+and attention scores do not notice. Tables hold one cosine and one sine per pair, [S, D/2], in fp32; angles
+are computed in float64, since at position 10^5 an fp32 angle has lost three digits. The rotation itself is
+computed in fp32 and rounded once to the dtype of the input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Table = tuple[Tensor, Tensor]  # cos, sin: each [S, D/2], fp32
+
+
+@dataclass(frozen=True)
+class Llama31Scaling:
+    """Llama 3.1's stretching of low frequencies; defaults are those of Llama 3.1 (3.2 uses factor 32).
+
+    Wavelengths below ``original_context / high_frequency_factor`` stay, those above
+    ``original_context / low_frequency_factor`` are stretched by ``factor``, those between blend linearly.
+    """
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context: int = 8192
+
+
+def rope_frequencies(dim: int, theta: float = 10000.0, scaling: Llama31Scaling | None = None) -> Tensor:
+    """Return theta^(-2i/dim) for each pair i, float64 [dim/2], stretched by ``scaling`` if given."""
+    if dim % 2:
+        raise ValueError(f"a rotary width must be even, not {dim}")
+    # Written as 1 / theta^(2i/dim), the form of the published code, so that the last bit agrees too.
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return frequencies if scaling is None else scale_frequencies(frequencies, scaling)
+
+
+def scale_frequencies(frequencies: Tensor, scaling: Llama31Scaling) -> Tensor:
+    """Apply Llama 3.1's rule (``apply_scaling`` in meta-llama/llama-models) to ``frequencies`` [D/2]."""
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # turns made over the original context
+    span = scaling.high_frequency_factor - scaling.low_frequency_factor
+    kept = ((turns - scaling.low_frequency_factor) / span).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+def rope_table(positions: Tensor, frequencies: Tensor) -> Table:
+    """Return (cos, sin), each fp32 [S, D/2], of ``positions`` [S] under ``frequencies`` [D/2]."""
+    angles = torch.outer(positions.to(frequencies.dtype), frequencies)
+    return angles.cos().float(), angles.sin().float()
+
+
+def multi_axis_table(positions: Tensor, axes_dims: Sequence[int], theta: float = 10000.0) -> Table:
+    """Return (cos, sin), each fp32 [S, sum(axes_dims)/2], for tokens at ``positions`` [S, axes].
+
+    Each axis (FLUX: index, row, column) owns its own slice of the head, ``axes_dims[a]`` wide, with its own
+    frequencies. Computed in float64 where the device has it (MPS has not: fp32).
+    """
+    device = positions.device
+    precision = torch.float32 if device.type == "mps" else torch.float64
+    tables = [
+        rope_table(positions[:, axis], rope_frequencies(dim, theta).to(device=device, dtype=precision))
+        for axis, dim in enumerate(axes_dims)
+    ]
+    return torch.cat([cos for cos, _ in tables], dim=-1), torch.cat([sin for _, sin in tables], dim=-1)
+
+
+class MultiAxisRope(nn.Module):
+    """:func:`multi_axis_table` as a module without parameters, in place of diffusers' ``FluxPosEmbed``."""
+
+    def __init__(self, axes_dims: Sequence[int], theta: float = 10000.0) -> None:
+        super().__init__()
+        self.axes_dims = tuple(axes_dims)
+        self.theta = theta
+
+    def forward(self, positions: Tensor) -> Table:
+        """Return the table of ``positions`` [S, axes]."""
+        return multi_axis_table(positions, self.axes_dims, self.theta)
+
+
+def _broadcast(table: Table) -> Table:
+    """Insert the heads axis: [S, D/2] -> [S, 1, D/2] against x [B, S, H, D/2]."""
+    return table[0].unsqueeze(-2), table[1].unsqueeze(-2)
+
+
+def rotate_interleaved(x: Tensor, table: Table) -> Tensor:
+    """Rotate neighbouring pairs of ``x`` [B, S, H, D] by ``table`` [S, D/2]; shape and dtype stay.
+
+    A pair is a complex number and a turn is a product: one pass over memory instead of the five that slicing and
+    stacking take (forward and backward of FLUX's 640 x 12 x 128 in fp32: 0.3 ms against 4.6 ms, one CPU core).
+    Compilers fuse the written-out form and cannot generate complex code, so they get that one.
+    """
+    cos, sin = _broadcast(table)
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():
+        real, imaginary = pairs.unbind(-1)
+        turned = torch.stack((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+    return turned.flatten(-2).to(x.dtype)
+
+
+def rotate_half_split(x: Tensor, table: Table) -> Tensor:
+    """Rotate pairs (i, i + D/2) of ``x`` [B, S, H, D] by ``table`` [S, D/2]; shape and dtype stay."""
+    cos, sin = _broadcast(table)
+    real, imaginary = x.float().chunk(2, dim=-1)
+    turned = torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def half_split_order(dim: int) -> Tensor:
+    """Return the permutation [dim] that makes of interleaved ``x`` the half-split ``x[..., order]``."""
+    return torch.cat((torch.arange(0, dim, 2), torch.arange(1, dim, 2)))

@@ -1,0 +1,79 @@
+"""Attention against the formula written out in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from library.errors import UserError
+from library.nn.attention import attend, chosen_backend
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor:
+    """Softmax attention in float64 on [B, S, H, D]; ``allowed`` broadcasts to [B, H, Sq, Sk]."""
+    q, k, v = q.double(), k.double(), v.double()
+    repeat = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def assert_formula(actual: torch.Tensor, exact: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.double(), exact, rtol=0, atol=2e-6)  # fp32 sums over a dozen terms of size 1
+
+
+def test_plain_attention_is_the_formula() -> None:
+    q, k, v = random(2, 5, 4, 16), random(2, 9, 4, 16, seed=1), random(2, 9, 4, 16, seed=2)
+    assert_formula(attend(q, k, v), formula(q, k, v))
+
+
+def test_key_heads_are_shared_among_query_heads() -> None:
+    q, k, v = random(2, 5, 6, 16), random(2, 5, 2, 16, seed=1), random(2, 5, 2, 16, seed=2)
+    assert_formula(attend(q, k, v), formula(q, k, v))
+
+
+@pytest.mark.parametrize("queries", [1, 3, 8])
+def test_causal_queries_are_the_last_positions(queries: int) -> None:
+    q, k, v = random(2, queries, 2, 16), random(2, 8, 2, 16, seed=1), random(2, 8, 2, 16, seed=2)
+    allowed = torch.arange(8)[None, :] <= torch.arange(8 - queries, 8)[:, None]
+    assert_formula(attend(q, k, v, causal=True), formula(q, k, v, allowed))
+
+
+def test_padding_mask_hides_keys() -> None:
+    q, k, v = random(2, 5, 2, 16), random(2, 5, 2, 16, seed=1), random(2, 5, 2, 16, seed=2)
+    padding = torch.tensor([[True] * 5, [True, True, True, False, False]])
+    assert_formula(attend(q, k, v, mask=padding), formula(q, k, v, padding[:, None, None]))
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_mask_and_causal_hold_together(additive: bool) -> None:
+    q, k, v = random(1, 4, 2, 16), random(1, 4, 2, 16, seed=1), random(1, 4, 2, 16, seed=2)
+    seen = torch.tensor([True, False, True, True])
+    mask = torch.zeros(1, 1, 1, 4).masked_fill(~seen, float("-inf")) if additive else seen[None, None, None]
+    allowed = torch.ones(4, 4, dtype=torch.bool).tril() & seen
+    assert_formula(attend(q, k, v, mask=mask, causal=True), formula(q, k, v, allowed))
+
+
+def test_forced_math_backend_agrees_and_the_choice_is_reported() -> None:
+    q, k, v = random(1, 5, 2, 16), random(1, 5, 2, 16, seed=1), random(1, 5, 2, 16, seed=2)
+    assert_formula(attend(q, k, v, backend="math"), formula(q, k, v))
+    assert chosen_backend(q, k, v) in {"flash", "efficient", "cudnn", "math"}
+
+
+def test_unknown_backend_names_the_nearest() -> None:
+    q = random(1, 5, 2, 16)
+    with pytest.raises(UserError, match="'flsh' is not known; did you mean 'flash'"):
+        attend(q, q, q, backend="flsh")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="cuDNN attention exists on CUDA")
+def test_backend_that_cannot_run_here_is_refused() -> None:
+    q = random(1, 5, 2, 16)
+    with pytest.raises(UserError, match=r"'cudnn' cannot run .* choose 'auto'"):
+        attend(q, q, q, backend="cudnn")

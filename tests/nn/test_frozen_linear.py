@@ -1,0 +1,75 @@
+"""Frozen linear layers against nn.Linear, and what they keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from library.nn.frozen_linear import FrozenLinear, has_input_gradient, input_gradient, product
+
+
+def _layers(dtype: torch.dtype = torch.float32, size: int = 48) -> tuple[nn.Linear, FrozenLinear]:
+    torch.manual_seed(0)
+    linear = nn.Linear(size, size // 2, dtype=dtype).requires_grad_(False)
+    return linear, FrozenLinear.adopt(linear)
+
+
+def _both(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    (gradient,) = torch.autograd.grad(y.float().square().sum(), x)
+    return y.detach(), gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_output_and_input_gradient_are_those_of_nn_linear(dtype: torch.dtype, autocast: bool) -> None:
+    linear, frozen = _layers(dtype)
+    x = torch.randn(2, 5, 48, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected, mine = _both(linear, x), _both(frozen, x)
+    for a, b in zip(mine, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)  # small: the same kernels
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_fp32_products_are_as_exact_as_blas(transposed: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(300, 256), torch.randn(512, 256), torch.randn(512)
+    if transposed:
+        x, weight = x.t().contiguous().t(), weight.t().contiguous().t()
+    exact = x.double() @ weight.double().t() + bias.double()
+    errors = [(f(x, weight, bias) - exact).norm() / exact.norm() for f in (product, torch.nn.functional.linear)]
+    assert errors[0] < 3 * errors[1]  # both sum 256 numbers in fp32, in blocks of their own choice
+
+
+def test_backward_reads_the_weight_as_the_layer_holds_it_then() -> None:
+    _, frozen = _layers()
+    x = torch.randn(3, 48, requires_grad=True)
+    y = frozen(x)
+    moved = frozen.weight.data.clone()
+    frozen.weight.data.fill_(float("nan"))  # the memory it lay in is used for something else
+    frozen.weight.data = moved
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, moved.sum(0).expand(3, -1))
+
+
+def test_nothing_is_kept_for_backward() -> None:
+    _, frozen = _layers(torch.float32)
+    kept: list[Tensor] = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        frozen(torch.randn(3, 48, requires_grad=True))
+    assert not kept
+
+
+def test_a_trained_layer_has_no_place_here() -> None:
+    linear, frozen = _layers()
+    assert has_input_gradient(linear)
+    assert has_input_gradient(frozen)
+    assert not has_input_gradient(nn.Linear(3, 3))
+    assert torch.equal(input_gradient(linear, torch.ones(1, 24)), torch.ones(1, 24) @ linear.weight)

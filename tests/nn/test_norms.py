@@ -1,0 +1,69 @@
+"""RMSNorm against PyTorch's, diffusers' and the formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
+
+from library.nn.norms import RMSNorm
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_output_is_the_published_formula() -> None:
+    x, norm = random(4, 7, 32), RMSNorm(32, eps=1e-6)
+    norm.weight.data = random(32, seed=1)
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    # fp32 arithmetic on 32 numbers: a few units in the last place.
+    torch.testing.assert_close(norm(x).double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adopted_torch_norm_gives_the_same_bits_forward_and_backward(dtype: torch.dtype) -> None:
+    theirs = torch.nn.RMSNorm(32, eps=1e-6).to(dtype)
+    theirs.weight.data = random(32, seed=1, dtype=dtype)
+    ours = RMSNorm.adopt(theirs)
+    assert ours.weight is theirs.weight
+    gradients = []
+    for norm in (theirs, ours):
+        x = random(2, 5, 32, dtype=dtype).requires_grad_()
+        y = norm(x)
+        y.backward(random(2, 5, 32, seed=2, dtype=dtype))
+        gradients.append((y.detach(), x.grad))
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    assert torch.equal(gradients[0][1], gradients[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adopted_diffusers_norm_agrees_within_rounding(dtype: torch.dtype) -> None:
+    theirs = DiffusersRMSNorm(32, eps=1e-6).to(dtype)
+    theirs.weight.data = random(32, seed=1, dtype=dtype)
+    x = random(2, 5, 32, dtype=dtype)
+    # diffusers rounds before and after the product with the weight, we once: two half units of bf16 (2^-8).
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(RMSNorm.adopt(theirs)(x), theirs(x), rtol=tolerance, atol=1e-6)
+
+
+def test_fp32_weight_keeps_bf16_input_in_bf16() -> None:
+    norm = RMSNorm(32)
+    norm.weight.data = random(32, seed=1)
+    x = random(2, 32, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = norm(x)
+    assert y.dtype == torch.bfloat16
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=1e-6)  # weight and result each rounded to 2^-9
+
+
+def test_norm_without_epsilon_uses_that_of_fp32_as_torch_does() -> None:
+    theirs = torch.nn.RMSNorm(8, eps=None)
+    x = random(3, 8) * 1e-4  # so small that the epsilon matters
+    assert torch.equal(RMSNorm.adopt(theirs)(x), theirs(x))
+
+
+def test_norm_over_several_axes_is_refused() -> None:
+    with pytest.raises(ValueError, match="several axes"):
+        RMSNorm.adopt(torch.nn.RMSNorm((2, 8)))
