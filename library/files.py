@@ -1,0 +1,114 @@
+"""Writing files so that nothing already on disk is lost, and recognising them again.
+
+Every file Tandem writes goes to a temporary name in the same folder, is flushed to the disk and then renamed,
+which the operating system does in one step: a reader sees the old file or the new one, never half of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from library.errors import UserError
+
+_FINGERPRINT_SLICES = 256  # evenly spaced slices hashed from a weight file ...
+_FINGERPRINT_SLICE_BYTES = 16384  # ... of this many bytes each: 4 MiB read from a file of any size
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; rename it to ``path`` when the block ends without an error.
+
+    Parent folders are made. When the block raises, the temporary file is removed and ``path`` is untouched.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        raise UserError(
+            f"{target}: cannot be written ({error.strerror}); free space or choose another folder"
+        ) from error
+    finally:
+        with suppress(OSError):  # the folder itself may be what cannot be used
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write ``text`` (UTF-8) to ``path`` in one step."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_safetensors(
+    path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write ``tensors`` and string ``metadata`` as a safetensors file in one step; tensors may lie on any device."""
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with atomic_path(path) as temporary:
+        save_file(on_cpu, temporary, metadata=dict(metadata or {}))
+
+
+def read_safetensors_header(path: str | Path) -> dict[str, dict]:
+    """Return a safetensors file's JSON header, read without touching a tensor.
+
+    The format (https://github.com/huggingface/safetensors#format): eight bytes, the header's length as a
+    little-endian u64; the header; the data.
+
+    Raises:
+        UserError: the file does not exist or is no safetensors file.
+    """
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > os.path.getsize(path) - 8:
+                raise ValueError("header longer than the file")
+            return json.loads(file.read(length))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; check the path") from None
+    except (ValueError, struct.error) as error:
+        raise UserError(f"{path}: not a safetensors file ({error}); download or convert it again") from error
+
+
+def fingerprint(path: str | Path) -> str:
+    """Return 16 hex digits that change when the weights or configs under ``path`` change.
+
+    A file's size and 256 evenly spaced slices of it are hashed, so a 24 GB checkpoint takes milliseconds. Any
+    retrained or requantised file differs in every slice; a file edited by hand in a few bytes may be missed.
+    A folder is the hash of its ``*.json``, ``*.safetensors`` and tokenizer files by relative name.
+
+    Raises:
+        UserError: ``path`` does not exist.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise UserError(f"{path}: no such file or folder; check the path")
+    wanted = {".json", ".safetensors", ".txt", ".model"}
+    files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in wanted and f.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{'' if file == root else file.relative_to(root)}|{size}|".encode())
+        with open(file, "rb") as data:
+            if size <= _FINGERPRINT_SLICES * _FINGERPRINT_SLICE_BYTES:
+                digest.update(data.read())
+                continue
+            for i in range(_FINGERPRINT_SLICES):
+                data.seek(i * (size - _FINGERPRINT_SLICE_BYTES) // (_FINGERPRINT_SLICES - 1))
+                digest.update(data.read(_FINGERPRINT_SLICE_BYTES))
+    return digest.hexdigest()[:16]

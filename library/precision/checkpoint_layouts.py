@@ -1,0 +1,304 @@
+"""What an fp8 safetensors file holds, told from its names, dtypes and header, and where each weight's scale lies.
+
+    plain          fp8 tensors without scales. Whatever was cast is in fp8: linears, often biases and norms as well.
+    comfy_scaled   ComfyUI, older: a tensor ``scaled_fp8`` marks the file; ``<layer>.scale_weight`` is one fp32 number,
+                   ``<layer>.scale_input`` (optional) a calibrated scale for activations.
+    comfy_quant    ComfyUI, newer: ``<layer>.comfy_quant`` holds JSON bytes, {"format": "float8_e4m3fn", ...}, or
+                   ``_quantization_metadata`` in the header holds {"layers": {layer: {...}}}; the numbers are
+                   ``<layer>.weight_scale`` and ``<layer>.input_scale``. Codes may lie in a uint8 tensor.
+    musubi         musubi-tuner: ``<layer>.scale_weight`` of shape [1], [out, 1] or [out, in / block, 1], in the dtype
+                   the weight had; no marker.
+
+In all of them weight = codes * scale. Sources: ComfyUI ``comfy/ops.py``, ``comfy/utils.py``
+(``convert_old_quants``), ``QUANTIZATION.md``; musubi-tuner ``modules/fp8_optimization_utils.py``. Scales for
+activations are not used: Tandem scales activations by their own size, or does not round them at all.
+
+A tensor beside a quantised weight that none of these layouts knows (nvfp4's second scale, a codebook, a zero
+point) is refused by name: leaving it out would train on wrong weights without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from library.errors import UserError
+from library.files import read_safetensors_header
+from library.precision.formats import FORMATS
+
+LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "musubi"]
+
+_FP8 = {fp8.safetensors_name: fp8 for fp8 in FORMATS}
+_COMFY_FORMATS = {f"float8_{fp8.name}": fp8 for fp8 in FORMATS}
+_QUANTISED_DTYPES = {*_FP8, "U8", "I8", "F8_E8M0", "F4"}
+_SCALE_LEAVES = {
+    "scale_weight": "weight",
+    "weight_scale": "weight",
+    "scale_input": "input",
+    "input_scale": "input",
+}
+_TITLES = {
+    "plain": "plain cast",
+    "comfy_scaled": "ComfyUI scaled fp8",
+    "comfy_quant": "ComfyUI per-layer quantisation",
+    "musubi": "musubi-tuner scaled fp8",
+}
+
+
+class RowRange(Protocol):
+    """Rows ``start:stop`` of the tensor ``source``; all of them where ``stop`` is None."""
+
+    @property
+    def source(self) -> str:
+        """Name in the file."""
+
+    @property
+    def start(self) -> int:
+        """First row."""
+
+    @property
+    def stop(self) -> int | None:
+        """Row after the last."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fp8Layout:
+    """The fp8 side of a checkpoint.
+
+    Attributes:
+        kind: the layout.
+        bookkeeping: names of scales and markers; no parameter of a model takes them.
+        dtypes: weight name -> dtype of its codes.
+        scales: weight name -> name of its scale tensor.
+        ignored: names among ``bookkeeping`` that hold activation scales.
+    """
+
+    path: Path
+    kind: LayoutKind
+    bookkeeping: frozenset[str]
+    dtypes: Mapping[str, torch.dtype]
+    scales: Mapping[str, str]
+    ignored: frozenset[str]
+    _entries: Mapping[str, _Entry]
+
+    def describe(self) -> str:
+        """Return what the file holds, in a line."""
+        formats = Counter(_name(dtype) for dtype in self.dtypes.values())
+        held = ", ".join(f"{count} {name}" for name, count in formats.most_common())
+        shapes = Counter(self._granularity(weight) for weight in self.scales)
+        scaled = ", ".join(f"{count} with {what}" for what, count in shapes.most_common())
+        others = len(self._entries) - len(self.bookkeeping) - len(self.dtypes)
+        text = f"{self.path}: {_TITLES[self.kind]}: {held} tensors"
+        text += f" ({scaled})" if scaled else ""
+        text += f", {others} in higher precision"
+        return text + (f"; {len(self.ignored)} activation scales not used" if self.ignored else "")
+
+    def holds_codes(self, pieces: Sequence[RowRange]) -> bool:
+        """Return whether all of ``pieces`` are fp8 codes."""
+        return all(piece.source in self.dtypes for piece in pieces)
+
+    def scale_of(self, pieces: Sequence[RowRange]) -> Tensor | None:
+        """Return the scale of the rows of ``pieces``, one below the other: [1 or rows, blocks] fp32, or None.
+
+        A row's scale goes with its row; a tensor's scale is shared by all its rows.
+
+        Raises:
+            UserError: a scale has a shape that its weight does not explain, or is not positive and finite.
+        """
+        parts = [self._rows_scale(piece) for piece in pieces]
+        if all(scale is None for scale, _ in parts):
+            return None
+        scales = [torch.ones(1, 1) if scale is None else scale for scale, _ in parts]
+        if all(scale.shape == (1, 1) and torch.equal(scale, scales[0]) for scale in scales):
+            return scales[0].clone()
+        blocks = max(scale.shape[1] for scale in scales)
+        for piece, scale in zip(pieces, scales, strict=True):
+            if blocks % scale.shape[1]:
+                raise UserError(
+                    f"{self.path}: {self.scales.get(piece.source)!r} has {scale.shape[1]} blocks a row where a layer "
+                    f"joined with it has {blocks}; quantise the model with one block size"
+                )
+        wide = [
+            scale.repeat_interleave(blocks // scale.shape[1], dim=1).expand(rows, blocks)
+            for scale, (_, rows) in zip(scales, parts, strict=True)
+        ]
+        return torch.cat(wide)
+
+    def _rows_scale(self, piece: RowRange) -> tuple[Tensor | None, int]:
+        rows = self._entries[piece.source].shape[0] if self._entries[piece.source].shape else 1
+        stop = rows if piece.stop is None else piece.stop
+        if piece.source not in self.scales:
+            return None, stop - piece.start
+        scale = self._read_scale(piece.source)
+        return (scale if scale.shape[0] == 1 else scale[piece.start : stop]), stop - piece.start
+
+    def _read_scale(self, weight: str) -> Tensor:
+        name = self.scales[weight]
+        with safe_open(self._entries[name].file, "pt") as file:
+            scale = file.get_tensor(name).float()
+        if not (torch.isfinite(scale).all() and (scale > 0).all()):
+            raise UserError(f"{self.path}: {name!r} holds a scale that is not positive and finite; download it again")
+        return scale.reshape(self._scale_shape(weight))
+
+    def _scale_shape(self, weight: str) -> tuple[int, int]:
+        """Return (rows, blocks) of a weight's scale."""
+        name = self.scales[weight]
+        found, shape = self._entries[name].shape, self._entries[weight].shape
+        if all(side == 1 for side in found):
+            return (1, 1)
+        if len(shape) == 2 and found[0] == shape[0] and all(side == 1 for side in found[2:]):
+            blocks = found[1] if len(found) > 1 else 1
+            if shape[1] % blocks == 0:
+                return (shape[0], blocks)
+        raise UserError(
+            f"{self.path}: {name!r} of shape {list(found)} is no scale per tensor, row or block of a weight of shape "
+            f"{list(shape)}; use the bf16 file or one of the layouts {', '.join(_TITLES)}"
+        )
+
+    def _granularity(self, weight: str) -> str:
+        rows, blocks = self._scale_shape(weight)
+        if blocks > 1:
+            return f"a scale per {self._entries[weight].shape[1] // blocks} inputs"
+        return "a scale a row" if rows > 1 else "one scale"
+
+
+def detect_layout(path: str | Path, files: Sequence[Path] | None = None) -> Fp8Layout | None:
+    """Return what the safetensors at ``path`` hold in fp8, or None if they hold none; only headers are read.
+
+    Args:
+        path: for messages.
+        files: the file, or the shards of one model; ``path`` itself if None.
+
+    Raises:
+        UserError: a quantisation that is not one of this module's layouts; the message names the tensor.
+    """
+    return _Detector(Path(path), files or [Path(path)]).layout()
+
+
+class _Detector:
+    """Sorts the tensors of a checkpoint into weights, scales and markers."""
+
+    def __init__(self, path: Path, files: Iterable[Path]) -> None:
+        self.path = path
+        self.entries: dict[str, _Entry] = {}
+        self.metadata: dict[str, str] = {}
+        for file in files:
+            for name, entry in read_safetensors_header(file).items():
+                if name == "__metadata__":
+                    self.metadata |= entry
+                else:
+                    self.entries[name] = _Entry(file, entry["dtype"], tuple(entry["shape"]))
+        self.markers = {n for n in self.entries if n.rpartition(".")[2] == "scaled_fp8"}
+
+    def layout(self) -> Fp8Layout | None:
+        marked = self.layer_configs
+        dtypes, scales, ignored = self._weights(marked), {}, set()
+        companions: set[str] = set()
+        for name in self.entries:
+            layer, _, leaf = name.rpartition(".")
+            weight = f"{layer}.weight"
+            role = _SCALE_LEAVES.get(leaf)
+            if leaf == "comfy_quant" or name in self.markers:
+                companions.add(name)
+            elif role is not None:
+                if weight not in dtypes:
+                    raise self._refuse(name, "is a scale without an fp8 weight")
+                companions.add(name)
+                if role == "input":
+                    ignored.add(name)
+                else:
+                    scales[weight] = name
+            elif leaf not in ("weight", "bias") and self._dtype(weight) in _QUANTISED_DTYPES:
+                raise self._refuse(name, "belongs to a quantisation that is not known here")
+            elif leaf == "weight" and self._dtype(name) in _QUANTISED_DTYPES and name not in dtypes:
+                raise self._refuse(name, f"has dtype {self._dtype(name)}, whose meaning no known layout gives")
+            elif leaf in ("absmax", "quant_map", "SCB") or "quant_state" in name:
+                raise self._refuse(name, "belongs to a bitsandbytes checkpoint")
+        if not dtypes:
+            return None
+        kind = self._kind(bool(marked), scales)
+        return Fp8Layout(self.path, kind, frozenset(companions), dtypes, scales, frozenset(ignored), self.entries)
+
+    def _kind(self, marked: bool, scales: Mapping[str, str]) -> LayoutKind:
+        newer = next((name for name in scales.values() if name.endswith("weight_scale")), None)
+        if newer is not None and not marked:
+            raise self._refuse(newer, "comes without comfy_quant markers or _quantization_metadata")
+        if marked:
+            return "comfy_quant"
+        if self.markers:
+            return "comfy_scaled"
+        return "musubi" if scales else "plain"
+
+    def _weights(self, marked: Mapping[str, dict]) -> dict[str, torch.dtype]:
+        """Return every fp8 tensor with the dtype of its codes."""
+        found = {name: _FP8[entry.dtype].dtype for name, entry in self.entries.items() if entry.dtype in _FP8}
+        for layer, config in marked.items():
+            weight = f"{layer}.weight"
+            fp8 = _COMFY_FORMATS.get(config.get("format", ""))
+            if fp8 is None:
+                raise self._refuse(f"{layer}.comfy_quant", f"names the format {config.get('format')!r}")
+            if weight not in self.entries:
+                raise self._refuse(f"{layer}.comfy_quant", "marks a layer without a weight")
+            if self._dtype(weight) in ("U8", fp8.safetensors_name):
+                found[weight] = fp8.dtype
+            else:
+                raise self._refuse(weight, f"has dtype {self._dtype(weight)} where its marker says {fp8.name}")
+        return {name: dtype for name, dtype in found.items() if name not in self.markers}
+
+    @cached_property
+    def layer_configs(self) -> dict[str, dict]:
+        """Layer -> what ComfyUI's newer layout says of it, from the header or the markers."""
+        configs: dict[str, dict] = {}
+        if "_quantization_metadata" in self.metadata:
+            try:
+                layers = json.loads(self.metadata["_quantization_metadata"])["layers"]
+                configs |= {self._full_name(layer): dict(config) for layer, config in layers.items()}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise self._refuse("_quantization_metadata", "is not the JSON object ComfyUI writes") from None
+        for name, entry in self.entries.items():
+            layer, _, leaf = name.rpartition(".")
+            if leaf == "comfy_quant":
+                with safe_open(entry.file, "pt") as file:
+                    raw = file.get_tensor(name)
+                try:
+                    configs[layer] = dict(json.loads(bytes(raw.tolist())))
+                except (ValueError, TypeError):
+                    raise self._refuse(name, "is not the JSON object ComfyUI writes") from None
+        return configs
+
+    def _full_name(self, layer: str) -> str:
+        """Return ``layer`` with the file's prefix, which some writers leave out of the header."""
+        for prefix in ("", "model.diffusion_model."):
+            if f"{prefix}{layer}.weight" in self.entries:
+                return prefix + layer
+        return layer
+
+    def _dtype(self, name: str) -> str | None:
+        entry = self.entries.get(name)
+        return entry.dtype if entry is not None else None
+
+    def _refuse(self, name: str, why: str) -> UserError:
+        return UserError(
+            f"{self.path}: {name!r} {why}; read are plain fp8, ComfyUI's scaled fp8 and musubi-tuner's: use such a "
+            "file or the bf16 one"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.float8_")

@@ -1,0 +1,193 @@
+"""The fp8 layer against a plain linear layer that holds the dequantised weight."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import library.precision.fp8_linear as fp8_linear
+from library.errors import UserError
+from library.precision.formats import E5M2
+from library.precision.fp8_linear import Fp8Linear, Fp8LinearOfHiddenDtype, ddp_ignored_names
+from library.precision.quantize import GRANULARITIES, Granularity, quantize
+from networks.lora import LoRALinear
+
+OUT, IN = 192, 256
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fp8_layer(granularity: Granularity = "row", bias: bool = True, **options: object) -> Fp8Linear:
+    quantized = quantize(random(OUT, IN, seed=0) * 0.05, granularity)
+    return Fp8Linear(quantized, random(OUT, seed=1) if bias else None, **options)  # type: ignore[arg-type]
+
+
+def plain(layer: Fp8Linear, dtype: torch.dtype) -> nn.Linear:
+    """A linear layer with the same numbers."""
+    reference = nn.Linear(IN, OUT, bias=layer.bias is not None, dtype=dtype)
+    reference.requires_grad_(False)
+    reference.weight.copy_(layer.dequantized(dtype))
+    if layer.bias is not None:
+        reference.bias.copy_(layer.bias)
+    return reference
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_output_and_input_gradient_equal_a_linear_layers(granularity: Granularity, bias: bool) -> None:
+    layer = fp8_layer(granularity, bias)
+    reference = plain(layer, torch.float32)
+    x = random(2, 5, IN, seed=2).requires_grad_()
+    gradient = random(2, 5, OUT, seed=3)
+    y, expected = layer(x), reference(x)
+    (dx,) = torch.autograd.grad(y, x, gradient)
+    (expected_dx,) = torch.autograd.grad(expected, x, gradient)
+    # fp32 sums of 256 products in another order
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx, expected_dx, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_work_in_pieces_gives_what_work_in_one_gives(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fp8_layer(granularity)
+    x = random(7, IN, seed=2).requires_grad_()
+    whole = layer(x)
+    (whole_dx,) = torch.autograd.grad(whole.sum(), x)
+    monkeypatch.setattr(fp8_linear, "_CPU_PIECE", 1)  # 64 rows, 64 columns
+    pieces = layer(x)
+    (pieces_dx,) = torch.autograd.grad(pieces.sum(), x)
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pieces_dx, whole_dx, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_computes_in_bf16_and_keeps_the_bias_high() -> None:
+    layer = fp8_layer()
+    x = random(6, IN, seed=2).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    expected = F.linear(x.bfloat16(), layer.dequantized(torch.bfloat16), layer.bias.bfloat16())
+    # both sum in fp32 and round once to bf16's 8 bits
+    torch.testing.assert_close(y, expected, rtol=2**-8, atol=1e-3)
+    y.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+def test_nothing_of_the_weights_size_is_saved_for_backward() -> None:
+    layer = fp8_layer("block64")
+    saved: list[int] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t)
+    with hooks:
+        y = layer(random(3, IN, seed=2).requires_grad_())
+    assert y.requires_grad
+    assert sum(saved) == 0  # not even the activations: a frozen layer's backward needs none
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        nn.Linear(IN, OUT)(random(3, IN, seed=2).requires_grad_())
+    assert max(saved) >= OUT * IN  # the hooks do see a plain layer's weight
+
+
+def test_no_gradient_reaches_weight_or_scale_and_the_bias_gets_its_own_if_asked() -> None:
+    layer = fp8_layer()
+    layer.bias.requires_grad_(True)
+    layer(random(3, IN, seed=2)).sum().backward()
+    assert layer.weight.grad is None
+    assert torch.equal(layer.bias.grad, torch.full((OUT,), 3.0))
+
+
+def test_under_gradient_checkpointing_the_gradient_is_the_same() -> None:
+    layer = fp8_layer()
+    x = random(4, IN, seed=2).requires_grad_()
+    (direct,) = torch.autograd.grad(layer(x).square().sum(), x)
+    (again,) = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).square().sum(), x)
+    assert torch.equal(direct, again)
+
+
+@pytest.mark.parametrize("granularity", ["cast", "tensor", "block64"])
+def test_compiled_in_one_graph_it_gives_the_same(granularity: Granularity) -> None:
+    model = LoRALinear(fp8_layer(granularity), rank=4, alpha=4.0)
+    model.initialise(torch.Generator().manual_seed(3))
+    nn.init.normal_(model.lora_B.weight, generator=torch.Generator().manual_seed(4))
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (model, compiled):
+        x = random(6, IN, seed=2).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(x)
+        y.float().square().sum().backward()
+        results.append((y, x.grad, run.lora_A.weight.grad))
+    for direct, other in zip(*results):
+        # bf16 products of pieces and of the whole round alike up to one unit in the last place, the sum of two bf16
+        # terms up to two
+        torch.testing.assert_close(direct, other, rtol=2**-6, atol=2**-6 * float(direct.detach().abs().max()))
+
+
+def test_casting_a_model_moves_no_bit_of_codes_and_scales() -> None:
+    layer = fp8_layer("row")
+    codes, scale = layer.weight.view(torch.uint8).clone(), layer.scale.clone()
+    for cast in (lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double(), lambda m: m.to("cpu")):
+        cast(layer)
+        assert layer.weight.dtype == torch.float8_e4m3fn
+        assert torch.equal(layer.weight.view(torch.uint8), codes)
+        assert layer.scale.dtype == torch.float32
+        assert torch.equal(layer.scale, scale)
+    assert layer.bias.dtype == torch.float64  # high precision, cast like any other parameter
+    assert layer.to("meta").weight.is_meta
+
+
+def test_it_is_a_linear_layer_to_others_and_survives_state_dicts_and_copies() -> None:
+    layer = fp8_layer("block64")
+    assert isinstance(layer, nn.Linear)
+    assert (layer.in_features, layer.out_features) == (IN, OUT)
+    assert set(layer.state_dict()) == {"weight", "bias", "scale"}
+    other = fp8_layer("block64")
+    other.weight.view(torch.uint8).zero_()
+    other.load_state_dict(layer.state_dict())
+    x = random(2, IN, seed=5)
+    assert torch.equal(other(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    assert "e4m3fn, scale per block of 64, compute=auto" in repr(layer)
+
+
+def test_lora_on_top_trains_as_on_a_plain_layer() -> None:
+    layer = fp8_layer("block64")
+    gradients = []
+    for base in (layer, plain(layer, torch.float32)):
+        lora = LoRALinear(base, rank=4, alpha=2.0)
+        lora.initialise(torch.Generator().manual_seed(7))
+        nn.init.normal_(lora.lora_B.weight, generator=torch.Generator().manual_seed(8))
+        x = random(5, IN, seed=2).requires_grad_()
+        lora(x).square().sum().backward()
+        gradients.append((x.grad, lora.lora_A.weight.grad, lora.lora_B.weight.grad))
+    for own, expected in zip(*gradients):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_hidden_weight_reads_as_none_and_works_as_any_other() -> None:
+    quantized = quantize(random(OUT, IN, seed=0), "row")
+    layer, hidden = Fp8Linear(quantized), Fp8LinearOfHiddenDtype(quantized)
+    x = random(3, IN, seed=2)
+    assert hidden.weight is None
+    assert torch.equal(hidden(x), layer(x))
+    assert torch.equal(hidden.to(torch.bfloat16)(x), layer(x))
+    assert copy.deepcopy(hidden).quantized().codes.dtype == torch.float8_e4m3fn
+
+
+def test_scaled_mm_is_refused_where_the_weight_does_not_suit() -> None:
+    with pytest.raises(UserError, match="192 x 256 weight e4m3fn, scale per block of 64 cannot be multiplied in fp8"):
+        fp8_layer("block64", compute="scaled_mm")
+    with pytest.raises(UserError, match="e5m2, scale per tensor cannot"):
+        Fp8Linear(quantize(random(16, 16, seed=0), "tensor", E5M2), compute="scaled_mm")
+
+
+def test_frozen_parameters_and_buffers_are_named_for_ddp() -> None:
+    model = nn.Sequential(LoRALinear(fp8_layer(), rank=2, alpha=2.0))
+    model[0].base.requires_grad_(False)
+    assert sorted(ddp_ignored_names(model)) == sorted(["0.base.weight", "0.base.bias", "0.base.scale"])
