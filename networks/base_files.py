@@ -1,0 +1,178 @@
+"""The files of a base model: finding them, describing them, and making room for a changed copy.
+
+A base is one safetensors file, or a diffusers folder: a pipeline (weights in ``transformer/``) or a
+transformer alone, in one file or in shards named by an index. Only headers are read here. The copy of a
+folder appears under its final name when it is complete, by renaming.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from library.errors import UserError
+from library.files import read_safetensors_header, write_text
+from library.safetensors_stream import DTYPES, TensorSpecs, tensor_bytes
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
+
+
+@dataclass(frozen=True)
+class BaseFile:
+    """One weight file: its path, each tensor's dtype and shape, its metadata."""
+
+    path: Path
+    tensors: TensorSpecs
+    metadata: Mapping[str, str]
+
+    def saved_layout(self, dtype: torch.dtype | None) -> TensorSpecs:
+        """Return name -> (dtype, shape) as written when floats become ``dtype`` (None: stay as they are)."""
+        return {
+            name: (dtype if dtype and own in _FLOATS else own, shape) for name, (own, shape) in self.tensors.items()
+        }
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model on disk.
+
+    Attributes:
+        path: what the user named.
+        folder: the folder with the transformer's weights; None where ``path`` is a single file.
+        files: the transformer's weight files.
+    """
+
+    path: Path
+    folder: Path | None
+    files: tuple[BaseFile, ...]
+
+    @property
+    def weights(self) -> Path:
+        """The file or folder whose fingerprint stands for the weights."""
+        return self.folder or self.path
+
+    def saved_bytes(self, dtype: torch.dtype | None) -> int:
+        """Return the size of all weights as written."""
+        return sum(tensor_bytes(*entry) for file in self.files for entry in file.saved_layout(dtype).values())
+
+    def component(self, name: str) -> tuple[BaseFile, ...]:
+        """Return the weight files of another component of a pipeline (``text_encoder``); none where there is none."""
+        if self.folder is None or self.folder == self.path or not (self.path / name).is_dir():
+            return ()
+        return _weights_of(self.path / name, "model.safetensors")
+
+
+def open_base(path: Path) -> Base:
+    """Read the headers of a base model.
+
+    Raises:
+        UserError: nothing is there, no weights or several sets of them, or quantised weights.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder; check --model")
+    if path.is_file():
+        return Base(path, None, (_read_base_file(path),))
+    folder = path / "transformer" if (path / "transformer").is_dir() else path
+    return Base(path, folder, _weights_of(folder, "diffusion_pytorch_model.safetensors"))
+
+
+def _weights_of(folder: Path, usual_name: str) -> tuple[BaseFile, ...]:
+    """Return the weight files of a folder: the shards of its index, or the one that is usual or alone."""
+    if index := _index_of(folder):
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return tuple(_read_base_file(folder / name) for name in shards)
+    found = sorted(folder.glob("*.safetensors"))
+    usual = folder / usual_name
+    if usual not in found and len(found) != 1:
+        raise UserError(f"{folder}: {len(found)} safetensors files and no index; give one file to --model")
+    return (_read_base_file(usual if usual in found else found[0]),)
+
+
+def check_target(base: Base, save_to: Path, dtype: torch.dtype | None) -> None:
+    """Refuse a target of the wrong kind, one that would overwrite something, or one without room.
+
+    Raises:
+        UserError: with the reason.
+    """
+    needed = base.saved_bytes(dtype)
+    if base.folder is None:
+        if save_to.suffix != ".safetensors":
+            raise UserError(f"{save_to}: the base is one file; end --save_to in .safetensors")
+        if save_to.exists() and save_to.samefile(base.path):
+            raise UserError(f"{save_to}: is the base itself; choose another --save_to")
+    else:
+        if save_to.exists() and (not save_to.is_dir() or any(save_to.iterdir())):
+            raise UserError(f"{save_to}: exists and is no empty folder; choose another --save_to")
+        if save_to.resolve().is_relative_to(base.path.resolve()):
+            raise UserError(f"{save_to}: lies inside the base; choose another --save_to")
+        needed += sum(path.stat().st_size for path in _other_files(base))
+    existing = next(parent for parent in save_to.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        sizes = f"needs {needed / 1e9:.1f} GB, {existing} has {free / 1e9:.1f} GB"
+        raise UserError(f"{save_to}: {sizes}; free some space or choose another disk")
+
+
+@contextmanager
+def folder_copy(
+    base: Base, target: Path, dtype: torch.dtype | None, rewritten: Collection[Path] = ()
+) -> Iterator[Path]:
+    """Yield the weight folder of a copy of ``base`` without its weights; it becomes ``target`` at the end.
+
+    Configs, the other components and the index (with its new size) are there already, but for files in ``rewritten``.
+    """
+    assert base.folder is not None
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        for path in (path for path in _other_files(base) if path not in rewritten):
+            copy = temporary / path.relative_to(base.path)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy)
+        inside = temporary / base.folder.relative_to(base.path)
+        if index := _index_of(base.folder):
+            content = json.loads(index.read_text(encoding="utf-8"))
+            content.setdefault("metadata", {})["total_size"] = base.saved_bytes(dtype)
+            write_text(inside / index.name, json.dumps(content, indent=2) + "\n")
+        yield inside
+        if target.exists():
+            target.rmdir()
+        os.replace(temporary, target)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror}); choose another folder") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read_base_file(path: Path) -> BaseFile:
+    header = read_safetensors_header(path)
+    metadata = header.pop("__metadata__", {})
+    tensors: TensorSpecs = {}
+    for name, entry in header.items():
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None or (dtype.is_floating_point and dtype.itemsize == 1):
+            raise UserError(f"{path}: {name} is stored as {entry['dtype']}; merge into the bf16 or fp16 file")
+        tensors[name] = (dtype, tuple(entry["shape"]))
+    return BaseFile(path, tensors, metadata)
+
+
+def _index_of(folder: Path) -> Path | None:
+    return next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
+
+
+def _other_files(base: Base) -> list[Path]:
+    """Return the folder's files but for the transformer's weights, in whatever form, and their index."""
+
+    def is_weights(path: Path) -> bool:
+        named = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        return named and path.parent == base.folder
+
+    return [path for path in sorted(base.path.rglob("*")) if path.is_file() and not is_weights(path)]

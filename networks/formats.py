@@ -1,0 +1,321 @@
+"""LoRA files: from module name -> weights to each published key layout, and back.
+
+In memory a LoRA is ``dict[module name, LoraWeights]`` in diffusers' module names. :data:`LAYOUTS` lists
+what can be written:
+
+    diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight         alpha in the metadata (below)
+    kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight          .alpha beside every pair
+    comfy       diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight    .alpha beside every pair
+
+diffusers keeps the scale in the metadata key ``lora_adapter_metadata``: the JSON of a PEFT ``LoraConfig``
+whose keys begin with ``transformer.``. Without it a file loads at alpha = rank.
+
+Text encoders' modules go into the same file; ``networks.text_keys`` lists their prefixes.
+
+Layouts of the original checkpoint have one module where diffusers has q, k, v (and the MLP). LoRAs of rank
+r on the parts are written as one of rank n*r, down-projections stacked, up-projections block-diagonal, so
+that the update is exactly the same; ``networks.fusing`` does that and undoes it.
+
+Reading takes any mixture of the prefixes, suffixes and namings seen in published files. A key that cannot be
+mapped is named in the error: a LoRA that is loaded in part is a wrong LoRA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from library.errors import UserError, did_you_mean
+from library.files import read_safetensors_header
+from library.safetensors_stream import stream_safetensors
+from networks.adapter_metadata import ADAPTER_METADATA_KEY, AlphaTable, adapter_metadata, read_alphas
+from networks.fusing import fuse_parts, split_fused
+from networks.key_map import KeyPlace
+from networks.metadata import hash_metadata
+from networks.targets import LoraTargets, TextEncoderTargets
+from networks.weights import LoraWeights, names_in_short
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a layout writes keys.
+
+    Attributes:
+        prefix: before the module's name. down, up: after it.
+        original: names and fusing of the original checkpoint instead of diffusers'.
+        underscores: dots in the module's name become underscores.
+        alpha: write ``<module>.alpha``; otherwise the alphas go to diffusers' adapter metadata.
+    """
+
+    prefix: str
+    down: str
+    up: str
+    original: bool
+    underscores: bool
+    alpha: bool
+
+
+LAYOUTS = {
+    "diffusers": Layout("transformer.", ".lora_A.weight", ".lora_B.weight", False, False, False),
+    "kohya": Layout("lora_unet_", ".lora_down.weight", ".lora_up.weight", True, True, True),
+    "comfy": Layout("diffusion_model.", ".lora_down.weight", ".lora_up.weight", True, False, True),
+}
+
+_ROLES = {  # suffix -> what the tensor is; PEFT may put the adapter's name before ".weight"
+    ".lora_A.weight": "down",
+    ".lora_A.default.weight": "down",
+    ".lora_down.weight": "down",
+    ".lora.down.weight": "down",
+    ".lora_linear_layer.down.weight": "down",  # text encoders by diffusers before PEFT
+    ".lora_B.weight": "up",
+    ".lora_B.default.weight": "up",
+    ".lora_up.weight": "up",
+    ".lora.up.weight": "up",
+    ".lora_linear_layer.up.weight": "up",
+    ".alpha": "alpha",
+}
+_PREFIXES = (  # prefix -> the layout's name in reports; tried in this order
+    ("base_model.model.", "peft"),
+    ("lora_unet_", "kohya"),
+    ("lora_transformer_", "kohya"),
+    ("transformer.", "diffusers"),
+    ("model.diffusion_model.", "comfy"),
+    ("diffusion_model.", "comfy"),
+    ("", "bare"),
+)
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """A LoRA read from disk.
+
+    Attributes:
+        weights: diffusers module name -> weights; a text encoder's names begin with its component.
+        layout: "diffusers", "kohya", "comfy", "peft" or "bare" (module names without a prefix).
+        metadata: the file's metadata strings.
+    """
+
+    weights: dict[str, LoraWeights]
+    layout: str
+    metadata: dict[str, str]
+
+
+def save_lora(
+    path: str | Path,
+    weights: Mapping[str, LoraWeights],
+    targets: LoraTargets,
+    save_format: str = "diffusers",
+    precision: str = "fp32",
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a LoRA file in one step.
+
+    Args:
+        path: file to write.
+        weights: diffusers module name -> weights, on any device.
+        targets: the family's row.
+        save_format: one of :data:`LAYOUTS`.
+        precision: "fp32", "fp16" or "bf16" for the weights; alphas are always fp32.
+        metadata: strings to add, from :func:`networks.metadata.build_metadata`; hashes are added here.
+
+    Raises:
+        UserError: a tensor is not finite (or leaves fp16's range), the format is unknown, the folder is not
+            writable.
+    """
+    if save_format not in LAYOUTS:
+        hint = did_you_mean(save_format, LAYOUTS)
+        raise UserError(f"save_format: {save_format!r} is not one of {', '.join(LAYOUTS)}{hint}")
+    if precision not in PRECISIONS:
+        raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
+    layout = LAYOUTS[save_format]
+    tensors: dict[str, Tensor] = {}
+    for key, module in _by_key(weights, targets, save_format).items():
+        tensors[key + layout.down] = _for_file(path, key + layout.down, module.down, precision)
+        tensors[key + layout.up] = _for_file(path, key + layout.up, module.up, precision)
+        if layout.alpha:
+            tensors[key + ".alpha"] = torch.tensor(float(module.alpha))
+    strings = {"format": "pt", **(metadata or {})}
+    if not layout.alpha:
+        components = targets.by_component(weights)
+        strings[ADAPTER_METADATA_KEY] = adapter_metadata(
+            {name: {key.removeprefix(f"{name}."): w for key, w in part.items()} for name, part in components.items()}
+        )
+    strings |= hash_metadata(tensors, strings)
+    stream_safetensors(path, {k: (t.dtype, tuple(t.shape)) for k, t in tensors.items()}, tensors.__getitem__, strings)
+
+
+def load_lora(path: str | Path, targets: LoraTargets) -> LoraFile:
+    """Read a LoRA file in any known layout.
+
+    Args:
+        path: a safetensors file, or a folder written by PEFT (``adapter_model.safetensors``).
+        targets: the family's row.
+
+    Returns:
+        The weights under diffusers' module names, split where the file has fused layers, in the file's dtype
+        (8-bit floats become fp32), on the CPU.
+
+    Raises:
+        UserError: no such file, no LoRA in it, or keys that cannot be mapped, are incomplete or do not fit.
+    """
+    path = _weight_file(Path(path))
+    metadata = dict(read_safetensors_header(path).get("__metadata__") or {})
+    found, layouts, unknown = _read_pairs(path, targets)
+    if unknown:
+        raise UserError(
+            f"{path}: {len(unknown)} keys are no LoRA weights of {targets.family}'s transformer{_or_text(targets)}: "
+            f"{names_in_short(sorted(unknown))}; convert the file or remove them"
+        )
+    if not found:
+        raise UserError(f"{path}: no tensors; not a LoRA file")
+    prefixes = (targets.file_prefix, *(encoder.name for encoder in targets.text_encoders))
+    stated = {prefix: read_alphas(path, metadata, prefix) for prefix in prefixes}
+    weights: dict[str, LoraWeights] = {}
+    for key, (module, roles) in found.items():
+        alphas = stated[module.encoder.name if module.encoder else targets.file_prefix]
+        for name, read in _modules_of(f"{path}: {key}", module, roles, alphas).items():
+            if name in weights:
+                raise UserError(f"{path}: {name} is there twice, in two namings ({key}); keep one")
+            weights[name] = read
+    return LoraFile(weights, "+".join(sorted(layouts)), metadata)
+
+
+def _by_key(weights: Mapping[str, LoraWeights], targets: LoraTargets, save_format: str) -> dict[str, LoraWeights]:
+    """Return what stands before a key's suffix -> weights, fused where the layout has one module for several."""
+    layout = LAYOUTS[save_format]
+    text = {name: encoder for name in weights if (encoder := targets.text_encoder_of(name))}
+    transformer = {name: module for name, module in weights.items() if name not in text}
+    if layout.original:
+        transformer = _to_original(transformer, targets)
+    keys = {
+        layout.prefix + (name.replace(".", "_") if layout.underscores else name): module
+        for name, module in transformer.items()
+    }
+    return keys | {_text_key(name, encoder, save_format): weights[name] for name, encoder in text.items()}
+
+
+def _text_key(name: str, encoder: TextEncoderTargets, save_format: str) -> str:
+    """Return what stands before a key's suffix for a text encoder's module."""
+    place = encoder.keys.find(name.removeprefix(f"{encoder.name}."))
+    if place is None:
+        raise UserError(f"{name} is no layer of {encoder.name} that a LoRA can be saved for; leave it out")
+    prefix = encoder.prefixes[save_format][0]
+    return prefix + (place.original.replace(".", "_") if prefix.endswith("_") else place.original)
+
+
+def _or_text(targets: LoraTargets) -> str:
+    return " or text encoders" if targets.text_encoders else ""
+
+
+def _to_original(weights: Mapping[str, LoraWeights], targets: LoraTargets) -> dict[str, LoraWeights]:
+    """Return original module name -> weights, fused where the original has one module for several."""
+    groups: dict[str, tuple[KeyPlace, dict[int, LoraWeights]]] = {}
+    for name, module in weights.items():
+        place = targets.keys.find(name)
+        if place is None or place.part is None:
+            raise UserError(f"{name} is not in {targets.family}'s original layout; use save_format=diffusers")
+        groups.setdefault(place.original, (place, {}))[1][place.part] = module
+    return {name: fuse_parts(place.row, parts) for name, (place, parts) in groups.items()}
+
+
+def _for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Tensor:
+    """Return ``tensor`` in the file's dtype, refusing what is not finite there."""
+    out = tensor.detach().to(PRECISIONS[precision])
+    if not bool(torch.isfinite(out).all()):
+        if bool(torch.isfinite(tensor.float()).all()):
+            raise UserError(f"{path}: {key} leaves the range of {precision}; save in bf16 or fp32")
+        raise UserError(f"{path}: {key} holds NaN or infinity, not saved; lower the learning rate or use bf16")
+    return out
+
+
+def _weight_file(path: Path) -> Path:
+    """Return the weights' file: PEFT writes a folder."""
+    return path / "adapter_model.safetensors" if path.is_dir() else path
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The module a key means: its text encoder (None: the transformer), its place, and the layout of the prefix."""
+
+    encoder: TextEncoderTargets | None
+    place: KeyPlace
+    layout: str
+
+
+def _read_pairs(
+    path: Path, targets: LoraTargets
+) -> tuple[dict[str, tuple[_Found, dict[str, Tensor]]], set[str], list[str]]:
+    """Return key stem -> (module, role -> tensor), the layouts seen, and the keys that could not be mapped."""
+    found: dict[str, tuple[_Found, dict[str, Tensor]]] = {}
+    unknown: list[str] = []
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                suffix = next((s for s in _ROLES if key.endswith(s)), "")
+                stem = key.removesuffix(suffix)
+                module = _find_place(stem, targets)
+                if not suffix or module is None:
+                    unknown.append(key)
+                    continue
+                roles = found.setdefault(stem, (module, {}))[1]
+                if _ROLES[suffix] in roles:
+                    raise UserError(f"{path}: {stem} has two {_ROLES[suffix]} tensors; keep one of them")
+                tensor = file.get_tensor(key)
+                roles[_ROLES[suffix]] = tensor.float() if tensor.element_size() == 1 else tensor
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
+    modules = [module for module, _ in found.values()]
+    # comfy files have kohya's keys for text encoders: the transformer's keys tell the layout where there are any
+    layouts = {m.layout for m in modules if m.encoder is None} or {m.layout for m in modules}
+    return found, layouts, unknown
+
+
+def _find_place(stem: str, targets: LoraTargets) -> _Found | None:
+    """Return the module a key stem means."""
+    for encoder in targets.text_encoders:
+        for layout, prefixes in encoder.prefixes.items():
+            for prefix in prefixes:
+                if stem.startswith(prefix) and (place := encoder.keys.find(stem.removeprefix(prefix))):
+                    return _Found(encoder, place, layout)
+    for prefix, layout in _PREFIXES:
+        if stem.startswith(prefix):
+            name = stem.removeprefix(prefix)
+            if layout == "peft":
+                name = name.removeprefix(targets.file_prefix + ".")
+            if place := targets.keys.find(name):
+                return _Found(None, place, layout)
+    return None
+
+
+def _modules_of(
+    where: str, module: _Found, roles: Mapping[str, Tensor], stated: AlphaTable | None
+) -> dict[str, LoraWeights]:
+    """Check one pair of tensors and return it under its diffusers names, split if it is fused."""
+    if missing := [role for role in ("down", "up") if role not in roles]:
+        raise UserError(f"{where} has no {missing[0]}-projection; the file is incomplete")
+    down, up = roles["down"], roles["up"]
+    if down.ndim != 2 or up.ndim != 2 or up.shape[1] != down.shape[0]:
+        shapes = f"down {tuple(down.shape)} and up {tuple(up.shape)}"
+        raise UserError(f"{where}: {shapes} are no LoRA of a linear layer; only those can be read")
+    if not (bool(torch.isfinite(down).all()) and bool(torch.isfinite(up).all())):
+        raise UserError(f"{where} holds NaN or infinity; use an earlier save")
+    rank, place = down.shape[0], module.place
+    name = place.original if place.part is None or module.encoder else place.modules[place.part]
+    alpha = float(rank) if stated is None else stated.alpha_of(name, rank)
+    alpha = float(roles["alpha"]) if "alpha" in roles else alpha
+    fused = LoraWeights(down, up, alpha or float(rank))  # alpha 0 means "no scaling" in sd-scripts
+    component = f"{module.encoder.name}." if module.encoder else ""
+    if place.part is not None:
+        return {component + place.modules[place.part]: fused}
+    try:
+        parts = split_fused(place.row, fused)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; the file was made for another model") from None
+    return {component + place.modules[part]: weights for part, weights in parts.items()}

@@ -1,0 +1,172 @@
+"""Putting LoRA layers into a model.
+
+:func:`inject_lora` reads the model's linear layers, sorts them into the family's kinds, lets ranks, block
+choices and patterns decide, and swaps each chosen layer for a :class:`~networks.lora.LoRALinear` around it.
+An option that decides nothing is an error: a typing mistake in a pattern otherwise costs a day of training.
+
+A layer's initial weights depend on (seed, module name) alone, so that a pattern changes no other layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from library.errors import UserError
+from library.randomness import generator
+from networks.lora import LoRALinear
+from networks.network import LoraNetwork
+from networks.options import NetworkOptions
+from networks.targets import LoraTargets
+from networks.weights import LoraWeights, names_in_short
+
+__all__ = ["LoraNetwork", "attach_lora", "inject_lora", "select_modules"]
+
+
+def inject_lora(
+    model: nn.Module,
+    options: NetworkOptions,
+    targets: LoraTargets,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> LoraNetwork:
+    """Wrap the chosen linear layers of ``model`` in place and freeze everything else.
+
+    Args:
+        model: a loaded model of the family, not yet compiled or wrapped.
+        options: from :func:`networks.options.parse_network_args`.
+        targets: the family's row.
+        seed: initial weights follow from it and the module's name.
+        dtype: of the LoRA weights; float32 under autocast, bfloat16 for pure bf16 training.
+
+    Raises:
+        UserError: an option or pattern matches nothing, a block does not exist, nothing is left to train.
+    """
+    ranks, counts = select_modules(model, options, targets)
+    model.requires_grad_(False)
+    layers: dict[str, LoRALinear] = {}
+    for name, rank in ranks.items():
+        base = model.get_submodule(name)
+        layer = LoRALinear(
+            base,
+            rank,
+            options.alpha,
+            dropout=options.dropout,
+            rank_dropout=options.rank_dropout,
+            module_dropout=options.module_dropout,
+            dtype=dtype,
+            device=_device_of(base),
+        )
+        layer.initialise(generator(seed, "lora", name))
+        layers[name] = layer
+    _swap_in(model, layers)
+    return LoraNetwork(layers, targets, options, counts)
+
+
+def attach_lora(
+    model: nn.Module,
+    weights: Mapping[str, LoraWeights],
+    targets: LoraTargets,
+    source: str,
+    dtype: torch.dtype = torch.float32,
+) -> LoraNetwork:
+    """Wrap exactly the layers a LoRA file speaks of, with its ranks and alphas, and load it.
+
+    Raises:
+        UserError: a module is not in the model or has another shape.
+    """
+    linears = dict(_linears(model))
+    if absent := sorted(weights.keys() - linears.keys()):
+        raise UserError(f"{source}: the model has no {names_in_short(absent)}; it was trained on another model")
+    layers = {
+        name: LoRALinear(linears[name], w.rank, w.alpha, dtype=dtype, device=_device_of(linears[name]))
+        for name, w in weights.items()
+    }
+    network = LoraNetwork(layers, targets, NetworkOptions(dim=0, alpha=0))
+    network.load(weights, source)
+    model.requires_grad_(False)
+    _swap_in(model, layers)
+    return network
+
+
+def select_modules(
+    model: nn.Module, options: NetworkOptions, targets: LoraTargets
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return module name -> rank, and pattern -> how many modules it matched.
+
+    Raises:
+        UserError: see :func:`inject_lora`.
+    """
+    kinds = {name: kind for name, _ in _linears(model) if (kind := targets.kind_of(name))}
+    in_blocks = _in_chosen_blocks(list(kinds), options, targets)
+    present = {kinds[name].name for name in in_blocks}
+    for kind_name, option in options.dim_sources.items():
+        unasked = option in targets.dim_lists and options.dims[kind_name] == 0
+        if kind_name not in present and not unasked:
+            raise UserError(f"network_args: {option}: this model has no {kind_name} layers in the chosen blocks")
+    ranks = {name: options.dims.get(kinds[name].name, options.dim if kinds[name].default else 0) for name in in_blocks}
+    ranks = {name: rank for name, rank in ranks.items() if rank}
+    counts: dict[str, int] = {}
+    if options.include_patterns:
+        hits = _matching("include_patterns", options.include_patterns, list(ranks), counts)
+        ranks = {name: rank for name, rank in ranks.items() if name in hits}
+    if options.exclude_patterns:
+        hits = _matching("exclude_patterns", options.exclude_patterns, list(ranks), counts)
+        ranks = {name: rank for name, rank in ranks.items() if name not in hits}
+    if not ranks:
+        raise UserError("network_args: nothing is left to train; relax the *_dim, block or pattern options")
+    return ranks, counts
+
+
+def _in_chosen_blocks(names: list[str], options: NetworkOptions, targets: LoraTargets) -> list[str]:
+    """Return the names that lie in no deselected block."""
+    for option, ranges in options.blocks.items():
+        if ranges is None:
+            continue
+        pattern = targets.block_options[option]
+        index = {name: int(match[1]) for name in names if (match := re.fullmatch(pattern, name))}
+        count = max(index.values(), default=-1) + 1
+        wanted = set(itertools.chain.from_iterable(ranges))
+        if wanted and max(wanted) >= count:
+            raise UserError(f"network_args: {option}: no block {max(wanted)}; this model's are 0 to {count - 1}")
+        names = [name for name in names if name not in index or index[name] in wanted]
+    return names
+
+
+def _matching(option: str, patterns: tuple[str, ...], names: list[str], counts: dict[str, int]) -> set[str]:
+    """Return the names that some pattern matches; note each pattern's count in ``counts``."""
+    matched: set[str] = set()
+    for pattern in patterns:
+        hits = [name for name in names if re.fullmatch(pattern, name)]
+        if not hits:
+            partly = next((name for name in names if re.search(pattern, name)), None)
+            hint = f"a name looks like {names[0]!r}" if names else "none is left"
+            if partly:
+                hint = f"patterns match whole names, write '.*{pattern}.*' to match {partly!r}"
+            raise UserError(f"network_args: {option}: {pattern!r} matches no trained module; {hint}")
+        counts[f"{option} {pattern!r}"] = len(hits)
+        matched.update(hits)
+    return matched
+
+
+def _swap_in(model: nn.Module, layers: Mapping[str, LoRALinear]) -> None:
+    for name, layer in layers.items():
+        layer.train(layer.base.training)
+        model.set_submodule(name, layer)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every layer with ``in_features`` and ``out_features``: nn.Linear and its fp8 relatives."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            raise ValueError(f"{name} has a LoRA already")
+        if hasattr(module, "in_features") and hasattr(module, "out_features"):
+            yield name, module
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(itertools.chain(module.parameters(), module.buffers())).device

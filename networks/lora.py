@@ -1,0 +1,196 @@
+"""Low-rank adaptation of one linear layer (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+
+    y = base(x) + multiplier * alpha / rank * B(A(x))        A: [rank, in], B: [out, rank]
+
+``base`` is frozen and can be any module with ``in_features``, ``out_features`` and a forward that returns a
+fresh tensor (``nn.Linear``, later an fp8 one). The way of the data, and what it saves over the textbook
+form:
+
+* Under autocast ``x`` is cast once, for the base and for A; the weights are cast to ``x``, never the
+  reverse.
+* B's product is accumulated into the base's output by one in-place ``addmm`` that also applies the scale,
+  so no tensor of the output's size is made besides the output itself.
+* Layers with a common input (q, k, v) run A as one matrix product over their stacked A weights
+  (:meth:`LoRALinear.forward_together`).
+* Without dropout, and outside of a compiler, base and update are one step of autograd that keeps less and sums
+  input gradients in place (``networks.lora_product``).
+
+Dropouts follow kohya's sd-scripts: neuron dropout on ``A(x)``; rank dropout zeroes whole ranks per sample
+and divides by the share kept; module dropout switches the layer off for a call, without rescaling. kohya's
+module dropout leaves a Python-level branch; here it is a factor of 0 or 1, which compiles, works under
+checkpointing and gives DDP a (zero) gradient for every parameter. All draws come from torch's global
+generator of the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import skip_init
+
+from networks.lora_product import Make, Update, can_fuse, fused
+
+
+class LoRALinear(nn.Module):
+    """A frozen layer with a trained low-rank update.
+
+    Attributes:
+        base: the wrapped layer. lora_A, lora_B: the trained layers, without bias.
+        rank, alpha: the update's scale is ``alpha / rank``.
+        multiplier: user strength of the update, 1.0 while training.
+        enabled: False makes the layer its base.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        rank: int,
+        alpha: float,
+        *,
+        dropout: float = 0.0,
+        rank_dropout: float = 0.0,
+        module_dropout: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.rank = rank
+        self.alpha = float(alpha)
+        self.dropout = dropout
+        self.rank_dropout = rank_dropout
+        self.module_dropout = module_dropout
+        self.multiplier = 1.0
+        self.enabled = True
+        # skip_init: the default initialisation would draw from (and shift) the global generator
+        self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device or "cpu")
+        self.lora_B = skip_init(nn.Linear, rank, self.out_features, bias=False, dtype=dtype, device=device or "cpu")
+        nn.init.zeros_(self.lora_B.weight)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw A from Kaiming's uniform with a = sqrt(5), that is U(-1, 1) / sqrt(in); set B to zero."""
+        values = torch.empty(self.lora_A.weight.shape, dtype=torch.float32)
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        with torch.no_grad():
+            self.lora_A.weight.copy_(values)
+            self.lora_B.weight.zero_()
+
+    @property
+    def in_features(self) -> int:
+        """Input columns of the base."""
+        return self.base.in_features  # type: ignore[return-value]
+
+    @property
+    def out_features(self) -> int:
+        """Output rows of the base."""
+        return self.base.out_features  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's weight: diffusers reads its dtype in places."""
+        return self.base.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The base's bias."""
+        return self.base.bias  # type: ignore[return-value]
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+    def delta_weight(self) -> Tensor:
+        """Return ``scale * B @ A``, ``[out, in]`` in fp32, without the multiplier."""
+        return torch.mm(self.lora_B.weight.float(), self.lora_A.weight.float()).mul_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
+        return LoRALinear.forward_together([self], x)[0]
+
+    @staticmethod
+    def forward_together(
+        layers: Sequence[LoRALinear], x: Tensor, *more: Tensor, make: Make | None = None
+    ) -> list[Tensor]:
+        """Return ``[layer(x) for layer in layers]`` with one matrix product for all A.
+
+        Args:
+            layers: LoRA layers with the same ``in_features``, of any ranks and output sizes.
+            x: ``[..., in]``; with ``make`` its first argument.
+            more: the further arguments of ``make``.
+            make: if given, the layers' input is ``make(x, *more)``, which backward makes again instead of keeping it.
+
+        Returns:
+            One ``[..., out_i]`` per layer. Dropouts are drawn in the layers' order, as in separate calls.
+        """
+        active = [layer for layer in layers if layer.enabled]
+        if (
+            len(active) == len(layers)
+            and not any(map(LoRALinear._drops, layers))
+            and can_fuse([m.base for m in layers])
+        ):
+            updates = [Update(layer.base, layer.rank, layer.scale * layer.multiplier) for layer in layers]
+            downs, ups = [m.lora_A.weight for m in layers], [m.lora_B.weight for m in layers]
+            return fused(updates, downs, ups, make or _itself, x, *more)
+        x = make(x, *more) if make else x
+        if not active:
+            return [layer.base(x) for layer in layers]
+        x = _in_compute_dtype(x)
+        rows = x.reshape(-1, x.shape[-1])  # [N, in]: base outputs are then no views and may be added to in place
+        stacked = [layer.lora_A.weight.to(x.dtype) for layer in active]
+        low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # [N, sum of ranks]
+        parts = iter(low.split([layer.rank for layer in active], dim=-1))
+        outputs = []
+        for layer in layers:
+            out = layer.base(rows)  # [N, out]
+            if layer.enabled:
+                out = layer._add_update(out, next(parts), x.shape)
+            outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
+        return outputs
+
+    def _drops(self) -> bool:
+        """Return whether some dropout is at work."""
+        return self.training and max(self.dropout, self.rank_dropout, self.module_dropout) > 0
+
+    def _add_update(self, out: Tensor, low: Tensor, shape: torch.Size) -> Tensor:
+        """Add ``scale * low @ B.T`` in place: ``out`` [N, out], ``low`` [N, rank]; ``shape`` is that of x."""
+        scale = self.scale * self.multiplier
+        if self.training:
+            low = self._drop(low, shape)
+            scale = scale / (1 - self.rank_dropout)
+        return out.addmm_(low.to(out.dtype), self.lora_B.weight.to(out.dtype).t(), alpha=scale)
+
+    def _drop(self, low: Tensor, shape: torch.Size) -> Tensor:
+        """Apply the three dropouts to ``low`` [N, rank]."""
+        gate = None
+        if self.module_dropout > 0:
+            gate = torch.rand((), device=low.device) >= self.module_dropout
+        if self.dropout > 0:
+            low = F.dropout(low, p=self.dropout)
+        if self.rank_dropout > 0:
+            samples = shape[0] if len(shape) > 1 else 1
+            kept = torch.rand((samples, self.rank), device=low.device) > self.rank_dropout
+            kept = kept if gate is None else kept & gate
+            return (low.view(samples, -1, self.rank) * kept[:, None].to(low.dtype)).view(-1, self.rank)
+        return low if gate is None else low * gate.to(low.dtype)
+
+    def extra_repr(self) -> str:
+        """Show rank, alpha and dropouts in ``print(model)``."""
+        return (
+            f"rank={self.rank}, alpha={self.alpha:g}, dropout={self.dropout:g}, "
+            f"rank_dropout={self.rank_dropout:g}, module_dropout={self.module_dropout:g}"
+        )
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _in_compute_dtype(x: Tensor) -> Tensor:
+    """Return ``x`` in autocast's dtype where autocast is on: cast once here or once per product later."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

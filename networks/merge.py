@@ -1,0 +1,277 @@
+"""Adding LoRAs to a base model's weights, for good.
+
+    W' = round(W + sum_k ratio_k * alpha_k / rank_k * B_k @ A_k)          in fp32, rounded once
+
+The base is a diffusers folder (a pipeline or its transformer alone, in one file or in shards) or a single
+file in the original layout, with or without ComfyUI's ``model.diffusion_model.`` in front, or in diffusers'
+names. The result has the base's layout. A fused original module (qkv) takes each part's update in that
+part's rows. A LoRA's text encoder layers go into the ``text_encoder`` folders of a pipeline, which keep their dtype;
+a base that has none is refused, unless they are left out on request.
+
+Tensors are read, merged and written one at a time: memory stays at a few times the largest tensor, whatever
+the model's size. Everything is checked before the first byte is written: that every LoRA module has its
+place in the base, that shapes fit, that the disk has room. Nothing appears under the final name until it is
+complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from library.errors import UserError
+from library.files import fingerprint
+from library.safetensors_stream import stream_safetensors
+from networks.base_files import Base, BaseFile, check_target, folder_copy, open_base
+from networks.formats import PRECISIONS, LoraFile, load_lora
+from networks.key_map import KeyMap
+from networks.targets import LoraTargets
+from networks.weights import LoraWeights, names_in_short
+
+_BASE_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
+_STALE_METADATA = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
+
+
+@dataclass(frozen=True)
+class LoraSource:
+    """One LoRA file and the strength it is merged at."""
+
+    path: Path
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Update:
+    """One module's update and the rows of the base tensor it goes to; ``swap`` exchanges its row halves."""
+
+    weights: LoraWeights
+    ratio: float
+    rows: slice
+    swap: bool
+
+    def delta(self) -> Tensor:
+        """Return the update in fp32, [rows, in]."""
+        delta = self.weights.delta(torch.float32).mul_(self.ratio)
+        return torch.cat(delta.chunk(2)[::-1]) if self.swap else delta
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What was merged: base tensors changed, tensors written, and remarks worth reading."""
+
+    changed: int
+    written: int
+    notes: tuple[str, ...]
+
+
+def merge_loras(
+    model: Path,
+    sources: Sequence[LoraSource],
+    save_to: Path,
+    targets: LoraTargets,
+    precision: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    transformer_only: bool = False,
+) -> MergeReport:
+    """Merge LoRAs into ``model`` and write the result to ``save_to``.
+
+    Args:
+        model: diffusers folder or safetensors file.
+        sources: LoRA files with their strengths; updates to the same layer add up.
+        save_to: a new folder for a folder, a ``.safetensors`` file for a file.
+        targets: the family's row.
+        precision: "fp32", "fp16" or "bf16" for the transformer's floating tensors; None keeps each tensor's dtype.
+        progress: called with (tensors done, tensors in all).
+        transformer_only: leave out the LoRAs' text encoder layers; a note says so.
+
+    Raises:
+        UserError: a file is missing, a LoRA does not fit, a value leaves fp16's range, the disk is full.
+    """
+    if precision is not None and precision not in PRECISIONS:
+        raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
+    dtype = PRECISIONS[precision] if precision else None
+    base = open_base(model)
+    loras = [(source, load_lora(source.path, targets)) for source in sources]
+    components = _components(base, loras, targets, transformer_only)
+    check_target(base, save_to, dtype)
+    total = sum(len(file.tensors) for component in components for file in component.files)
+    done = itertools.count(1)
+
+    def write(component: _Component, folder: Path) -> None:
+        for file in component.files:
+            path = folder / file.path.name if base.folder else save_to
+            as_asked = dtype if component.name == targets.file_prefix else None
+            metadata = _merged_metadata(file, sources)
+            _write_file(file, path, component.updates, as_asked, metadata, lambda: progress(next(done), total))
+
+    if base.folder is None:
+        write(components[0], save_to.parent)
+    else:
+        rewritten = {file.path for component in components[1:] for file in component.files}
+        with folder_copy(base, save_to, dtype, rewritten) as folder:
+            write(components[0], folder)
+            for component in components[1:]:
+                write(component, folder.parent / component.name)
+    notes = [*_base_notes(base.weights, loras), *(_left_out_notes(loras, targets) if transformer_only else ())]
+    return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
+
+
+@dataclass(frozen=True)
+class _Component:
+    """One network of the base: its weight files, and base tensor -> updates."""
+
+    name: str
+    files: Sequence[BaseFile]
+    updates: dict[str, list[Update]]
+
+
+def _components(
+    base: Base, loras: Sequence[tuple[LoraSource, LoraFile]], targets: LoraTargets, transformer_only: bool
+) -> list[_Component]:
+    """Return the transformer, and the text encoders that the LoRAs change, with their updates.
+
+    Raises:
+        UserError: the base has no such text encoder, or see :func:`plan_updates`.
+    """
+    split = [(source, targets.by_component(lora.weights)) for source, lora in loras]
+    name = targets.file_prefix
+    updates = plan_updates(base.files, [(s, parts.get(name, {})) for s, parts in split], targets.keys, targets.family)
+    components = [_Component(name, base.files, updates)]
+    for encoder in () if transformer_only else targets.text_encoders:
+        concerned = [(source, parts[encoder.name]) for source, parts in split if encoder.name in parts]
+        if not concerned:
+            continue
+        files = base.component(encoder.name)
+        if not files:
+            raise UserError(
+                f"{concerned[0][0].path}: {len(concerned[0][1])} modules are {encoder.name}'s, which {base.path} does "
+                "not have; give a diffusers pipeline folder, or --transformer_only to leave them out"
+            )
+        prefix = f"{encoder.name}."
+        inside = [(source, {k.removeprefix(prefix): w for k, w in weights.items()}) for source, weights in concerned]
+        updates = plan_updates(files, inside, encoder.keys, f"{targets.family}'s {encoder.name}")
+        components.append(_Component(encoder.name, files, updates))
+    return components
+
+
+def plan_updates(
+    files: Sequence[BaseFile],
+    loras: Sequence[tuple[LoraSource, Mapping[str, LoraWeights]]],
+    keys: KeyMap,
+    model_name: str,
+) -> dict[str, list[Update]]:
+    """Return base tensor -> its updates.
+
+    Raises:
+        UserError: a LoRA module has no place in the base or another shape; its name is in the message.
+    """
+    places = _module_places(files, keys, model_name)
+    updates: dict[str, list[Update]] = {}
+    for source, modules in loras:
+        absent = sorted(modules.keys() - places.keys())
+        if absent:
+            names = names_in_short(absent)
+            raise UserError(f"{source.path}: {len(absent)} modules are not in the base ({names}); wrong model?")
+        problems = []
+        for name, weights in modules.items():
+            tensor, rows, columns, swap = places[name]
+            shape = (rows.stop - rows.start, columns)
+            if shape != (weights.up.shape[0], weights.down.shape[1]):
+                made_for = f"{weights.up.shape[0]}x{weights.down.shape[1]}"
+                problems.append(f"{name} is for {made_for}, the base has {shape[0]}x{shape[1]}")
+            updates.setdefault(tensor, []).append(Update(weights, source.ratio, rows, swap))
+        if problems:
+            raise UserError(f"{source.path}: {names_in_short(problems)}; it was trained on another model")
+    return updates
+
+
+def merge_tensor(tensor: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
+    """Return ``tensor`` plus its updates, summed in fp32 and rounded once to ``dtype``."""
+    if not updates:
+        return tensor.to(dtype)
+    total = tensor.float()
+    total = total.clone() if total is tensor else total
+    for update in updates:
+        total[update.rows] += update.delta()
+    return total.to(dtype)
+
+
+def _module_places(files: Sequence[BaseFile], keys: KeyMap, model_name: str) -> dict[str, tuple[str, slice, int, bool]]:
+    """Return diffusers module name -> (base tensor, its rows there, columns, halves swapped)."""
+    places: dict[str, tuple[str, slice, int, bool]] = {}
+    for file in files:
+        for key, (_, shape) in file.tensors.items():
+            prefix = next(p for p in _BASE_PREFIXES if key.startswith(p))
+            place = keys.find(key.removeprefix(prefix).removesuffix(".weight"))
+            if not key.endswith(".weight") or place is None or len(shape) != 2:
+                continue
+            if place.part is not None:
+                places[place.modules[place.part]] = (key, slice(0, shape[0]), shape[1], False)
+                continue
+            try:
+                rows = place.row.part_rows(shape[0], shape[1])
+            except ValueError as error:
+                raise UserError(f"{file.path}: {key}: {error}; not a {model_name} model") from None
+            top = 0
+            for module, height in zip(place.modules, rows, strict=True):
+                places[module] = (key, slice(top, top + height), shape[1], place.row.halves_swapped)
+                top += height
+    if not places:
+        raise UserError(f"{files[0].path}: holds no transformer of {model_name}; give its transformer file")
+    return places
+
+
+def _write_file(
+    file: BaseFile,
+    path: Path,
+    updates: Mapping[str, list[Update]],
+    dtype: torch.dtype | None,
+    metadata: Mapping[str, str],
+    count: Callable[[], None],
+) -> None:
+    """Merge one weight file into ``path``, tensor by tensor."""
+    layout = file.saved_layout(dtype)
+    with safe_open(file.path, framework="pt") as base:
+
+        def produce(name: str) -> Tensor:
+            tensor = base.get_tensor(name)
+            merged = merge_tensor(tensor, updates.get(name, ()), layout[name][0])
+            lost = merged.dtype == torch.float16 and not bool(torch.isfinite(merged).all())
+            if lost and bool(torch.isfinite(tensor).all()):
+                raise UserError(f"{path}: {name} leaves the range of fp16; use --save_precision bf16")
+            count()
+            return merged
+
+        stream_safetensors(path, layout, produce, metadata)
+
+
+def _merged_metadata(file: BaseFile, sources: Sequence[LoraSource]) -> dict[str, str]:
+    """Return the base's metadata without the hashes that no longer hold, plus what was merged."""
+    kept = {key: value for key, value in file.metadata.items() if key not in _STALE_METADATA}
+    merged = [{"lora": source.path.name, "ratio": source.ratio} for source in sources]
+    return {"format": "pt", **kept, "tandem.merged_loras": json.dumps(merged)}
+
+
+def _left_out_notes(loras: Sequence[tuple[LoraSource, LoraFile]], targets: LoraTargets) -> Iterator[str]:
+    """Yield a remark for every LoRA whose text encoder layers were left out."""
+    for source, lora in loras:
+        text = sorted(name for name in lora.weights if targets.text_encoder_of(name))
+        if text:
+            yield f"{source.path}: {len(text)} text encoder modules left out ({names_in_short(text)})"
+
+
+def _base_notes(weights: Path, loras: Sequence[tuple[LoraSource, LoraFile]]) -> Iterator[str]:
+    """Yield a remark for every LoRA that says it was trained on other weights."""
+    stated = [(s, lora.metadata.get("tandem.base_fingerprint")) for s, lora in loras]
+    if any(trained_on for _, trained_on in stated):
+        here = fingerprint(weights)
+        for source, trained_on in stated:
+            if trained_on and trained_on != here:
+                yield f"{source.path}: trained on base {trained_on}, this one is {here} (other weights or file)"

@@ -1,0 +1,196 @@
+"""The LoRA layers of a model and of its text encoders, held by their original names.
+
+Whatever wraps the model later (DDP, compile, checkpointing), the names here stay the ones diffusers has, so
+that saving, loading and reporting need to know nothing about wrappers. Layers of text encoders, where they are
+trained, stand in the same table; their names begin with the component's (``text_encoder.``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from library.errors import UserError
+from networks.lora import LoRALinear
+from networks.options import NetworkOptions
+from networks.targets import LoraTargets
+from networks.weights import LoraWeights, names_in_short
+
+
+class LoraNetwork:
+    """The LoRA layers of one run.
+
+    Attributes:
+        modules: module name -> layer, in the model's order.
+        targets: the family's row.
+        options: what it was made from.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, LoRALinear],
+        targets: LoraTargets,
+        options: NetworkOptions,
+        pattern_counts: Mapping[str, int] | None = None,
+    ) -> None:
+        self.modules = dict(modules)
+        self.targets = targets
+        self.options = options
+        self._pattern_counts = dict(pattern_counts or {})
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All trained parameters, A before B, in the model's order."""
+        return [p for layer in self.modules.values() for p in (layer.lora_A.weight, layer.lora_B.weight)]
+
+    def joined(self, other: LoraNetwork) -> LoraNetwork:
+        """Return this network and ``other``, a network of further components, as one."""
+        counts = self._pattern_counts | other._pattern_counts
+        return LoraNetwork(self.modules | other.modules, self.targets, self.options, counts)
+
+    def component(self, name: str) -> LoraNetwork:
+        """Return the part that lies in one component: "transformer", "text_encoder"."""
+        modules = {key: layer for key, layer in self.modules.items() if self.targets.component_of(key) == name}
+        return LoraNetwork(modules, self.targets, self.options, self._pattern_counts)
+
+    def parameter_groups(self, lr: float, loraplus_ratio: float | None = None, name: str = "lora") -> list[dict]:
+        """Return optimizer groups with ``params``, ``lr`` and ``name``.
+
+        One group, called ``name``. With a LoRA+ ratio (Hayou et al. 2024) two, ``<name>_A`` and ``<name>_B``, the
+        second at ``lr * loraplus_ratio``.
+        """
+        if loraplus_ratio is None:
+            return [{"params": self.parameters(), "lr": lr, "name": name}]
+        layers = self.modules.values()
+        return [
+            {"params": [layer.lora_A.weight for layer in layers], "lr": lr, "name": f"{name}_A"},
+            {
+                "params": [layer.lora_B.weight for layer in layers],
+                "lr": lr * loraplus_ratio,
+                "name": f"{name}_B",
+            },
+        ]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return ``<module>.lora_A.weight`` and ``<module>.lora_B.weight``, detached, where they lie."""
+        return {
+            f"{name}.{part}.weight": getattr(layer, part).weight.detach()
+            for name, layer in self.modules.items()
+            for part in ("lora_A", "lora_B")
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy what :meth:`state_dict` gave back into the layers, bit for bit.
+
+        Raises:
+            UserError: names or shapes differ: the state belongs to another network.
+        """
+        own = self.state_dict()
+        if wrong := sorted(own.keys() ^ tensors.keys()):
+            names = names_in_short(wrong)
+            raise UserError(f"LoRA state: tensors differ from this network's ({names}); use the config it had")
+        for name, tensor in own.items():
+            if tensor.shape != tensors[name].shape:
+                shapes = f"{tuple(tensors[name].shape)}, here {tuple(tensor.shape)}"
+                raise UserError(f"LoRA state: {name} has shape {shapes}; use the config it was saved with")
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+    def weights(self) -> dict[str, LoraWeights]:
+        """Return module name -> weights, as :func:`networks.formats.save_lora` takes them."""
+        return {
+            name: LoraWeights(layer.lora_A.weight.detach(), layer.lora_B.weight.detach(), layer.alpha)
+            for name, layer in self.modules.items()
+        }
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, LoraWeights], source: str) -> str:
+        """Copy the weights of a LoRA file into the layers (``network_weights``).
+
+        Where the file's alpha / rank is not this network's, the difference goes into lora_B: the update stays
+        what the file says, and alpha stays what the config says. A component of which the file has nothing (a text
+        encoder that is trained from now on) stays as it was initialised.
+
+        Args:
+            weights: module name -> weights, from :func:`networks.formats.load_lora`. Modules whose update is
+                zero need not be in this network.
+            source: the file's name, for messages.
+
+        Returns:
+            A line that says what was loaded.
+
+        Raises:
+            UserError: nothing or only a part of the names matches, or a shape differs; the names are given.
+        """
+        if not weights.keys() & self.modules.keys():
+            names = names_in_short(sorted(weights))
+            raise UserError(f"{source}: none of its {len(weights)} modules ({names}) is trained here; wrong model?")
+        in_file = {self.targets.component_of(name) for name in weights}
+        fresh = {self.targets.component_of(name) for name in self.modules} - in_file
+        modules = {n: layer for n, layer in self.modules.items() if self.targets.component_of(n) not in fresh}
+        extra = sorted(n for n in weights.keys() - modules.keys() if bool(weights[n].up.any()))
+        missing = sorted(modules.keys() - weights.keys())
+        if extra or missing:
+            parts = [f"not trained here: {names_in_short(extra)}"] if extra else []
+            parts += [f"not in the file: {names_in_short(missing)}"] if missing else []
+            in_text = not missing and all(self.targets.text_encoder_of(name) for name in extra)
+            remedy = "set text_encoder_lr to train them too" if in_text else "choose the same layers with network_args"
+            raise UserError(f"{source}: {'; '.join(parts)}; {remedy}")
+        problems = [p for name in modules if (p := self._shape_problem(name, weights[name]))]
+        if problems:
+            raise UserError(f"{source}: {names_in_short(problems)}; set network_dim and *_dim as in the file")
+        rescaled = 0
+        for name, layer in modules.items():
+            read = weights[name]
+            ratio = read.scale / layer.scale
+            rescaled += ratio != 1
+            layer.lora_A.weight.copy_(read.down)
+            layer.lora_B.weight.copy_(read.up if ratio == 1 else read.up.float() * ratio)
+        note = f", {rescaled} of them rescaled to this run's alpha / rank" if rescaled else ""
+        note += f"; nothing of {' and '.join(sorted(fresh))} in it, trained from the start" if fresh else ""
+        return f"{source}: {len(modules)} modules loaded{note}"
+
+    def _shape_problem(self, name: str, read: LoraWeights) -> str | None:
+        layer = self.modules[name]
+        if read.rank != layer.rank:
+            return f"{name} has rank {read.rank}, this network {layer.rank}"
+        theirs, ours = (read.up.shape[0], read.down.shape[1]), (layer.out_features, layer.in_features)
+        if theirs != ours:
+            return f"{name} is for a layer of {theirs[0]}x{theirs[1]}, the model's has {ours[0]}x{ours[1]}"
+        return None
+
+    def set_multiplier(self, multiplier: float) -> None:
+        """Set the strength of all updates; 1.0 is as trained."""
+        for layer in self.modules.values():
+            layer.multiplier = multiplier
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Make the model its base inside the block: for samples without the LoRA."""
+        before = {name: layer.enabled for name, layer in self.modules.items()}
+        try:
+            for layer in self.modules.values():
+                layer.enabled = False
+            yield
+        finally:
+            for name, layer in self.modules.items():
+                layer.enabled = before[name]
+
+    def describe(self) -> str:
+        """Return a table of what is trained: kinds, ranks, parameters, and what each pattern matched."""
+        rows: dict[tuple[str, int, float], list[LoRALinear]] = {}
+        for name, layer in self.modules.items():
+            kind = self.targets.kind_of(name)
+            rows.setdefault((kind.name if kind else "other", layer.rank, layer.alpha), []).append(layer)
+        dtype = str(self.parameters()[0].dtype).removeprefix("torch.")
+        total = sum(p.numel() for p in self.parameters())
+        title = f"LoRA on {self.targets.family}: {len(self.modules)} modules, {total:,} parameters, {dtype}"
+        lines = [title]
+        for (kind_name, rank, alpha), layers in rows.items():
+            count = sum(layer.lora_A.weight.numel() + layer.lora_B.weight.numel() for layer in layers)
+            lines.append(f"  {kind_name:<12}{len(layers):>4} modules  rank {rank:<4} alpha {alpha:<6g}{count:>13,}")
+        lines += [f"  {pattern}: {count} modules" for pattern, count in self._pattern_counts.items()]
+        return "\n".join(lines)

@@ -1,0 +1,231 @@
+"""From ``network_dim``, ``network_alpha`` and ``network_args`` to a checked :class:`NetworkOptions`.
+
+``network_args`` are kohya's ``key=value`` strings:
+
+    rank_dropout, module_dropout   probabilities below 1
+    loraplus_lr_ratio              learning rate of lora_B over that of lora_A
+    loraplus_unet_lr_ratio, loraplus_text_encoder_lr_ratio
+                                   the same for the transformer and for text encoders alone
+    train_t5xxl                    "True": T5 is trained too, at the second value of text_encoder_lr
+    <kind>_dim                     rank of one kind of layers (``img_attn_dim``, ...); 0 leaves the kind out
+    in_dims                        ranks of the input layers, [img,time,vector,guidance,txt]; 0 leaves one out
+    train_double_block_indices, train_single_block_indices
+                                   "0-3,8", "all" or "none"
+    include_patterns, exclude_patterns
+                                   regular expression, or a Python list of them, on whole module names as
+                                   diffusers has them. With include_patterns only what matches one of them
+                                   is trained; exclude_patterns then take away
+
+alpha is the same for every rank, as in kohya's: a layer's scale is ``network_alpha / its rank``. Ranks by kind,
+block choices and patterns are the transformer's; text encoders take ``network_dim`` everywhere, as in kohya's.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from library.config.schema import NetworkConfig
+from library.errors import UserError, did_you_mean, error_prefix
+from networks.targets import LoraTargets
+
+_REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
+    "train_blocks": "write train_single_block_indices=none or train_double_block_indices=none",
+    "split_qkv": "q, k and v always have separate LoRAs; remove it",
+    "conv_dim": "this model has no convolutions; remove it",
+    "conv_alpha": "this model has no convolutions; remove it",
+    "verbose": "the summary is always printed; remove it",
+    "network_reg_dims": "set ranks by kind with the *_dim keys",
+    "network_reg_lrs": "all layers share one learning rate; remove it",
+    "ggpo_beta": "gradient-guided perturbation is not available; remove it",
+    "ggpo_sigma": "gradient-guided perturbation is not available; remove it",
+}
+_PLAIN_KEYS = ("rank_dropout", "module_dropout", "loraplus_lr_ratio", "include_patterns", "exclude_patterns")
+_TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """What to inject where.
+
+    Attributes:
+        dim, alpha: rank and alpha of every layer that no other option speaks of.
+        dropout, rank_dropout, module_dropout: probabilities, see ``networks.lora``.
+        dims: kind -> rank (0: left out), from the ``*_dim`` options and lists such as ``in_dims``.
+        dim_sources: kind -> the option its rank came from, for messages.
+        blocks: option -> ranges of block indices that are trained; None: all.
+        include_patterns, exclude_patterns: regular expressions on whole module names.
+        loraplus_lr_ratio: learning rate of lora_B over that of lora_A; None: the same.
+        loraplus_text_encoder_lr_ratio: the same for text encoders.
+        train_t5xxl: the second text encoder is trained too.
+    """
+
+    dim: int
+    alpha: float
+    dropout: float = 0.0
+    rank_dropout: float = 0.0
+    module_dropout: float = 0.0
+    dims: Mapping[str, int] = field(default_factory=dict)
+    dim_sources: Mapping[str, str] = field(default_factory=dict)
+    blocks: Mapping[str, tuple[range, ...] | None] = field(default_factory=dict)
+    include_patterns: tuple[str, ...] = ()
+    exclude_patterns: tuple[str, ...] = ()
+    loraplus_lr_ratio: float | None = None
+    loraplus_text_encoder_lr_ratio: float | None = None
+    train_t5xxl: bool = False
+
+    def of_transformer(self) -> str | None:
+        """Return an option that only a transformer follows, if one is set."""
+        set_ones = [*self.dim_sources.values(), *self.blocks]
+        set_ones += [name for name in ("include_patterns", "exclude_patterns") if getattr(self, name)]
+        return set_ones[0] if set_ones else None
+
+    def for_text_encoders(self) -> NetworkOptions:
+        """Return what of these options speaks of text encoders too: rank, alpha and dropouts."""
+        return NetworkOptions(self.dim, self.alpha, self.dropout, self.rank_dropout, self.module_dropout)
+
+
+def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:
+    """Check the network section against a family's options, before any model is loaded.
+
+    Raises:
+        UserError: an unknown or repeated key, a value of the wrong kind, a bad regular expression.
+    """
+    dim_options = targets.dim_options()
+    text_keys = _TEXT_KEYS if targets.text_encoders else ()
+    known = (*_PLAIN_KEYS, *text_keys, *dim_options, *targets.dim_lists, *targets.block_options)
+    values = _split_pairs(config.network_args, known)
+    dims: dict[str, int] = {}
+    sources: dict[str, str] = {}
+    blocks: dict[str, tuple[range, ...] | None] = {}
+    with error_prefix("network_args"):
+        for option, text in values.items():
+            if option in dim_options:
+                dims[dim_options[option]] = _rank(option, text)
+                sources[dim_options[option]] = option
+            elif option in targets.dim_lists:
+                ranks = _rank_list(option, text, targets.dim_lists[option])
+                dims.update(ranks)
+                sources.update(dict.fromkeys(ranks, option))
+            elif option in targets.block_options:
+                blocks[option] = _block_ranges(option, text)
+        ratio = values.get("loraplus_lr_ratio")
+        transformer_ratio = values.get("loraplus_unet_lr_ratio", ratio)
+        text_ratio = values.get("loraplus_text_encoder_lr_ratio", ratio)
+        return NetworkOptions(
+            dim=config.network_dim,
+            alpha=config.network_alpha,
+            dropout=_probability("network_dropout", str(config.network_dropout)),
+            rank_dropout=_probability("rank_dropout", values.get("rank_dropout", "0")),
+            module_dropout=_probability("module_dropout", values.get("module_dropout", "0")),
+            dims=dims,
+            dim_sources=sources,
+            blocks=blocks,
+            include_patterns=_patterns("include_patterns", values.get("include_patterns")),
+            exclude_patterns=_patterns("exclude_patterns", values.get("exclude_patterns")),
+            loraplus_lr_ratio=_ratio("loraplus_lr_ratio", transformer_ratio),
+            loraplus_text_encoder_lr_ratio=_ratio("loraplus_text_encoder_lr_ratio", text_ratio),
+            train_t5xxl=_flag("train_t5xxl", values.get("train_t5xxl", "False")),
+        )
+
+
+def _split_pairs(pairs: list[str], known: tuple[str, ...]) -> dict[str, str]:
+    """Return key -> value text, every key being known and given once."""
+    values: dict[str, str] = {}
+    with error_prefix("network_args"):
+        for pair in pairs:
+            key, equals, value = (part.strip() for part in pair.partition("="))
+            if not equals:
+                raise UserError(f"{pair!r} is not of the form key=value; write for example rank_dropout=0.1")
+            if key in _REPLACED:
+                raise UserError(f"{key} is not taken: {_REPLACED[key]}")
+            if key not in known:
+                hint = did_you_mean(key, known) or f"; known keys: {', '.join(sorted(known))}"
+                raise UserError(f"unknown key {key!r}{hint}")
+            if key in values:
+                raise UserError(f"{key} is given twice; keep one")
+            values[key] = value
+    return values
+
+
+def _probability(option: str, text: str) -> float:
+    value = _number(option, text)
+    if not 0 <= value < 1:
+        raise UserError(f"{option}={text}: must be at least 0 and below 1")
+    return value
+
+
+def _flag(option: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise UserError(f"{option}={text}: must be True or False")
+    return text.lower() == "true"
+
+
+def _ratio(option: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    value = _number(option, text)
+    if not 0 < value < float("inf"):
+        raise UserError(f"{option}={text}: must be above 0; 16 is usual")
+    return value
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{option}={text}: must be a number") from None
+
+
+def _rank(option: str, text: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise UserError(f"{option}={text}: must be a whole number, 0 to leave these layers out")
+    return int(text)
+
+
+def _rank_list(option: str, text: str, kinds: tuple[str, ...]) -> dict[str, int]:
+    parts = [part.strip() for part in text.removeprefix("[").removesuffix("]").split(",")]
+    if len(parts) != len(kinds) or not all(re.fullmatch(r"\d+", part) for part in parts):
+        names = ", ".join(kind.removesuffix("_in") for kind in kinds)
+        raise UserError(f"{option}={text}: must be {len(kinds)} whole numbers ({names}), 0 to leave one out")
+    return dict(zip(kinds, map(int, parts), strict=True))
+
+
+def _block_ranges(option: str, text: str) -> tuple[range, ...] | None:
+    """Parse kohya's block selection: "all", "none" (or nothing), or "0-3,8"."""
+    if text == "all":
+        return None
+    if text in ("none", ""):
+        return ()
+    ranges = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if not match or (match[2] and int(match[2]) < int(match[1])):
+            raise UserError(f"{option}={text}: {part.strip()!r} is no index or range; write '0-3,8', 'all' or 'none'")
+        ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(ranges)
+
+
+def _patterns(option: str, text: str | None) -> tuple[str, ...]:
+    """Parse one regular expression, or a Python list of quoted ones."""
+    if text is None:
+        return ()
+    found: object = [text]
+    if text[:1] in ("[", "'", '"') or text[:2] in ("r'", 'r"'):
+        try:
+            found = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            if text[:1] != "[":
+                raise UserError(f"{option}={text}: the quotes are not closed") from None
+            found = [text]  # a character class, "[a-z]+\.attn"
+        found = [found] if isinstance(found, str) else found
+    if not isinstance(found, list) or not all(isinstance(p, str) for p in found) or not found or "" in found:
+        raise UserError(f"{option}={text}: must be a regular expression or a list of them, ['a', 'b']")
+    for pattern in found:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"{option}: {pattern!r} is no regular expression ({error}); escape it or fix it") from None
+    return tuple(found)

@@ -1,0 +1,167 @@
+"""Which linear layers of a model family get a LoRA, as a table.
+
+A family is one :class:`LoraTargets` row: the kinds its linear layers fall into (each with the ``*_dim``
+option that sets its rank), the options that choose blocks, and the key map of its original checkpoint
+layout. Code that injects, saves or merges takes such a row and knows nothing else about the family.
+
+The FLUX row follows kohya's sd-scripts (``networks/lora_flux.py``): every linear layer inside the double and
+single blocks is trained by default, attention, MLP and modulation alike; the layers in front of the blocks
+(image, time, vector, guidance and text input) only when ``in_dims`` gives them a rank; the final layer never.
+kohya's fused ``qkv`` and ``linear1`` are separate layers here, each with a LoRA of the full rank.
+
+A family's text encoders are rows of their own in it. Where LoRAs of several networks are kept together, in a file
+or in :class:`~networks.network.LoraNetwork`, the transformer's modules have their plain names and a text encoder's
+begin with the component's: ``text_encoder.encoder.layers.0.mlp.fc1``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from networks.flux_keys import FLUX_KEYS
+from networks.key_map import KeyMap
+from networks.text_keys import CLIP_KEYS, CLIP_PREFIXES, T5_KEYS, T5_PREFIXES
+from networks.weights import LoraWeights
+
+
+@dataclass(frozen=True)
+class TargetKind:
+    """Linear layers that share a rank option.
+
+    Attributes:
+        name: the kind, ``"img_attn"``; counts are reported under it, its rank option is ``"img_attn_dim"``.
+        pattern: regular expression that matches the whole of each module's name.
+        default: trained with ``network_dim`` unless told otherwise; others only where an option names them.
+    """
+
+    name: str
+    pattern: str
+    default: bool = True
+
+
+@dataclass(frozen=True)
+class TextEncoderTargets:
+    """A text encoder as LoRA sees it.
+
+    Attributes:
+        name: the component as diffusers calls it, the first part of its modules' names.
+        group: its optimizer group; the metrics have ``lr/<group>``.
+        kinds: the linear layers that are trained.
+        keys: names without the component: files' against transformers'.
+        prefixes: layout -> what files put before such a name; the first is written, all are read.
+    """
+
+    name: str
+    group: str
+    kinds: tuple[TargetKind, ...]
+    keys: KeyMap
+    prefixes: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class LoraTargets:
+    """A model family as LoRA sees it.
+
+    Attributes:
+        family: its name, for messages.
+        kinds: every linear layer that can be trained; a module belongs to the first kind that matches it.
+        block_options: option name -> regular expression whose first group is the block's index.
+        dim_lists: option name -> kinds whose ranks it lists, in order (kohya's ``in_dims``).
+        keys: modules in diffusers' naming against the original checkpoint's.
+        file_prefix: what diffusers' files put before a module's name; the transformer's component.
+        text_encoders: those that can be trained, in the order of ``text_encoder_lr``.
+    """
+
+    family: str
+    kinds: tuple[TargetKind, ...]
+    block_options: Mapping[str, str]
+    keys: KeyMap
+    dim_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    file_prefix: str = "transformer"
+    text_encoders: tuple[TextEncoderTargets, ...] = ()
+
+    def kind_of(self, module_name: str) -> TargetKind | None:
+        """Return the kind that ``module_name`` belongs to, or None if it is no target."""
+        encoder = self.text_encoder_of(module_name)
+        kinds = encoder.kinds if encoder else self.kinds
+        return next((kind for kind in kinds if re.fullmatch(kind.pattern, module_name)), None)
+
+    def text_encoder_of(self, module_name: str) -> TextEncoderTargets | None:
+        """Return the text encoder that ``module_name`` lies in, None for the transformer."""
+        component = module_name.split(".", 1)[0]
+        return next((encoder for encoder in self.text_encoders if encoder.name == component), None)
+
+    def component_of(self, module_name: str) -> str:
+        """Return "transformer", or the name of the text encoder that ``module_name`` lies in."""
+        encoder = self.text_encoder_of(module_name)
+        return encoder.name if encoder else self.file_prefix
+
+    def by_component(self, weights: Mapping[str, LoraWeights]) -> dict[str, dict[str, LoraWeights]]:
+        """Return component -> its modules' weights, under the names they had."""
+        parts: dict[str, dict[str, LoraWeights]] = {}
+        for name, module in weights.items():
+            parts.setdefault(self.component_of(name), {})[name] = module
+        return parts
+
+    def dim_options(self) -> dict[str, str]:
+        """Return option name -> kind for every ``*_dim`` option."""
+        listed = {kind for kinds in self.dim_lists.values() for kind in kinds}
+        return {f"{kind.name}_dim": kind.name for kind in self.kinds if kind.name not in listed}
+
+
+_CLIP = r"text_encoder\.encoder\.layers\.\d+\."
+_T5 = r"text_encoder_2\.encoder\.block\.\d+\.layer\."
+
+FLUX_CLIP = TextEncoderTargets(
+    name="text_encoder",
+    group="text_encoder",
+    kinds=(
+        TargetKind("clip_attn", _CLIP + r"self_attn\.(q_proj|k_proj|v_proj|out_proj)"),
+        TargetKind("clip_mlp", _CLIP + r"mlp\.(fc1|fc2)"),
+    ),
+    keys=CLIP_KEYS,
+    prefixes=CLIP_PREFIXES,
+)
+FLUX_T5 = TextEncoderTargets(
+    name="text_encoder_2",
+    group="text_encoder_t5",
+    kinds=(
+        TargetKind("t5_attn", _T5 + r"0\.SelfAttention\.(q|k|v|o)"),
+        TargetKind("t5_mlp", _T5 + r"1\.DenseReluDense\.(wi_0|wi_1|wo)"),
+    ),
+    keys=T5_KEYS,
+    prefixes=T5_PREFIXES,
+)
+
+_DOUBLE = r"transformer_blocks\.\d+\."
+_SINGLE = r"single_transformer_blocks\.\d+\."
+
+FLUX_TARGETS = LoraTargets(
+    family="flux",
+    kinds=(
+        TargetKind("img_attn", _DOUBLE + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
+        TargetKind("txt_attn", _DOUBLE + r"attn\.(add_q_proj|add_k_proj|add_v_proj|to_add_out)"),
+        TargetKind("img_mlp", _DOUBLE + r"ff\.net\.(0\.proj|2)"),
+        TargetKind("txt_mlp", _DOUBLE + r"ff_context\.net\.(0\.proj|2)"),
+        TargetKind("img_mod", _DOUBLE + r"norm1\.linear"),
+        TargetKind("txt_mod", _DOUBLE + r"norm1_context\.linear"),
+        TargetKind("single", _SINGLE + r"(attn\.(to_q|to_k|to_v)|proj_mlp|proj_out)"),
+        TargetKind("single_mod", _SINGLE + r"norm\.linear"),
+        TargetKind("img_in", r"x_embedder", default=False),
+        TargetKind("time_in", r"time_text_embed\.timestep_embedder\.linear_[12]", default=False),
+        TargetKind("vector_in", r"time_text_embed\.text_embedder\.linear_[12]", default=False),
+        TargetKind("guidance_in", r"time_text_embed\.guidance_embedder\.linear_[12]", default=False),
+        TargetKind("txt_in", r"context_embedder", default=False),
+    ),
+    block_options={
+        "train_double_block_indices": r"transformer_blocks\.(\d+)\..*",
+        "train_single_block_indices": r"single_transformer_blocks\.(\d+)\..*",
+    },
+    keys=FLUX_KEYS,
+    dim_lists={"in_dims": ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")},
+    text_encoders=(FLUX_CLIP, FLUX_T5),
+)
+
+TARGETS: Mapping[str, LoraTargets] = {targets.family: targets for targets in (FLUX_TARGETS,)}

@@ -1,0 +1,43 @@
+"""One module's LoRA in memory: what files are read into and written from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """The update ``alpha / rank * up @ down`` of one linear layer.
+
+    Attributes:
+        down: [rank, in]. up: [out, rank]. Any floating dtype, the same device.
+        alpha: numerator of the scale.
+    """
+
+    down: Tensor
+    up: Tensor
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        """Rows of ``down``."""
+        return self.down.shape[0]
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+    def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the update, [out, in], computed in ``dtype``."""
+        return torch.mm(self.up.to(dtype), self.down.to(dtype)).mul_(self.scale)
+
+
+def names_in_short(names: Sequence[str], shown: int = 5) -> str:
+    """Return the first few names and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -1,0 +1,225 @@
+"""Which layers get a LoRA: kohya's defaults and options, patterns, and the message of every mistake."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from library.config.schema import NetworkConfig
+from library.errors import UserError
+from networks.formats import load_lora, save_lora
+from networks.injection import attach_lora, inject_lora
+from networks.lora import LoRALinear
+from networks.options import parse_network_args
+from networks.targets import FLUX_TARGETS
+from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
+
+DOUBLE = 14  # linear layers of a double block in diffusers: 8 attention, 4 MLP, 2 modulation
+SINGLE = 6  # of a single block: q, k, v, proj_mlp, proj_out, modulation
+
+
+def test_every_linear_of_the_blocks_is_trained_by_default_and_nothing_else() -> None:
+    model = make_flux()
+    blocks = ("transformer_blocks.", "single_transformer_blocks.")
+    expected = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(blocks)}
+    network = inject(model)
+    assert set(network.modules) == expected
+    assert len(expected) == 2 * DOUBLE + 2 * SINGLE
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"{name}.{part}.weight" for name in expected for part in ("lora_A", "lora_B")}
+
+
+def test_every_linear_of_the_model_has_a_kind_or_is_the_final_layer() -> None:
+    names = {n for n, m in make_flux().named_modules() if isinstance(m, nn.Linear)}
+    assert {n for n in names if FLUX_TARGETS.kind_of(n) is None} == {"proj_out", "norm_out.linear"}
+    assert all(FLUX_TARGETS.keys.find(n) for n in names)
+
+
+def test_fresh_lora_changes_nothing_and_a_trained_one_can_be_switched_off_and_scaled() -> None:
+    model = make_flux()
+    base = run_flux(model)
+    network = inject(model)
+    assert torch.equal(run_flux(model), base)
+    train_a_little(network)
+    full = run_flux(model)
+    assert not torch.allclose(full, base, atol=1e-2)
+    with network.disabled():
+        assert torch.equal(run_flux(model), base)
+    assert torch.equal(run_flux(model), full)
+    network.set_multiplier(0.0)
+    assert torch.equal(run_flux(model), base)
+
+
+def ranks(*network_args: str) -> dict[str, int]:
+    return {name: layer.rank for name, layer in inject(make_flux(), *network_args).modules.items()}
+
+
+@pytest.mark.parametrize(
+    ("option", "count"),
+    [
+        ("img_attn_dim", 4),
+        ("txt_attn_dim", 4),
+        ("img_mlp_dim", 2),
+        ("txt_mlp_dim", 2),
+        ("img_mod_dim", 1),
+        ("txt_mod_dim", 1),
+        ("single_dim", 5),
+        ("single_mod_dim", 1),
+    ],
+)
+def test_a_kinds_dim_sets_its_rank_and_zero_leaves_it_out(option: str, count: int) -> None:
+    assert sum(rank == 7 for rank in ranks(f"{option}=7").values()) == 2 * count
+    assert len(ranks(f"{option}=0")) == 2 * (DOUBLE + SINGLE - count)
+
+
+def test_in_dims_add_the_input_layers_in_kohyas_order() -> None:
+    found = ranks("in_dims=[1,2,3,0,5]")
+    extra = {name: rank for name, rank in found.items() if "blocks." not in name}
+    assert extra == {
+        "x_embedder": 1,
+        "time_text_embed.timestep_embedder.linear_1": 2,
+        "time_text_embed.timestep_embedder.linear_2": 2,
+        "time_text_embed.text_embedder.linear_1": 3,
+        "time_text_embed.text_embedder.linear_2": 3,
+        "context_embedder": 5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("argument", "double", "single"),
+    [
+        ("train_double_block_indices=1", {1}, {0, 1}),
+        ("train_double_block_indices=none", set(), {0, 1}),
+        ("train_single_block_indices=0-1", {0, 1}, {0, 1}),
+        ("train_single_block_indices=", {0, 1}, set()),
+        ("train_single_block_indices=all", {0, 1}, {0, 1}),
+    ],
+)
+def test_block_indices_choose_blocks(argument: str, double: set[int], single: set[int]) -> None:
+    names = ranks(argument)
+    assert {int(n.split(".")[1]) for n in names if n.startswith("transformer_")} == double
+    assert {int(n.split(".")[1]) for n in names if n.startswith("single_")} == single
+
+
+def test_include_keeps_only_what_matches_and_exclude_then_takes_away() -> None:
+    attention = ranks(r"include_patterns=['.*\.attn\.to_[qkv]', '.*proj_out']")
+    assert len(attention) == 4 * 3 + 2
+    some = ranks(r"include_patterns=.*\.attn\.to_[qkv]", r"exclude_patterns=single.*")
+    assert set(some) == {f"transformer_blocks.{i}.attn.to_{c}" for i in (0, 1) for c in "qkv"}
+
+
+def test_description_counts_kinds_and_pattern_matches() -> None:
+    network = inject(make_flux(), "single_dim=8", r"exclude_patterns=.*norm.*", alpha=2.0)
+    text = network.describe()
+    total = sum(p.numel() for p in network.parameters())
+    assert f"LoRA on flux: {len(network.modules)} modules, {total:,} parameters, float32" in text
+    assert "exclude_patterns '.*norm.*': 6 modules" in text
+    single = next(line for line in text.splitlines() if "single " in line)
+    assert single.split()[:7] == ["single", "10", "modules", "rank", "8", "alpha", "2"]
+
+
+def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+    alone = inject(make_flux(), r"include_patterns=.*blocks\.1\.ff\.net\.2").modules
+    among = inject(make_flux()).modules
+    for name, layer in alone.items():
+        assert torch.equal(layer.lora_A.weight, among[name].lora_A.weight)
+    q, k = (among[f"transformer_blocks.0.attn.to_{c}"].lora_A.weight for c in "qk")
+    assert not torch.equal(q, k)
+    options = parse_network_args(NetworkConfig(network_dim=4), FLUX_TARGETS)
+    other = inject_lora(make_flux(), options, FLUX_TARGETS, seed=1).modules
+    assert not torch.equal(other["transformer_blocks.0.attn.to_q"].lora_A.weight, q)
+
+
+def test_bf16_weights_on_request() -> None:
+    options = parse_network_args(NetworkConfig(), FLUX_TARGETS)
+    network = inject_lora(make_flux(), options, FLUX_TARGETS, seed=0, dtype=torch.bfloat16)
+    assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
+    assert "bfloat16" in network.describe()
+
+
+def test_whole_model_gives_output_and_gradients_of_peft_with_the_same_weights() -> None:
+    ours, theirs = make_flux(), make_flux()
+    network = inject(ours, "single_dim=8", alpha=3.0)
+    train_a_little(network)
+    names = sorted(network.modules)
+    rank_pattern = {f"^{name}": 8 for name, layer in network.modules.items() if layer.rank == 8}
+    config = LoraConfig(r=4, lora_alpha=3, target_modules=names, rank_pattern=rank_pattern)
+    inject_adapter_in_model(config, theirs)
+    peft_layers = {name: theirs.get_submodule(name) for name in names}
+    with torch.no_grad():
+        for name, layer in peft_layers.items():
+            layer.lora_A["default"].weight.copy_(network.modules[name].lora_A.weight)
+            layer.lora_B["default"].weight.copy_(network.modules[name].lora_B.weight)
+    outputs = [run_flux(model) for model in (ours, theirs)]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+    for output in outputs:
+        output.square().mean().backward()
+    for name, layer in peft_layers.items():
+        for part in ("lora_A", "lora_B"):
+            got = getattr(network.modules[name], part).weight.grad
+            # fp32 through four blocks, products summed in another order
+            torch.testing.assert_close(got, getattr(layer, part)["default"].weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("module_dropout", [0.0, 0.9])
+def test_ddp_sees_a_gradient_for_every_parameter(module_dropout: float, tmp_path) -> None:
+    """Without find_unused_parameters a second step fails if any parameter had no gradient in the first."""
+    model = make_flux()
+    network = inject(model, f"module_dropout={module_dropout}")
+    model.train()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):
+            run_flux(wrapped).square().mean().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(p.grad is not None for p in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["include_patterns=attn"], "'attn' matches no trained module; patterns match whole names, write '.*attn.*'"),
+        (["exclude_patterns=.*convolution.*"], "matches no trained module; a name looks like 'transformer_blocks.0"),
+        (["train_double_block_indices=0-2"], "train_double_block_indices: no block 2; this model's are 0 to 1"),
+        (["train_double_block_indices=none", "img_attn_dim=4"], "img_attn_dim: this model has no img_attn layers"),
+        (["exclude_patterns=.*"], "nothing is left to train"),
+        (["train_double_block_indices=none", "train_single_block_indices=none"], "nothing is left to train"),
+    ],
+)
+def test_an_option_that_matches_nothing_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        inject(make_flux(), *arguments)
+    assert message in str(caught.value)
+
+
+def test_in_dims_for_a_layer_the_model_lacks_is_refused() -> None:
+    model = make_flux()
+    del model.time_text_embed.guidance_embedder  # as in schnell
+    with pytest.raises(UserError, match="in_dims: this model has no guidance_in layers"):
+        inject(model, "in_dims=[0,0,0,4,0]")
+    inject(model, "in_dims=[4,0,0,0,0]")
+
+
+def test_injecting_twice_is_a_bug() -> None:
+    model = make_flux()
+    inject(model)
+    with pytest.raises(ValueError, match="has a LoRA already"):
+        inject(model)
+
+
+def test_a_file_can_be_attached_with_its_own_ranks(mixed_lora, tmp_path) -> None:
+    model, network = mixed_lora()
+    save_lora(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS)
+    read = load_lora(tmp_path / "a.safetensors", FLUX_TARGETS)
+    other = make_flux()
+    attached = attach_lora(other, read.weights, FLUX_TARGETS, "a.safetensors")
+    assert torch.equal(run_flux(other), run_flux(model))
+    assert "in_dims" not in attached.describe()
+    shallow = make_flux(blocks=1)
+    with pytest.raises(UserError, match=r"a.safetensors: the model has no single_transformer_blocks\.1\.attn\.to_k"):
+        attach_lora(shallow, read.weights, FLUX_TARGETS, "a.safetensors")
+    assert not any(isinstance(module, LoRALinear) for module in shallow.modules())

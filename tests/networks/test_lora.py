@@ -1,0 +1,269 @@
+"""LoRALinear against its formula in float64, against peft, and under autocast, checkpointing and compile."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from library.nn.projection import project_together
+from networks.lora import LoRALinear
+
+
+def make_layer(
+    out_features: int = 6, rank: int = 3, seed: int = 0, dtype: torch.dtype = torch.float64, **options: float
+) -> LoRALinear:
+    rng = torch.Generator().manual_seed(seed)
+    base = nn.Linear(5, out_features, dtype=dtype).requires_grad_(False)
+    layer = LoRALinear(base, rank, 2.0, dtype=dtype, **options)
+    with torch.no_grad():
+        for tensor in (base.weight, base.bias, layer.lora_A.weight, layer.lora_B.weight):
+            tensor.normal_(generator=rng)
+    return layer
+
+
+def make_input(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(9)).to(dtype).requires_grad_()
+
+
+def by_formula(layer: LoRALinear, x: Tensor) -> Tensor:
+    delta = layer.alpha / layer.rank * layer.lora_B.weight @ layer.lora_A.weight
+    return x @ (layer.base.weight + layer.multiplier * delta).T + layer.base.bias
+
+
+def gradients(y: Tensor, *wanted: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum(), wanted))
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 7, 5), (2, 3, 4, 5)])
+def test_output_and_gradients_follow_the_formula(shape: tuple[int, ...]) -> None:
+    layer, x = make_layer(), make_input(*shape)
+    layer.multiplier = 0.7
+    expected, got = by_formula(layer, x), layer(x)
+    torch.testing.assert_close(got, expected)
+    wanted = (x, layer.lora_A.weight, layer.lora_B.weight)
+    torch.testing.assert_close(gradients(got, *wanted), gradients(expected, *wanted))
+    assert layer.base.weight.grad is None
+
+
+def test_gradients_agree_with_finite_differences() -> None:
+    layer, x = make_layer(), make_input(3, 5)
+
+    def call(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {"lora_A.weight": a, "lora_B.weight": b}, x)
+
+    assert torch.autograd.gradcheck(call, (x, layer.lora_A.weight, layer.lora_B.weight))
+
+
+def test_layer_gives_output_and_gradients_of_peft_with_the_same_weights() -> None:
+    ours = make_layer(dtype=torch.float32)
+    theirs = nn.Sequential(copy.deepcopy(ours.base))
+    inject_adapter_in_model(LoraConfig(r=3, lora_alpha=2, target_modules=["0"]), theirs)
+    their_a, their_b = theirs[0].lora_A["default"].weight, theirs[0].lora_B["default"].weight
+    with torch.no_grad():
+        their_a.copy_(ours.lora_A.weight)
+        their_b.copy_(ours.lora_B.weight)
+    x = make_input(2, 7, 5, dtype=torch.float32)
+    got, expected = ours(x), theirs(x)
+    torch.testing.assert_close(got, expected)  # fp32, sums of 5 products: the default 1.3e-6 relative holds
+    torch.testing.assert_close(
+        gradients(got, x, ours.lora_A.weight, ours.lora_B.weight), gradients(expected, x, their_a, their_b)
+    )
+
+
+def test_initialised_layer_equals_its_base_and_is_kaiming_uniform_below_one_over_root_in() -> None:
+    layer = LoRALinear(nn.Linear(400, 6), 50, 1.0)
+    layer.initialise(torch.Generator().manual_seed(0))
+    x = torch.randn(3, 400)
+    assert torch.equal(layer(x), layer.base(x))
+    bound = 400**-0.5  # kaiming_uniform(a=sqrt(5)): sqrt(6 / ((1 + 5) * in))
+    assert layer.lora_A.weight.abs().max() <= bound
+    assert layer.lora_A.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)  # 20,000 draws: error of 0.5 %
+
+
+def test_building_a_layer_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    base = nn.Linear(5, 6)
+    state = torch.get_rng_state()
+    LoRALinear(base, 3, 1.0).initialise(torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+OPTIONS = {"plain": {}, "dropouts": {"dropout": 0.3, "rank_dropout": 0.4, "module_dropout": 0.5}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_projecting_together_equals_projecting_separately(options: dict[str, float]) -> None:
+    layers = [make_layer(6, 3, 1, **options), make_layer(6, 2, 2, **options), make_layer(4, 3, 3, **options)]
+    mixed = [layers[0], nn.Linear(5, 3, dtype=torch.float64), *layers[1:]]
+    x = make_input(2, 7, 5)
+    wanted = (x, *(p for layer in layers for p in (layer.lora_A.weight, layer.lora_B.weight)))
+    for seed in range(4):  # several draws, so that module dropout is seen both ways
+        torch.manual_seed(seed)
+        together = project_together(mixed, x)
+        torch.manual_seed(seed)
+        separate = [layer(x) for layer in mixed]
+        torch.testing.assert_close(together, separate)
+        torch.testing.assert_close(
+            gradients(torch.cat(together, -1), *wanted), gradients(torch.cat(separate, -1), *wanted)
+        )
+
+
+def test_projecting_together_with_one_layer_switched_off() -> None:
+    layers = [make_layer(6, 3, 1), make_layer(6, 2, 2)]
+    layers[0].enabled = False
+    x = make_input(2, 7, 5)
+    first, second = project_together(layers, x)
+    torch.testing.assert_close(first, layers[0].base(x))
+    torch.testing.assert_close(second, by_formula(layers[1], x))
+
+
+def test_rank_dropout_zeroes_ranks_per_sample_and_rescales() -> None:
+    layer = make_layer(rank=3, rank_dropout=0.5)
+    x = make_input(2, 4, 5)
+    torch.manual_seed(0)
+    kept = (torch.rand(2, 3) > 0.5).double()
+    torch.manual_seed(0)
+    low = (x @ layer.lora_A.weight.T) * kept[:, None]
+    expected = layer.base(x) + layer.alpha / 3 / 0.5 * low @ layer.lora_B.weight.T
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_module_dropout_switches_the_whole_layer_off_without_rescaling() -> None:
+    layer, x = make_layer(module_dropout=0.5), make_input(2, 4, 5)
+    seen = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        dropped = bool(torch.rand(()) < 0.5)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(layer(x), layer.base(x) if dropped else by_formula(layer, x))
+        seen.add(dropped)
+    assert seen == {True, False}
+
+
+def test_neuron_dropout_acts_on_the_down_projection() -> None:
+    layer, x = make_layer(dropout=0.5), make_input(2, 4, 5)
+    torch.manual_seed(3)
+    low = nn.functional.dropout(x @ layer.lora_A.weight.T, 0.5)
+    torch.manual_seed(3)
+    torch.testing.assert_close(layer(x), layer.base(x) + layer.alpha / 3 * low @ layer.lora_B.weight.T)
+
+
+def test_nothing_is_dropped_in_eval_mode() -> None:
+    layer, x = make_layer(dropout=0.5, rank_dropout=0.5, module_dropout=0.9).eval(), make_input(2, 4, 5)
+    torch.testing.assert_close(layer(x), by_formula(layer, x))
+
+
+def test_fp32_weights_under_bf16_autocast_compute_in_bf16_and_learn_in_fp32() -> None:
+    layer = make_layer(dtype=torch.float32)
+    layer.base.to(torch.bfloat16)
+    x = make_input(2, 7, 5, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    exact = by_formula(copy.deepcopy(layer).double(), x.double())
+    # bf16 has 8 significant bits; inputs, weights and the low-rank product are each rounded once
+    torch.testing.assert_close(y.double(), exact, rtol=0.02, atol=0.05)
+    y.float().sum().backward()
+    assert layer.lora_A.weight.grad is not None
+    assert layer.lora_A.weight.grad.dtype == torch.float32
+
+
+def test_fp32_lora_on_a_bf16_base_works_without_autocast() -> None:
+    layer = make_layer(dtype=torch.float32)
+    layer.base.to(torch.bfloat16)
+    assert layer(make_input(2, 5, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_pure_bf16_stays_bf16() -> None:
+    layer = make_layer(dtype=torch.bfloat16)
+    layer(make_input(2, 5, dtype=torch.bfloat16)).sum().backward()
+    assert layer.lora_B.weight.grad is not None
+    assert layer.lora_B.weight.grad.dtype == torch.bfloat16
+
+
+def test_autocast_casts_the_input_once_for_base_and_lora() -> None:
+    layers = [make_layer(6, 3, s, dtype=torch.float32) for s in range(3)]
+    for layer in layers:
+        layer.base.to(torch.bfloat16)
+    x = make_input(2, 7, 5, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), torch.profiler.profile(record_shapes=True) as profile:
+        project_together(layers, x)
+    casts = [e for e in profile.events() if e.name == "aten::_to_copy" and e.input_shapes[0] == [2, 7, 5]]
+    assert len(casts) == 1
+
+
+class Block(nn.Module):
+    """Three projections of one input and one of their sum."""
+
+    def __init__(self, **options: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (make_layer(5, 2, s, torch.float32, **options) for s in range(3))
+        self.out = make_layer(5, 3, 4, torch.float32, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = project_together([self.q, self.k, self.v], x)
+        return x + self.out(torch.tanh(q) * k + v)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_checkpointing_gives_the_same_gradients(options: dict[str, float]) -> None:
+    block, x = Block(**options), make_input(2, 7, 5, dtype=torch.float32)
+    wanted = (x, *(p for p in block.parameters() if p.requires_grad))
+    torch.manual_seed(0)
+    expected = gradients(block(x), *wanted)
+    torch.manual_seed(0)
+    got = gradients(checkpoint(block, x, use_reentrant=False), *wanted)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_block_compiles_as_one_graph_with_the_same_result(backend: str, options: dict[str, float]) -> None:
+    torch._dynamo.reset()
+    block, x = Block(**options), make_input(2, 7, 5, dtype=torch.float32)
+    wanted = (x, *(p for p in block.parameters() if p.requires_grad))
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            torch.manual_seed(0)
+            got = compiled(x)
+            torch.manual_seed(0)
+            expected = block(x)
+        # same operations in the same order; bf16 leaves one rounding (2**-8) where a graph reorders casts
+        tolerance = {"rtol": 2**-7, "atol": 2**-5} if autocast else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(got, expected, **tolerance)
+        if not autocast:
+            torch.testing.assert_close(gradients(got, *wanted), gradients(expected, *wanted), **tolerance)
+    torch._dynamo.reset()
+
+
+class Doubling(nn.Module):
+    """A base that is no nn.Linear: no weight, no bias."""
+
+    in_features, out_features = 5, 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_base_needs_only_features_and_a_forward() -> None:
+    layer = LoRALinear(Doubling(), 3, 3.0, dtype=torch.float64)
+    with torch.no_grad():
+        layer.lora_A.weight.normal_()
+        layer.lora_B.weight.normal_()
+    x = make_input(2, 4, 5)
+    torch.testing.assert_close(layer(x), 2 * x + x @ (layer.lora_B.weight @ layer.lora_A.weight).T)
+
+
+def test_weight_bias_and_features_are_those_of_the_base() -> None:
+    layer = make_layer()
+    assert layer.weight is layer.base.weight
+    assert layer.bias is layer.base.bias
+    assert (layer.in_features, layer.out_features) == (5, 6)
+    assert "rank=3, alpha=2" in repr(layer)

@@ -1,0 +1,66 @@
+"""Low-rank arithmetic against the full matrices in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from networks.low_rank import combine, combine_loras, relative_difference, update_norm
+from networks.weights import LoraWeights
+
+
+def weights(rank: int, alpha: float, seed: int, dtype: torch.dtype = torch.float64) -> LoraWeights:
+    rng = torch.Generator().manual_seed(seed)
+    down = torch.randn(rank, 24, generator=rng, dtype=torch.float64).to(dtype)
+    return LoraWeights(down, torch.randn(40, rank, generator=rng, dtype=torch.float64).to(dtype), alpha)
+
+
+def full(module: LoraWeights) -> torch.Tensor:
+    return module.alpha / module.rank * (module.up.double() @ module.down.double())
+
+
+def test_a_combination_is_the_weighted_sum_of_the_updates() -> None:
+    parts = [(weights(4, 2.0, 0), 0.8), (weights(7, 7.0, 1), -0.3), (weights(1, 5.0, 2), 1.5)]
+    both = combine(parts)
+    assert both.rank == 12
+    expected = sum(strength * full(module) for module, strength in parts)
+    # float64 throughout: 1e-16 per operation, 12 products summed
+    torch.testing.assert_close(full(both), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_keep_their_bits_where_one_scale_serves_all(dtype: torch.dtype) -> None:
+    one = weights(4, 2.0, 0, dtype)
+    alone = combine([(one, 0.7)])
+    assert torch.equal(alone.up, one.up)
+    assert torch.equal(alone.down, one.down)
+    assert alone.alpha == 0.7 * 2.0 / 4 * 4
+    two = combine([(one, 1.0), (weights(4, 2.0, 1, dtype), 1.0)])
+    assert two.up.dtype == dtype
+    assert two.scale == 0.5
+
+
+def test_unequal_scales_of_16_bit_factors_are_folded_in_fp32() -> None:
+    parts = [(weights(4, 2.0, 0, torch.bfloat16), 1.0), (weights(4, 3.0, 1, torch.bfloat16), 1.0)]
+    both = combine(parts)
+    assert both.up.dtype == torch.float32
+    # a bf16 number times a scale, rounded to fp32: 6e-8 each
+    torch.testing.assert_close(full(both), full(parts[0][0]) + full(parts[1][0]), rtol=1e-6, atol=1e-6)
+
+
+def test_loras_are_combined_layer_by_layer_and_strength_0_is_none() -> None:
+    a, b = weights(2, 1.0, 0), weights(3, 1.0, 1)
+    joined = combine_loras([({"x": a, "y": a}, 1.0), ({"y": b, "z": b}, 2.0), ({"w": b}, 0.0)])
+    assert {name: module.rank for name, module in joined.items()} == {"x": 2, "y": 5, "z": 3}
+    torch.testing.assert_close(full(joined["y"]), full(a) + 2 * full(b), rtol=1e-13, atol=1e-13)
+
+
+def test_norm_and_difference_are_those_of_the_full_matrices() -> None:
+    a, b = weights(4, -2.0, 0), weights(3, 1.0, 1)
+    assert update_norm(a) == pytest.approx(full(a).norm().item(), rel=1e-12)
+    expected = ((full(a) - full(b)).norm() / full(a).norm()).item()
+    assert relative_difference(a, b) == pytest.approx(expected, rel=1e-9)
+    assert relative_difference(a, combine([(a, 1.0)])) < 3e-8  # the root of float64's 1e-16, a few times
+    zero = LoraWeights(torch.zeros(1, 24), torch.zeros(40, 1), 1.0)
+    assert relative_difference(zero, zero) == 0
+    assert relative_difference(zero, a) == float("inf")
