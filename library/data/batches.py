@@ -1,0 +1,179 @@
+"""From caches to one sample, from samples to one batch.
+
+:class:`CachedDataset` is asked for ``(epoch, index)``. Orientation, crop, caption variant and dropout are
+functions of (seed, epoch, sample), so worker processes, resumed runs and other numbers of processes read
+the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from library.data.cache import latent_path, read_cached, text_path
+from library.data.captions import caption_variants, choose_caption, plain_caption
+from library.data.order import Bucket
+from library.data.samples import Sample
+from library.randomness import python_random
+
+
+@dataclass
+class Item:
+    """One sample as it is trained in one epoch."""
+
+    latents: Tensor  # [C, h, w]
+    text: dict[str, Tensor]
+    loss_weight: float
+    mask: Tensor | None  # [1, h, w] fp32 in 0..1
+    sample_id: int
+    caption: str = ""
+
+
+@dataclass
+class Batch:
+    """Samples of one size, stacked."""
+
+    latents: Tensor  # [B, C, h, w], as the encoder returned them
+    text: dict[str, Tensor]  # the encoder's tensors with a batch dimension in front
+    loss_weights: Tensor  # [B] fp32: prior_loss_weight for regularisation images, else 1
+    masks: Tensor | None  # [B, 1, h, w] fp32 in 0..1, 1 counts fully
+    sample_ids: Tensor  # [B] int64: what the noise follows from
+    captions: list[str] = field(default_factory=list)  # what ``text`` was made from, for text encoders in training
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return the batch on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory (asked for by the data loader)."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, dict):
+                values[name] = {key: move(tensor) for key, tensor in value.items()}
+            elif isinstance(value, Tensor):
+                values[name] = move(value)
+        return Batch(**values)
+
+
+class CachedDataset(Dataset[Item]):
+    """Samples times repeats, read from caches. Item ``i``'s bucket is ``buckets[i]``.
+
+    Args:
+        samples: of one size each, with hashed contents.
+        seed: what orientations, crops and captions follow from.
+        variants: most caption variants of an image.
+        text_folder: cache folder of the text embeddings.
+        pixel_multiple: patch size in pixels; random crops move by whole patches.
+        latent_factor: pixels per latent.
+    """
+
+    def __init__(
+        self,
+        samples: list[Sample],
+        seed: int,
+        variants: int,
+        text_folder: Path,
+        pixel_multiple: int,
+        latent_factor: int,
+    ) -> None:
+        self.samples = samples
+        self.seed = seed
+        self.variants = variants
+        self.text_folder = text_folder
+        self.pixel_multiple = pixel_multiple
+        self.latent_factor = latent_factor
+        self.image_fingerprint: str | None = None  # of the encoders whose cached outputs are read;
+        self.text_fingerprint: str | None = None  # set once the caches are looked into
+        repeats = torch.tensor([sample.repeats for sample in samples])
+        self._owner = torch.repeat_interleave(torch.arange(len(samples)), repeats)  # item -> sample
+        self._first = repeats.cumsum(0) - repeats  # sample -> its first item
+        self._has_masks = any(has_mask(sample) for sample in samples)
+        keys = [(sample.group.dataset, sample.fit.bucket) for sample in samples]
+        self.buckets: list[Bucket] = [keys[owner] for owner in self._owner.tolist()]
+        self.batch_sizes: dict[Bucket, int] = {
+            key: sample.group.batch_size for key, sample in zip(keys, samples, strict=True)
+        }
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    def captions_of(self, sample: Sample) -> tuple[str, ...]:
+        """Return the caption variants of a sample; a held-out sample has one."""
+        if sample.held_out:
+            return (plain_caption(sample.caption, sample.group.rules),)
+        return caption_variants(sample.caption, sample.group.rules, self.variants)
+
+    def __getitem__(self, position: tuple[int, int]) -> Item:
+        """Return item ``index`` as it is in ``epoch``.
+
+        Raises:
+            UserError: a cache file is gone or damaged.
+        """
+        epoch, index = position
+        owner = int(self._owner[index])
+        sample = self.samples[owner]
+        sample_id = sample.sample_id(index - int(self._first[owner]))
+        rng = python_random("orientation and crop", self.seed, epoch, sample_id)
+        flipped = sample.flips and rng.random() < 0.5
+        assert self.image_fingerprint is not None, "ask missing_latents or cache_latents first"
+        assert self.text_fingerprint is not None, "ask missing_text or cache_text first"
+        cached = read_cached(latent_path(sample, flipped, self.image_fingerprint), self._crop(sample, rng))
+        latents, mask = cached["latents"], cached.get("mask")
+        if mask is None and self._has_masks:
+            mask = torch.ones(1, *latents.shape[-2:])
+        if sample.held_out:
+            caption = self.captions_of(sample)[0]
+        else:
+            caption = choose_caption(self.captions_of(sample), sample.group.rules, self.seed, epoch, sample_id)
+        text = read_cached(text_path(self.text_folder, caption, self.text_fingerprint))
+        return Item(latents, text, sample.group.loss_weight, mask, sample_id, caption)
+
+    def _crop(self, sample: Sample, rng: random.Random) -> tuple[int, int, int, int] | None:
+        """(top, left, height, width) in latents of this epoch's random crop; None where all is used."""
+        fit = sample.fit
+        if fit.encoded == fit.bucket:
+            return None
+        patch = self.pixel_multiple // self.latent_factor
+        left, top = (
+            rng.randint(0, (whole - part) // self.pixel_multiple) * patch
+            for whole, part in zip(fit.encoded, fit.bucket, strict=True)
+        )
+        width, height = (side // self.latent_factor for side in fit.bucket)
+        return top, left, height, width
+
+
+def has_mask(sample: Sample) -> bool:
+    """Whether a sample brings a mask of its own."""
+    return sample.mask is not None or sample.group.subset.settings.alpha_mask
+
+
+def collate(items: list[Item]) -> Batch:
+    """Stack items of one bucket; text tensors of different lengths are filled up with zeros at their end."""
+    masks = [item.mask for item in items if item.mask is not None]
+    return Batch(
+        latents=torch.stack([item.latents for item in items]),
+        text={name: _stack([item.text[name] for item in items]) for name in items[0].text},
+        loss_weights=torch.tensor([item.loss_weight for item in items], dtype=torch.float32),
+        masks=torch.stack(masks) if masks else None,
+        sample_ids=torch.tensor([item.sample_id for item in items], dtype=torch.int64),
+        captions=[item.caption for item in items],
+    )
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    longest = max(tensor.shape[0] if tensor.ndim else 0 for tensor in tensors)
+    if all(tensor.ndim == 0 or tensor.shape[0] == longest for tensor in tensors):
+        return torch.stack(tensors)
+    filled = tensors[0].new_zeros(len(tensors), longest, *tensors[0].shape[1:])
+    for row, tensor in zip(filled, tensors, strict=True):
+        row[: tensor.shape[0]] = tensor
+    return filled

@@ -1,0 +1,289 @@
+"""kohya's dataset TOML, checked and inherited.
+
+A dataset TOML has an optional ``[general]`` table, ``[[datasets]]`` tables and ``[[datasets.subsets]]``
+tables below each of them. A key is looked for in the subset, then in its dataset, then in ``[general]``;
+what is found first counts (the lookup order of sd-scripts' ``config_util.py``). Keys that describe batches
+and buckets belong to datasets, keys that say which files to read belong to subsets. musubi-tuner's flat
+form, a dataset that names its ``image_directory`` itself, is read as a dataset with one subset.
+
+Every table is checked by itself, so a message names the table and line in which the mistake stands. Keys of
+either tool that could take no effect here are refused with what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from library.config.schema import DatasetArguments
+from library.data.toml_tables import TomlFile, read_toml
+from library.errors import UserError, did_you_mean
+
+Interpolation = Literal["lanczos", "area", "box", "bicubic", "cubic", "bilinear", "linear", "nearest"]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Side = Annotated[int, Field(ge=1)]
+Sides = Annotated[
+    int | tuple[Side, Side], BeforeValidator(lambda value: tuple(value) if type(value) is list else value)
+]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SubsetSettings(_Table):
+    """Keys of ``[[datasets.subsets]]``; those not in :data:`SUBSET_ONLY` may also stand further up."""
+
+    image_dir: str | None = None
+    metadata_file: str | None = None
+    conditioning_data_dir: str | None = None
+    is_reg: bool = False
+    class_tokens: str | None = None
+    num_repeats: Annotated[int, Field(ge=0)] = 1
+    alpha_mask: bool = False
+    flip_aug: bool = False
+    random_crop: bool = False
+    resize_interpolation: Interpolation | None = None
+    caption_extension: str = ".caption"
+    caption_separator: Annotated[str, Field(min_length=1)] = ","
+    secondary_separator: str | None = None
+    enable_wildcard: bool = False
+    shuffle_caption: bool = False
+    keep_tokens: Annotated[int, Field(ge=0)] = 0
+    keep_tokens_separator: str | None = None
+    caption_prefix: str | None = None
+    caption_suffix: str | None = None
+    caption_dropout_rate: Fraction = 0.0
+    caption_dropout_every_n_epochs: Annotated[int, Field(ge=0)] = 0
+    caption_tag_dropout_rate: Fraction = 0.0
+
+
+class DatasetSettings(_Table):
+    """Keys of ``[[datasets]]``; all may also stand in ``[general]``."""
+
+    resolution: Sides | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 1
+    enable_bucket: bool = False
+    bucket_no_upscale: bool = False
+    bucket_reso_steps: Side = 64
+    min_bucket_reso: Side | None = None
+    max_bucket_reso: Side | None = None
+    validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    validation_seed: int | None = None
+    cache_directory: str | None = None
+
+
+SUBSET_ONLY = frozenset({"image_dir", "metadata_file", "conditioning_data_dir", "is_reg"})
+SUBSET_KEYS = frozenset(SubsetSettings.model_fields)
+DATASET_KEYS = frozenset(DatasetSettings.model_fields)
+OTHER_NAMES = {"image_directory": "image_dir", "image_jsonl_file": "metadata_file"}  # musubi-tuner's names
+
+_FROM_CACHE = "images are read once, when their latents are cached"
+_NO_CONTROL = "FLUX.1 dev and schnell take no control image; remove it"
+_NO_VIDEO = "FLUX.1 trains on still images; use image_dir"
+REFUSED_KEYS = {
+    "color_aug": f"{_FROM_CACHE}; remove it, or add recoloured copies to the folder",
+    "face_crop_aug_range": f"{_FROM_CACHE}; remove it and use random_crop, or crop the files beforehand",
+    "token_warmup_min": "captions are cached; remove it, or use caption_tag_dropout_rate",
+    "token_warmup_step": "captions are cached; remove it, or use caption_tag_dropout_rate",
+    "cache_info": "sizes and captions are always remembered in the cache folder; remove it",
+    "custom_attributes": "nothing reads it; remove it",
+    "network_multiplier": "the network is always trained at full strength; remove it and use num_repeats",
+    "debug_dataset": "remove it; the summary printed at the start shows buckets and counts",
+    "control_directory": _NO_CONTROL,
+    "control_resolution": _NO_CONTROL,
+    "no_resize_control": _NO_CONTROL,
+    "video_directory": _NO_VIDEO,
+    "video_jsonl_file": _NO_VIDEO,
+    "target_frames": _NO_VIDEO,
+    "frame_extraction": _NO_VIDEO,
+}
+
+
+@dataclass(frozen=True)
+class Subset:
+    """One ``[[datasets.subsets]]`` with everything inherited and its paths found."""
+
+    where: str  # "dataset.toml: subset 2", the beginning of messages about it
+    settings: SubsetSettings
+    written_dir: str  # image_dir or metadata_file as the TOML spells it: part of a sample's identity
+    image_dir: Path | None
+    metadata_file: Path | None
+    mask_dir: Path | None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One ``[[datasets]]`` with its subsets; ``resolution`` is (width, height) in pixels."""
+
+    where: str
+    settings: DatasetSettings
+    resolution: tuple[int, int]
+    cache_directory: Path | None
+    subsets: tuple[Subset, ...]
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """A whole dataset TOML; ``given`` holds the keys that were written anywhere in it."""
+
+    path: Path
+    datasets: tuple[Dataset, ...]
+    given: frozenset[str]
+
+
+def load_dataset_config(path: str | Path, defaults: DatasetArguments) -> DatasetConfig:
+    """Parse and validate a dataset TOML.
+
+    Relative paths are looked for in the TOML's folder first, then in the working directory.
+
+    Raises:
+        UserError: one line naming file, line, table and key, for the first mistake found.
+    """
+    file = read_toml(path)
+    _check_top_level(file)
+    general = _checked(file, "[general]", file.tables.get("general", {}))
+    tables = file.tables.get("datasets")
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise UserError(f"{file.path}: no [[datasets]] table; add one with a [[datasets.subsets]] below it")
+    datasets = tuple(_read_dataset(file, number, general, defaults) for number in range(len(tables)))
+    given = set(general).union(*(set(t) for t in tables), *(set(s) for t in tables for s in t.get("subsets", [])))
+    return DatasetConfig(file.path, datasets, frozenset(given))
+
+
+def _check_top_level(file: TomlFile) -> None:
+    for key, value in file.tables.items():
+        if key in ("general", "datasets"):
+            continue
+        if key in SUBSET_KEYS | DATASET_KEYS:
+            raise UserError(f"{file.where('', key)}: {key!r} stands outside every table; put it below [general]")
+        kind = "table" if isinstance(value, dict) else "key"
+        near = did_you_mean(key, ["general", "datasets"]) or "; tables are [general] and [[datasets]]"
+        raise UserError(f"{file.where('', key)}: unknown {kind} {key!r}{near}")
+
+
+def _read_dataset(file: TomlFile, number: int, general: dict[str, Any], defaults: DatasetArguments) -> Dataset:
+    table = file.tables["datasets"][number]
+    name = f"dataset {number + 1}"
+    written = {key: value for key, value in table.items() if key != "subsets"}
+    subset_tables = table.get("subsets", [])
+    if not isinstance(subset_tables, list) or not all(isinstance(subset, dict) for subset in subset_tables):
+        raise UserError(f"{file.path}: {name}: subsets must be [[datasets.subsets]] tables; write the double brackets")
+    own = _checked(file, name, written, number, flat=not subset_tables)
+    inherited: dict[str, Any] = {"batch_size": defaults.train_batch_size} | general | own
+    settings = DatasetSettings.model_validate({k: v for k, v in inherited.items() if k in DATASET_KEYS})
+    where = f"{file.path}: {name}" if len(file.tables["datasets"]) > 1 else f"{file.path}"
+    if settings.resolution is None:
+        raise UserError(f"{where}: no resolution; write e.g. resolution = 1024 below [[datasets]]")
+    sides = settings.resolution
+    resolution = sides if isinstance(sides, tuple) else (sides, sides)
+    shared = {key: value for key, value in inherited.items() if key in SUBSET_KEYS}
+    if subset_tables:
+        subsets = tuple(_read_subset(file, number, i, shared) for i in range(len(subset_tables)))
+    elif shared.keys() & {"image_dir", "metadata_file"}:
+        subsets = (_build_subset(file, f"{file.path}: {name}", shared),)
+    else:
+        raise UserError(f"{where}: no [[datasets.subsets]]; add one with image_dir or metadata_file")
+    cache = settings.cache_directory
+    cache_directory = (file.path.parent / Path(cache).expanduser()).resolve() if cache else None
+    if defaults.cache_directory and not cache:
+        cache_directory = Path(defaults.cache_directory).expanduser().resolve()
+    return Dataset(where, settings, resolution, cache_directory, subsets)
+
+
+def _read_subset(file: TomlFile, dataset: int, number: int, inherited: dict[str, Any]) -> Subset:
+    tables = file.tables["datasets"]
+    name = f"subset {number + 1}" if len(tables) == 1 else f"dataset {dataset + 1}, subset {number + 1}"
+    own = _checked(file, name, tables[dataset]["subsets"][number], dataset, number)
+    return _build_subset(file, f"{file.path}: {name}", inherited | own)
+
+
+def _build_subset(file: TomlFile, where: str, values: dict[str, Any]) -> Subset:
+    settings = SubsetSettings.model_validate(values)
+    if settings.image_dir is None and settings.metadata_file is None:
+        raise UserError(f"{where}: neither image_dir nor metadata_file; name the folder that holds the images")
+    if settings.alpha_mask and settings.conditioning_data_dir is not None:
+        raise UserError(f"{where}: alpha_mask and conditioning_data_dir both give a mask; keep one of them")
+
+    def found(key: str, is_kind: str) -> Path | None:
+        value = getattr(settings, key)
+        return None if value is None else _find_path(where, key, value, file.path.parent, is_kind)
+
+    return Subset(
+        where,
+        settings,
+        written_dir=settings.image_dir or settings.metadata_file or "",
+        image_dir=found("image_dir", "folder"),
+        metadata_file=found("metadata_file", "file"),
+        mask_dir=found("conditioning_data_dir", "folder"),
+    )
+
+
+def _checked(
+    file: TomlFile,
+    name: str,
+    table: Mapping[str, Any],
+    dataset: int | None = None,
+    subset: int | None = None,
+    flat: bool = False,
+) -> dict[str, Any]:
+    """Return one table with musubi's names replaced, after checking its keys and the types of its values."""
+    if not isinstance(table, Mapping):
+        raise UserError(f"{file.path}: {name} is not a table; write {name} on a line of its own")
+    values: dict[str, Any] = {}
+    for written, value in table.items():
+        where = file.where(name, written, dataset, subset)
+        key = OTHER_NAMES.get(written, written)
+        if key in values:
+            raise UserError(f"{where}: {written!r} means {key!r}, which is also given; keep one of them")
+        _check_key(where, written, key, is_subset=subset is not None, takes_files=flat or subset is not None)
+        _check_value(where, key, value)
+        values[key] = value
+    return values
+
+
+def _check_key(where: str, written: str, key: str, is_subset: bool, takes_files: bool) -> None:
+    if key in REFUSED_KEYS:
+        raise UserError(f"{where}: {key!r} is not taken: {REFUSED_KEYS[key]}")
+    if key in SUBSET_ONLY and not takes_files:
+        raise UserError(f"{where}: {written!r} belongs to [[datasets.subsets]]; move it down")
+    if key in DATASET_KEYS and is_subset:
+        raise UserError(f"{where}: {key!r} belongs to [[datasets]]; move it up")
+    if key not in SUBSET_KEYS | DATASET_KEYS:
+        known = (SUBSET_KEYS if is_subset else SUBSET_KEYS | DATASET_KEYS) | set(OTHER_NAMES)
+        near = did_you_mean(key, sorted(known)) or "; remove it, or see docs/dataset.md for the keys"
+        raise UserError(f"{where}: unknown key {key!r}{near}")
+
+
+def _check_value(where: str, key: str, value: Any) -> None:
+    model = SubsetSettings if key in SUBSET_KEYS else DatasetSettings
+    try:
+        model.model_validate({key: value})
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].replace("Input should be", "should be")
+        if key == "resolution":
+            problem = "should be a number of pixels or [width, height]"
+        raise UserError(f"{where}: {key} = {_as_toml(value)}: {problem}; correct the value") from None
+
+
+def _as_toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _find_path(where: str, key: str, value: str, toml_dir: Path, kind: str) -> Path:
+    written = Path(value).expanduser()
+    candidates = [written] if written.is_absolute() else [toml_dir / written, Path.cwd() / written]
+    for candidate in candidates:
+        if candidate.is_dir() if kind == "folder" else candidate.is_file():
+            return candidate.resolve()
+        if candidate.exists():
+            other = "file" if kind == "folder" else "folder"
+            raise UserError(f"{where}: {key} {value!r} is a {other}; name a {kind}")
+    parent = next((c.parent for c in candidates if c.parent.is_dir()), None)
+    siblings = [str(written.with_name(entry.name)) for entry in parent.iterdir()] if parent else []
+    near = did_you_mean(str(written), siblings) or "; it is looked for beside the TOML, then in the working directory"
+    raise UserError(f"{where}: {key} {value!r} does not exist{near}")

@@ -1,0 +1,230 @@
+"""The data side of a training run behind one function.
+
+::
+
+    data = build_dataset(config.dataset, seed, pixel_multiple=16, latent_factor=8, prior_loss_weight=1.0,
+    masked_loss=False) print(data.describe()) if data.missing_latents(fingerprint):
+    data.cache_latents(image_encoder, batch_size, progress) if data.missing_text(fingerprint, prompts):
+    data.cache_text(text_encoder, prompts, batch_size, progress) sampler = data.batch_sampler(num_processes)
+    loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=collate)
+
+With several processes each encodes its share; the caller waits for all of them before reading.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from library.config.schema import DatasetArguments
+from library.data import cache
+from library.data.batches import CachedDataset, has_mask
+from library.data.cache import ImageEncoder, Progress, TextEncoder
+from library.data.config import DatasetConfig, load_dataset_config
+from library.data.order import EpochBatchSampler
+from library.data.samples import Sample, Scan, scan
+from library.errors import UserError
+
+
+def build_dataset(
+    arguments: DatasetArguments,
+    seed: int,
+    pixel_multiple: int,
+    latent_factor: int,
+    prior_loss_weight: float,
+    masked_loss: bool,
+) -> TrainingData:
+    """Read the dataset TOML and find all samples; nothing is encoded yet.
+
+    Args:
+        arguments: the dataset section of the training config.
+        seed: order, orientation, crops and captions follow from it.
+        pixel_multiple: image sides are multiples of this (VAE factor times patch size, 16 for FLUX).
+        latent_factor: pixels per latent (8 for FLUX).
+        prior_loss_weight: loss weight of regularisation images.
+        masked_loss: whether the loss is weighed by masks; must agree with the dataset.
+
+    Raises:
+        UserError: anything wrong with the TOML or the files it names, in one line.
+    """
+    config = load_dataset_config(arguments.dataset_config, arguments)
+    found = scan(config, seed, pixel_multiple, prior_loss_weight)
+    masked = [sample for sample in found.train if has_mask(sample)]
+    if masked_loss and not masked:
+        raise UserError(
+            f"{config.path}: masked_loss is set but no subset has masks; set alpha_mask or conditioning_data_dir"
+        )
+    if masked and not masked_loss:
+        key = "conditioning_data_dir" if masked[0].mask is not None else "alpha_mask"
+        raise UserError(f"{masked[0].group.subset.where}: {key} is set but masked_loss is not; set masked_loss = true")
+    return TrainingData(config, found, arguments, seed, pixel_multiple, latent_factor)
+
+
+class TrainingData:
+    """Training samples, held-out samples and their caches.
+
+    Attributes:
+        train: the training samples.
+        validation: the held-out samples, or None.
+        warnings: lines the user should read (also part of :meth:`describe`).
+    """
+
+    def __init__(
+        self,
+        config: DatasetConfig,
+        found: Scan,
+        arguments: DatasetArguments,
+        seed: int,
+        pixel_multiple: int,
+        latent_factor: int,
+    ) -> None:
+        self.config = config
+        self.seed = seed
+        self.warnings = found.warnings
+        self.pixel_multiple = pixel_multiple
+        self.latent_factor = latent_factor
+        self._indexes = found.indexes
+        self.text_folder = Path(arguments.cache_directory or found.indexes[0].folder).expanduser().resolve()
+        shared = (seed, arguments.caption_variants, self.text_folder, pixel_multiple, latent_factor)
+        self.train = CachedDataset(found.train, *shared)
+        self.validation = CachedDataset(found.held_out, *shared) if found.held_out else None
+        self._captions: list[str] | None = None
+
+    @property
+    def _datasets(self) -> list[CachedDataset]:
+        return [self.train, self.validation] if self.validation else [self.train]
+
+    @property
+    def _samples(self) -> list[Sample]:
+        return [sample for dataset in self._datasets for sample in dataset.samples]
+
+    def batch_sampler(self, num_processes: int = 1) -> EpochBatchSampler:
+        """Return the batch sampler of the training samples."""
+        return EpochBatchSampler(self.train.buckets, self.train.batch_sizes, self.seed, num_processes)
+
+    def captions(self) -> list[str]:
+        """Return every caption that can be asked for, each once: all variants, and "" where captions drop."""
+        if self._captions is None:
+            texts: dict[str, None] = {}
+            for dataset in self._datasets:
+                for sample in dataset.samples:
+                    texts.update(dict.fromkeys(dataset.captions_of(sample)))
+                    if sample.group.rules.can_drop_caption and not sample.held_out:
+                        texts[""] = None
+            self._captions = list(texts)
+        return self._captions
+
+    def missing_latents(self, fingerprint: str) -> int:
+        """Return how many latents an image encoder with this fingerprint has yet to encode."""
+        return len(self._latent_jobs(fingerprint))
+
+    def missing_text(self, fingerprint: str, extra_captions: Sequence[str] = ()) -> int:
+        """Return how many captions a text encoder with this fingerprint has yet to encode."""
+        return len(self._missing_captions(fingerprint, extra_captions))
+
+    def cache_latents(
+        self, encoder: ImageEncoder, batch_size: int, progress: Progress, rank: int = 0, world: int = 1
+    ) -> None:
+        """Encode the latents that are missing; process ``rank`` of ``world`` does its share.
+
+        Raises:
+            UserError: an image is damaged or changed meanwhile, or its latents are not finite.
+        """
+        assert (encoder.pixel_multiple, encoder.latent_factor) == (self.pixel_multiple, self.latent_factor)
+        jobs = [job for job in self._latent_jobs(encoder.fingerprint) if _owner(job.path, world) == rank]
+        if jobs:
+            cache.encode_latents(jobs, encoder, batch_size, progress("caching latents", len(jobs)))
+
+    def cache_text(
+        self,
+        encoder: TextEncoder,
+        extra_captions: Sequence[str],
+        batch_size: int,
+        progress: Progress,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        """Encode the captions that are missing, and ``extra_captions`` (sample prompts), each once.
+
+        Raises:
+            UserError: an embedding is not finite.
+        """
+        missing = self._missing_captions(encoder.fingerprint, extra_captions)
+        paths = (cache.text_path(self.text_folder, caption, encoder.fingerprint) for caption in missing)
+        mine = [caption for caption, path in zip(missing, paths, strict=True) if _owner(path, world) == rank]
+        if mine:
+            advance = progress("caching text", len(mine))
+            cache.encode_captions(self.text_folder, mine, encoder, batch_size, advance)
+
+    def text_embeddings(self, caption: str) -> dict[str, Tensor]:
+        """Return the cached embeddings of a caption or extra caption, without a batch dimension.
+
+        Raises:
+            UserError: its cache file is gone or damaged.
+        """
+        fingerprint = self.train.text_fingerprint
+        assert fingerprint is not None, "ask missing_text or cache_text first"
+        return cache.read_cached(cache.text_path(self.text_folder, caption, fingerprint))
+
+    def describe(self) -> str:
+        """Return a summary of datasets, subsets, buckets and counts, as lines of text."""
+        lines: list[str] = []
+        for number, dataset in enumerate(self.config.datasets):
+            settings = dataset.settings
+            width, height = dataset.resolution
+            kind = "buckets" if settings.enable_bucket else "one size"
+            lines.append(f"dataset {number + 1}: {width}x{height}, {kind}, batch size {settings.batch_size}")
+            for subset in dataset.subsets:
+                of_subset = [s for s in self._samples if s.group.subset is subset]
+                lines.append(f"  {_describe_subset(subset.written_dir, of_subset)}")
+            in_buckets = Counter(key[1] for key in self.train.buckets if key[0] == number)
+            for (wide, high), count in sorted(in_buckets.items()):
+                lines.append(f"    {wide:>5} x {high:<5} {count:>7} samples an epoch")
+        held_out = len(self.validation) if self.validation else 0
+        batches = self.batch_sampler().batches_per_epoch()
+        lines.append(
+            f"{len(self.train)} samples and {batches} batches an epoch, {held_out} images held out, "
+            f"{len(self.captions())} captions to encode"
+        )
+        return "\n".join(lines + [f"note: {warning}" for warning in self.warnings])
+
+    def _latent_jobs(self, fingerprint: str) -> list[cache.LatentJob]:
+        samples = self._samples
+        files = {id(file): file for s in samples for file in (s.image, s.mask) if file is not None}
+        for index in self._indexes:
+            index.hash_contents(file for file in files.values() if index.knows(file))
+            index.save()
+        for dataset in self._datasets:
+            dataset.image_fingerprint = fingerprint
+        return cache.missing_latents(samples, fingerprint)
+
+    def _missing_captions(self, fingerprint: str, extra_captions: Sequence[str]) -> list[str]:
+        for dataset in self._datasets:
+            dataset.text_fingerprint = fingerprint
+        return cache.missing_captions(self.text_folder, [*self.captions(), *extra_captions], fingerprint)
+
+
+def _owner(path: Path, world: int) -> int:
+    """The process that encodes a file: by its name, so all agree whatever they found missing."""
+    return int(path.stem, 16) % world
+
+
+def _describe_subset(name: str, samples: list[Sample]) -> str:
+    if not samples:
+        return f"{name}: left out"
+    settings = samples[0].group.subset.settings
+    marks = [
+        key for key in ("is_reg", "flip_aug", "random_crop", "alpha_mask", "shuffle_caption") if getattr(settings, key)
+    ]
+    if samples[0].mask is not None:
+        marks.append("masks")
+    trained = [sample for sample in samples if not sample.held_out]
+    repeats = sorted({sample.repeats for sample in trained}) or [0]
+    times = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
+    parts = [f"{name}: {len(trained)} images x {times}"]
+    if len(samples) > len(trained):
+        parts.append(f"{len(samples) - len(trained)} held out")
+    return ", ".join(parts + marks)

@@ -1,0 +1,179 @@
+"""What is known about the files of a dataset, remembered from run to run.
+
+Opening 100,000 images at every start to learn their size takes minutes on a network disk, hashing their
+content longer. Each cache folder therefore keeps an ``index.json``: per file its bytes and modification
+time, and what was learnt while it had them (width and height, a hash of the content, a caption's text). A
+start lists each folder once and opens only what is new or changed.
+
+A file modified within two seconds of being read is not remembered: with a coarse file clock a second change
+could leave size and time as they were (git calls such entries "racily clean").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from library.data.images import read_size
+from library.errors import UserError
+from library.files import write_text
+
+_VERSION = 1
+_RACY_NS = 2_000_000_000
+_THREADS = 8  # waiting for the disk, not for the processor
+
+
+@dataclass(slots=True)
+class SourceFile:
+    """An image or mask on disk; ``size`` is (width, height), ``content`` 32 hex digits, both once learnt."""
+
+    path: str
+    bytes: int
+    mtime_ns: int
+    size: tuple[int, int] | None = None
+    content: str | None = None
+
+
+def list_folder(folder: str | Path) -> dict[str, tuple[int, int]]:
+    """Return name -> (bytes, mtime_ns) of the files directly in ``folder``, sorted by name.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    files: dict[str, tuple[int, int]] = {}
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.name.startswith(".") and entry.is_file():
+                    stat = entry.stat()
+                    files[entry.name] = (stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror}); check its permissions") from error
+    return dict(sorted(files.items()))
+
+
+def content_hash(data: bytes) -> str:
+    """Return 32 hex digits of a file's content (BLAKE2b)."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class FileIndex:
+    """The memory of one cache folder; ``folder`` need not exist yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._root = str(folder.parent) + os.sep
+        self._images: dict[str, list] = {}  # key -> [bytes, mtime_ns, width, height, content or None]
+        self._captions: dict[str, list] = {}  # key -> [bytes, mtime_ns, text]
+        self._files: dict[str, SourceFile] = {}
+        self._changed = False
+        self._load()
+
+    def _load(self) -> None:
+        try:
+            stored = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
+            if stored["version"] == _VERSION:
+                self._images, self._captions = dict(stored["images"]), dict(stored["captions"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # absent or damaged: everything is learnt again
+
+    def image(self, path: str, stat: tuple[int, int]) -> SourceFile:
+        """Return the record of an image, with what is remembered of it; the same object for the same path."""
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = SourceFile(path, *stat)
+            known = self._images.get(self._key(path))
+            if known is not None and (known[0], known[1]) == stat:
+                file.size, file.content = (known[2], known[3]), known[4]
+        return file
+
+    def measure(self, files: Iterable[SourceFile]) -> None:
+        """Read the width and height of those whose size is not known yet."""
+
+        def measure_one(file: SourceFile) -> None:
+            file.size = read_size(file.path)
+
+        self._learn([file for file in files if file.size is None], measure_one)
+
+    def hash_contents(self, files: Iterable[SourceFile]) -> None:
+        """Hash the content of those whose content is not known yet."""
+
+        def hash_one(file: SourceFile) -> None:
+            file.content = content_hash(read_bytes(file.path))
+
+        self._learn([file for file in files if file.content is None], hash_one)
+
+    def _learn(self, files: list[SourceFile], learn_one: Callable[[SourceFile], None]) -> None:
+        if not files:
+            return
+        started = time.time_ns()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(learn_one, files, chunksize=64):
+                pass
+        for file in files:
+            if file.size is not None and started - file.mtime_ns > _RACY_NS:
+                self._images[self._key(file.path)] = [file.bytes, file.mtime_ns, *file.size, file.content]
+                self._changed = True
+
+    def caption(self, path: str, stat: tuple[int, int]) -> str:
+        """Return a caption file's text (UTF-8), remembered or read.
+
+        Raises:
+            UserError: it is not UTF-8, or cannot be read.
+        """
+        key = self._key(path)
+        known = self._captions.get(key)
+        if known is not None and (known[0], known[1]) == stat:
+            return str(known[2])
+        started = time.time_ns()
+        try:
+            text = read_bytes(path).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+        if started - stat[1] > _RACY_NS:
+            self._captions[key] = [*stat, text]
+            self._changed = True
+        return text
+
+    def knows(self, file: SourceFile) -> bool:
+        """Whether ``file`` came from this index."""
+        return self._files.get(file.path) is file
+
+    def save(self) -> None:
+        """Write what was learnt since the last save.
+
+        Raises:
+            UserError: the cache folder cannot be written to.
+        """
+        if not self._changed:
+            return
+        stored = {"version": _VERSION, "images": self._images, "captions": self._captions}
+        try:
+            text = json.dumps(stored, ensure_ascii=False, separators=(",", ":"))
+            write_text(self.folder / "index.json", text)
+        except UserError as error:
+            raise UserError(f"{error}: set cache_directory") from None
+        self._changed = False
+
+    def _key(self, path: str) -> str:
+        """Files beside the cache folder go by relative name, so a moved folder is known; others in full."""
+        return path[len(self._root) :] if path.startswith(self._root) else path
+
+
+def read_bytes(path: str) -> bytes:
+    """Return a file's content.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error

@@ -1,0 +1,207 @@
+"""From an image file to the pixels the image encoder sees.
+
+Every image becomes 8-bit RGB, upright, in sRGB:
+
+- EXIF orientation is applied. JPEG XL carries its own, which the decoder has applied already; its EXIF copy
+  of it is ignored, as the standard asks, except in transcoded JPEGs, which come back as they were.
+- an embedded colour profile that is not sRGB (CMYK scans, Display P3 phones, Adobe RGB) is converted by it;
+- 16-bit greyscale is scaled (Pillow's own conversion would clip it to white); palette images are expanded;
+- transparency is laid on white, or kept as the mask with ``alpha_mask``.
+
+Sizes are read without decoding the image. Only the first frame of an animation is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, ImageCms
+from torch import Tensor
+
+from library.data.buckets import Fit, Size
+from library.data.jxl_header import HEADER_BYTES, read_jxl_size
+from library.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.ImageFile import ImageFile as OpenImage
+
+if importlib.util.find_spec("pillow_jxl"):
+    import pillow_jxl  # noqa: F401  (registers JPEG XL with Pillow)
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl"})
+MAX_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 512 MiB of RGB
+
+PIXELS_VERSION = 1  # part of every latent's key: raise it when the same file would give other pixels
+DEFAULT_INTERPOLATION = "lanczos"
+_FILTERS = {
+    "lanczos": Image.Resampling.LANCZOS,
+    "area": Image.Resampling.BOX,
+    "box": Image.Resampling.BOX,
+    "bicubic": Image.Resampling.BICUBIC,
+    "cubic": Image.Resampling.BICUBIC,
+    "bilinear": Image.Resampling.BILINEAR,
+    "linear": Image.Resampling.BILINEAR,
+    "nearest": Image.Resampling.NEAREST,
+}
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+
+
+def read_size(path: str) -> Size:
+    """Return the upright (width, height) of an image, from its header alone.
+
+    Raises:
+        UserError: the file is no image, is damaged or is too large.
+    """
+    if path.lower().endswith(".jxl"):
+        return _read_jxl_size(path)
+    with _open(path, path) as image:
+        width, height = image.size
+        return (height, width) if _orientation(image) >= 5 else (width, height)
+
+
+def decode(data: bytes, name: str, alpha_mask: bool = False) -> tuple[Image.Image, Image.Image | None]:
+    """Decode an image file's bytes to an upright RGB image and its mask.
+
+    Args:
+        data: the file's content.
+        name: the file's path, for messages.
+        alpha_mask: return the alpha channel (mode L) as mask and leave the colours under it as they are. Else
+            transparency is laid on white and the mask is None. An opaque image's mask is None.
+
+    Raises:
+        UserError: the file is no image, is damaged, is too large or holds floating point pixels.
+    """
+    with _open(io.BytesIO(data), name) as image:
+        try:
+            image.load()
+        except Exception as error:  # Pillow's plugins raise many types here, all of them about the file
+            raise UserError(f"{name}: damaged image ({error}); replace or remove it") from error
+        upright = image.transpose(_UPRIGHT[_orientation(image)]) if _orientation(image) > 1 else image
+        rgb, alpha = _split_alpha(upright, image.info.get("icc_profile"), name)
+    if alpha is None or alpha_mask:
+        return rgb, alpha
+    white = Image.new("RGB", rgb.size, (255, 255, 255))
+    white.paste(rgb, mask=alpha)
+    return white, None
+
+
+def decode_mask(data: bytes, name: str) -> Image.Image:
+    """Decode a mask image to mode L: 255 counts fully, 0 not at all; of a colour image, its red channel."""
+    rgb, _ = decode(data, name)
+    return rgb.getchannel("R")
+
+
+def fit_image(image: Image.Image, fit: Fit, interpolation: str | None) -> Image.Image:
+    """Resize an RGB image or a mask and crop it to ``fit.encoded``; Lanczos unless told otherwise."""
+    if image.size != fit.resized:
+        image = image.resize(fit.resized, _FILTERS[interpolation or DEFAULT_INTERPOLATION])
+    left, top = fit.offset
+    return image.crop((left, top, left + fit.encoded[0], top + fit.encoded[1]))
+
+
+def to_pixels(image: Image.Image) -> Tensor:
+    """RGB image -> [3, H, W] fp32 in [-1, 1]."""
+    array = torch.from_numpy(np.array(image, dtype=np.uint8))
+    return array.permute(2, 0, 1).float().div_(127.5).sub_(1.0)
+
+
+def to_latent_mask(mask: Image.Image, latent_factor: int) -> Tensor:
+    """Mask of mode L -> [1, H / factor, W / factor] fp32 in 0..1, each value the mean of its square."""
+    array = torch.from_numpy(np.array(mask, dtype=np.uint8)).float().div_(255.0)
+    return torch.nn.functional.avg_pool2d(array[None], latent_factor)
+
+
+def _read_jxl_size(path: str) -> Size:
+    try:
+        with open(path, "rb") as file:
+            size = read_jxl_size(file.read(HEADER_BYTES))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not an image that can be read ({error}); replace or remove it") from None
+    _refuse_bomb(size, path)
+    return size
+
+
+def _refuse_bomb(size: Size, name: str) -> None:
+    if size[0] * size[1] > MAX_PIXELS:
+        raise UserError(f"{name}: more than {MAX_PIXELS} pixels; make it smaller or remove it")
+
+
+def _open(source: str | io.BytesIO, name: str) -> OpenImage:
+    try:
+        image = Image.open(source)
+    except Image.DecompressionBombError:
+        raise UserError(f"{name}: more than {MAX_PIXELS} pixels; make it smaller or remove it") from None
+    except Image.UnidentifiedImageError:
+        missing = name.lower().endswith(".jxl") and not importlib.util.find_spec("pillow_jxl")
+        remedy = "install pillow-jxl-plugin" if missing else "replace or remove it"
+        raise UserError(f"{name}: not an image that can be read; {remedy}") from None
+    except FileNotFoundError:
+        raise UserError(f"{name}: no such file; it may have been removed meanwhile, start again") from None
+    except Exception as error:
+        raise UserError(f"{name}: damaged image ({error}); replace or remove it") from error
+    _refuse_bomb(image.size, name)
+    return image
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation 1..8 of an opened image, without decoding it."""
+    if image.format == "JXL" and not getattr(image, "jpeg", False):
+        return 1
+    try:  # the base class's method: PNG's own would decode the image to look for an eXIf chunk behind it
+        value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+    except Exception:  # a broken EXIF block is no reason to refuse the picture
+        return 1
+    return value if value in _UPRIGHT else 1
+
+
+def _split_alpha(image: Image.Image, profile: bytes | None, name: str) -> tuple[Image.Image, Image.Image | None]:
+    """Any mode -> 8-bit sRGB and alpha (mode L), or None where the image is opaque by its mode."""
+    if image.mode == "F":
+        raise UserError(f"{name}: floating point pixels; save it as 8-bit or 16-bit PNG")
+    if image.mode.startswith("I"):
+        values = np.asarray(image, dtype=np.int64)
+        if values.size and (values.min() < 0 or values.max() > 65535):
+            raise UserError(f"{name}: 32-bit pixels; save it as 8-bit or 16-bit PNG")
+        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))  # 65535 = 255 * 257
+        return _to_srgb(image, profile), None
+    alpha = None
+    if image.has_transparency_data:
+        if image.mode not in ("RGBA", "LA", "PA", "La", "RGBa"):
+            image = image.convert("LA" if image.mode == "L" else "RGBA")
+        elif image.mode in ("PA", "RGBa"):
+            image = image.convert("RGBA")
+        elif image.mode == "La":
+            image = image.convert("LA")
+        alpha = image.getchannel("A")
+        image = image.convert("L" if image.mode == "LA" else "RGB")
+    return _to_srgb(image, profile), alpha
+
+
+def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+    if image.mode in ("P", "1", "YCbCr", "HSV", "LAB"):
+        image = image.convert("L" if image.mode == "1" else "RGB")
+    if profile:
+        try:
+            source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            if "sRGB" not in ImageCms.getProfileDescription(source):
+                converted = ImageCms.profileToProfile(image, source, _SRGB, outputMode="RGB")
+                if converted is not None:
+                    return converted
+        except (ImageCms.PyCMSError, OSError, ValueError):
+            pass  # a broken profile, or one for another colour space: plain conversion below
+    return image.convert("RGB")

@@ -1,0 +1,230 @@
+"""From a checked dataset TOML to the list of samples: which image, at which size, how often, with which
+captions.
+
+The steps, for every dataset:
+
+1. list each subset's images, captions and masks (:mod:`library.data.sources`), learn the images' sizes;
+2. hold back ``validation_split`` of each subset that is not regularisation: shuffle with
+   ``validation_seed``, take the last ``round(n * split)``. These are the images sd-scripts holds back; it
+   rounds the training part by itself, which can leave an image in both, here training is what remains;
+3. balance regularisation images (sd-scripts ``DreamBoothDataset``): go through them, ``num_repeats`` each,
+   until there are as many as training images; if they do not suffice, go round again, once each. Where they
+   are too many, the last ones are not used;
+4. give each image its bucket (:mod:`library.data.buckets`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from library.data.buckets import Bucketing, Fit
+from library.data.captions import CaptionRules
+from library.data.config import Dataset, DatasetConfig, Subset
+from library.data.file_index import FileIndex, SourceFile
+from library.data.sources import Source, find_sources
+from library.errors import UserError
+from library.randomness import derive_seed
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """What the samples of one subset share."""
+
+    subset: Subset
+    rules: CaptionRules
+    dataset: int  # number of the dataset, from 0
+    batch_size: int
+    cache: Path  # folder of the latents
+    loss_weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One image at one size, seen ``repeats`` times an epoch."""
+
+    group: SampleGroup
+    image: SourceFile
+    mask: SourceFile | None
+    caption: str  # raw
+    fit: Fit
+    repeats: int
+    identity: str  # image_dir as written, name in it, and a number where the same image is listed again
+    held_out: bool
+
+    @property
+    def flips(self) -> bool:
+        """Whether some epochs see it mirrored."""
+        return self.group.subset.settings.flip_aug and not self.held_out
+
+    def sample_id(self, repeat: int) -> int:
+        """Identity of one repeat, for noise, crops and choices (63 bits)."""
+        return derive_seed("sample", self.identity, repeat)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """All samples of a dataset TOML, the indexes of the cache folders, and lines the user should read."""
+
+    train: list[Sample]
+    held_out: list[Sample]
+    indexes: list[FileIndex]
+    warnings: list[str]
+
+
+def scan(config: DatasetConfig, seed: int, pixel_multiple: int, prior_loss_weight: float) -> Scan:
+    """Find all samples.
+
+    Args:
+        config: the checked TOML.
+        seed: chooses the held-out images where no validation_seed is given.
+        pixel_multiple: every trained side is a multiple of this.
+        prior_loss_weight: loss weight of regularisation images.
+
+    Raises:
+        UserError: missing or unreadable files, sizes without a bucket, a split that leaves nothing.
+    """
+    indexes: dict[Path, FileIndex] = {}
+    identities: Counter[str] = Counter()
+    result = Scan([], [], [], _inert_keys(config))
+    for number, dataset in enumerate(config.datasets):
+        buckets = Bucketing(dataset, pixel_multiple)
+        train: list[Sample] = []
+        for subset in dataset.subsets:
+            if subset.settings.num_repeats == 0:
+                result.warnings.append(f"{subset.where}: num_repeats = 0, left out")
+                continue
+            cache = cache_folder(dataset, subset)
+            index = indexes.setdefault(cache, FileIndex(cache))
+            weight = prior_loss_weight if subset.settings.is_reg else 1.0
+            rules = CaptionRules.of(subset.settings)
+            group = SampleGroup(subset, rules, number, dataset.settings.batch_size, cache, weight)
+            kept, held_back = _load_subset(group, dataset, buckets, index, identities, seed, result.warnings)
+            train += kept
+            result.held_out.extend(held_back)
+        result.train.extend(_balance(train, dataset.where, result.warnings))
+    result.indexes.extend(indexes.values())
+    _check_split(config, result)
+    return result
+
+
+def cache_folder(dataset: Dataset, subset: Subset) -> Path:
+    """Return the folder of a subset's caches: cache_directory, or .tandem_cache beside the images."""
+    if dataset.cache_directory:
+        return dataset.cache_directory
+    folder = subset.image_dir or (subset.metadata_file.parent if subset.metadata_file else Path())
+    return folder / ".tandem_cache"
+
+
+def _load_subset(
+    group: SampleGroup,
+    dataset: Dataset,
+    buckets: Bucketing,
+    index: FileIndex,
+    identities: Counter[str],
+    seed: int,
+    warnings: list[str],
+) -> tuple[list[Sample], list[Sample]]:
+    """Samples of one subset: those to train on, those held out."""
+    subset = group.subset
+    sources = find_sources(subset, index, warnings)
+    index.measure([source.image for source in sources])
+    index.measure([source.mask for source in sources if source.mask is not None])
+    index.save()
+    split = 0.0 if subset.settings.is_reg else dataset.settings.validation_split
+    split_seed = dataset.settings.validation_seed
+    held_out = _held_out_positions(len(sources), split, seed if split_seed is None else split_seed)
+    kept: list[Sample] = []
+    held_back: list[Sample] = []
+    for position, source in enumerate(sources):
+        identity = f"{subset.written_dir}\n{source.name}"
+        identities[identity] += 1
+        if identities[identity] > 1:
+            identity = f"{identity}\n{identities[identity]}"
+        sample = _build_sample(group, source, buckets, identity, position in held_out)
+        (held_back if sample.held_out else kept).append(sample)
+    return kept, held_back
+
+
+def _build_sample(group: SampleGroup, source: Source, buckets: Bucketing, identity: str, held_out: bool) -> Sample:
+    size = source.image.size
+    assert size is not None
+    if source.mask is not None:
+        _check_mask_shape(source, size)
+    fit = buckets.fit(size, group.subset.settings.random_crop and not held_out, source.image.path)
+    repeats = 1 if held_out else group.subset.settings.num_repeats
+    return Sample(group, source.image, source.mask, source.caption, fit, repeats, identity, held_out)
+
+
+def _check_mask_shape(source: Source, size: tuple[int, int]) -> None:
+    """A mask may differ in size, not in shape: refused where a side is off by more than 1 %."""
+    assert source.mask is not None
+    assert source.mask.size is not None
+    width, height = source.mask.size
+    if abs(width * size[1] - height * size[0]) > 0.01 * width * size[1]:
+        raise UserError(
+            f"{source.mask.path}: mask of {width}x{height} for an image of {size[0]}x{size[1]}; "
+            "save it in the image's proportions"
+        )
+
+
+def _held_out_positions(count: int, split: float, seed: int) -> set[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)  # the permutation depends on the count alone, as in sd-scripts
+    return set(order[count - round(count * split) :])
+
+
+def _balance(samples: list[Sample], where: str, warnings: list[str]) -> list[Sample]:
+    """Set the repeats of regularisation images so that they are as many as the training images."""
+    training = [sample for sample in samples if not sample.group.subset.settings.is_reg]
+    regular = [sample for sample in samples if sample.group.subset.settings.is_reg]
+    wanted = sum(sample.repeats for sample in training)
+    if not regular:
+        return training
+    if not training:
+        raise UserError(f"{where}: only regularisation images (is_reg); add a subset to train on")
+    used: list[int] = []
+    total = 0
+    for sample in regular:
+        if total >= wanted:
+            break
+        used.append(sample.repeats)
+        total += sample.repeats
+    rounds, rest = divmod(max(0, wanted - total), len(used))
+    if len(used) < len(regular):
+        unused = len(regular) - len(used)
+        warnings.append(f"{where}: {unused} of {len(regular)} regularisation images are not needed and not used")
+    balanced = []
+    for position, (sample, repeats) in enumerate(zip(regular, used, strict=False)):
+        balanced.append(_with_repeats(sample, repeats + rounds + (position < rest)))
+    return training + balanced
+
+
+def _with_repeats(s: Sample, repeats: int) -> Sample:
+    return Sample(s.group, s.image, s.mask, s.caption, s.fit, repeats, s.identity, s.held_out)
+
+
+def _check_split(config: DatasetConfig, result: Scan) -> None:
+    if not result.train:
+        raise UserError(f"{config.path}: no images left to train on; lower validation_split or add images")
+    splits = [dataset.settings.validation_split for dataset in config.datasets]
+    if any(splits) and not result.held_out:
+        raise UserError(
+            f"{config.path}: validation_split {max(splits):g} holds out none of {len(result.train)} images; "
+            f"use at least {1 / len(result.train):.2g}, or 0"
+        )
+
+
+def _inert_keys(config: DatasetConfig) -> list[str]:
+    """Bucket keys that other settings leave without effect; kohya's own configs often carry them."""
+    lines = []
+    limits = sorted(config.given & {"min_bucket_reso", "max_bucket_reso"})
+    for dataset in config.datasets:
+        if dataset.settings.enable_bucket and dataset.settings.bucket_no_upscale and limits:
+            lines.append(f"{dataset.where}: no effect with bucket_no_upscale: {', '.join(limits)}")
+        buckets = sorted(config.given & {"bucket_no_upscale", "bucket_reso_steps", *limits})
+        if not dataset.settings.enable_bucket and buckets:
+            lines.append(f"{dataset.where}: no effect without enable_bucket: {', '.join(buckets)}")
+    return lines

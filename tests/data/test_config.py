@@ -1,0 +1,237 @@
+"""Reading kohya's dataset TOML: inheritance, paths, and a clear line for every mistake."""
+
+# ruff: noqa: E501  (messages are written out)
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from library.config.schema import DatasetArguments
+from library.data.config import DatasetConfig, load_dataset_config
+from library.errors import UserError
+
+SMALL = "[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'img'\n"
+
+
+def load(folder: Path, text: str, **arguments: object) -> DatasetConfig:
+    (folder / "img").mkdir(exist_ok=True)
+    path = folder / "d.toml"
+    path.write_text(text)
+    return load_dataset_config(path, DatasetArguments.model_validate({"dataset_config": str(path)} | arguments))
+
+
+def message(folder: Path, text: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(folder, text)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).replace(str(folder), "")
+
+
+def test_keys_go_from_general_to_dataset_to_subset(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        """
+        [general]
+        shuffle_caption = true
+        keep_tokens = 1
+        batch_size = 3
+        num_repeats = 2
+        [[datasets]]
+        resolution = [128, 64]
+        keep_tokens = 2
+        [[datasets.subsets]]
+        image_dir = 'img'
+        num_repeats = 5
+        [[datasets.subsets]]
+        image_dir = 'img'
+        shuffle_caption = false
+        [[datasets]]
+        resolution = 512
+        batch_size = 7
+        [[datasets.subsets]]
+        image_dir = 'img'
+        """,
+    )
+    first, second = config.datasets
+    assert (first.resolution, first.settings.batch_size) == ((128, 64), 3)
+    assert (second.resolution, second.settings.batch_size) == ((512, 512), 7)
+    one, two = (subset.settings for subset in first.subsets)
+    assert (one.num_repeats, one.keep_tokens, one.shuffle_caption) == (5, 2, True)
+    assert (two.num_repeats, two.keep_tokens, two.shuffle_caption) == (2, 2, False)
+    assert second.subsets[0].settings.keep_tokens == 1
+
+
+def test_batch_size_falls_back_to_train_batch_size(tmp_path: Path) -> None:
+    assert load(tmp_path, SMALL, train_batch_size=6).datasets[0].settings.batch_size == 6
+
+
+def test_musubi_names_and_its_flat_form_are_read(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "[general]\ncaption_extension = '.txt'\n[[datasets]]\nresolution = [64, 64]\nimage_directory = 'img'\n"
+        "cache_directory = 'cached'\nnum_repeats = 3\n",
+    )
+    (dataset,) = config.datasets
+    (subset,) = dataset.subsets
+    assert subset.image_dir == tmp_path / "img"
+    assert subset.settings.num_repeats == 3
+    assert dataset.cache_directory == tmp_path / "cached"
+
+
+def test_folders_are_found_beside_the_toml_before_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "img").mkdir(parents=True)
+    (elsewhere / "only_here").mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load(tmp_path, SMALL).datasets[0].subsets[0].image_dir == tmp_path / "img"
+    moved = SMALL.replace("'img'", "'only_here'")
+    assert load(tmp_path, moved).datasets[0].subsets[0].image_dir == elsewhere / "only_here"
+
+
+def test_windows_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
+    assert load(tmp_path, "\ufeff" + SMALL).datasets[0].resolution == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            SMALL + "num_repeat = 2\n",
+            "/d.toml line 5: subset 1: unknown key 'num_repeat'; did you mean 'num_repeats'?",
+        ),
+        (
+            SMALL + SMALL + "flip_augs = true\n",
+            "/d.toml line 9: dataset 2, subset 1: unknown key 'flip_augs'; did you mean 'flip_aug'?",
+        ),
+        (
+            "[general]\nresolutoin = 5\n" + SMALL,
+            "/d.toml line 2: [general]: unknown key 'resolutoin'; did you mean 'resolution'?",
+        ),
+        (
+            SMALL + "zzz = 5\n",
+            "/d.toml line 5: subset 1: unknown key 'zzz'; remove it, or see docs/dataset.md for the keys",
+        ),
+        (
+            SMALL + "batch_size = 2\n",
+            "/d.toml line 5: subset 1: 'batch_size' belongs to [[datasets]]; move it up",
+        ),
+        (
+            "[general]\nimage_dir = 'img'\n" + SMALL,
+            "/d.toml line 2: [general]: 'image_dir' belongs to [[datasets.subsets]]; move it down",
+        ),
+        (
+            SMALL + "num_repeats = 'two'\n",
+            "/d.toml line 5: subset 1: num_repeats = 'two': should be a valid integer; correct the value",
+        ),
+        (
+            SMALL + "caption_dropout_rate = 1.5\n",
+            "/d.toml line 5: subset 1: caption_dropout_rate = 1.5: should be less than or equal to 1; correct the value",
+        ),
+        (
+            SMALL + "flip_aug = 1\n",
+            "/d.toml line 5: subset 1: flip_aug = 1: should be a valid boolean; correct the value",
+        ),
+        (
+            SMALL.replace("64", "[64]"),
+            "/d.toml line 2: dataset 1: resolution = [64]: should be a number of pixels or [width, height]; "
+            "correct the value",
+        ),
+        (
+            SMALL + "resize_interpolation = 'cubick'\n",
+            "/d.toml line 5: subset 1: resize_interpolation = 'cubick': should be 'lanczos', 'area', 'box', "
+            "'bicubic', 'cubic', 'bilinear', 'linear' or 'nearest'; correct the value",
+        ),
+        (
+            SMALL + "color_aug = true\n",
+            "/d.toml line 5: subset 1: 'color_aug' is not taken: images are read once, when their latents are "
+            "cached; remove it, or add recoloured copies to the folder",
+        ),
+        (
+            SMALL + "token_warmup_step = 10\n",
+            "/d.toml line 5: subset 1: 'token_warmup_step' is not taken: captions are cached; remove it, or use "
+            "caption_tag_dropout_rate",
+        ),
+        (
+            "[[datasets]]\nresolution = 64\nimage_directory = 'img'\ncontrol_directory = 'c'\n",
+            "/d.toml line 4: dataset 1: 'control_directory' is not taken: FLUX.1 dev and schnell take no control "
+            "image; remove it",
+        ),
+        (
+            SMALL + "image_directory = 'img'\n",
+            "/d.toml line 5: subset 1: 'image_directory' means 'image_dir', which is also given; keep one of them",
+        ),
+        (
+            SMALL.replace("'img'", "'imgs'"),
+            "/d.toml: subset 1: image_dir 'imgs' does not exist; did you mean 'img'?",
+        ),
+        (
+            SMALL.replace("'img'", "'photographs/of/cats'"),
+            "/d.toml: subset 1: image_dir 'photographs/of/cats' does not exist; it is looked for beside the TOML, "
+            "then in the working directory",
+        ),
+        (
+            SMALL.replace("'img'", "'d.toml'"),
+            "/d.toml: subset 1: image_dir 'd.toml' is a file; name a folder",
+        ),
+        (
+            SMALL.replace("image_dir", "metadata_file"),
+            "/d.toml: subset 1: metadata_file 'img' is a folder; name a file",
+        ),
+        (
+            SMALL.replace("image_dir = 'img'", "num_repeats = 1"),
+            "/d.toml: subset 1: neither image_dir nor metadata_file; name the folder that holds the images",
+        ),
+        (
+            SMALL + "alpha_mask = true\nconditioning_data_dir = 'img'\n",
+            "/d.toml: subset 1: alpha_mask and conditioning_data_dir both give a mask; keep one of them",
+        ),
+        (
+            SMALL.replace("resolution = 64", ""),
+            "/d.toml: no resolution; write e.g. resolution = 1024 below [[datasets]]",
+        ),
+        (
+            "[[datasets]]\nresolution = 64\n",
+            "/d.toml: no [[datasets.subsets]]; add one with image_dir or metadata_file",
+        ),
+        (
+            "[datasets]\nresolution = 64\n",
+            "/d.toml: no [[datasets]] table; add one with a [[datasets.subsets]] below it",
+        ),
+        (
+            "[[datasets]]\nresolution = 64\n[datasets.subsets]\nimage_dir = 'img'\n",
+            "/d.toml: dataset 1: subsets must be [[datasets.subsets]] tables; write the double brackets",
+        ),
+        ("general = 3\n" + SMALL, "/d.toml: [general] is not a table; write [general] on a line of its own"),
+        (
+            "resolution = 64\n" + SMALL,
+            "/d.toml line 1: 'resolution' stands outside every table; put it below [general]",
+        ),
+        ("[dataset]\n" + SMALL, "/d.toml: unknown table 'dataset'; did you mean 'datasets'?"),
+        ("[zzz]\n" + SMALL, "/d.toml: unknown table 'zzz'; tables are [general] and [[datasets]]"),
+    ],
+)
+def test_a_mistake_is_named_with_file_line_table_key_and_remedy(tmp_path: Path, text: str, expected: str) -> None:
+    assert message(tmp_path, text) == expected
+
+
+def test_broken_toml_is_named_with_its_line(tmp_path: Path) -> None:
+    assert message(tmp_path, SMALL + "flip_aug = \n").startswith("/d.toml line 5: not valid TOML (")
+    backslashes = message(tmp_path, SMALL.replace("'img'", '"C:\\unknown"'))
+    assert backslashes.startswith("/d.toml")
+    assert "not valid TOML" in backslashes
+
+
+def test_a_toml_that_is_not_there_or_not_text_is_one_line(tmp_path: Path) -> None:
+    arguments = DatasetArguments(dataset_config="unused")
+    with pytest.raises(UserError, match=r"nowhere\.toml: no such file; check dataset_config$"):
+        load_dataset_config(tmp_path / "nowhere.toml", arguments)
+    (tmp_path / "latin.toml").write_bytes("x = 'é'".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.toml: not UTF-8 \(byte 5\); save it as UTF-8$"):
+        load_dataset_config(tmp_path / "latin.toml", arguments)
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(UserError, match=r"folder\.toml: cannot be read \(Is a directory\); check dataset_config$"):
+        load_dataset_config(tmp_path / "folder.toml", arguments)

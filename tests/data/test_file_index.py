@@ -1,0 +1,116 @@
+"""The index remembers what it may, and nothing that could have changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import library.data.file_index as module
+from library.data.file_index import FileIndex, SourceFile, list_folder
+from library.errors import UserError
+from tests.data.folders import LONG_AGO, add_image, make_old, picture
+
+
+def record(index: FileIndex, path: Path) -> SourceFile:
+    return index.image(str(path), list_folder(path.parent)[path.name])
+
+
+def test_a_second_run_opens_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = add_image(tmp_path, "a.png", (30, 20), caption="hello")
+    index = FileIndex(tmp_path / ".tandem_cache")
+    first = record(index, path)
+    index.measure([first])
+    index.hash_contents([first])
+    caption_stat = list_folder(tmp_path)["a.txt"]
+    assert index.caption(str(tmp_path / "a.txt"), caption_stat) == "hello"
+    index.save()
+
+    def forbidden(path: str) -> None:
+        raise AssertionError(f"{path} was opened")
+
+    monkeypatch.setattr(module, "read_size", forbidden)
+    monkeypatch.setattr(module, "read_bytes", forbidden)
+    again = FileIndex(tmp_path / ".tandem_cache")
+    second = record(again, path)
+    again.measure([second])
+    again.hash_contents([second])
+    assert (second.size, second.content) == (first.size, first.content) == ((30, 20), first.content)
+    assert again.caption(str(tmp_path / "a.txt"), caption_stat) == "hello"
+
+
+def test_a_changed_file_is_learnt_again(tmp_path: Path) -> None:
+    path = add_image(tmp_path, "a.png", (30, 20))
+    index = FileIndex(tmp_path / ".tandem_cache")
+    first = record(index, path)
+    index.measure([first])
+    index.hash_contents([first])
+    index.save()
+    picture(30, 20, seed=9).save(path)
+    os.utime(path, (LONG_AGO + 10, LONG_AGO + 10))
+    again = FileIndex(tmp_path / ".tandem_cache")
+    second = record(again, path)
+    assert (second.size, second.content) == (None, None)
+    again.hash_contents([second])
+    assert second.content != first.content
+
+
+def test_a_file_just_written_is_not_remembered(tmp_path: Path) -> None:
+    path = add_image(tmp_path, "a.png")
+    os.utime(path, (time.time(), time.time()))
+    index = FileIndex(tmp_path / ".tandem_cache")
+    index.measure([record(index, path)])
+    index.save()
+    assert record(FileIndex(tmp_path / ".tandem_cache"), path).size is None
+
+
+def test_a_folder_moved_with_its_cache_is_still_known(tmp_path: Path) -> None:
+    path = add_image(tmp_path / "before", "a.png")
+    index = FileIndex(tmp_path / "before" / ".tandem_cache")
+    index.measure([record(index, path)])
+    index.save()
+    (tmp_path / "before").rename(tmp_path / "after")
+    moved = FileIndex(tmp_path / "after" / ".tandem_cache")
+    assert record(moved, tmp_path / "after" / "a.png").size == (64, 64)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 99}', '{"version": 1, "images": 5, "captions": {}}'])
+def test_a_damaged_index_is_begun_anew(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".tandem_cache").mkdir()
+    (tmp_path / ".tandem_cache" / "index.json").write_text(text)
+    path = add_image(tmp_path, "a.png", (30, 20))
+    index = FileIndex(tmp_path / ".tandem_cache")
+    file = record(index, path)
+    index.measure([file])
+    assert file.size == (30, 20)
+
+
+def test_hidden_files_and_folders_are_not_listed(tmp_path: Path) -> None:
+    add_image(tmp_path, "b.png", caption=None)
+    add_image(tmp_path, "a.png", caption=None)
+    add_image(tmp_path, ".hidden.png", caption=None)
+    add_image(tmp_path / "folder.png", "x.png", caption=None)
+    assert list(list_folder(tmp_path)) == ["a.png", "b.png"]
+
+
+def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone: cannot be read \(No such file or directory\); check its permissions$"):
+        list_folder(tmp_path / "gone")
+    index = FileIndex(tmp_path / ".tandem_cache")
+    with pytest.raises(UserError, match=r"gone\.txt: cannot be read \(No such file or directory\); check the file$"):
+        index.caption(str(tmp_path / "gone.txt"), (0, 0))
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    make_old(tmp_path / "latin.txt")
+    with pytest.raises(UserError, match=r"latin\.txt: not UTF-8 \(byte 0\); save it as UTF-8$"):
+        index.caption(str(tmp_path / "latin.txt"), (1, 1))
+
+
+def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    path = add_image(tmp_path, "a.png")
+    (tmp_path / ".tandem_cache").write_text("a file where the folder should be")
+    index = FileIndex(tmp_path / ".tandem_cache")
+    index.measure([record(index, path)])
+    with pytest.raises(UserError, match=r"index\.json: cannot be written \(.*\); .*: set cache_directory$"):
+        index.save()
