@@ -1,0 +1,327 @@
+"""FLUX.1 dev and schnell (https://github.com/black-forest-labs/flux): the family.
+
+The transformer sees a picture as a sequence: 2 x 2 latents of 16 channels are one token of 64 numbers, placed
+at (0, row, column); text tokens all sit at (0, 0, 0). It is told the noise level sigma, the pooled text and,
+in the guidance-distilled dev, the guidance scale, and returns the velocity noise - image per token. Schnell
+is the same network without the guidance input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from library.config.schema import ModelConfig
+from library.errors import UserError
+from library.files import fingerprint
+from library.models.flux_attention import swap_hot_paths
+from library.models.flux_files import FluxFiles, locate
+from library.models.protocol import ImageEncoder
+from library.models.text_encoders import (
+    FluxTextEncoder,
+    clip_positions,
+    load_clip,
+    load_clip_tokenizer,
+    load_t5,
+    load_t5_tokenizer,
+)
+from library.models.vae import VaeImageEncoder, load_vae, vae_config
+from library.models.weights import WeightFiles, load_into
+from library.nn.attention import Backend
+from library.precision.checkpoint_layouts import Fp8Layout
+from library.precision.loading import Fp8Loading
+from library.precision.recipe import Fp8Recipe
+
+_DEV_TEXT_TOKENS, _SCHNELL_TEXT_TOKENS = 512, 256  # T5 tokens the published models were made with
+
+
+class FluxFamily:
+    """FLUX.1 from a diffusers folder, BFL's files or ComfyUI's; see ``library.models.flux_files``."""
+
+    name = "flux"
+    patch_size = 2
+    repeated_blocks: tuple[str, ...] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Find and check the files of ``config``; nothing is loaded.
+
+        Raises:
+            UserError: a part is missing or is another kind of model.
+        """
+        self._config = config
+        self._files: FluxFiles = locate(config)
+        self._dtype: torch.dtype | None = None
+        self.guidance_embeds: bool = bool(self._files.transformer_config.get("guidance_embeds", False))
+        self.modelspec_architecture = "flux-1-dev" if self.guidance_embeds else "flux-1-schnell"
+        self.latent_channels: int = self._files.transformer_config.get("in_channels", 64) // self.patch_size**2
+
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the transformer's weights."""
+        return fingerprint(self._files.transformer)
+
+    def fp8_layout(self) -> Fp8Layout | None:
+        """Return what the transformer's files hold in fp8, from their headers; None if nothing."""
+        return WeightFiles(self._files.transformer).fp8
+
+    def load_transformer(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        backend: Backend = "auto",
+        *,
+        fp8: Fp8Loading | None = None,
+    ) -> FluxTransformer2DModel:
+        """Load the transformer, frozen, in eval mode, with Tandem's hot paths.
+
+        ``fp8`` says what becomes fp8; what the file has in fp8 stays so.
+
+        Raises:
+            UserError: tensors are missing, unknown or of the wrong shape.
+        """
+        weights = WeightFiles(self._files.transformer)
+        config = self._files.transformer_config
+        transformer = load_into(
+            lambda: FluxTransformer2DModel.from_config(config),
+            weights,
+            self._files.key_map(weights),
+            dtype,
+            device,
+            fp8=fp8,
+        )
+        assert isinstance(transformer, FluxTransformer2DModel)
+        self._dtype = dtype
+        return swap_hot_paths(transformer, backend)
+
+    def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> VaeImageEncoder:
+        """Return the image encoder; its weights are loaded at the first use.
+
+        On a CPU it computes in fp32 whatever ``dtype`` is: bf16 convolutions save no time there and cost
+        precision that every cached latent would keep.
+        """
+        path = self._files.vae
+        used = torch.float32 if torch.device(device).type == "cpu" else dtype
+        mark = f"{fingerprint(path)}-mean-{_dtype_name(used)}"
+        return VaeImageEncoder(lambda: load_vae(path, used, device), vae_config(path), mark, self.patch_size)
+
+    def load_text_encoder(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Fp8Recipe | None = None
+    ) -> FluxTextEncoder:
+        """Return the text encoder; tokenizers are loaded now, weights at the first caption.
+
+        Args:
+            dtype, device: of weights and products.
+            recipe: how T5 becomes fp8; None leaves it as its file has it.
+
+        Raises:
+            UserError: a tokenizer cannot be had, or is asked for more tokens than it gives; T5 is fp8 already, or is
+                to run in fp8 and fp16 together.
+        """
+        clip, t5 = self._files.clip, self._files.t5
+        t5_layout = WeightFiles(t5).fp8
+        if recipe is not None and t5_layout is not None:
+            raise UserError(f"fp8_text_encoder: {t5} is in fp8 already and is used as it is; remove fp8_text_encoder")
+        if dtype == torch.float16 and (recipe is not None or t5_layout is not None):
+            raise UserError(f"{t5}: T5 in fp8 leaves the range of fp16; use bf16, or T5's fp16 file")
+        clip_tokenizer = load_clip_tokenizer(self._files.clip_tokenizer)
+        t5_tokenizer = load_t5_tokenizer(self._files.t5_tokenizer)
+        lengths = (
+            min(clip_positions(clip), clip_tokenizer.model_max_length),
+            self._t5_length(t5_tokenizer.model_max_length),
+        )
+        mark = f"{fingerprint(clip)}-{fingerprint(t5)}-{lengths[0]}-{lengths[1]}-{_dtype_name(dtype)}"
+        mark += f"-{recipe.describe()}" if recipe is not None else ""
+        return FluxTextEncoder(
+            lambda: load_clip(clip, dtype, device),
+            lambda: load_t5(t5, dtype, device, recipe),
+            clip_tokenizer,
+            t5_tokenizer,
+            lengths,
+            mark,
+        )
+
+    def _t5_length(self, most: int) -> int:
+        """Return T5's tokens per caption: the option, else the published number, within the tokenizer's."""
+        asked = self._config.t5xxl_max_token_length
+        if asked is None:
+            return min(_DEV_TEXT_TOKENS if self.guidance_embeds else _SCHNELL_TEXT_TOKENS, most)
+        if asked > most:
+            raise UserError(f"t5xxl_max_token_length {asked}: the tokenizer gives at most {most}; lower it")
+        return asked
+
+    def blocks(self, transformer: Any) -> list[nn.Module]:
+        """Return double blocks, then single blocks."""
+        return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+
+    def predict_velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        text: dict[str, Tensor],
+        guidance_scale: float,
+    ) -> Tensor:
+        """Return the velocity noise - image at ``latents``, [B, 16, h, w] fp32.
+
+        Args:
+            transformer: from :meth:`load_transformer`, possibly wrapped (DDP, compile); it is only called.
+            latents: noisy latents [B, 16, h, w], h and w even.
+            sigmas: noise levels [B] in (0, 1]; passed on in fp32.
+            text: ``prompt_embeds`` [B, L, D] and ``pooled_prompt_embeds`` [B, P].
+            guidance_scale: given to models with a guidance input, of no meaning to others.
+        """
+        batch, _, height, width = latents.shape
+        embeds, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
+        tokens = pack_latents(latents)
+        if not torch.is_autocast_enabled(latents.device.type):
+            # Without autocast nobody else brings activations to the dtype of the weights.
+            dtype = self._dtype or tokens.dtype
+            tokens, embeds, pooled = tokens.to(dtype), embeds.to(dtype), pooled.to(dtype)
+        guidance = None
+        if self.guidance_embeds:
+            guidance = torch.full((batch,), guidance_scale, device=latents.device, dtype=torch.float32)
+        output = transformer(
+            hidden_states=tokens,
+            timestep=sigmas.to(device=latents.device, dtype=torch.float32),
+            guidance=guidance,
+            pooled_projections=pooled,
+            encoder_hidden_states=embeds,
+            txt_ids=torch.zeros(embeds.shape[1], 3, device=latents.device),
+            img_ids=image_positions(height // 2, width // 2, latents.device),
+            return_dict=False,
+        )[0]
+        return unpack_latents(output.float(), height, width)
+
+    def sample(
+        self,
+        transformer: nn.Module,
+        image_encoder: ImageEncoder,
+        text: dict[str, Tensor],
+        width: int,
+        height: int,
+        steps: int,
+        guidance: float,
+        seed: int,
+        negative_text: dict[str, Tensor] | None = None,
+        cfg: float = 1.0,
+    ) -> Image:
+        """Draw one picture with diffusers' FluxPipeline and the running transformer.
+
+        The same seed gives the same picture. Noise and solver work in fp32; a 16-bit transformer runs under
+        autocast, so that LoRA weights of any dtype fit. The training mode is put back afterwards and nothing
+        keeps a reference to the transformer.
+
+        Args:
+            transformer: the network, possibly with LoRA; DDP and compile wrappers are taken off.
+            text: ``prompt_embeds`` [L, D] and ``pooled_prompt_embeds`` [P], with or without a batch axis of
+                one.
+            width, height: pixels, multiples of ``image_encoder.pixel_multiple``.
+            guidance: for the guidance input, where there is one.
+            negative_text: what to steer away from, with ``cfg`` above 1 (two evaluations a step).
+
+        Raises:
+            UserError: the size is not possible.
+        """
+        multiple = image_encoder.pixel_multiple
+        if width % multiple or height % multiple:
+            raise UserError(f"sample of {width} x {height} pixels: both must be multiples of {multiple}")
+        plain = _unwrapped(transformer)
+        pipeline = FluxPipeline(self._scheduler(), None, None, None, None, None, plain)
+        pipeline.vae_scale_factor = image_encoder.latent_factor  # read from the VAE otherwise, which stays outside
+        pipeline.set_progress_bar_config(disable=True)
+        inputs = _pipeline_text(text, "", plain.device)
+        if negative_text is not None:
+            inputs |= _pipeline_text(negative_text, "negative_", plain.device)
+        with torch.no_grad(), _evaluating(plain), self._sampling_autocast(plain):
+            packed = pipeline(
+                **inputs,
+                width=width,
+                height=height,
+                num_inference_steps=steps,
+                guidance_scale=guidance,
+                true_cfg_scale=cfg,
+                generator=torch.Generator().manual_seed(seed),
+                output_type="latent",
+                return_dict=False,
+            )[0]
+        factor = image_encoder.latent_factor
+        pixels = image_encoder.decode(unpack_latents(packed, height // factor, width // factor))
+        return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
+
+    def _sampling_autocast(self, transformer: Any) -> AbstractContextManager:
+        """Autocast to the base's dtype if that is a 16-bit one; else leave things as the caller has them."""
+        dtype = self._dtype or transformer.dtype
+        if dtype not in (torch.bfloat16, torch.float16):
+            return nullcontext()
+        return torch.autocast(transformer.device.type, dtype)
+
+    def _scheduler(self) -> FlowMatchEulerDiscreteScheduler:
+        """Return the folder's scheduler, or with single files the published one of dev or schnell."""
+        if self._files.scheduler is not None:
+            return FlowMatchEulerDiscreteScheduler.from_pretrained(self._files.scheduler)
+        if self.guidance_embeds:
+            return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+        return FlowMatchEulerDiscreteScheduler(shift=1.0)
+
+
+def pack_latents(latents: Tensor) -> Tensor:
+    """Return tokens [B, h/2 * w/2, 4C] of ``latents`` [B, C, h, w]; a token is channel by row by column."""
+    batch, channels, height, width = latents.shape
+    patches = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(batch, (height // 2) * (width // 2), 4 * channels)
+
+
+def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
+    """Return latents [B, C, height, width] of ``tokens``; undoes :func:`pack_latents`."""
+    batch, _, numbers = tokens.shape
+    patches = tokens.view(batch, height // 2, width // 2, numbers // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(batch, numbers // 4, height, width)
+
+
+def image_positions(rows: int, columns: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return (0, row, column) of every image token, fp32 [rows * columns, 3]."""
+    row = torch.arange(rows, device=device, dtype=torch.float32)
+    column = torch.arange(columns, device=device, dtype=torch.float32)
+    grid = torch.stack(torch.meshgrid(row, column, indexing="ij"), dim=-1).reshape(-1, 2)
+    return torch.nn.functional.pad(grid, (1, 0))
+
+
+def _pipeline_text(text: dict[str, Tensor], prefix: str, device: torch.device) -> dict[str, Tensor]:
+    embeds, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
+    embeds = embeds if embeds.ndim == 3 else embeds.unsqueeze(0)
+    pooled = pooled if pooled.ndim == 2 else pooled.unsqueeze(0)
+    # fp32, because the pipeline draws its noise in the dtype of the text: one noise for every dtype.
+    return {
+        f"{prefix}prompt_embeds": embeds.to(device, torch.float32),
+        f"{prefix}pooled_prompt_embeds": pooled.to(device, torch.float32),
+    }
+
+
+def _unwrapped(module: nn.Module) -> Any:
+    """Return the module inside DDP and compile wrappers."""
+    while True:
+        inner = module._modules.get("_orig_mod") or module._modules.get("module")
+        if inner is None:
+            return module
+        module = inner
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch every submodule to eval mode and back to the mode it was in."""
+    training = [child for child in module.modules() if child.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,221 @@
+"""What a FLUX.1 transformer file holds: its layout, its configuration, and where each parameter comes from.
+
+Two layouts of the same numbers are in use. *BFL's* (https://github.com/black-forest-labs/flux), read by
+ComfyUI too, there optionally under ``model.diffusion_model.``; and *diffusers'*. BFL fuses q, k and v (in
+single blocks also the MLP's first matrix), names modulations differently, and orders the last modulation
+(shift, scale) where diffusers has (scale, shift). :func:`bfl_key_map` says for each diffusers parameter which
+rows of which BFL tensor it is.
+
+The configuration follows from the shapes, so a file needs no sidecar: widths, numbers of blocks and heads,
+guidance (dev) or none (schnell).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from library.errors import UserError
+from library.models.weights import KeyMap, Piece, WeightFiles, identity_map
+
+COMFY_PREFIX = "model.diffusion_model."
+_LATENT_CHANNELS = 64  # 16 latent channels x 2 x 2 pixels; Fill, Depth and Canny variants take more
+
+# diffusers name -> BFL name, outside the blocks; each with .weight and .bias.
+_TOP = {
+    "x_embedder": "img_in",
+    "context_embedder": "txt_in",
+    "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
+    "time_text_embed.timestep_embedder.linear_2": "time_in.out_layer",
+    "time_text_embed.text_embedder.linear_1": "vector_in.in_layer",
+    "time_text_embed.text_embedder.linear_2": "vector_in.out_layer",
+    "proj_out": "final_layer.linear",
+}
+_GUIDANCE = {
+    "time_text_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
+    "time_text_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
+}
+_DOUBLE = {
+    "norm1.linear": "img_mod.lin",
+    "norm1_context.linear": "txt_mod.lin",
+    "attn.to_out.0": "img_attn.proj",
+    "attn.to_add_out": "txt_attn.proj",
+    "ff.net.0.proj": "img_mlp.0",
+    "ff.net.2": "img_mlp.2",
+    "ff_context.net.0.proj": "txt_mlp.0",
+    "ff_context.net.2": "txt_mlp.2",
+}
+_DOUBLE_NORMS = {
+    "attn.norm_q": "img_attn.norm.query_norm",
+    "attn.norm_k": "img_attn.norm.key_norm",
+    "attn.norm_added_q": "txt_attn.norm.query_norm",
+    "attn.norm_added_k": "txt_attn.norm.key_norm",
+}
+_DOUBLE_QKV = {
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+}
+_SINGLE = {"norm.linear": "modulation.lin", "proj_out": "linear2"}
+_SINGLE_NORMS = {"attn.norm_q": "norm.query_norm", "attn.norm_k": "norm.key_norm"}
+_SINGLE_QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
+
+
+def bfl_prefix(weights: WeightFiles) -> str | None:
+    """Return the prefix of a BFL-layout transformer in ``weights`` ("": bare), None without one."""
+    for prefix in ("", COMFY_PREFIX):
+        if f"{prefix}double_blocks.0.img_attn.qkv.weight" in weights and f"{prefix}img_in.weight" in weights:
+            return prefix
+    return None
+
+
+def refuse_other_architectures(weights: WeightFiles) -> None:
+    """Raise a UserError that says what ``weights`` are, if they are no FLUX.1 transformer."""
+    names = weights.names
+    what: str | None = None
+    if any(re.search(r"\.lora_(A|B|up|down)\b|lora_unet_", name) for name in names):
+        raise UserError(
+            f"{weights.path}: a LoRA, not a base model; give it as network_weights, and a FLUX.1 model as "
+            "pretrained_model_name_or_path"
+        )
+    if any(".input_blocks." in name for name in names):
+        what = "a Stable Diffusion or SDXL checkpoint"
+    elif any("double_stream_modulation" in name for name in names):
+        what = "a FLUX.2 checkpoint"
+    elif any("distilled_guidance_layer" in name for name in names):
+        what = "a Chroma checkpoint"
+    elif any("joint_blocks." in name for name in names):
+        what = "a Stable Diffusion 3 checkpoint"
+    elif any("img_mod.1." in name for name in names):
+        what = "a Qwen-Image checkpoint"
+    elif bfl_prefix(weights) is None and "single_transformer_blocks.0.attn.to_q.weight" not in weights:
+        what = "of no known layout (no double_blocks.0.img_attn.qkv, no single_transformer_blocks.0)"
+    if what:
+        raise UserError(f"{weights.path}: {what}, not FLUX.1; give a FLUX.1 dev or schnell transformer")
+
+
+def bfl_config(weights: WeightFiles, prefix: str) -> dict[str, Any]:
+    """Return the arguments of ``FluxTransformer2DModel`` that fit a BFL-layout file.
+
+    Raises:
+        UserError: a tensor that must be there is missing, or the file is a FLUX variant with other inputs.
+    """
+    width, in_channels = weights.shape(f"{prefix}img_in.weight")
+    head_dim = weights.shape(f"{prefix}double_blocks.0.img_attn.norm.query_norm.scale")[0]
+    return _config(
+        weights,
+        width,
+        head_dim,
+        in_channels=in_channels,
+        out_channels=weights.shape(f"{prefix}final_layer.linear.weight")[0],
+        num_layers=_count(weights, f"{prefix}double_blocks."),
+        num_single_layers=_count(weights, f"{prefix}single_blocks."),
+        joint_attention_dim=weights.shape(f"{prefix}txt_in.weight")[1],
+        pooled_projection_dim=weights.shape(f"{prefix}vector_in.in_layer.weight")[1],
+        guidance_embeds=f"{prefix}guidance_in.in_layer.weight" in weights,
+    )
+
+
+def diffusers_config(weights: WeightFiles) -> dict[str, Any]:
+    """Return the arguments of ``FluxTransformer2DModel`` that fit a lone diffusers-layout file."""
+    width, in_channels = weights.shape("x_embedder.weight")
+    head_dim = weights.shape("single_transformer_blocks.0.attn.norm_q.weight")[0]
+    return _config(
+        weights,
+        width,
+        head_dim,
+        in_channels=in_channels,
+        out_channels=weights.shape("proj_out.weight")[0],
+        num_layers=_count(weights, "transformer_blocks."),
+        num_single_layers=_count(weights, "single_transformer_blocks."),
+        joint_attention_dim=weights.shape("context_embedder.weight")[1],
+        pooled_projection_dim=weights.shape("time_text_embed.text_embedder.linear_1.weight")[1],
+        guidance_embeds="time_text_embed.guidance_embedder.linear_1.weight" in weights,
+    )
+
+
+def check_inputs(path: object, config: dict[str, Any]) -> None:
+    """Refuse FLUX variants that take a conditioning image beside the noise.
+
+    Raises:
+        UserError: the transformer's input and output widths differ.
+    """
+    in_channels, out_channels = config["in_channels"], config.get("out_channels") or config["in_channels"]
+    if in_channels != out_channels:
+        raise UserError(
+            f"{path}: the transformer takes {in_channels} channels and returns {out_channels}, as FLUX.1 "
+            "Fill, Depth and Canny do; give FLUX.1 dev or schnell"
+        )
+
+
+def _config(weights: WeightFiles, width: int, head_dim: int, **rest: Any) -> dict[str, Any]:
+    config = {
+        "patch_size": 1,
+        "attention_head_dim": head_dim,
+        "num_attention_heads": width // head_dim,
+        "axes_dims_rope": rope_axes(head_dim),
+        **rest,
+    }
+    check_inputs(weights.path, config)
+    return config
+
+
+def rope_axes(head_dim: int) -> tuple[int, int, int]:
+    """Return how a head is shared among index, row and column: (16, 56, 56) for FLUX.1's 128.
+
+    No tensor shows the split. An eighth for the index is FLUX.1's; for narrower heads, which only small test
+    models have, at least 8, so 32 gives (8, 12, 12).
+    """
+    first = max(8, head_dim // 8)
+    return (first, (head_dim - first) // 2, (head_dim - first) // 2)
+
+
+def _count(weights: WeightFiles, prefix: str) -> int:
+    """Return 1 + the highest number that follows ``prefix``; a gap shows up as missing tensors."""
+    numbers = [int(name[len(prefix) :].split(".", 1)[0]) for name in weights.names if name.startswith(prefix)]
+    return 1 + max(numbers, default=-1)
+
+
+def bfl_key_map(weights: WeightFiles, prefix: str, config: dict[str, Any]) -> KeyMap:
+    """Return where each parameter of a diffusers FLUX lies in a BFL-layout file.
+
+    Tensors under ``prefix`` that no parameter takes appear in the map under their own name, so that the
+    loader reports them.
+    """
+    width = config["attention_head_dim"] * config["num_attention_heads"]
+    found: dict[str, list[Piece]] = {}
+
+    def whole(name: str, source: str, kinds: Sequence[str] = ("weight", "bias")) -> None:
+        for kind in kinds:
+            found[f"{name}.{kind}"] = [Piece(f"{prefix}{source}.{kind}")]
+
+    def split(block: str, names: Sequence[str], source: str, sizes: Sequence[int | None]) -> None:
+        start = 0
+        for name, size in zip(names, sizes, strict=True):
+            for kind in ("weight", "bias"):
+                stop = None if size is None else start + size
+                found[f"{block}.{name}.{kind}"] = [Piece(f"{prefix}{source}.{kind}", start, stop)]
+            start += size or 0
+
+    for name, source in (_TOP | (_GUIDANCE if config["guidance_embeds"] else {})).items():
+        whole(name, source)
+    for kind in ("weight", "bias"):  # (shift, scale) -> (scale, shift)
+        source = f"{prefix}final_layer.adaLN_modulation.1.{kind}"
+        found[f"norm_out.linear.{kind}"] = [Piece(source, width, 2 * width), Piece(source, 0, width)]
+    for i in range(config["num_layers"]):
+        ours, theirs = f"transformer_blocks.{i}", f"double_blocks.{i}"
+        for name, source in _DOUBLE.items():
+            whole(f"{ours}.{name}", f"{theirs}.{source}")
+        for name, source in _DOUBLE_NORMS.items():
+            found[f"{ours}.{name}.weight"] = [Piece(f"{prefix}{theirs}.{source}.scale")]
+        for source, names in _DOUBLE_QKV.items():
+            split(ours, names, f"{theirs}.{source}", [width, width, None])
+    for i in range(config["num_single_layers"]):
+        ours, theirs = f"single_transformer_blocks.{i}", f"single_blocks.{i}"
+        for name, source in _SINGLE.items():
+            whole(f"{ours}.{name}", f"{theirs}.{source}")
+        for name, source in _SINGLE_NORMS.items():
+            found[f"{ours}.{name}.weight"] = [Piece(f"{prefix}{theirs}.{source}.scale")]
+        split(ours, (*_SINGLE_QKV, "proj_mlp"), f"{theirs}.linear1", [width, width, width, None])
+    taken = {piece.source for pieces in found.values() for piece in pieces}
+    return found | identity_map(n for n in weights.names if n.startswith(prefix) and n not in taken)

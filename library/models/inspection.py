@@ -1,0 +1,291 @@
+"""What a model on disk consists of, told from its headers: no weight is read, so size makes no difference.
+
+A path is turned into *weight sets* (a file, the shards of one model, each part of a pipeline), a set into *components*
+(ComfyUI's all-in-one files hold several, told apart by prefixes), a component into *modules*: the tensors that share a
+name up to its last dot. A module's kind follows from its leaves and their shapes, with what
+``library.models.architectures`` knows. Modules that differ only in their block's number are counted together.
+
+Quantised checkpoints carry tensors beside the weights (scales, markers, codebooks); they count as bytes, not as
+parameters. Format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from library.errors import UserError
+from library.files import read_safetensors_header
+from library.models.architectures import UNKNOWN, Architecture, recognise
+from library.models.weights import weight_files
+
+_PREFIXES = re.compile(
+    r"(model\.diffusion_model\.|diffusion_model\.|vae\.|first_stage_model\.|cond_stage_model\."
+    r"|text_encoders\.[^.]+\.(?:transformer\.)?|conditioner\.embedders\.\d+\.)"
+)
+_BLOCK = re.compile(r"^(.*?)\.(\d+)\.(.+)$")  # names before the first number that has something below it
+_EMBEDDING = re.compile(
+    r"(.*\.)?(embed_tokens|shared|wte|wpe|tok_embeddings|token_embedding|position_embedding|position_embeddings"
+    r"|relative_attention_bias|word_embeddings)"
+)
+# Leaves that belong to a quantisation: ComfyUI's and musubi-tuner's scales and markers, bitsandbytes' codes.
+_BOOKKEEPING = re.compile(
+    r"(.*\.)?(scale_weight|weight_scale|weight_scale_2|scale_input|input_scale|scaled_fp8|comfy_quant|SCB)"
+    r"|.*\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)"
+)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor as the header describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModuleGroup:
+    """Modules that differ only in their block's number.
+
+    Attributes:
+        name: with ``*`` for the block's number. part: the name before it, "" outside the blocks.
+        kind: "Linear", "Conv2d", "RMSNorm", ...
+        count: how many.
+        shape: of each one's weight; the first one's where they differ.
+        parameters, bytes: of all. dtypes: safetensors' names -> tensors.
+        learned: whether there are weights at all.
+    """
+
+    name: str
+    part: str
+    kind: str
+    count: int
+    shape: tuple[int, ...] = ()
+    parameters: int = 0
+    bytes: int = 0
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    learned: bool = True
+
+
+@dataclass(frozen=True)
+class Component:
+    """One network.
+
+    Attributes:
+        name: its folder or prefix; "" for the only one of a file.
+        architecture: its name, or "unknown architecture".
+        facts: sizes worth telling.
+        blocks: part -> number of blocks.
+        modules: what it is made of, norms without weights included.
+        tensors: in the file. parameters: without scales and markers. bytes: all.
+        dtypes: safetensors' names -> parameters.
+    """
+
+    name: str
+    architecture: str
+    facts: Mapping[str, int | bool]
+    blocks: Mapping[str, int]
+    modules: tuple[ModuleGroup, ...]
+    tensors: int
+    parameters: int
+    bytes: int
+    dtypes: Mapping[str, int]
+
+    def norms(self) -> list[ModuleGroup]:
+        """Return the norms among the modules."""
+        return [group for group in self.modules if "Norm" in group.kind]
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """A file, or the shards of one model, with the headers' contents.
+
+    Attributes:
+        name: the pipeline's part, "" otherwise.
+        files: in order. bytes: on disk.
+        tensors: name -> description. metadata: the files' strings.
+        notes: what is wrong with the files.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    bytes: int
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def weight_sets(path: Path) -> list[WeightSet]:
+    """Read the headers behind ``path``: a file, a model's folder, a pipeline's, or a folder of files.
+
+    Raises:
+        UserError: nothing is there, no safetensors, or a shard is missing.
+    """
+    if path.is_file():
+        return [_read(("", weight_files(path)))]
+    if not path.is_dir():
+        raise UserError(f"{path}: no such file or folder; check the path")
+    parts = sorted({file.parent for file in path.glob("*/*.safetensors")})
+    if (path / "model_index.json").is_file() and parts:
+        return [_read((part.name, files)) for part in parts for _, files in _sets_in(part)]
+    if found := _sets_in(path):
+        return [_read(one) for one in found]
+    raise UserError(f"{path}: no .safetensors weights in this folder; give a model's folder or file")
+
+
+def _sets_in(folder: Path) -> list[tuple[str, list[Path]]]:
+    """Return (name, files) of the models in one folder: shards together, files without an index one by one."""
+    files = sorted(folder.glob("*.safetensors"))
+    if any(folder.glob("*.safetensors.index.json")):
+        return [("", weight_files(folder))]
+    return [(file.name if len(files) > 1 else "", [file]) for file in files]
+
+
+def _read(named: tuple[str, Sequence[Path]]) -> WeightSet:
+    name, files = named
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    notes: list[str] = []
+    for file in files:
+        header = read_safetensors_header(file)
+        metadata |= header.pop("__metadata__", {})
+        with open(file, "rb") as raw:
+            start = 8 + int.from_bytes(raw.read(8), "little")
+        for key, entry in header.items():
+            begin, end = entry["data_offsets"]
+            tensors[key] = Tensor(entry["dtype"], tuple(entry["shape"]), end - begin)
+        missing = start + max((e["data_offsets"][1] for e in header.values()), default=0) - file.stat().st_size
+        if missing > 0:
+            notes.append(f"{file}: {missing:,} bytes are missing at its end; download it again")
+    return WeightSet(name, tuple(files), sum(f.stat().st_size for f in files), tensors, metadata, tuple(notes))
+
+
+def components(weights: WeightSet) -> list[Component]:
+    """Return the networks in a weight set."""
+    split: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights.tensors.items():
+        match = _PREFIXES.match(name)
+        prefix = match[0] if match else ""
+        split.setdefault(prefix, {})[name.removeprefix(prefix)] = tensor
+    if len(split) > 1 and all(_BOOKKEEPING.fullmatch(name) for name in split.get("", ())):
+        marks = split.pop("", {})  # a marker for the whole file beside prefixed weights
+        split[next(iter(split))] |= marks
+    return [_component(prefix.rstrip(".") or weights.name, tensors) for prefix, tensors in split.items()]
+
+
+def _component(name: str, tensors: Mapping[str, Tensor]) -> Component:
+    architecture = recognise(tensors)
+    counted = {key: tensor for key, tensor in tensors.items() if not _BOOKKEEPING.fullmatch(key)}
+    dtypes: Counter[str] = Counter()
+    for tensor in counted.values():
+        dtypes[tensor.dtype] += tensor.parameters
+    modules = _modules(tensors, architecture)
+    blocks: dict[str, set[str]] = {}
+    for key in counted:
+        if match := _BLOCK.match(key.rpartition(".")[0]):
+            blocks.setdefault(match[1], set()).add(match[2])
+    return Component(
+        name=name,
+        architecture=architecture.name,
+        facts=_facts(architecture, tensors),
+        blocks={part: len(numbers) for part, numbers in blocks.items()},
+        modules=tuple(modules),
+        tensors=len(tensors),
+        parameters=sum(tensor.parameters for tensor in counted.values()),
+        bytes=sum(tensor.bytes for tensor in tensors.values()),
+        dtypes=dict(dtypes.most_common()),
+    )
+
+
+def _facts(architecture: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, int | bool]:
+    facts: dict[str, int | bool] = {}
+    for label, key, axis in architecture.facts:
+        if axis is None:
+            facts[label] = key in tensors
+        elif key in tensors:
+            facts[label] = tensors[key].shape[axis]
+    return facts
+
+
+def _modules(tensors: Mapping[str, Tensor], architecture: Architecture) -> list[ModuleGroup]:
+    """Return the modules of one network in file order, then the norms that have no tensors."""
+    leaves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        owner, _, leaf = key.rpartition(".")
+        if ".weight." in key and _BOOKKEEPING.fullmatch(key):
+            owner, leaf = key.split(".weight.", 1)
+        leaves.setdefault(owner, {})[leaf] = tensor
+    groups: dict[tuple[str, str], list[Mapping[str, Tensor]]] = {}
+    for owner, parts in leaves.items():
+        groups.setdefault((_starred(owner), _kind(owner, parts, architecture)), []).append(parts)
+    found = [_group(name, kind, members) for (name, kind), members in groups.items()]
+    hidden = Counter((_starred(name), kind) for name, kind in architecture.weightless_norms(tensors))
+    return found + [
+        ModuleGroup(name, _part(name), kind, count, learned=False) for (name, kind), count in hidden.items()
+    ]
+
+
+def _group(name: str, kind: str, members: Sequence[Mapping[str, Tensor]]) -> ModuleGroup:
+    tensors = [tensor for parts in members for tensor in parts.values()]
+    weights = [t for parts in members for leaf, t in parts.items() if not _BOOKKEEPING.fullmatch(leaf)]
+    first = members[0]
+    shape = next((first[leaf].shape for leaf in ("weight", "gamma", "scale") if leaf in first), ())
+    return ModuleGroup(
+        name=name,
+        part=_part(name),
+        kind=kind,
+        count=len(members),
+        shape=shape,
+        parameters=sum(tensor.parameters for tensor in weights),
+        bytes=sum(tensor.bytes for tensor in tensors),
+        dtypes=dict(Counter(tensor.dtype for tensor in weights)),
+    )
+
+
+def _kind(owner: str, parts: Mapping[str, Tensor], architecture: Architecture) -> str:
+    """Return the class of a module, from its leaves."""
+    if all(_BOOKKEEPING.fullmatch(leaf) for leaf in parts):
+        return "quantisation marker"
+    if "gamma" in parts or ("scale" in parts and "norm" in owner):
+        return "RMSNorm"
+    weight = parts.get("weight")
+    if weight is None or not weight.shape:
+        return "parameter"
+    if len(weight.shape) == 1:
+        return architecture.with_bias if "bias" in parts else architecture.without_bias
+    if len(weight.shape) == 2:
+        return "Embedding" if _EMBEDDING.fullmatch(owner) else "Linear"
+    return f"Conv{len(weight.shape) - 2}d"
+
+
+def _starred(name: str) -> str:
+    """Return a module's name with ``*`` for its block's number."""
+    return _BLOCK.sub(r"\1.*.\3", name)
+
+
+def _part(starred: str) -> str:
+    part, star, _ = starred.partition(".*.")
+    return part if star else ""
+
+
+def is_known(component: Component) -> bool:
+    """Whether the architecture was recognised, so that norms without weights are counted too."""
+    return component.architecture != UNKNOWN.name
+
+
+def is_lora(names: Iterable[str]) -> bool:
+    """Whether the tensor names are those of a LoRA or one of its relatives (LoKr, LoHa, DoRA, OFT)."""
+    return any(
+        re.search(r"\.(lora_(A|B|up|down|mid)|lora\.(up|down)|lora_linear_layer|hada_w|lokr_w|oft_|dora_scale)", name)
+        for name in names
+    )

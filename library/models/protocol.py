@@ -1,0 +1,132 @@
+"""What training, sampling and caching need from a model family, and nothing more.
+
+A family knows where a model's parts lie, loads each when asked, turns (noisy latents, sigmas, text) into a
+velocity and draws samples. It is built from the ``[model]`` section alone; building it reads headers and
+configs, so that a wrong path is told at once, but no weights. LoRA targets are not here: ``networks.targets``
+finds its row by ``name``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from library.precision.checkpoint_layouts import Fp8Layout
+from library.precision.loading import Fp8Loading
+from library.precision.recipe import Fp8Recipe
+
+
+class ImageEncoder(Protocol):
+    """Pixels to normalised latents and back; weights are loaded at the first use."""
+
+    fingerprint: str
+    pixel_multiple: int
+    latent_factor: int
+
+    @property
+    def vae(self) -> nn.Module:
+        """The autoencoder itself."""
+        ...
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Return latents [B, C, h, w] fp32 of ``pixels`` [B, 3, H, W] fp32 in [-1, 1]."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return pixels [B, 3, H, W] fp32 of normalised ``latents`` [B, C, h, w]."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the weights."""
+        ...
+
+
+class TextEncoder(Protocol):
+    """Captions to conditioning tensors; weights are loaded at the first use."""
+
+    fingerprint: str
+
+    def encode(self, captions: list[str]) -> list[dict[str, Tensor]]:
+        """Return one dict of tensors a caption, without a batch axis, on the CPU."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the weights."""
+        ...
+
+    def load_modules(self, names: Collection[str]) -> nn.Module:
+        """Load single encoders, by their names in diffusers' pipeline, for training; each is a child of that name.
+
+        Called with a list of captions the module returns their entries of the conditioning, batched, on its device
+        and with gradient. ``enable_gradient_checkpointing()`` makes it recompute its layers in backward.
+        """
+        ...
+
+
+class Family(Protocol):
+    """One architecture with the paths of one model."""
+
+    name: str
+    modelspec_architecture: str  # what ModelSpec calls it, "flux-1-dev"
+    patch_size: int  # latents a side that make one token
+    latent_channels: int
+    repeated_blocks: tuple[str, ...]  # class names of the blocks, for regional compilation and sharding
+
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the transformer's weights."""
+        ...
+
+    def fp8_layout(self) -> Fp8Layout | None:
+        """Return what the transformer's files hold in fp8, from their headers; None if nothing."""
+        ...
+
+    def load_transformer(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, fp8: Fp8Loading | None = None
+    ) -> nn.Module:
+        """Load the transformer, frozen, with Tandem's hot paths; ``fp8``: what becomes fp8, and how that computes."""
+        ...
+
+    def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> ImageEncoder:
+        """Return the image encoder."""
+        ...
+
+    def load_text_encoder(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Fp8Recipe | None = None
+    ) -> TextEncoder:
+        """Return the text encoder; with ``recipe`` the large one (T5) becomes fp8 as it is loaded."""
+        ...
+
+    def blocks(self, transformer: nn.Module) -> list[nn.Module]:
+        """Return the transformer's blocks in running order, for checkpointing and offloading."""
+        ...
+
+    def predict_velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        text: dict[str, Tensor],
+        guidance_scale: float,
+    ) -> Tensor:
+        """Return the velocity [B, C, h, w] fp32 at ``latents`` of noise level ``sigmas`` [B] fp32."""
+        ...
+
+    def sample(
+        self,
+        transformer: nn.Module,
+        image_encoder: ImageEncoder,
+        text: dict[str, Tensor],
+        width: int,
+        height: int,
+        steps: int,
+        guidance: float,
+        seed: int,
+        negative_text: dict[str, Tensor] | None = None,
+        cfg: float = 1.0,
+    ) -> Image:
+        """Draw one picture."""
+        ...

@@ -1,0 +1,130 @@
+"""The transformer with Tandem's hot paths against diffusers' own, same weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from diffusers.models.embeddings import get_timestep_embedding
+from torch import Tensor, nn
+
+from library.models.flux import image_positions, pack_latents
+from library.models.flux_attention import swap_hot_paths
+from library.nn.norms import RMSNorm
+from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
+
+
+def forward(
+    transformer: nn.Module, sigmas: Tensor, dtype: torch.dtype, guidance: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output and gradients with respect to image and text inputs."""
+    inputs = tiny_flux_inputs()
+    tokens = pack_latents(inputs["latents"]).to(dtype).requires_grad_()
+    embeds = inputs["prompt_embeds"].to(dtype).requires_grad_()
+    output = transformer(
+        hidden_states=tokens,
+        timestep=sigmas,
+        guidance=torch.full((2,), 4.0) if guidance else None,
+        pooled_projections=inputs["pooled_prompt_embeds"].to(dtype),
+        encoder_hidden_states=embeds,
+        txt_ids=torch.zeros(12, 3),
+        img_ids=image_positions(4, 4),
+        return_dict=False,
+    )[0]
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(output.dtype))
+    assert tokens.grad is not None
+    assert embeds.grad is not None
+    return output.detach(), tokens.grad, embeds.grad
+
+
+def pair(guidance: bool, dtype: torch.dtype = torch.float32) -> tuple[FluxTransformer2DModel, FluxTransformer2DModel]:
+    theirs = tiny_flux_transformer(guidance, double_blocks=2).to(dtype).requires_grad_(False)
+    return theirs, swap_hot_paths(copy.deepcopy(theirs))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("guidance", [True, False])
+def test_fp32_output_and_input_gradients_are_those_of_diffusers(guidance: bool, checkpointing: bool) -> None:
+    theirs, ours = pair(guidance)
+    if checkpointing:
+        ours.enable_gradient_checkpointing()
+    sigmas = tiny_flux_inputs()["sigmas"]
+    for mine, reference in zip(
+        forward(ours, sigmas, torch.float32, guidance),
+        forward(theirs, sigmas, torch.float32, guidance),
+        strict=True,
+    ):
+        # The same operations in the same order; 1e-6 leaves room for kernels that split sums by thread.
+        torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("guidance", [True, False])
+def test_bf16_agrees_within_rounding(guidance: bool) -> None:
+    theirs, ours = pair(guidance, torch.bfloat16)
+    exact, _ = pair(guidance)
+    sigmas = torch.tensor([0.5, 0.25])  # 500 and 250 are bf16 numbers, so diffusers does not round them
+    references = forward(exact, sigmas, torch.float32, guidance)
+    for mine, diffusers, reference in zip(
+        forward(ours, sigmas, torch.bfloat16, guidance),
+        forward(theirs, sigmas, torch.bfloat16, guidance),
+        references,
+        strict=True,
+    ):
+        # No further from fp32 than diffusers' own bf16 is, with 20 % to spare for luck.
+        assert (mine.float() - reference).norm() <= 1.2 * (diffusers.float() - reference).norm()
+
+
+def test_swapped_transformer_has_the_same_parameters_under_the_same_names() -> None:
+    theirs, ours = pair(guidance=True)
+    assert list(theirs.state_dict()) == list(ours.state_dict())
+    assert not any(isinstance(module, nn.RMSNorm) for module in ours.modules())
+    assert sum(isinstance(module, RMSNorm) for module in ours.modules()) == 2 * 4 + 2 * 2
+
+
+def test_swapping_twice_changes_nothing() -> None:
+    theirs, ours = pair(guidance=True)
+    swap_hot_paths(ours)
+    sigmas = tiny_flux_inputs()["sigmas"]
+    assert torch.equal(forward(ours, sigmas, torch.float32, True)[0], forward(theirs, sigmas, torch.float32, True)[0])
+
+
+def test_timestep_is_not_rounded_to_bf16_under_autocast() -> None:
+    theirs, ours = pair(guidance=True)
+    sigma = torch.tensor([0.711, 0.711])
+    seen: dict[str, Tensor] = {}
+    for name, transformer in {"theirs": theirs, "ours": ours}.items():
+        transformer.time_text_embed.timestep_embedder.register_forward_pre_hook(
+            lambda _, args, name=name: seen.__setitem__(name, args[0].float())
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            forward(transformer, sigma, torch.float32, True)
+    # The published embedding of t = 711: 256 numbers, cosines first.
+    exact = get_timestep_embedding(sigma * 1000, 256, flip_sin_to_cos=True, downscale_freq_shift=0)
+    torch.testing.assert_close(seen["ours"], exact, rtol=0, atol=2**-9)  # cosines rounded to bf16 at the end
+    assert (seen["theirs"] - exact).abs().max() > 0.5  # what the swap is for: cos(712) is not cos(711)
+
+
+def test_projections_are_wrappers_without_a_change() -> None:
+    """After LoRA injection attn.to_q is some module that maps the input; nothing may reach for its weight."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x)
+
+    theirs, ours = pair(guidance=True)
+    for name, module in list(ours.named_modules()):
+        if isinstance(module, nn.Linear) and "transformer_blocks" in name:
+            owner, _, leaf = name.rpartition(".")
+            parent = ours.get_submodule(owner)
+            if leaf.isdigit():
+                parent[int(leaf)] = Wrapper(module)  # type: ignore[operator]
+            else:
+                setattr(parent, leaf, Wrapper(module))
+    sigmas = tiny_flux_inputs()["sigmas"]
+    assert torch.equal(forward(ours, sigmas, torch.float32, True)[0], forward(theirs, sigmas, torch.float32, True)[0])

@@ -1,0 +1,275 @@
+"""What headers tell, against the modules of diffusers' and transformers' own classes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from safetensors.torch import save_file
+from torch import nn
+from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
+
+from library.errors import UserError
+from library.files import read_safetensors_header
+from library.models.inspection import Component, components, is_known, is_lora, weight_sets
+from tests.tiny import (
+    bfl_state_dict,
+    bfl_vae_state_dict,
+    tiny_flux_pipeline,
+    tiny_flux_transformer,
+    tiny_text_encoders,
+    tiny_vae,
+)
+
+KINDS = ("Linear", "Embedding", "Conv2d", "Conv3d", "LayerNorm", "GroupNorm", "RMSNorm")
+# What classes call themselves, against the kinds of the report.
+SAME = {
+    "QwenImageRMS_norm": "RMSNorm",
+    "T5LayerNorm": "RMSNorm",
+    "LlamaRMSNorm": "RMSNorm",
+    "QwenImageCausalConv3d": "Conv3d",
+    "Conv1D": "Linear",  # GPT-2's name for a linear layer
+}
+
+
+def modules_of(model: nn.Module) -> dict[str, int]:
+    """Count the modules of each kind as the class has them, norms without weights included."""
+    names = (SAME.get(type(module).__name__, type(module).__name__) for module in model.modules())
+    counted = Counter(name for name in names if name in KINDS)
+    return dict(counted)
+
+
+def one_component(path: Path) -> Component:
+    (weights,) = weight_sets(path)
+    (component,) = components(weights)
+    return component
+
+
+def counts(component: Component) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for group in component.modules:
+        total[group.kind] += group.count
+    return dict(total)
+
+
+def qwen_image() -> nn.Module:
+    return QwenImageTransformer2DModel(
+        num_layers=2, attention_head_dim=32, num_attention_heads=2, joint_attention_dim=64, axes_dims_rope=(8, 12, 12)
+    )
+
+
+def qwen_vae() -> nn.Module:
+    return AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1)
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaModel(LlamaConfig(vocab_size=50, **sizes))
+
+
+def gpt2() -> nn.Module:
+    return GPT2Model(GPT2Config(vocab_size=50, n_positions=8, n_embd=32, n_layer=2, n_head=2))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "flux": (lambda: tiny_flux_transformer(double_blocks=2), "FLUX.1 transformer (diffusers' names)"),
+    "qwen": (qwen_image, "Qwen-Image transformer"),
+    "vae": (tiny_vae, "image autoencoder, AutoencoderKL (diffusers' names)"),
+    "qwen_vae": (qwen_vae, "Qwen-Image autoencoder (diffusers' names)"),
+    "clip": (lambda: tiny_text_encoders(50, 60)[0], "CLIP text encoder"),
+    "t5": (lambda: tiny_text_encoders(50, 60)[1], "T5 encoder"),
+    "llama": (llama, "Llama-style language model"),
+    "gpt2": (gpt2, "GPT-2 language model"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_modules_norms_and_parameters_are_those_of_the_class(name: str, tmp_path: Path) -> None:
+    build, title = MODELS[name]
+    model = build()
+    path = tmp_path / "model.safetensors"
+    state = dict(model.state_dict())
+    if name == "t5":
+        del state["encoder.embed_tokens.weight"]  # the same tensor as shared.weight; published files hold one
+    save_file(state, path)
+    found = one_component(path)
+    assert found.architecture == title
+    expected = modules_of(model)
+    if name == "t5":
+        expected["Embedding"] -= 1  # the class shows the one tensor as two modules
+    assert counts(found) == expected
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert found.bytes == 4 * found.parameters
+    assert found.dtypes == {"F32": found.parameters}
+
+
+def test_the_norms_of_flux_are_told_apart(tmp_path: Path) -> None:
+    """LayerNorm without weights in every block, RMSNorm with weights on q and k; GroupNorm in the autoencoder."""
+    save_file(tiny_flux_transformer(double_blocks=1, single_blocks=2).state_dict(), tmp_path / "t.safetensors")
+    norms = {(g.name, g.kind, g.count, g.learned) for g in one_component(tmp_path / "t.safetensors").norms()}
+    assert ("transformer_blocks.*.norm1.norm", "LayerNorm", 1, False) in norms
+    assert ("single_transformer_blocks.*.norm.norm", "LayerNorm", 2, False) in norms
+    assert ("single_transformer_blocks.*.attn.norm_q", "RMSNorm", 2, True) in norms
+    assert ("norm_out.norm", "LayerNorm", 1, False) in norms
+    save_file(tiny_vae().state_dict(), tmp_path / "v.safetensors")
+    assert {group.kind for group in one_component(tmp_path / "v.safetensors").norms()} == {"GroupNorm"}
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_bfls_names_give_the_same_norms_as_diffusers(prefix: str, tmp_path: Path) -> None:
+    transformer = tiny_flux_transformer(double_blocks=2)
+    state = {prefix + key: tensor for key, tensor in bfl_state_dict(transformer.state_dict()).items()}
+    save_file(state, tmp_path / "bfl.safetensors")
+    found = one_component(tmp_path / "bfl.safetensors")
+    assert found.architecture == "FLUX.1 transformer (Black Forest Labs' names)"
+    assert found.name == prefix.rstrip(".")
+    assert found.facts == {"width": 64, "guidance": True}
+    assert found.blocks == {"double_blocks": 2, "single_blocks": 2}
+    theirs = modules_of(transformer)
+    ours = counts(found)
+    assert (ours["LayerNorm"], ours["RMSNorm"]) == (theirs["LayerNorm"], theirs["RMSNorm"])
+    save_file(bfl_vae_state_dict(tiny_vae().state_dict()), tmp_path / "ae.safetensors")
+    autoencoder = one_component(tmp_path / "ae.safetensors")
+    assert autoencoder.architecture == "image autoencoder, AutoencoderKL (Black Forest Labs' names)"
+    assert counts(autoencoder)["GroupNorm"] == modules_of(tiny_vae())["GroupNorm"]
+
+
+def test_a_pipeline_folder_gives_its_parts_and_an_all_in_one_file_its_components(tmp_path: Path) -> None:
+    folder = tiny_flux_pipeline(tmp_path / "pipeline")
+    sets = weight_sets(folder)
+    assert [weights.name for weights in sets] == ["text_encoder", "text_encoder_2", "transformer", "vae"]
+    assert [component.name for weights in sets for component in components(weights)] == [w.name for w in sets]
+    flux = {f"model.diffusion_model.{k}": v for k, v in bfl_state_dict(tiny_flux_transformer().state_dict()).items()}
+    vae = {f"vae.{key}": tensor for key, tensor in bfl_vae_state_dict(tiny_vae().state_dict()).items()}
+    clip = {f"text_encoders.clip_l.transformer.{k}": v for k, v in tiny_text_encoders(50, 60)[0].state_dict().items()}
+    path = tmp_path / "all.safetensors"
+    save_file(flux | vae | clip | {"scaled_fp8": torch.zeros(0)}, path)
+    found = {component.name: component.architecture for component in components(weight_sets(path)[0])}
+    assert found == {
+        "model.diffusion_model": "FLUX.1 transformer (Black Forest Labs' names)",
+        "vae": "image autoencoder, AutoencoderKL (Black Forest Labs' names)",
+        "text_encoders.clip_l.transformer": "CLIP text encoder",
+    }
+
+
+def test_shards_are_one_model_and_loose_files_several(tmp_path: Path) -> None:
+    state = tiny_flux_transformer().state_dict()
+    names = sorted(state)
+    for number, part in ((1, names[:40]), (2, names[40:])):
+        save_file({name: state[name] for name in part}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    loose = weight_sets(tmp_path)
+    assert [weights.name for weights in loose] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    place = {name: f"model-0000{1 if name in names[:40] else 2}-of-00002.safetensors" for name in names}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": place}))
+    assert one_component(tmp_path).parameters == sum(tensor.numel() for tensor in state.values())
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="model-00002-of-00002.safetensors: missing, but model.safetensors.index.json"):
+        weight_sets(tmp_path)
+
+
+def test_scales_count_as_bytes_and_not_as_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "fp8.safetensors"
+    save_file(
+        {
+            "blocks.0.up.weight": torch.zeros(8, 4, dtype=torch.float8_e4m3fn),
+            "blocks.0.up.bias": torch.zeros(8, dtype=torch.bfloat16),
+            "blocks.0.up.scale_weight": torch.ones(()),
+            "scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn),
+        },
+        path,
+    )
+    found = one_component(path)
+    assert found.dtypes == {"F8_E4M3": 32, "BF16": 8}
+    assert (found.parameters, found.bytes) == (40, 32 + 16 + 4 + 2)
+    assert counts(found) == {"Linear": 1, "quantisation marker": 1}
+
+
+def test_an_unknown_architecture_is_told_from_names_and_shapes(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a.weight": torch.zeros(3), "a.bias": torch.zeros(3), "b.weight": torch.zeros(2, 3, 5)}, path)
+    found = one_component(path)
+    assert not is_known(found)
+    assert counts(found) == {"LayerNorm or GroupNorm": 1, "Conv1d": 1}
+
+
+def write_sparse(path: Path, layers: int, width: int) -> int:
+    """Write the header of ``layers`` square fp32 matrices and a file as long as their data, without the data."""
+    header, end = {}, 0
+    for i in range(layers):
+        start, end = end, end + 4 * width * width
+        header[f"double_blocks.{i}.img_attn.qkv.weight"] = {
+            "dtype": "F32", "shape": [width, width], "data_offsets": [start, end],
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return 8 + len(text)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts the bytes read with Linux's /proc")
+def test_a_file_of_many_gigabytes_takes_no_time_and_only_its_header_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.safetensors"
+    header = write_sparse(path, layers=800, width=4096)
+    assert path.stat().st_size > 50e9
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+    before, begun = bytes_read(), time.perf_counter()
+    found = one_component(path)
+    seconds, read = time.perf_counter() - begun, bytes_read() - before
+    assert found.parameters == 800 * 4096 * 4096
+    assert seconds < 1  # measured: 0.03
+    assert read < 2 * header + 65536  # the header, its length twice, a buffer's worth beyond
+
+
+def test_a_file_that_ends_early_is_remarked_on(tmp_path: Path) -> None:
+    path = tmp_path / "cut.safetensors"
+    save_file({"a.weight": torch.zeros(10, 10)}, path)
+    assert weight_sets(path)[0].notes == ()
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 60)
+    assert read_safetensors_header(path)
+    assert weight_sets(path)[0].notes == (f"{path}: 60 bytes are missing at its end; download it again",)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.ckpt", b"x", "model.ckpt: weights are read from .safetensors files only"),
+        ("model.safetensors", b"x", "model.safetensors: not a safetensors file"),
+        (None, b"", "nothing: no such file or folder; check the path"),
+    ],
+)
+def test_what_is_no_model_is_refused(name: str | None, content: bytes, message: str, tmp_path: Path) -> None:
+    if name:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        weight_sets(tmp_path / (name or "nothing"))
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no .safetensors weights in this folder; give a model's folder or file"):
+        weight_sets(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight", True),
+        ("base_model.model.x.lora_A.default.weight", True),
+        ("lycoris_x.lokr_w1", True),
+        ("x.hada_w1_a", True),
+        ("double_blocks.0.img_attn.qkv.weight", False),
+    ],
+)
+def test_loras_are_known_by_their_keys(key: str, expected: bool) -> None:
+    assert is_lora([key]) is expected

@@ -1,0 +1,232 @@
+"""Reading weights: layouts against diffusers' converters, memory, and what is said when a file is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, FluxTransformer2DModel
+from diffusers.loaders.single_file_utils import (
+    convert_flux_transformer_checkpoint_to_diffusers,
+    convert_ldm_vae_checkpoint,
+)
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from library.errors import UserError
+from library.models.flux_layout import bfl_key_map
+from library.models.vae import load_vae
+from library.models.weights import Piece, WeightFiles, identity_map, load_into
+from tests.tiny import bfl_state_dict, bfl_vae_state_dict, tiny_flux_transformer, tiny_vae
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def two_linears() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+@pytest.fixture
+def linear_file(tmp_path: Path) -> Path:
+    path = tmp_path / "linears.safetensors"
+    save_file({name: random(*p.shape, seed=i) for i, (name, p) in enumerate(two_linears().named_parameters())}, path)
+    return path
+
+
+def test_pieces_are_rows_of_the_tensor_in_the_file(tmp_path: Path) -> None:
+    tensor = random(6, 3)
+    save_file({"a": torch.ones(2), "qkv": tensor, "scalar": torch.tensor(2.5)}, tmp_path / "x.safetensors")
+    weights = WeightFiles(tmp_path / "x.safetensors")
+    assert torch.equal(weights.read([Piece("qkv")]), tensor)
+    assert torch.equal(weights.read([Piece("qkv", 2, 4)]), tensor[2:4])
+    assert torch.equal(weights.read([Piece("qkv", 3), Piece("qkv", 0, 3)]), torch.cat([tensor[3:], tensor[:3]]))
+    assert weights.read([Piece("qkv", 2, 4)]).untyped_storage().nbytes() == 2 * 3 * 4  # no view of the whole
+    assert weights.read([Piece("scalar")]).item() == 2.5
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float64])
+def test_every_plain_dtype_is_cast_to_the_one_asked_for(tmp_path: Path, stored: torch.dtype) -> None:
+    path = tmp_path / "x.safetensors"
+    state = {name: random(*p.shape).to(stored) for name, p in two_linears().named_parameters()}
+    save_file(state, path)
+    weights = WeightFiles(path)
+    module = load_into(two_linears, weights, identity_map(weights.names), torch.bfloat16)
+    for name, parameter in module.named_parameters():
+        stays = stored == torch.float8_e4m3fn and name.endswith(".weight")  # those of linears; biases are cast
+        wanted = state[name] if stays else state[name].to(torch.bfloat16)
+        assert parameter.dtype == wanted.dtype
+        assert torch.equal(parameter.float(), wanted.float())
+        assert not parameter.requires_grad
+
+
+def test_sharded_folder_is_read_as_one_model(tmp_path: Path) -> None:
+    transformer = tiny_flux_transformer()
+    transformer.save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    weights = WeightFiles(tmp_path)
+    ours = load_into(
+        lambda: FluxTransformer2DModel.from_config(transformer.config),
+        weights,
+        identity_map(weights.names),
+        torch.float32,
+    )
+    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in transformer.state_dict().items())
+
+
+def test_bfl_key_map_is_that_of_diffusers_converter(tmp_path: Path) -> None:
+    width, mlp = (
+        3072,
+        12288,
+    )  # the converter knows FLUX.1's width only; columns do not matter to it, one is enough
+    narrow: dict[str, torch.Tensor] = {}
+    for i, (name, tensor) in enumerate(tiny_flux_transformer(double_blocks=2, single_blocks=2).state_dict().items()):
+        rows = {64: width, 256: mlp, 6 * 64: 6 * width, 3 * 64: 3 * width, 2 * 64: 2 * width, 32: 128}[tensor.shape[0]]
+        if name.startswith("proj_out"):
+            rows = 64
+        narrow[name] = random(rows, 1, seed=i) if tensor.ndim == 2 else random(rows, seed=i)
+    bfl = bfl_state_dict(narrow)
+    save_file(bfl, tmp_path / "flux.safetensors")
+    weights = WeightFiles(tmp_path / "flux.safetensors")
+    config = {
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "guidance_embeds": True,
+    }
+    reference = convert_flux_transformer_checkpoint_to_diffusers(dict(bfl))
+    key_map = bfl_key_map(weights, "", config)
+    assert set(key_map) == set(reference) == set(narrow)
+    for name, pieces in key_map.items():
+        assert torch.equal(weights.read(pieces), reference[name]), name
+
+
+def test_bfl_autoencoder_is_that_of_diffusers_converter(tmp_path: Path) -> None:
+    vae = tiny_vae()
+    bfl = bfl_vae_state_dict(vae.state_dict())
+    save_file(bfl, tmp_path / "ae.safetensors")
+    reference = convert_ldm_vae_checkpoint(dict(bfl), vae.config)
+    ours = load_vae(tmp_path / "ae.safetensors", torch.float32)
+    assert isinstance(ours, AutoencoderKL)
+    assert (ours.config.scaling_factor, ours.config.shift_factor) == (0.3611, 0.1159)
+    assert set(ours.state_dict()) == set(reference)
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in ours.state_dict().items())
+
+
+def test_missing_tensors_are_named(linear_file: Path, tmp_path: Path) -> None:
+    state = load_file(linear_file)
+    del state["1.bias"]
+    save_file(state, tmp_path / "less.safetensors")
+    weights = WeightFiles(tmp_path / "less.safetensors")
+    with pytest.raises(UserError, match=r"less\.safetensors: tensor '1\.bias' is missing; the file is incomplete"):
+        load_into(two_linears, weights, identity_map(weights.names), torch.float32)
+
+
+def test_unknown_tensors_are_named_and_counted(linear_file: Path, tmp_path: Path) -> None:
+    extra = {f"extra.{i}": torch.ones(1) for i in range(5)}
+    save_file(load_file(linear_file) | extra, tmp_path / "more.safetensors")
+    weights = WeightFiles(tmp_path / "more.safetensors")
+    with pytest.raises(UserError, match=r"tensors 'extra\.0', 'extra\.1', 'extra\.2' and 2 more are unknown"):
+        load_into(two_linears, weights, identity_map(weights.names), torch.float32)
+
+
+def test_wrong_shape_names_tensor_and_both_shapes(linear_file: Path, tmp_path: Path) -> None:
+    save_file(load_file(linear_file) | {"0.weight": torch.ones(4, 5)}, tmp_path / "other.safetensors")
+    weights = WeightFiles(tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match=r"tensor '0\.weight' has shape \(4, 5\), the architecture wants \(4, 3\)"):
+        load_into(two_linears, weights, identity_map(weights.names), torch.float32)
+
+
+def test_integer_weights_are_refused(linear_file: Path, tmp_path: Path) -> None:
+    state = load_file(linear_file) | {"0.weight": torch.ones(4, 3, dtype=torch.int8)}
+    save_file(state, tmp_path / "int8.safetensors")
+    with pytest.raises(
+        UserError, match=r"'0\.weight' has dtype I8, whose meaning no known layout gives; .* the bf16 one"
+    ):
+        WeightFiles(tmp_path / "int8.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("0.scale_weight", "is a scale without an fp8 weight"),
+        ("0.weight_scale", "is a scale without an fp8 weight"),
+        ("0.comfy_quant", "is not the JSON object ComfyUI writes"),
+        ("0.weight.absmax", "belongs to a bitsandbytes checkpoint"),
+        ("0.weight.quant_state.x", "belongs to a bitsandbytes checkpoint"),
+    ],
+)
+def test_unknown_quantisations_are_refused_by_the_name_that_shows_them(tmp_path: Path, name: str, why: str) -> None:
+    save_file({"0.weight": torch.ones(1), name: torch.ones(1)}, tmp_path / "q.safetensors")
+    with pytest.raises(UserError, match=f"'{name}' {why}; read are plain fp8, .* or the bf16 one"):
+        WeightFiles(tmp_path / "q.safetensors")
+
+
+def test_an_fp8_marker_without_fp8_weights_is_an_unknown_tensor(tmp_path: Path) -> None:
+    state = {name: random(*p.shape) for name, p in two_linears().named_parameters()}
+    save_file(state | {"scaled_fp8": torch.ones(1)}, tmp_path / "marked.safetensors")
+    weights = WeightFiles(tmp_path / "marked.safetensors")
+    with pytest.raises(UserError, match="tensor 'scaled_fp8' is unknown to this architecture"):
+        load_into(two_linears, weights, identity_map(weights.names), torch.float32)
+
+
+def test_truncated_file_is_refused_before_anything_is_read(linear_file: Path) -> None:
+    linear_file.write_bytes(linear_file.read_bytes()[:-4])
+    with pytest.raises(UserError, match=r"the file ends before tensor '.*'; download it again"):
+        WeightFiles(linear_file)
+
+
+def test_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere: no such file or folder"):
+        WeightFiles(tmp_path / "nowhere")
+
+
+def test_other_file_formats_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"model\.gguf: weights are read from \.safetensors files only"):
+        WeightFiles(tmp_path / "model.gguf")
+
+
+def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"no \.safetensors weights in this folder"):
+        WeightFiles(tmp_path)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "part-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"part-1\.safetensors: missing, but model\.safetensors\.index\.json lists it"):
+        WeightFiles(tmp_path)
+
+
+def test_missing_tensor_asked_for_by_name_suggests_the_nearest(linear_file: Path) -> None:
+    with pytest.raises(UserError, match=r"tensor '0\.weigth' is missing; did you mean '0\.weight'"):
+        WeightFiles(linear_file).shape("0.weigth")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_loading_peaks_at_one_models_size(tmp_path: Path) -> None:
+    """A model of about 190 MB in bf16: what loading adds to the process, over the model's size."""
+    script = f"""
+import json, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from bench.loading import Sizes, measure, write_model
+folder = Path({str(tmp_path)!r})
+write_model(folder, Sizes(width=1024, head_dim=128, double_blocks=1, single_blocks=4, text_width=512))
+print(json.dumps([measure(case, folder) for case in ("tandem folder", "tandem single file, bf16 to fp32")]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    for row in json.loads(done.stdout.splitlines()[-1]):
+        assert row["model_bytes"] > 150e6
+        # One model plus the tensor being read (the largest is 7 % of this model), and a few MB of allocator.
+        assert row["peak_over_model"] < 1.3, row
