@@ -1,0 +1,141 @@
+"""Options that could only be ignored are refused before anything is loaded.
+
+Each rule names two keys that do not go together, or a key that has no effect under the chosen settings, and
+says what to do. A rule looks at what the user set (``model_fields_set``), so defaults never raise a complaint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from library.config.optimizer_conflicts import find_conflict as find_optimizer_conflict
+from library.config.schema import FlowConfig, LoggingConfig, Section, TrainConfig
+
+
+def find_conflict(config: TrainConfig) -> str | None:
+    """Return the first conflict among the options, as one line with its remedy, or None."""
+    rules: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
+        _precision,
+        _fp8,
+        _flow,
+        _saving,
+        _sampling,
+        _tracking,
+        _compiling,
+    )
+    for rule in rules:
+        for problem in rule(config):
+            return problem
+    return find_optimizer_conflict(config.optimizer)
+
+
+def _unused(section: Section, keys: tuple[str, ...], condition: bool, reason: str) -> Iterator[str]:
+    """Yield a complaint for each of ``keys`` that the user set although ``condition`` leaves it without effect."""
+    if condition:
+        for key in keys:
+            if key in section.model_fields_set:
+                yield f"{key}: has no effect {reason}; remove it"
+
+
+def _precision(config: TrainConfig) -> Iterator[str]:
+    training, base = config.training, config.model.base_dtype
+    if training.full_bf16 and training.mixed_precision != "bf16":
+        yield 'full_bf16: needs the forward pass in bf16 too; set mixed_precision = "bf16"'
+    wanted = {"bf16": "bf16", "fp16": "fp16"}.get(base)
+    if wanted and training.mixed_precision != wanted:
+        yield f'base_dtype: {base} weights need an {base} forward pass; set mixed_precision = "{wanted}"'
+
+
+def _fp8(config: TrainConfig) -> Iterator[str]:
+    fp8 = config.precision
+    if fp8.fp8_base and fp8.fp8_scaled:
+        yield "fp8_base: casts without scales, fp8_scaled quantises with scales; keep one of them"
+    quantises = fp8.fp8_base or fp8.fp8_scaled
+    yield from _unused(fp8, ("fp8_granularity",), not fp8.fp8_scaled, "without fp8_scaled")
+    recipe = ("fp8_format", "fp8_keep", "fp8_keep_patterns", "fp8_rounding")
+    yield from _unused(fp8, recipe, not quantises, "without fp8_base or fp8_scaled")
+    dequantises = fp8.fp8_compute == "dequant"
+    yield from _unused(fp8, ("fp8_input_gradient",), dequantises, 'with fp8_compute = "dequant"')
+    for key, wanted in (
+        ("fp8_compute = scaled_mm", fp8.fp8_compute == "scaled_mm"),
+        ("fp8_input_gradient", fp8.fp8_input_gradient),
+    ):
+        if wanted and fp8.fp8_scaled and fp8.fp8_granularity.startswith("block"):
+            yield f'{key}: block scales cannot be multiplied in fp8; set fp8_granularity to "row" or "tensor"'
+        if wanted and quantises and fp8.fp8_format != "e4m3fn":
+            yield f'{key}: {fp8.fp8_format} weights cannot be multiplied in fp8; set fp8_format = "e4m3fn"'
+    if fp8.fp8_text_encoder and config.training.mixed_precision == "fp16":
+        yield 'fp8_text_encoder: T5 leaves the range of fp16; set mixed_precision = "bf16" or remove it'
+
+
+def _flow(config: TrainConfig) -> Iterator[str]:
+    flow: FlowConfig = config.flow
+    sampling, scheme = flow.timestep_sampling, flow.weighting_scheme
+    if flow.min_timestep >= flow.max_timestep:
+        yield f"min_timestep: {flow.min_timestep} is not below max_timestep {flow.max_timestep}; swap or change them"
+    if scheme in ("logit_normal", "mode") and sampling != "sigma":
+        yield f'weighting_scheme: {scheme} shapes the density of timestep_sampling = "sigma" only; set that too'
+    yield from _unused(
+        flow,
+        ("discrete_flow_shift",),
+        sampling not in ("shift", "sigma"),
+        f'with timestep_sampling = "{sampling}" (shift and sigma use it)',
+    )
+    yield from _unused(
+        flow,
+        ("sigmoid_scale",),
+        sampling not in ("sigmoid", "shift", "flux_shift"),
+        f'with timestep_sampling = "{sampling}" (sigmoid, shift and flux_shift use it)',
+    )
+    yield from _unused(
+        flow, ("logit_mean", "logit_std"), scheme != "logit_normal", 'without weighting_scheme = "logit_normal"'
+    )
+    yield from _unused(flow, ("mode_scale",), scheme != "mode", 'without weighting_scheme = "mode"')
+    yield from _unused(flow, ("huber_c",), flow.loss_type == "l2", 'with loss_type = "l2"')
+
+
+def _saving(config: TrainConfig) -> Iterator[str]:
+    saving, hub, validation = config.saving, config.hub, config.validation
+    steps, epochs = saving.save_every_n_steps, saving.save_every_n_epochs
+    yield from _unused(saving, ("save_last_n_steps",), steps is None, "without save_every_n_steps")
+    yield from _unused(saving, ("save_last_n_epochs",), epochs is None, "without save_every_n_epochs")
+    for kind, every in (("steps", steps), ("epochs", epochs)):
+        key = f"save_last_n_{kind}_state"
+        without_states = every is None or not saving.save_state
+        yield from _unused(saving, (key,), without_states, f"without save_every_n_{kind} and save_state")
+    if not (validation.validate_every_n_steps or validation.validate_every_n_epochs):
+        reason = "without validate_every_n_steps or validate_every_n_epochs"
+        yield from _unused(saving, ("save_best", "early_stop_patience"), True, reason)
+    if saving.ema_decay is not None and "schedulefree" in config.optimizer.optimizer_type.lower():
+        yield "ema_decay: a schedule-free optimizer averages its weights already; remove ema_decay"
+    optional = ("huggingface_path_in_repo", "huggingface_repo_visibility", "save_state_to_huggingface", "async_upload")
+    yield from _unused(hub, optional, hub.huggingface_repo_id is None, "without huggingface_repo_id")
+    if hub.save_state_to_huggingface and not (saving.save_state or saving.save_state_on_train_end):
+        yield "save_state_to_huggingface: no state is saved; set save_state or save_state_on_train_end"
+
+
+def _sampling(config: TrainConfig) -> Iterator[str]:
+    yield from _unused(
+        config.sampling,
+        ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first", "sample_at_end"),
+        config.sampling.sample_prompts is None,
+        "without sample_prompts",
+    )
+
+
+def _tracking(config: TrainConfig) -> Iterator[str]:
+    logging: LoggingConfig = config.logging
+    yield from _unused(logging, ("logging_dir", "log_tracker_name"), logging.log_with is None, "without log_with")
+    yield from _unused(logging, ("wandb_run_name",), logging.log_with not in ("wandb", "all"), "without wandb")
+
+
+def _compiling(config: TrainConfig) -> Iterator[str]:
+    compiling = config.accelerate
+    if config.training.blocks_to_swap and compiling.torch_compile:
+        yield "blocks_to_swap: compiled blocks keep the memory their weights lay in; remove torch_compile or swap none"
+    yield from _unused(
+        compiling, ("dynamo_backend", "dynamo_mode"), not compiling.torch_compile, "without torch_compile"
+    )
+    yield from _unused(
+        compiling, ("dynamo_mode",), compiling.dynamo_backend != "inductor", 'without dynamo_backend = "inductor"'
+    )

@@ -1,0 +1,90 @@
+"""Optimizer settings that contradict each other, found before anything is loaded.
+
+A setting that could only be ignored is refused: a person who writes ``lr_scheduler_num_cycles = 3`` beside
+``lr_scheduler = "cosine"`` expects three cycles and would get one. Refused is only what was set on purpose
+(pydantic's ``model_fields_set``) to something else than the default; a config that spells out defaults runs.
+
+The optimizer is judged by its name here, so that the check needs no import of optimizer packages. What only
+the built optimizer knows is checked again by ``library.training.optimizers`` and
+``library.training.schedules``.
+"""
+
+from __future__ import annotations
+
+from library.config.schema import OptimizerConfig
+
+DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "warmup_stable_decay")
+# Below this, an optimizer that estimates its step size was surely given another optimizer's learning rate.
+SMALLEST_LR_FACTOR = 0.01
+
+_ONLY_WITH: dict[str, tuple[str, ...]] = {
+    "lr_scheduler_power": ("polynomial",),
+    "lr_scheduler_num_cycles": ("cosine_with_restarts",),
+    "lr_scheduler_min_lr_ratio": DECAYING,
+    "lr_decay_steps": ("warmup_stable_decay",),
+    "lr_warmup_steps": ("constant_with_warmup", *DECAYING),
+}
+
+
+def estimates_step_size(optimizer_type: str) -> bool:
+    """Return whether the named optimizer (short name or class path) finds its own step size ``d``."""
+    return _class_name(optimizer_type).startswith(("prodigy", "dadapt"))
+
+
+def effective_learning_rate(config: OptimizerConfig) -> float:
+    """Return the learning rate to train with: the one that was set, else the optimizer's customary one.
+
+    Optimizers that estimate their step size take a factor instead of a rate, customarily 1.0.
+    """
+    if "learning_rate" not in config.model_fields_set and estimates_step_size(config.optimizer_type):
+        return 1.0
+    return config.learning_rate
+
+
+def find_conflict(config: OptimizerConfig) -> str | None:
+    """Return one line about the first setting that could have no effect or fights another, else ``None``."""
+    return _schedule_conflict(config) or _optimizer_conflict(config)
+
+
+def _schedule_conflict(config: OptimizerConfig) -> str | None:
+    scheduler = config.lr_scheduler
+    for key, schedulers in _ONLY_WITH.items():
+        if _is_set(config, key) and scheduler not in schedulers:
+            known = ", ".join(schedulers)
+            return f"{key} has no effect with lr_scheduler {scheduler!r}; remove it or choose one of: {known}"
+    if scheduler == "constant_with_warmup" and not config.lr_warmup_steps:
+        return "lr_scheduler 'constant_with_warmup' needs lr_warmup_steps above 0; set it or choose 'constant'"
+    if scheduler == "warmup_stable_decay" and not config.lr_decay_steps:
+        return "lr_scheduler 'warmup_stable_decay' needs lr_decay_steps above 0 (such as 0.2); set it"
+    return None
+
+
+def _optimizer_conflict(config: OptimizerConfig) -> str | None:
+    name = _class_name(config.optimizer_type)
+    flags = {argument.replace(" ", "") for argument in config.optimizer_args}
+    if "schedulefree" in name and config.lr_scheduler != "constant" and "use_schedulefree=False" not in flags:
+        return (
+            f"{config.optimizer_type} averages weights instead of lowering the learning rate, lr_scheduler "
+            f'{config.lr_scheduler!r} would fight it; set lr_scheduler = "constant" (for a warm-up, '
+            "AdamWScheduleFree takes warmup_steps in optimizer_args)"
+        )
+    if name == "adafactor" and flags & {"relative_step=True", "warmup_init=True"}:
+        for key in ("learning_rate", "text_encoder_lr", "lr_scheduler"):
+            if _is_set(config, key):
+                return f"{key} has no effect with Adafactor's relative_step=True; remove one of the two"
+    lr = effective_learning_rate(config)
+    if estimates_step_size(config.optimizer_type) and 0 < lr < SMALLEST_LR_FACTOR:
+        return (
+            f"learning_rate {lr:g} multiplies the step size that {config.optimizer_type} estimates, "
+            "nothing would be learned; set learning_rate = 1.0 or leave it out"
+        )
+    return None
+
+
+def _class_name(optimizer_type: str) -> str:
+    return optimizer_type.rsplit(".", 1)[-1].lower()
+
+
+def _is_set(config: OptimizerConfig, key: str) -> bool:
+    """Return whether ``key`` was given, and given another value than its default."""
+    return key in config.model_fields_set and getattr(config, key) != type(config).model_fields[key].default

@@ -1,0 +1,294 @@
+"""Every setting of ``train_lora.py``, once.
+
+Each class is a section: a table in the TOML file and a group in ``--help``. Sections are for reading; the keys
+are unique across them and carry the names kohya's sd-scripts gave them, so a key is found under any table
+heading. A field's type is checked, its description is its help text, its default is the default everywhere.
+Code that needs settings takes a section, never the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, values are frozen once validated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class ModelConfig(Section):
+    """The base model and where its parts lie."""
+
+    model_type: Literal["flux"] = Field("flux", description="architecture family")
+    pretrained_model_name_or_path: str = Field(
+        description="diffusers folder, or a transformer file: BFL's flux1-dev.safetensors or ComfyUI's split file"
+    )
+    ae: str | None = Field(
+        None, description="VAE file (BFL's ae.safetensors or a diffusers folder), with a single file"
+    )
+    clip_l: str | None = Field(None, description="CLIP-L text encoder file or folder, with a single file")
+    t5xxl: str | None = Field(None, description="T5-XXL encoder file or folder, with a single file")
+    clip_l_tokenizer: str = Field(
+        "openai/clip-vit-large-patch14", description="tokenizer folder or hub name, with a single clip_l file"
+    )
+    t5xxl_tokenizer: str = Field(
+        "google/t5-v1_1-xxl", description="tokenizer folder or hub name, with a single t5xxl file"
+    )
+    t5xxl_max_token_length: Positive | None = Field(
+        None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
+    )
+    base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="dtype of the frozen weights; auto follows mixed_precision"
+    )
+
+
+class PrecisionConfig(Section):
+    """fp8 weights of the base. What its files hold in fp8 is trained on as it is, with none of these keys."""
+
+    fp8_base: bool = Field(False, description="cast the transformer's linear weights to fp8 as it is loaded, no scales")
+    fp8_scaled: bool = Field(False, description="quantise the transformer's linear weights to fp8 with scales")
+    fp8_granularity: Literal["tensor", "row", "block64", "block128"] = Field(
+        "block64",
+        description="what shares a scale of fp8_scaled: the matrix, an output's row, a run of 64 or 128 inputs",
+    )
+    fp8_format: Literal["e4m3fn", "e5m2"] = Field("e4m3fn", description="fp8 format that weights are rounded to")
+    fp8_keep: list[Literal["embedders", "modulation", "final"]] = Field(
+        ["embedders", "final"], description="kinds of linear layers that stay in high precision"
+    )
+    fp8_keep_patterns: list[str] = Field(
+        [], description="regular expressions; a layer stays in high precision if one is found in its name"
+    )
+    fp8_rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest", description="how weights are rounded to fp8; stochastic follows seed"
+    )
+    fp8_compute: Literal["auto", "dequant", "scaled_mm"] = Field(
+        "auto",
+        description="products with fp8 weights: dequantised to the compute dtype; in fp8, which rounds activations too "
+        "(Ada, Hopper or newer; one scale a tensor or row); auto takes fp8 products where GPU and weight allow",
+    )
+    fp8_input_gradient: bool = Field(False, description="fp8 products for the input gradient too, not only in forward")
+    fp8_text_encoder: bool = Field(False, description="quantise T5 to fp8, block64, as it is loaded")
+
+
+class DatasetArguments(Section):
+    """Where the dataset is described and how its caches are made."""
+
+    dataset_config: str = Field(description="dataset TOML (kohya's format)")
+    cache_directory: str | None = Field(
+        None, description="folder for cached latents and text; default .tandem_cache beside the images"
+    )
+    caption_variants: Positive = Field(
+        8, description="cached variants per caption where shuffling or tag dropout asks for more than one"
+    )
+    vae_batch_size: Positive = Field(1, description="images encoded at once while caching")
+    text_encoder_batch_size: Positive = Field(4, description="captions encoded at once while caching")
+    train_batch_size: Positive = Field(1, description="batch size where the dataset TOML names none")
+    max_data_loader_n_workers: Annotated[int, Field(ge=0)] = Field(2, description="worker processes that read caches")
+
+
+class NetworkConfig(Section):
+    """The LoRA."""
+
+    network_dim: Positive = Field(16, description="rank")
+    network_alpha: Annotated[float, Field(gt=0)] = Field(1.0, description="scale is alpha / rank")
+    network_dropout: Fraction = Field(0.0, description="neuron dropout: on the down-projection's output")
+    network_args: list[str] = Field(
+        [],
+        description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
+        "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
+        "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, "
+        "train_double_block_indices, train_single_block_indices",
+    )
+    network_weights: str | None = Field(None, description="LoRA file to go on from")
+    network_train_text_encoder_only: bool = Field(
+        False, description="train the text encoders that text_encoder_lr names, and not the transformer"
+    )
+
+
+class OptimizerConfig(Section):
+    """Optimizer and learning rate schedule."""
+
+    optimizer_type: str = Field(
+        "AdamW",
+        description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, Lion, AdamWScheduleFree, "
+        "DAdaptAdam, or a dotted class path",
+    )
+    optimizer_args: list[str] = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')
+    learning_rate: NotNegative = Field(1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation")
+    text_encoder_lr: list[NotNegative] = Field(
+        [],
+        max_length=2,
+        description="learning rates of CLIP-L and T5, which are not trained without one or at 0; one value holds for "
+        "both; T5 needs train_t5xxl=True in network_args too",
+    )
+    max_grad_norm: NotNegative = Field(1.0, description="gradient norm to clip at; 0 for no clipping")
+    lr_scheduler: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "rex",
+        "warmup_stable_decay",
+    ] = Field("constant", description="learning rate schedule")
+    lr_warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = Field(
+        0, description="warm-up in optimizer steps, or as a fraction of all"
+    )
+    lr_decay_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = Field(
+        0, description="decay of warmup_stable_decay in optimizer steps, or as a fraction of all"
+    )
+    lr_scheduler_num_cycles: Positive = Field(1, description="restarts of cosine_with_restarts")
+    lr_scheduler_power: Annotated[float, Field(gt=0)] = Field(1.0, description="exponent of polynomial")
+    lr_scheduler_min_lr_ratio: Fraction = Field(0.0, description="floor of the decaying schedules, as a share of lr")
+
+    @field_validator("text_encoder_lr", mode="before")
+    @classmethod
+    def _one_rate_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, int | float | str) else value
+
+
+class TrainingConfig(Section):
+    """How long, in what precision, from which seed."""
+
+    max_train_steps: Positive = Field(1600, description="optimizer steps")
+    max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
+    gradient_accumulation_steps: Positive = Field(1, description="batches per optimizer step")
+    gradient_checkpointing: bool = Field(False, description="recompute blocks in backward: less memory, more time")
+    blocks_to_swap: Annotated[int, Field(ge=0)] = Field(
+        0, description="blocks whose frozen weights stay in host memory and are copied in as they run; FLUX: up to 35"
+    )
+    mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
+    full_bf16: bool = Field(False, description="LoRA weights in bf16 too, updated with stochastic rounding")
+    seed: int = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
+    resume: str | None = Field(None, description="state folder to go on from (written by save_state)")
+    prior_loss_weight: NotNegative = Field(1.0, description="weight of regularisation images (is_reg)")
+
+
+class FlowConfig(Section):
+    """Timesteps, weighting and loss of the rectified flow."""
+
+    timestep_sampling: Literal["uniform", "sigmoid", "shift", "flux_shift", "sigma"] = Field(
+        "flux_shift", description="how sigmas are drawn"
+    )
+    sigmoid_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="spread of sigmoid, shift and flux_shift")
+    discrete_flow_shift: Annotated[float, Field(gt=0)] = Field(
+        3.0, description="shift of timestep_sampling shift, sigma"
+    )
+    weighting_scheme: Literal["none", "logit_normal", "mode", "cosmap", "sigma_sqrt"] = Field(
+        "none", description="density of sigmas (logit_normal, mode) or loss weight (cosmap, sigma_sqrt); Esser 2024"
+    )
+    logit_mean: float = Field(0.0, description="mean of logit_normal")
+    logit_std: Annotated[float, Field(gt=0)] = Field(1.0, description="spread of logit_normal")
+    mode_scale: float = Field(1.29, description="scale of mode")
+    min_timestep: Annotated[int, Field(ge=0, le=1000)] = Field(0, description="lowest timestep, of 1000")
+    max_timestep: Annotated[int, Field(ge=0, le=1000)] = Field(1000, description="highest timestep, of 1000")
+    guidance_scale: float = Field(1.0, description="guidance given to guidance-distilled models in training")
+    loss_type: Literal["l2", "huber", "smooth_l1"] = Field("l2", description="loss")
+    huber_c: Annotated[float, Field(gt=0)] = Field(0.1, description="where huber and smooth_l1 turn linear")
+    masked_loss: bool = Field(False, description="weigh the loss by mask images (conditioning_data_dir) or alpha")
+
+
+class SavingConfig(Section):
+    """What is written, and when."""
+
+    output_dir: str = Field("output", description="folder for everything a run writes")
+    output_name: str = Field("lora", pattern=r"^[^/\\]+$", description="file name of the LoRA, without suffix")
+    save_every_n_steps: Positive | None = Field(None, description="write the LoRA every so many optimizer steps")
+    save_every_n_epochs: Positive | None = Field(None, description="write the LoRA every so many epochs")
+    save_last_n_steps: Positive | None = Field(None, description="keep only what was saved in the last so many steps")
+    save_last_n_epochs: Positive | None = Field(None, description="keep only the last so many epoch files")
+    save_last_n_steps_state: Positive | None = Field(None, description="the same for states; default: as the files")
+    save_last_n_epochs_state: Positive | None = Field(None, description="the same for states; default: as the files")
+    save_best: bool = Field(False, description="write <name>-best whenever the validation loss is the lowest so far")
+    early_stop_patience: Positive | None = Field(
+        None, description="stop after so many validations without a lower loss"
+    )
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="save, sample and validate an exponential moving average of the LoRA, such as 0.999"
+    )
+    save_precision: Literal["fp32", "fp16", "bf16"] | None = Field(None, description="default: the training dtype")
+    save_state: bool = Field(False, description="write the whole training state with every saved LoRA")
+    save_state_on_train_end: bool = Field(False, description="write the training state at the end")
+    save_format: Literal["diffusers", "kohya", "comfy"] = Field("diffusers", description="key layout of the LoRA file")
+    training_comment: str | None = Field(None, description="free text for the LoRA's metadata")
+
+
+class HubConfig(Section):
+    """Upload to the Hugging Face hub; the token is taken from HF_TOKEN or huggingface-cli login."""
+
+    huggingface_repo_id: str | None = Field(None, description="repository to upload to, user/name; made if needed")
+    huggingface_path_in_repo: str | None = Field(None, description="folder in the repository")
+    huggingface_repo_visibility: Literal["private", "public"] = Field("private", description="of a new repository")
+    save_state_to_huggingface: bool = Field(False, description="upload training states too")
+    async_upload: bool = Field(False, description="upload in the background while training goes on")
+
+
+class SamplingConfig(Section):
+    """Sample images before, during and after training."""
+
+    sample_prompts: str | None = Field(
+        None, description="prompts: text (--n --w --h --d --l --s --g), TOML or JSON, as kohya's"
+    )
+    sample_every_n_steps: Positive | None = Field(None, description="sample every so many optimizer steps")
+    sample_every_n_epochs: Positive | None = Field(None, description="sample every so many epochs")
+    sample_at_first: bool = Field(False, description="sample before the first step")
+    sample_at_end: bool = Field(True, description="sample after the last step")
+
+
+class ValidationConfig(Section):
+    """Loss on held-out images, at fixed noise and fixed timesteps."""
+
+    validate_every_n_steps: Positive | None = Field(None, description="validate every so many optimizer steps")
+    validate_every_n_epochs: Positive | None = Field(None, description="validate every so many epochs")
+    validation_sigmas: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+        [0.1, 0.3, 0.5, 0.7, 0.9], description="the sigmas every held-out image is seen at"
+    )
+    max_validation_images: Positive = Field(32, description="at most so many held-out images")
+
+
+class LoggingConfig(Section):
+    """Metrics and trackers. metrics.jsonl is always written."""
+
+    log_with: Literal["tensorboard", "wandb", "all"] | None = Field(None, description="trackers")
+    logging_dir: str | None = Field(None, description="folder for tracker files; default <output_dir>/logs")
+    log_tracker_name: str = Field("tandem", description="project name in the tracker")
+    wandb_run_name: str | None = Field(None, description="run name in wandb; default output_name")
+    log_every_n_steps: Positive = Field(1, description="write metrics every so many steps; each reads the loss once")
+
+
+class AccelerateConfig(Section):
+    """Process group, DDP and compilation."""
+
+    ddp_timeout: Positive = Field(10, description="minutes until a stuck collective fails")
+    ddp_gradient_as_bucket_view: bool = Field(False, description="DDP gradients as views of the buckets: less memory")
+    ddp_static_graph: bool = Field(False, description="tell DDP that every step uses the same parameters")
+    torch_compile: bool = Field(False, description="compile the repeated transformer blocks")
+    dynamo_backend: Literal["inductor", "aot_eager", "eager"] = Field("inductor", description="compiler")
+    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field("default", description="inductor mode")
+
+
+class TrainConfig(Section):
+    """All sections of a LoRA training run."""
+
+    model: ModelConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    dataset: DatasetArguments
+    network: NetworkConfig = NetworkConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    flow: FlowConfig = FlowConfig()
+    saving: SavingConfig = SavingConfig()
+    hub: HubConfig = HubConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    validation: ValidationConfig = ValidationConfig()
+    logging: LoggingConfig = LoggingConfig()
+    accelerate: AccelerateConfig = AccelerateConfig()

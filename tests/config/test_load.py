@@ -1,0 +1,192 @@
+"""The configuration: one schema for TOML, flags, help and JSON schema, and errors a person can act on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from library.config import load_config
+from library.config.load import fields, sections
+from library.errors import UserError
+from tools.write_config_docs import json_schema, options_page
+
+REQUIRED = ["--pretrained_model_name_or_path", "base", "--dataset_config", "data.toml"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _toml(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def _problem(argv: list[str]) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(argv)
+    return str(caught.value)
+
+
+def test_a_key_is_read_under_any_heading_or_none(tmp_path: Path) -> None:
+    path = _toml(tmp_path, 'network_dim = 8\n[anything]\nlearning_rate = 1\n[network]\nnetwork_args = ["a=1"]\n')
+    config = load_config(["--config_file", path, *REQUIRED])
+    assert config.network.network_dim == 8
+    assert config.optimizer.learning_rate == 1.0
+    assert config.network.network_args == ["a=1"]
+
+
+def test_a_flag_wins_over_the_toml_file(tmp_path: Path) -> None:
+    path = _toml(tmp_path, "[network]\nnetwork_dim = 8\n[training]\ngradient_checkpointing = true\n")
+    config = load_config(["--config_file", path, "--network_dim", "32", "--no-gradient_checkpointing", *REQUIRED])
+    assert config.network.network_dim == 32
+    assert config.training.gradient_checkpointing is False
+
+
+def test_lists_and_either_or_numbers_are_taken_from_the_command_line() -> None:
+    argv = ["--optimizer_args", "weight_decay=0.1", "betas=0.9,0.99", "--lr_scheduler", "cosine"]
+    config = load_config([*argv, "--lr_warmup_steps", "0.1", *REQUIRED])
+    assert config.optimizer.optimizer_args == ["weight_decay=0.1", "betas=0.9,0.99"]
+    assert config.optimizer.lr_warmup_steps == pytest.approx(0.1)
+    assert (
+        load_config(["--lr_warmup_steps", "100", "--lr_scheduler", "cosine", *REQUIRED]).optimizer.lr_warmup_steps
+        == 100
+    )
+
+
+def test_an_unknown_toml_key_names_file_line_and_nearest_key(tmp_path: Path) -> None:
+    path = _toml(tmp_path, "# comment\n[network]\nnetwrk_dim = 8\n")
+    assert _problem(["--config_file", path, *REQUIRED]) == (
+        f"{path}:3: netwrk_dim: unknown key; did you mean 'network_dim'?"
+    )
+
+
+def test_a_wrong_type_names_file_line_and_what_was_expected(tmp_path: Path) -> None:
+    path = _toml(tmp_path, '[network]\nnetwork_dim = "many"\n')
+    message = _problem(["--config_file", path, *REQUIRED])
+    assert message.startswith(f"{path}:2: network_dim: 'many' does not fit: should be a valid integer")
+
+
+def test_a_wrong_choice_names_the_nearest_one() -> None:
+    assert _problem(["--lr_scheduler", "cosin", *REQUIRED]).endswith("did you mean 'cosine'?")
+
+
+def test_every_problem_gets_a_line_of_its_own(tmp_path: Path) -> None:
+    path = _toml(tmp_path, "netwrk_dim = 8\nlerning_rate = 1\n")
+    assert len(_problem(["--config_file", path, *REQUIRED]).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("network_dim = = 3", "not valid TOML"),
+        ('network_dim = "8', "not valid TOML"),
+        ("[a]\nnetwork_dim = 1\n[b]\nnetwork_dim = 2", "stands in this file twice"),
+    ],
+)
+def test_a_broken_toml_file_is_named(tmp_path: Path, text: str, part: str) -> None:
+    path = _toml(tmp_path, text)
+    message = _problem(["--config_file", path, *REQUIRED])
+    assert path in message
+    assert part in message
+
+
+def test_missing_files_keys_and_flags_say_what_to_do(tmp_path: Path) -> None:
+    assert "no such file" in _problem(["--config_file", str(tmp_path / "no.toml")])
+    assert "pretrained_model_name_or_path: is required" in _problem(["--dataset_config", "d"])
+    assert _problem(["--netwrk_dim", "3"]) == "command line: --netwrk_dim: unknown flag; did you mean 'network_dim'?"
+    assert "'false' belongs to no flag; a switch takes no value" in _problem(["--sample_at_end", "false", *REQUIRED])
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--full_bf16"], "full_bf16: needs the forward pass in bf16"),
+        (["--base_dtype", "bf16"], 'set mixed_precision = "bf16"'),
+        (["--min_timestep", "500", "--max_timestep", "400"], "min_timestep: 500 is not below"),
+        (["--discrete_flow_shift", "2"], "discrete_flow_shift: has no effect"),
+        (["--timestep_sampling", "uniform", "--sigmoid_scale", "2"], "sigmoid_scale: has no effect"),
+        (["--weighting_scheme", "logit_normal"], 'timestep_sampling = "sigma" only'),
+        (["--logit_mean", "1"], "logit_mean: has no effect"),
+        (["--mode_scale", "1"], "mode_scale: has no effect"),
+        (["--huber_c", "1"], "huber_c: has no effect"),
+        (["--sample_every_n_steps", "5"], "sample_every_n_steps: has no effect without sample_prompts"),
+        (["--logging_dir", "x"], "logging_dir: has no effect without log_with"),
+        (["--wandb_run_name", "x", "--log_with", "tensorboard"], "wandb_run_name: has no effect"),
+        (["--dynamo_backend", "eager"], "dynamo_backend: has no effect without torch_compile"),
+        (["--torch_compile", "--dynamo_backend", "eager", "--dynamo_mode", "default"], "dynamo_mode: has no effect"),
+    ],
+)
+def test_an_option_that_could_only_be_ignored_is_refused(argv: list[str], part: str) -> None:
+    message = _problem([*argv, *REQUIRED])
+    assert part in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--fp8_base", "--fp8_scaled"], "fp8_base: casts without scales, fp8_scaled quantises with scales; keep one"),
+        (["--fp8_base", "--fp8_granularity", "row"], "fp8_granularity: has no effect without fp8_scaled"),
+        (["--fp8_keep", "final"], "fp8_keep: has no effect without fp8_base or fp8_scaled"),
+        (["--fp8_rounding", "stochastic"], "fp8_rounding: has no effect without fp8_base or fp8_scaled"),
+        (
+            ["--fp8_base", "--fp8_compute", "dequant", "--fp8_input_gradient"],
+            'fp8_input_gradient: has no effect with fp8_compute = "dequant"',
+        ),
+        (
+            ["--fp8_scaled", "--fp8_compute", "scaled_mm"],
+            'fp8_compute = scaled_mm: block scales cannot be multiplied in fp8; set fp8_granularity to "row"',
+        ),
+        (
+            ["--fp8_base", "--fp8_format", "e5m2", "--fp8_input_gradient"],
+            "fp8_input_gradient: e5m2 weights cannot be multiplied in fp8",
+        ),
+        (["--fp8_text_encoder", "--mixed_precision", "fp16"], "fp8_text_encoder: T5 leaves the range of fp16"),
+    ],
+)
+def test_fp8_options_that_do_not_go_together_are_refused(argv: list[str], part: str) -> None:
+    problem = _problem(["--pretrained_model_name_or_path", "m", "--dataset_config", "d", *argv])
+    assert part in problem
+    assert "\n" not in problem
+
+
+def test_key_names_are_unique_over_all_sections() -> None:
+    names = [key for section in sections().values() for key in section.model_fields]
+    assert len(names) == len(set(names)) == len(fields())
+
+
+def test_every_key_is_described() -> None:
+    assert [key for key, (_, field) in fields().items() if not field.description] == []
+
+
+def test_help_lists_every_key_under_its_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load_config(["--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for name in sections():
+        assert f"{name}:" in shown
+    for key in fields():
+        assert f"--{key}" in shown
+
+
+def test_the_json_schema_and_the_options_page_are_up_to_date() -> None:
+    assert (ROOT / "configs/train_lora.schema.json").read_text(encoding="utf-8") == json_schema()
+    assert (ROOT / "docs/options.md").read_text(encoding="utf-8") == options_page()
+    assert set(json.loads(json_schema())["properties"]) == set(fields()) | set(sections())
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--save_last_n_steps", "5"], "save_last_n_steps: has no effect without save_every_n_steps"),
+        (["--save_last_n_epochs_state", "5", "--save_every_n_epochs", "1"], "save_last_n_epochs_state: has no effect"),
+        (["--save_best"], "save_best: has no effect without validate_every_n_steps"),
+        (["--ema_decay", "0.9", "--optimizer_type", "AdamWScheduleFree"], "averages its weights already"),
+        (["--async_upload"], "async_upload: has no effect without huggingface_repo_id"),
+        (["--huggingface_repo_id", "a/b", "--save_state_to_huggingface"], "no state is saved"),
+    ],
+)
+def test_saving_options_that_could_only_be_ignored_are_refused(argv: list[str], part: str) -> None:
+    assert part in _problem([*argv, *REQUIRED])
