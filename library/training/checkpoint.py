@@ -1,0 +1,213 @@
+"""What a run leaves on disk: LoRA files, and states from which it goes on as if it had never stopped.
+
+A state folder holds the LoRA in the dtype it is trained in, the optimizer's and the schedule's state, the loss
+scaler's, and the position in the data. Random numbers need no saving, they are functions of seed, step and
+sample. A folder is written under a temporary name and renamed when it is whole.
+
+The optimizer's state carries its learning rate and arguments, so a resumed run would pass over new ones without a
+word. ``lasting_settings`` names those settings; a run that changed one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from library.errors import UserError
+from library.files import write_safetensors, write_text
+from library.training.state_file import read_state, write_state
+
+if TYPE_CHECKING:
+    from library.config.schema import TrainConfig
+
+
+@dataclass
+class Position:
+    """Where a run stands."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0  # epochs begun before this one
+    batches: int = 0  # batches of this epoch done, over all processes
+    loss_ema: float = 0.0
+    val_loss_before: float | None = None
+    best_val_loss: float | None = None
+    validations_since_best: int = 0
+
+
+def lasting_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that a state goes on with, whatever the resumed run says."""
+    optimizer, network = config.optimizer, config.network
+    dropouts = ("rank_dropout", "module_dropout")  # hold from the next step on
+    return {
+        "optimizer_type": optimizer.optimizer_type,
+        "optimizer_args": _sorted_pairs(optimizer.optimizer_args),
+        "learning_rate": optimizer.learning_rate,
+        "text_encoder_lr": optimizer.text_encoder_lr,
+        "network_dim": network.network_dim,
+        "network_alpha": network.network_alpha,
+        "network_args": [pair for pair in _sorted_pairs(network.network_args) if pair.split("=")[0] not in dropouts],
+        "full_bf16": config.training.full_bf16,
+        "ema_decay": config.saving.ema_decay,
+    }
+
+
+def _sorted_pairs(pairs: list[str]) -> list[str]:
+    """Return ``key=value`` pairs in an order and spelling that do not depend on who wrote them."""
+    return sorted("=".join(part.strip() for part in pair.split("=", 1)) for pair in pairs)
+
+
+class Stateful(Protocol):
+    """What optimizers, schedules and loss scalers have in common."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def save_training_state(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    parts: Mapping[str, Stateful],
+    position: Position,
+    base: str,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a state folder in one step, replacing an older one of the same name.
+
+    Args:
+        folder: where; ``<folder>.tmp`` is used while writing.
+        weights: the trained parameters by name.
+        parts: optimizer, schedule, scaler by name.
+        position: where the run stands.
+        base: the base model's fingerprint, checked when resuming.
+        settings: of ``lasting_settings``, checked when resuming.
+    """
+    about = asdict(position) | {"base": base, "settings": dict(settings or {})}
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        write_safetensors(temporary / "lora.safetensors", weights)
+        for name, part in parts.items():
+            write_state(temporary / name, part.state_dict())
+        write_text(temporary / "position.json", json.dumps(about))
+        _replace_folder(temporary, folder)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); free space, earlier states are kept"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace_folder(new: Path, folder: Path) -> None:
+    """Put ``new`` in the place of ``folder``; at every moment one of the two is there under some name."""
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Position, str]:
+    """Return where a saved state stands, and its base's fingerprint; the weights are not read.
+
+    Raises:
+        UserError: ``folder`` is no state, or one of other ``settings`` (those of ``lasting_settings``).
+    """
+    try:
+        saved = json.loads((Path(folder) / "position.json").read_text(encoding="utf-8"))
+        base, then = saved.pop("base"), saved.pop("settings")
+        position = Position(**saved)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"position.json is damaged: {error}"
+        raise UserError(
+            f"resume: {folder} is no training state ({reason}); give a folder that save_state wrote"
+        ) from None
+    for key in sorted(then.keys() & settings.keys()):
+        if then[key] != settings[key]:
+            raise UserError(
+                f"resume: {folder} was trained with {key} = {json.dumps(then[key])}, now it is "
+                f"{json.dumps(settings[key])}; a state goes on with its own: set that again, or start a new run "
+                "with network_weights"
+            )
+    return position, base
+
+
+def load_training_state(
+    folder: str | Path,
+    parameters: Mapping[str, Tensor],
+    parts: Mapping[str, Stateful],
+    base: str,
+    settings: Mapping[str, Any] | None = None,
+) -> Position:
+    """Put a saved state back into the trained ``parameters`` and ``parts``; return the position to go on from.
+
+    Raises:
+        UserError: ``folder`` is no state or a damaged one, belongs to another base model, was trained with other
+            ``settings``, or holds other LoRA tensors than the run's.
+    """
+    folder = Path(folder)
+    position, saved_base = read_position(folder, settings or {})
+    if saved_base != base:
+        raise UserError(f"resume: {folder} was trained on another base model; set the one it was trained on")
+    _copy_weights(folder, parameters)
+    for name, part in parts.items():
+        state = read_state(folder / name)
+        try:
+            part.load_state_dict(state)
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise UserError(
+                f"resume: {folder}: the saved {name} does not fit this run's ({error}); use the settings it was "
+                "trained with"
+            ) from error
+    return position
+
+
+@torch.no_grad()
+def _copy_weights(folder: Path, parameters: Mapping[str, Tensor]) -> None:
+    file = folder / "lora.safetensors"
+    try:
+        weights = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"resume: {file} cannot be read ({error}); resume from another state") from None
+    differing = sorted(weights.keys() ^ parameters.keys())
+    differing += [n for n in weights.keys() & parameters.keys() if weights[n].shape != parameters[n].shape]
+    if differing:
+        raise UserError(
+            f"resume: {folder} holds another LoRA ({len(differing)} tensors differ, first {differing[0]}); "
+            "use the network settings it was trained with"
+        )
+    for name, tensor in weights.items():
+        parameters[name].copy_(tensor)
+
+
+@dataclass(frozen=True)
+class OutputNames:
+    """File names in kohya's pattern: ``name-step00000100``, ``name-000002`` for epochs, ``name`` at the end."""
+
+    folder: Path
+    name: str
+
+    def stem(self, step: int | None = None, epoch: int | None = None) -> str:
+        """Return the name without suffix for a step, an epoch, or the end of training."""
+        if step is not None:
+            return f"{self.name}-step{step:08d}"
+        return f"{self.name}-{epoch:06d}" if epoch is not None else self.name
+
+    def lora(self, stem: str) -> Path:
+        """Return the path of a LoRA file."""
+        return self.folder / f"{stem}.safetensors"
+
+    def state(self, stem: str) -> Path:
+        """Return the path of a state folder."""
+        return self.folder / f"{stem}-state"

@@ -1,0 +1,129 @@
+"""Rectified flow: which noise level a sample is seen at, how the loss is weighted there, and the loss itself.
+
+Training looks at ``x = (1 - sigma) * latents + sigma * noise`` and learns the velocity ``noise - latents``. Both
+noise and sigma are functions of (seed, step, sample): see ``library.randomness``. Sigmas stay fp32 all the way
+into the model; in bf16 neighbouring timesteps would fall together (8 bits: steps of 4 in a thousand).
+
+Densities and weights: Esser et al. 2024, "Scaling Rectified Flow Transformers" (arXiv 2403.03206), sections 3.1
+and 5.3.2; the resolution-dependent shift as in FLUX's own sampler (mu 0.5 at 256 tokens, 1.15 at 4096).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from library.randomness import generator
+
+if TYPE_CHECKING:
+    from library.config.schema import FlowConfig
+
+_SMALLEST_SIGMA = 1e-4  # keeps 1/sigma^2 weights finite; a tenth of the finest step of the 1000-step schedule
+
+
+def noise_for(latents: Tensor, sample_ids: Tensor, *key: int | str) -> Tensor:
+    """Return standard normal noise, fp32 on the latents' device, one draw a sample from its own generator.
+
+    Args:
+        latents: [B, C, h, w]; only shape and device are used.
+        sample_ids: [B] int64, what identifies each sample.
+        key: what else the noise is a function of, (seed, step) in training.
+    """
+    draws = [torch.randn(latents.shape[1:], generator=generator("noise", *key, int(i))) for i in sample_ids.tolist()]
+    return torch.stack(draws).to(latents.device, non_blocking=True)
+
+
+def sample_sigmas(flow: FlowConfig, sample_ids: Tensor, tokens: int, *key: int | str) -> Tensor:
+    """Draw a sigma for each sample.
+
+    Args:
+        flow: distribution and its parameters.
+        sample_ids: [B] int64.
+        tokens: image tokens of the batch (h/2 * w/2), which flux_shift depends on.
+        key: (seed, step).
+
+    Returns:
+        [B] fp32 on the CPU, in (0, 1].
+    """
+    generators = [generator("sigma", *key, int(i)) for i in sample_ids.tolist()]
+    normal = torch.stack([torch.randn((), generator=g) for g in generators])
+    uniform = torch.stack([torch.rand((), generator=g) for g in generators])
+    sigmas = _raw_sigmas(flow, normal, uniform, tokens)
+    low, high = flow.min_timestep / 1000, flow.max_timestep / 1000
+    return (low + (high - low) * sigmas).clamp(_SMALLEST_SIGMA, 1.0)
+
+
+def _raw_sigmas(flow: FlowConfig, normal: Tensor, uniform: Tensor, tokens: int) -> Tensor:
+    """Return [B] fp32 sigmas over the whole range 0..1, from standard normal and uniform draws."""
+    if flow.timestep_sampling == "uniform":
+        return uniform
+    if flow.timestep_sampling == "sigma":
+        return shift_sigmas(1 - _density(flow, normal, uniform), flow.discrete_flow_shift)
+    sigmas = torch.sigmoid(flow.sigmoid_scale * normal)
+    if flow.timestep_sampling == "shift":
+        return shift_sigmas(sigmas, flow.discrete_flow_shift)
+    if flow.timestep_sampling == "flux_shift":
+        return shift_sigmas(sigmas, math.exp(flux_mu(tokens)))
+    return sigmas
+
+
+def _density(flow: FlowConfig, normal: Tensor, uniform: Tensor) -> Tensor:
+    """Return [B] positions on the schedule, 0 at full noise (Esser 2024, section 3.1: logit-normal, mode)."""
+    if flow.weighting_scheme == "logit_normal":
+        return torch.sigmoid(flow.logit_mean + flow.logit_std * normal)
+    if flow.weighting_scheme == "mode":
+        return 1 - uniform - flow.mode_scale * (torch.cos(math.pi * uniform / 2) ** 2 - 1 + uniform)
+    return uniform
+
+
+def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
+    """Move sigmas towards noise: s*sigma / (1 + (s-1)*sigma) (Esser 2024, equation 23)."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def flux_mu(tokens: int) -> float:
+    """Return FLUX's log shift for a number of image tokens: a line through (256, 0.5) and (4096, 1.15)."""
+    return 0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256)
+
+
+def add_noise(latents: Tensor, noise: Tensor, sigmas: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the noisy latents and the velocity to predict, both [B, C, h, w] fp32; ``sigmas`` is [B]."""
+    latents = latents.float()
+    s = sigmas.to(latents.device, torch.float32).view(-1, 1, 1, 1)
+    return (1 - s) * latents + s * noise, noise - latents
+
+
+def loss_weights(flow: FlowConfig, sigmas: Tensor) -> Tensor:
+    """Return [B] fp32 weights of the loss at each sigma (sigma_sqrt, cosmap: Esser 2024, section 3.1)."""
+    if flow.weighting_scheme == "sigma_sqrt":
+        return sigmas**-2
+    if flow.weighting_scheme == "cosmap":
+        return 2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas**2))
+    return torch.ones_like(sigmas)
+
+
+def sample_losses(flow: FlowConfig, prediction: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the loss of each sample, [B] fp32: the mean over channels and positions.
+
+    huber is the pseudo-Huber loss 2c(sqrt(d² + c²) - c), smooth_l1 is 2(sqrt(d² + c²) - c), as sd-scripts has
+    them: the first is d² for small errors, the second |2d| for large ones. A mask multiplies the pointwise loss;
+    the mean still runs over all positions, so a small mask gives a small loss.
+
+    Args:
+        prediction, target: [B, C, h, w].
+        mask: [B, 1, h, w] in 0..1, or None.
+    """
+    difference = prediction.float() - target.float()
+    if flow.loss_type == "l2":
+        pointwise = difference.square()
+    else:
+        c = flow.huber_c
+        pointwise = 2 * (torch.sqrt(difference.square() + c * c) - c)
+        if flow.loss_type == "huber":
+            pointwise = pointwise * c
+    if mask is not None:
+        pointwise = pointwise * mask
+    return pointwise.flatten(1).mean(1)

@@ -1,0 +1,182 @@
+"""The training loop.
+
+One optimizer step is: ``gradient_accumulation_steps`` batches forward and backward, clipping, the optimizer, the
+schedule. Everything random in it is a function of (seed, step, sample), so the loop carries no hidden state: its
+whole memory is ``Position`` and what optimizer and schedule hold. The device is read back (one synchronisation)
+only at steps that are logged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from library.randomness import derive_seed
+from library.training.checkpoint import Position
+from library.training.lr_tracker import read_learning_rates
+from library.training.metrics import MetricsStream, peak_memory_bytes
+from library.training.progress import TrainingProgress
+from library.training.run import Run
+
+if TYPE_CHECKING:
+    from library.data.batches import Batch
+
+_EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
+
+
+class Events(Protocol):
+    """What the loop tells of its progress."""
+
+    stopped: bool  # whether training is to end here
+
+    def after_step(self, position: Position) -> None: ...
+
+    def after_epoch(self, position: Position) -> None: ...
+
+
+@dataclass
+class Trainer:
+    """Trains a prepared run from ``position`` to its last step."""
+
+    parts: Run
+    position: Position
+    log_every: int
+    metrics: MetricsStream
+    progress: TrainingProgress
+    events: Events
+    _rates: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Train until ``total_steps`` optimizer steps are done."""
+        for model in self.parts.models:
+            model.train()
+        record = _Record(self.parts.accelerator, self.position)
+        while self.position.step < self.parts.total_steps and not self.events.stopped:
+            self._epoch(record)
+
+    def _epoch(self, record: _Record) -> None:
+        """Train to the end of the epoch or of the run; leave ``position`` at the start of the next epoch."""
+        position, accelerator = self.position, self.parts.accelerator
+        self.parts.batches.set_position(position.epoch, position.batches)
+        record.restart_clock()
+        for batch, waited in _timed(self.parts.loader):
+            loss, sigmas, grad_norm = self._batch(batch)
+            position.batches += accelerator.num_processes
+            record.add(loss, sigmas, waited)
+            if not accelerator.sync_gradients:
+                continue
+            position.step += 1
+            if self.parts.average is not None:
+                self.parts.average.update()
+            record.close_step(grad_norm)
+            self.progress.advance(position.step)
+            if self._is_logged(position.step):
+                self._log(record)
+            self.events.after_step(position)
+            record.restart_clock()
+            if position.step == self.parts.total_steps or self.events.stopped:
+                return
+        position.epoch, position.batches = position.epoch + 1, 0
+        self.events.after_epoch(position)
+
+    def _batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Forward and backward of one batch; the update too where the accumulation is complete."""
+        run, position, accelerator = self.parts, self.position, self.parts.accelerator
+        with accelerator.accumulate(*run.models):
+            # LoRA dropout is the one global draw; seeding it here makes it a function of the position too.
+            rank = accelerator.process_index
+            torch.manual_seed(derive_seed(run.step.seed, "dropout", position.step, position.batches, rank))
+            loss, sigmas = run.step.loss(run.model, batch, position.step)
+            accelerator.backward(loss)
+            grad_norm = None
+            if accelerator.sync_gradients:
+                limit = run.max_grad_norm or float("inf")  # with inf the norm is measured, not changed
+                grad_norm = accelerator.clip_grad_norm_(run.network.parameters(), limit)
+                if self._is_logged(position.step + 1):
+                    self._rates = read_learning_rates(run.optimizer)  # as this step is going to use them
+            run.optimizer.step()
+            if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+                run.lr_schedule.step()
+            run.optimizer.zero_grad()
+        return loss.detach(), sigmas, grad_norm
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.log_every == 0 or step == self.parts.total_steps
+
+    def _log(self, record: _Record) -> None:
+        values = {"step": self.position.step, "epoch": self.position.epoch, **record.read(), **self._rates}
+        values["peak_mem_bytes"] = peak_memory_bytes()
+        self.metrics.write(values)
+        if self.parts.accelerator.is_main_process:
+            self.progress.show(values)
+
+
+class _Record:
+    """Gathers a step's figures on the device; reads them back only when asked to."""
+
+    def __init__(self, accelerator: Accelerator, position: Position) -> None:
+        self._accelerator, self._position = accelerator, position
+        self._ema: Tensor | None = None
+        self._losses: list[Tensor] = []
+        self._sigmas: list[Tensor] = []
+        self._steps, self._waited, self._busy = 0, 0.0, 0.0
+        self._loss = self._grad_norm = torch.zeros(())
+        self._clock = time.perf_counter()
+
+    def add(self, loss: Tensor, sigmas: Tensor, waited: float) -> None:
+        """Take in one batch."""
+        self._losses.append(loss)
+        self._sigmas.append(sigmas)
+        self._waited += waited
+
+    def close_step(self, grad_norm: Tensor | None) -> None:
+        """Take in the end of an optimizer step."""
+        self._loss = torch.stack(self._losses).mean()
+        first = self._position.step == 1 and self._ema is None
+        past = self._loss if first else self._position.loss_ema if self._ema is None else self._ema
+        self._ema = _EMA * past + (1 - _EMA) * self._loss
+        self._losses = []
+        if grad_norm is not None:
+            self._grad_norm = grad_norm
+        self._steps += 1
+        now = time.perf_counter()
+        self._busy, self._clock = self._busy + now - self._clock, now
+
+    def restart_clock(self) -> None:
+        """Leave out of s/it what was done between steps: saving, sampling, validating."""
+        self._clock = time.perf_counter()
+
+    def read(self) -> dict[str, float]:
+        """Return the figures since the last call, the loss averaged over processes."""
+        ema = self._ema if self._ema is not None else self._loss
+        on_device = torch.stack([self._loss, ema, torch.as_tensor(self._grad_norm, device=ema.device)])
+        loss, ema_value, grad_norm = self._accelerator.reduce(on_device, reduction="mean").tolist()
+        self._position.loss_ema = ema_value
+        figures = {
+            "loss": loss,
+            "loss_ema": ema_value,
+            "grad_norm": grad_norm,
+            "sigma_mean": float(torch.cat(self._sigmas).mean()),
+            "s_per_it": self._busy / self._steps,
+            "data_wait_s": self._waited / self._steps,
+        }
+        self._sigmas, self._steps, self._waited, self._busy = [], 0, 0.0, 0.0
+        return figures
+
+
+def _timed(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+    """Yield each batch with the seconds spent waiting for it."""
+    iterator = iter(batches)
+    while True:
+        begun = time.perf_counter()
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        yield batch, time.perf_counter() - begun

@@ -1,0 +1,64 @@
+"""The run's numbers, once: ``metrics.jsonl``, and the same objects to the trackers.
+
+One flat JSON object a line, in order of steps; every plot and report reads this file. Keys: ``step epoch loss
+loss_ema lr/<group> d/<group> d*lr/<group> grad_norm sigma_mean s_per_it data_wait_s peak_mem_bytes`` in a
+training line, ``step val_loss`` in a validation line.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from library.files import write_text
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from library.config.schema import LoggingConfig
+
+
+class MetricsStream:
+    """Appends to ``metrics.jsonl`` on the main process and passes the same values to accelerate's trackers."""
+
+    def __init__(self, path: Path, accelerator: Accelerator, logging: LoggingConfig, resume_step: int) -> None:
+        """Open the stream; what a resumed run is going to write again is cut off, a new run starts a new file."""
+        self._accelerator = accelerator
+        self._path = path
+        if logging.log_with:
+            run = {"wandb": {"name": logging.wandb_run_name}} if logging.wandb_run_name else {}
+            accelerator.init_trackers(logging.log_tracker_name, init_kwargs=run)
+        if accelerator.is_main_process:
+            lines = path.read_text(encoding="utf-8").splitlines() if resume_step and path.exists() else []
+            kept = [line for line in lines if _step_of(line) <= resume_step]
+            write_text(path, "".join(line + "\n" for line in kept))
+
+    def write(self, values: dict[str, float]) -> None:
+        """Write one line; ``values`` holds ``step``."""
+        if self._accelerator.is_main_process:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+        self._accelerator.log({k: v for k, v in values.items() if k != "step"}, step=int(values["step"]))
+
+    def close(self) -> None:
+        """Let the trackers write what they hold back."""
+        self._accelerator.end_training()
+
+
+def _step_of(line: str) -> float:
+    """Return the line's step, or infinity for a line that was cut off while being written."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak memory so far: the device's allocator on CUDA, the process's resident set on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,0 +1,106 @@
+"""What a run trains, and at which learning rates: decided from the settings before anything is loaded.
+
+The transformer is trained, and no text encoder: sd-scripts' ``network_train_unet_only``. ``text_encoder_lr`` adds them,
+its first value CLIP-L, its second T5; one value holds for both. As in sd-scripts T5 also needs ``train_t5xxl=True`` in
+``network_args``, because it costs 10 GB and seldom helps; where the two disagree, the run is refused (sd-scripts goes
+by ``train_t5xxl`` and drops the rest). A rate of 0 leaves an encoder as it is. ``network_train_text_encoder_only``
+leaves out the transformer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from library.config.optimizer_conflicts import effective_learning_rate
+from library.errors import UserError
+from networks.network import LoraNetwork
+from networks.options import NetworkOptions, parse_network_args
+from networks.targets import LoraTargets
+
+if TYPE_CHECKING:
+    from library.config.schema import NetworkConfig, OptimizerConfig, TrainingConfig
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """What is trained.
+
+    Attributes:
+        targets: the family's row.
+        options: the LoRA's options.
+        rates: component ("transformer", "text_encoder", "text_encoder_2") -> learning rate of what is trained.
+    """
+
+    targets: LoraTargets
+    options: NetworkOptions
+    rates: dict[str, float]
+
+    @property
+    def trains_transformer(self) -> bool:
+        """Whether the transformer gets a LoRA."""
+        return self.targets.file_prefix in self.rates
+
+    @property
+    def text_encoders(self) -> list[str]:
+        """The text encoders that get a LoRA."""
+        return [name for name in self.rates if name != self.targets.file_prefix]
+
+    def parameter_groups(self, network: LoraNetwork) -> list[dict]:
+        """Return the optimizer's groups, each with its learning rate: ``lora``, and one for each text encoder."""
+        groups = []
+        if self.trains_transformer:
+            rate = self.rates[self.targets.file_prefix]
+            part = network.component(self.targets.file_prefix)
+            groups += part.parameter_groups(rate, self.options.loraplus_lr_ratio)
+        for encoder in self.targets.text_encoders:
+            if encoder.name in self.rates:
+                part, rate = network.component(encoder.name), self.rates[encoder.name]
+                groups += part.parameter_groups(rate, self.options.loraplus_text_encoder_lr_ratio, encoder.group)
+        return groups
+
+
+def plan_network(
+    network: NetworkConfig, optimizer: OptimizerConfig, training: TrainingConfig, targets: LoraTargets
+) -> NetworkPlan:
+    """Decide what is trained.
+
+    Raises:
+        UserError: an option of the LoRA is wrong, contradicts another one or could only be ignored.
+    """
+    options = parse_network_args(network, targets)
+    rates = _text_encoder_rates(optimizer.text_encoder_lr, options, targets)
+    only_text = network.network_train_text_encoder_only
+    if only_text and not rates:
+        raise UserError("network_train_text_encoder_only: no text encoder is trained; set text_encoder_lr")
+    if only_text and (unused := options.of_transformer()):
+        raise UserError(f"network_args: {unused} is about the transformer, which is not trained; remove it")
+    given = any(pair.partition("=")[0].strip() == "loraplus_text_encoder_lr_ratio" for pair in network.network_args)
+    if given and not rates:
+        raise UserError("network_args: loraplus_text_encoder_lr_ratio has no effect without text_encoder_lr; remove it")
+    if options.train_t5xxl and training.mixed_precision == "fp16":
+        raise UserError("train_t5xxl: T5 leaves the range of fp16; use mixed_precision bf16 or do not train it")
+    transformer = {} if only_text else {targets.file_prefix: effective_learning_rate(optimizer)}
+    return NetworkPlan(targets, options, transformer | rates)
+
+
+def _text_encoder_rates(values: list[float], options: NetworkOptions, targets: LoraTargets) -> dict[str, float]:
+    """Return text encoder -> learning rate, of those that are trained."""
+    if any(values) and not targets.text_encoders:
+        raise UserError(f"text_encoder_lr: the text encoder of {targets.family} cannot be trained; remove it")
+    wanted = [*values, *values[-1:]][: len(targets.text_encoders)]  # one value holds for both
+    if len(values) < 2 and not options.train_t5xxl:
+        wanted = wanted[:1]
+    rates = {encoder.name: rate for encoder, rate in zip(targets.text_encoders, wanted) if rate}
+    trains_second = len(targets.text_encoders) > 1 and targets.text_encoders[1].name in rates
+    if trains_second and not options.train_t5xxl:
+        raise UserError(
+            "text_encoder_lr: the second value is T5's, which is not trained; add train_t5xxl=True to network_args "
+            "or remove the value"
+        )
+    if options.train_t5xxl and not trains_second:
+        raise UserError(
+            "network_args: train_t5xxl=True has no learning rate; set text_encoder_lr to the rates of CLIP-L and T5, "
+            "such as [0, 1e-5] for T5 alone"
+        )
+    return rates

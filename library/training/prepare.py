@@ -1,0 +1,191 @@
+"""From files to something that can be trained: data with its caches, and the networks with their LoRA.
+
+The order is the memory plan. First the VAE encodes what is not cached yet and leaves; then the text encoders; only
+then is the transformer loaded, so the peak is the largest of the three and not their sum. A text encoder that is
+trained comes back beside the transformer, and what it gave the cache is computed anew in every step. Each step after
+loading is a function on the model: inject the LoRA, set the memory policy, and let accelerate compile and wrap it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader
+
+from library.data.batches import collate
+from library.data.dataset import TrainingData, build_dataset
+from library.data.order import EpochBatchSampler
+from library.errors import UserError
+from library.precision.loading import Fp8Loading
+from library.training.base_precision import describe_base, leave_frozen_out_of_ddp
+from library.training.block_swap import swap_blocks
+from library.training.network_plan import NetworkPlan
+from library.training.progress import counting
+from networks.formats import load_lora
+from networks.injection import LoraNetwork, inject_lora
+
+if TYPE_CHECKING:
+    from library.config.schema import DatasetArguments, FlowConfig, ModelConfig, TrainingConfig
+    from library.models.protocol import Family, ImageEncoder, TextEncoder
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def base_dtype(model: ModelConfig, training: TrainingConfig) -> torch.dtype:
+    """Return the dtype of the frozen weights: as asked, or the dtype of the forward pass."""
+    name = model.base_dtype
+    return _DTYPES[{"no": "fp32"}.get(training.mixed_precision, training.mixed_precision) if name == "auto" else name]
+
+
+def prepare_data(
+    arguments: DatasetArguments,
+    training: TrainingConfig,
+    flow: FlowConfig,
+    image_encoder: ImageEncoder,
+    text_encoder: TextEncoder,
+    accelerator: Accelerator,
+    prompt_texts: Sequence[str],
+    console: Console,
+) -> TrainingData:
+    """Read the dataset and make sure that every latent and text embedding it needs is cached.
+
+    With several processes each encodes its share. An encoder's weights are read only if something is missing, and
+    are let go before this returns.
+
+    Args:
+        arguments, training, flow: settings.
+        image_encoder, text_encoder: load their weights at the first use.
+        accelerator: rank and barrier.
+        prompt_texts: further texts to encode, those of sample prompts.
+        console: where progress is shown.
+    """
+    data = build_dataset(
+        arguments,
+        seed=training.seed,
+        pixel_multiple=image_encoder.pixel_multiple,
+        latent_factor=image_encoder.latent_factor,
+        prior_loss_weight=training.prior_loss_weight,
+        masked_loss=flow.masked_loss,
+    )
+    console.print(data.describe())
+    rank, world = accelerator.process_index, accelerator.num_processes
+    with counting(console) as progress:
+        data.cache_latents(image_encoder, arguments.vae_batch_size, progress, rank, world)
+        image_encoder.release()
+        data.cache_text(text_encoder, prompt_texts, arguments.text_encoder_batch_size, progress, rank, world)
+        text_encoder.release()
+    accelerator.wait_for_everyone()
+    return data
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The networks of a run with their LoRA, not yet wrapped.
+
+    Attributes:
+        transformer: takes part in every run; without a LoRA where only text encoders are trained.
+        text_encoders: those that are trained, as one module; None where none is.
+        lora: the LoRA of both.
+        base_precision: of the transformer's frozen weights, in words.
+    """
+
+    transformer: nn.Module
+    text_encoders: nn.Module | None
+    lora: LoraNetwork
+    base_precision: str
+
+
+def prepare_networks(
+    family: Family,
+    text_encoder: TextEncoder,
+    plan: NetworkPlan,
+    network_weights: str | None,
+    training: TrainingConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    console: Console,
+    fp8: Fp8Loading | None = None,
+) -> Networks:
+    """Load what takes part in a step, put the LoRA in, set the memory policy.
+
+    ``fp8`` says which of the transformer's weights become fp8.
+
+    Raises:
+        UserError: see ``inject_lora`` and ``LoraNetwork.load``; an fp8 file is damaged, or does not suit ``fp8``.
+    """
+    lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
+    fp8, layout = fp8 or Fp8Loading(), family.fp8_layout()
+    loaded_to = torch.device("cpu") if training.blocks_to_swap else device
+    transformer, text_encoders = family.load_transformer(dtype, loaded_to, fp8=fp8), None
+    base_precision = describe_base(layout, fp8, dtype)
+    if layout is not None:
+        console.print(layout.describe())
+    if layout is not None or fp8.recipe is not None:
+        console.print(f"base: {base_precision}")
+    loras: list[LoraNetwork] = []
+    if plan.trains_transformer:
+        loras.append(inject_lora(transformer, plan.options, plan.targets, training.seed, lora_dtype))
+    if plan.text_encoders:
+        text_encoders = text_encoder.load_modules(plan.text_encoders)
+        options = plan.options.for_text_encoders()
+        loras.append(inject_lora(text_encoders, options, plan.targets, training.seed, lora_dtype))
+    lora = functools.reduce(LoraNetwork.joined, loras)
+    console.print(lora.describe())
+    if network_weights:
+        console.print(lora.load(load_lora(network_weights, plan.targets).weights, network_weights))
+    if plan.options.train_t5xxl:
+        console.print("note: diffusers passes over T5's part of a LoRA file; ComfyUI and sd-scripts load it")
+    if training.gradient_checkpointing:
+        for module in filter(None, (transformer, text_encoders)):
+            module.enable_gradient_checkpointing()  # type: ignore[operator]
+    if training.blocks_to_swap:
+        swap = swap_blocks(transformer, family.blocks(transformer), training.blocks_to_swap, device)
+        console.print(swap.describe())
+    for module in filter(None, (transformer, text_encoders)):
+        leave_frozen_out_of_ddp(module)
+    return Networks(transformer, text_encoders, lora, base_precision)
+
+
+def training_loader(
+    data: TrainingData, arguments: DatasetArguments, accelerator: Accelerator
+) -> tuple[EpochBatchSampler, DataLoader[Any]]:
+    """Return the loader of training batches, to be prepared by accelerate, and the sampler that orders them."""
+    sampler = data.batch_sampler(accelerator.num_processes)
+    workers = arguments.max_data_loader_n_workers
+    loader = DataLoader(
+        data.train,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+    return sampler, loader
+
+
+def total_steps(training: TrainingConfig, batches_per_epoch: int) -> int:
+    """Return the number of optimizer steps of the run; epochs win over steps.
+
+    Args:
+        training: max_train_steps, max_train_epochs, gradient_accumulation_steps.
+        batches_per_epoch: batches of one epoch on each process.
+
+    Raises:
+        UserError: the epochs hold less than one optimizer step.
+    """
+    if training.max_train_epochs is None:
+        return training.max_train_steps
+    steps = training.max_train_epochs * batches_per_epoch // training.gradient_accumulation_steps
+    if steps == 0:
+        raise UserError(
+            f"max_train_epochs: {training.max_train_epochs} epochs of {batches_per_epoch} batches are fewer than "
+            f"gradient_accumulation_steps {training.gradient_accumulation_steps}; raise the epochs"
+        )
+    return steps

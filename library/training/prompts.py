@@ -1,0 +1,246 @@
+"""Sample prompts: kohya's three kinds of file, and its line syntax.
+
+* ``.txt`` (and any other name): a prompt a line,
+  ``a cat in the rain --n blurry --w 1024 --h 1024 --d 42 --s 20 --g 3.5 --l 1.0``: negative prompt, width, height,
+  seed, steps, guidance given to a guidance-distilled model, and classifier-free guidance proper (with a negative
+  prompt, at twice the cost). Empty lines and those that begin with ``#`` are skipped.
+* ``.toml``: ``[prompt]`` with what all have in common, ``[[prompt.subset]]`` for each picture.
+* ``.json``: a list of objects, or of lines in the syntax above.
+
+TOML and JSON use the keys prompt, negative_prompt, width, height, seed, sample_steps, guidance_scale and scale (in
+musubi-tuner: cfg_scale). What the two trainers know and Tandem does not do is refused by its name: a sample drawn
+without its control image would be another sample.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import toml
+
+from library.errors import UserError, did_you_mean
+
+_OPTION = re.compile(r"(?:^|\s)--([a-zA-Z]+)(?:[\s=]+|$)")
+
+
+@dataclass(frozen=True)
+class SamplePrompt:
+    """One picture to draw."""
+
+    prompt: str
+    negative: str = ""
+    width: int = 512
+    height: int = 512
+    seed: int = 0
+    steps: int = 20
+    guidance: float = 3.5
+    cfg: float = 1.0
+
+    def texts(self) -> list[str]:
+        """Return the texts whose embeddings this picture needs."""
+        return [self.prompt, self.negative] if self.cfg != 1.0 else [self.prompt]
+
+    def line(self) -> str:
+        """Return the picture as a line of a prompt file, with everything that is not left to a default."""
+        words = [self.prompt, *(["--n", self.negative] if self.cfg != 1.0 else [])]
+        for option in ("w", "h", "d", "s", "g", "l"):
+            words += [f"--{option}", str(getattr(self, _FIELDS[option][0]))]
+        return " ".join(words)
+
+
+_FIELDS: dict[str, tuple[str, type]] = {
+    "n": ("negative", str),
+    "w": ("width", int),
+    "h": ("height", int),
+    "d": ("seed", int),
+    "s": ("steps", int),
+    "g": ("guidance", float),
+    "l": ("cfg", float),
+}
+_KEYS: dict[str, tuple[str, type]] = {
+    "prompt": ("prompt", str),
+    "negative_prompt": ("negative", str),
+    "width": ("width", int),
+    "height": ("height", int),
+    "seed": ("seed", int),
+    "sample_steps": ("steps", int),
+    "guidance_scale": ("guidance", float),
+    "scale": ("cfg", float),
+    "cfg_scale": ("cfg", float),
+}
+_SHIFT = "the model's own schedule decides the shift; remove it"
+_CONTROL = "samples are drawn from text alone; remove it"
+_NOT_TAKEN = {  # sd-scripts' and musubi-tuner's other options and keys, and why not
+    **dict.fromkeys(("ss", "sample_sampler"), "the model's own Euler solver is used; remove it"),
+    **dict.fromkeys(("fs", "flow_shift", "discrete_flow_shift"), _SHIFT),
+    **dict.fromkeys(("cn", "controlnet_image", "control_video_path"), _CONTROL),
+    **dict.fromkeys(("ci", "control_image_path", "i", "image_path", "ei", "end_image_path"), _CONTROL),
+    **dict.fromkeys(("ctr", "cfg_trunc_ratio", "rcfg", "renorm_cfg"), "it belongs to Lumina; remove it"),
+    **dict.fromkeys(("of", "one_frame"), "it belongs to FramePack; remove it"),
+    "am": "LoRA strengths are one for all pictures; remove it",
+}
+_FRAMES = ("f", "frame_count")  # taken if it says one frame, which is a picture
+
+
+def prompt_texts(prompts: list[SamplePrompt]) -> list[str]:
+    """Return every text the prompts need embeddings of, each once."""
+    return sorted({text for prompt in prompts for text in prompt.texts()})
+
+
+def read_prompts(
+    path: str | Path | None,
+    seed: int,
+    pixel_multiple: int,
+    defaults: SamplePrompt | None = None,
+    option: str = "sample_prompts",
+) -> list[SamplePrompt]:
+    """Read a prompt file of any kind. No path, no prompts.
+
+    Args:
+        path: ``.toml``, ``.json``, or anything else for lines of text.
+        seed: a prompt without a seed takes this plus its place, counted from 0.
+        pixel_multiple: widths and heights must be multiples of it.
+        defaults: what prompts leave open; its seed is not used.
+        option: the option that named the file, for messages.
+
+    Raises:
+        UserError: the file is missing, empty or broken, or a prompt has an unknown option, a value of the wrong
+            type, or a size that is no multiple of ``pixel_multiple`` pixels.
+    """
+    if path is None:
+        return []
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{option}: {path} cannot be read ({error}); check the path") from None
+    read = {".toml": _toml_items, ".json": _json_items}.get(Path(path).suffix.lower(), _text_items)
+    items = read(text, str(path))
+    if not items:
+        raise UserError(f"{option}: {path} holds no prompt; write {_HOW.get(read, 'one a line')}")
+    prompts = []
+    for i, (where, item) in enumerate(items):
+        default = replace(defaults or SamplePrompt(""), seed=seed + i)
+        if isinstance(item, str):
+            prompts.append(parse_prompt(item, default, pixel_multiple, where))
+        else:
+            prompts.append(_from_keys(item, default, pixel_multiple, where))
+    return prompts
+
+
+def parse_prompt(line: str, default: SamplePrompt, pixel_multiple: int, where: str) -> SamplePrompt:
+    """Return the picture that a line in kohya's syntax asks for.
+
+    Args:
+        line: the prompt and its options.
+        default: what the line leaves open.
+        pixel_multiple: the size's.
+        where: file and line, for messages.
+
+    Raises:
+        UserError: no prompt, an unknown option, a value of the wrong type or range.
+    """
+    prompt, *options = _OPTION.split(line.strip())
+    if not prompt.strip():
+        raise UserError(f"{where}: no prompt before the options; write one")
+    values: dict[str, Any] = {"prompt": prompt.strip()}
+    for name, text in zip(options[::2], options[1::2], strict=True):
+        low, text = name.lower(), text.strip()  # kohya's options are of either case
+        if low in _FRAMES and text == "1":
+            continue
+        _refuse_foreign(low, f"--{name}", where)
+        if low not in _FIELDS:
+            raise UserError(f"{where}: unknown option --{name}; known are " + " ".join(f"--{k}" for k in _FIELDS))
+        field, kind = _FIELDS[low]
+        try:
+            values[field] = kind(text)
+        except ValueError:
+            raise UserError(f"{where}: --{name} takes {_article(kind)}, not {text!r}; correct it") from None
+    return _checked(replace(default, **values), pixel_multiple, where)
+
+
+def _from_keys(item: Mapping[str, Any], default: SamplePrompt, pixel_multiple: int, where: str) -> SamplePrompt:
+    """Return the picture that an object of a TOML or JSON file describes."""
+    values: dict[str, Any] = {}
+    for key, value in item.items():
+        if key == "enum" or (key in _FRAMES and value == 1):  # enum: a number kohya's own code puts there
+            continue
+        _refuse_foreign(key, key, where)
+        if key not in _KEYS:
+            raise UserError(f"{where}: unknown key {key!r}{did_you_mean(key, _KEYS) or '; known: ' + ', '.join(_KEYS)}")
+        field, kind = _KEYS[key]
+        if field in values:
+            raise UserError(f"{where}: {key} says again what another key said; keep one")
+        fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        if not fits:
+            raise UserError(f"{where}: {key} takes {_article(kind)}, not {value!r}; correct it")
+        values[field] = kind(value)
+    if "prompt" not in values:
+        raise UserError(f'{where}: no prompt; write prompt = "..."')
+    return _checked(replace(default, **values), pixel_multiple, where)
+
+
+def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePrompt:
+    for name, pixels in (("width (--w)", parsed.width), ("height (--h)", parsed.height)):
+        if pixels < pixel_multiple or pixels % pixel_multiple:
+            near = max(pixel_multiple, round(pixels / pixel_multiple) * pixel_multiple)
+            raise UserError(f"{where}: {name} {pixels} is no multiple of {pixel_multiple}; take {near}")
+    if parsed.steps < 1:
+        raise UserError(f"{where}: steps (--s) {parsed.steps}; at least one step is needed")
+    if not 0 <= parsed.seed < 2**63:
+        raise UserError(f"{where}: seed (--d) {parsed.seed}; write a number from 0 to 2^63 - 1, or leave it out")
+    for name, value in (("guidance (--g)", parsed.guidance), ("guidance scale (--l)", parsed.cfg)):
+        if not math.isfinite(value):
+            raise UserError(f"{where}: {name} {value}; write a finite number")
+    return parsed
+
+
+def _refuse_foreign(name: str, shown: str, where: str) -> None:
+    if name in _FRAMES:
+        raise UserError(f"{where}: {shown} is not taken: a picture is one frame; remove it")
+    if name in _NOT_TAKEN:
+        raise UserError(f"{where}: {shown} is not taken: {_NOT_TAKEN[name]}")
+
+
+def _article(kind: type) -> str:
+    return {int: "a whole number", float: "a number", str: "text"}[kind]
+
+
+Items = list[tuple[str, "str | Mapping[str, Any]"]]  # where it stands, and a line or an object
+
+
+def _text_items(text: str, path: str) -> Items:
+    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
+    return [(f"{path}:{n}", line) for n, line in lines if line and not line.startswith("#")]
+
+
+def _toml_items(text: str, path: str) -> Items:
+    try:
+        tables = toml.loads(text)
+    except (toml.TomlDecodeError, IndexError) as error:  # toml 0.10 raises IndexError on some broken lines
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    if other := sorted(tables.keys() - {"prompt"}):
+        raise UserError(f"{path}: unknown key {other[0]!r}; put everything under [prompt] and [[prompt.subset]]")
+    common = tables.get("prompt", {})
+    subsets = common.pop("subset", [{}] if common else []) if isinstance(common, dict) else None
+    if not isinstance(subsets, list) or not all(isinstance(subset, dict) for subset in subsets):
+        raise UserError(f"{path}: prompt is no table; write [prompt] and a [[prompt.subset]] for each picture")
+    return [(f"{path}: prompt {n}", {**common, **subset}) for n, subset in enumerate(subsets, 1)]
+
+
+def _json_items(text: str, path: str) -> Items:
+    try:
+        listed = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(listed, list) or not all(isinstance(item, str | dict) for item in listed):
+        raise UserError(f'{path}: not a list of prompts; write [{{"prompt": "..."}}, ...]')
+    return [(f"{path}: prompt {n}", item) for n, item in enumerate(listed, 1)]
+
+
+_HOW = {_toml_items: "a [[prompt.subset]] for each", _json_items: 'a list, [{"prompt": "..."}]'}

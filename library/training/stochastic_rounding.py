@@ -1,0 +1,157 @@
+"""Training bf16 weights with any optimizer: step in fp32, write back with stochastic rounding.
+
+A bf16 number has 8 significant bits: an update smaller than 1/512 of a weight is rounded away, and at the
+learning rates LoRAs are trained with nearly every update is. Stochastic rounding rounds up with a
+probability equal to the distance from the lower neighbour, so that the expected value of what is stored is
+the exact value, and small updates add up on average (Zamirai et al. 2020, "Revisiting BFloat16 Training",
+arXiv 2010.06192).
+
+How it is put into any ``torch.optim.Optimizer``, ours or third-party, without touching its code: a hook
+before ``step`` replaces each bf16 weight and gradient by an fp32 copy, the optimizer steps as if it were
+training fp32 weights, a hook after ``step`` rounds the copies into the original bf16 storage. Weights have
+the same storage before and after, so DDP, compiled graphs and fused kernels do not notice.
+
+What it costs: the optimizer's state is fp32, as for fp32 weights (Adam's second moment could not decay in
+bf16 anyway: beta2 = 0.999 changes it by less than half a unit in the last place). While ``step`` runs, 4
+bytes for each weight and 4 for each gradient are held besides; no activations live at that time, so the peak
+of a training step does not rise. Kept over fp32 LoRA weights: 2 bytes a weight and 2 a gradient saved, and a
+bf16 backward pass.
+
+The random bits are a function of (seed, number of the step, position of the weight among all) and of
+nothing else: every process rounds its replica alike, and a resumed run goes on with the same bits, since the
+step number is kept in the parameter groups and so in the optimizer's state dict. (CPU and CUDA generators
+give different bits.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from library.errors import UserError
+from library.randomness import derive_seed
+
+STEP_KEY = "stochastic_rounding_step"  # in every parameter group: the number of updates written so far
+_CHUNK = 1 << 24  # weights rounded by one kernel launch: 64 MiB of fp32, and launches stay few for a thousand LoRAs
+
+
+def round_stochastically(values: Tensor, random: torch.Generator) -> Tensor:
+    """Round fp32 ``values`` to bf16, up or down with the probability that keeps the expected value.
+
+    bf16 is the upper half of an fp32 number. Adding 16 random bits to the lower half carries into the upper
+    half with just that probability; then the lower half is cut off. Works on the magnitude, so on both signs
+    alike, and on denormals. NaN and infinity are kept.
+    """
+    bits = values.view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=values.device, generator=random)
+    rounded = (noise.add_(bits) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
+
+
+@contextmanager
+def weights_in_float32(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Hold bf16 ``parameters`` in fp32 inside the block; round to nearest into their own storage after it."""
+    held = _Held(parameters, with_gradients=False)
+    try:
+        yield
+    finally:
+        held.put_back(None)
+
+
+def update_stochastically(optimizer: Optimizer, seed: int) -> None:
+    """Make ``optimizer.step()`` update its bf16 weights in fp32 and round them stochastically.
+
+    Raises:
+        UserError: the optimizer does not offer torch's step hooks.
+    """
+    held: list[_Held] = []
+
+    def take(_optimizer: Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        held.append(_Held(parameters, with_gradients=True))
+
+    def put_back(_optimizer: Optimizer, *_: Any) -> None:
+        step = optimizer.param_groups[0][STEP_KEY]
+        held.pop().put_back((seed, step))
+        for group in optimizer.param_groups:
+            group[STEP_KEY] = step + 1
+
+    for group in optimizer.param_groups:
+        group[STEP_KEY] = 0
+    try:
+        optimizer.register_step_pre_hook(take)
+        optimizer.register_step_post_hook(put_back)
+    except AttributeError as error:
+        name = type(optimizer).__name__
+        raise UserError(f"full_bf16: {name} takes no step hooks; set full_bf16 = false or use AdamW") from error
+
+
+class _Held:
+    """The bf16 weights (and gradients) of some parameters, while fp32 copies stand in their place."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], with_gradients: bool) -> None:
+        self.parameters = [p for p in parameters if p.dtype == torch.bfloat16]
+        self.weights = [p.data for p in self.parameters]
+        self.gradients = [p.grad for p in self.parameters]
+        for parameter, wide in zip(self.parameters, _widen(self.weights), strict=True):
+            parameter.grad = None  # torch refuses a gradient of another dtype than its weight's
+            parameter.data = wide
+        if with_gradients:
+            present = [i for i, gradient in enumerate(self.gradients) if gradient is not None]
+            wide_gradients = _widen([g for g in self.gradients if g is not None])
+            for i, wide in zip(present, wide_gradients, strict=True):
+                self.parameters[i].grad = wide
+
+    @torch.no_grad()
+    def put_back(self, randomness: tuple[int, int] | None) -> None:
+        """Round the fp32 weights into the bf16 storage: stochastically for (seed, step), else to nearest."""
+        wide = [parameter.data for parameter in self.parameters]
+        if randomness is None:
+            for weight, value in zip(self.weights, wide, strict=True):
+                weight.copy_(value)
+        else:
+            _round_into(self.weights, wide, *randomness)
+        for parameter, weight, gradient in zip(self.parameters, self.weights, self.gradients, strict=True):
+            parameter.grad = None
+            parameter.data = weight
+            parameter.grad = gradient
+
+
+def _widen(tensors: list[Tensor]) -> list[Tensor]:
+    """Return fp32 copies of ``tensors``."""
+    wide = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+    if wide:
+        torch._foreach_copy_(wide, tensors)
+    return wide
+
+
+def _round_into(targets: list[Tensor], values: list[Tensor], seed: int, step: int) -> None:
+    """Round fp32 ``values`` stochastically into bf16 ``targets``, many small tensors at a time."""
+    for number, chunk in enumerate(_chunks(values)):
+        device = values[chunk[0]].device
+        random = torch.Generator(device).manual_seed(derive_seed(seed, "stochastic rounding", step, number))
+        flat = torch.cat([values[i].reshape(-1) for i in chunk])
+        pieces = round_stochastically(flat, random).split([values[i].numel() for i in chunk])
+        torch._foreach_copy_(
+            [targets[i] for i in chunk],
+            [piece.view(targets[i].shape) for i, piece in zip(chunk, pieces, strict=True)],
+        )
+
+
+def _chunks(tensors: list[Tensor]) -> Iterator[list[int]]:
+    """Yield runs of indices whose tensors lie on one device and hold at most ``_CHUNK`` numbers."""
+    run: list[int] = []
+    size = 0
+    for i, tensor in enumerate(tensors):
+        if run and (size + tensor.numel() > _CHUNK or tensor.device != tensors[run[0]].device):
+            yield run
+            run, size = [], 0
+        run.append(i)
+        size += tensor.numel()
+    if run:
+        yield run

@@ -1,0 +1,129 @@
+"""A tiny random model and a tiny dataset on disk, and one call that trains on them: for tests of whole runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+from diffusers import FluxPipeline
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file
+
+from library.config import load_config
+from library.training.events import RunEvents
+from tests.tiny import tiny_flux_pipeline
+from train_lora import train
+
+ROOT = Path(__file__).resolve().parents[1]
+COLOURS = ["red", "green", "blue", "yellow", "white", "black", "purple", "orange"]
+
+
+def write_dataset(
+    folder: Path, images: int = 8, size: tuple[int, int] = (64, 64), text: str = "", **keys: object
+) -> Path:
+    """Write ``images`` pictures with tag captions and a dataset TOML; return the TOML's path.
+
+    Args:
+        folder: made if needed.
+        images: at most eight.
+        size: width and height.
+        text: TOML lines for the dataset table.
+        keys: TOML keys of the one subset.
+    """
+    pictures = folder / "images"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for i, colour in enumerate(COLOURS[:images]):
+        image = Image.new("RGB", size, colour)
+        ImageDraw.Draw(image).ellipse((4 + 2 * i, 8, 30 + 2 * i, 40), fill=COLOURS[i - 3])
+        image.save(pictures / f"{i}.png")
+        (pictures / f"{i}.txt").write_text(f"a disc, {colour}, {COLOURS[i - 3]}, plain")
+    subset = "\n".join(
+        f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()
+    )
+    toml = folder / "dataset.toml"
+    toml.write_text(
+        f'[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 64\n{text}\n'
+        f'[[datasets.subsets]]\nimage_dir = "images"\n{subset}\n'
+    )
+    return toml
+
+
+def write_base(folder: Path) -> Path:
+    """Write the tiny random FLUX pipeline; return its folder."""
+    return tiny_flux_pipeline(folder)
+
+
+def arguments(base: Path, dataset: Path, output: Path, **settings: object) -> list[str]:
+    """Return command line flags for a short run; ``settings`` override them."""
+    defaults: dict[str, object] = {
+        "pretrained_model_name_or_path": base,
+        "dataset_config": dataset,
+        "output_dir": output,
+        "network_dim": 4,
+        "learning_rate": 1e-3,
+        "max_train_steps": 4,
+        "max_data_loader_n_workers": 0,
+        "seed": 3,
+    }
+    flags: list[str] = []
+    for key, value in (defaults | settings).items():
+        if isinstance(value, bool):
+            flags.append(f"--{key}" if value else f"--no-{key}")
+        elif isinstance(value, list):
+            flags += [f"--{key}", *map(str, value)]
+        else:
+            flags += [f"--{key}", str(value)]
+    return flags
+
+
+def run(base: Path, dataset: Path, output: Path, **settings: object) -> RunEvents:
+    """Train in this process and return the run."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
+    return train(load_config(arguments(base, dataset, output, **settings)))
+
+
+def start(
+    launcher: list[str], flags: list[str], cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run train_lora.py in a process of its own, through ``launcher`` (arguments of python; empty: none)."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
+    command = [sys.executable, *launcher, str(ROOT / "train_lora.py"), *flags]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def lora(output: Path, name: str = "lora") -> dict[str, torch.Tensor]:
+    """Return the tensors of a run's LoRA file."""
+    return load_file(output / f"{name}.safetensors")
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference between two LoRA files relative to the largest weight of each tensor."""
+    assert one.keys() == other.keys()
+    return max(((one[k] - other[k]).abs().max() / other[k].abs().max().clamp_min(1e-12)).item() for k in one)
+
+
+def pipeline_forward(
+    transformer: torch.nn.Module,
+    latents: torch.Tensor,
+    sigmas: torch.Tensor,
+    text: dict[str, torch.Tensor],
+    guidance: float = 1.0,
+) -> torch.Tensor:
+    """Call a FLUX transformer as diffusers' FluxPipeline does, with its helpers; return the velocity [B, C, h, w]."""
+    batch, channels, height, width = latents.shape
+    packed = FluxPipeline._pack_latents(latents, batch, channels, height, width)
+    output = transformer(
+        hidden_states=packed,
+        timestep=sigmas,
+        guidance=torch.full((batch,), guidance),
+        pooled_projections=text["pooled_prompt_embeds"],
+        encoder_hidden_states=text["prompt_embeds"],
+        txt_ids=torch.zeros(text["prompt_embeds"].shape[1], 3),
+        img_ids=FluxPipeline._prepare_latent_image_ids(batch, height // 2, width // 2, "cpu", torch.float32),
+        return_dict=False,
+    )[0]
+    return FluxPipeline._unpack_latents(output, height * 8, width * 8, vae_scale_factor=8)

@@ -1,0 +1,131 @@
+"""Training states on disk: whole or not there, and refused where they do not belong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from library.config import load_config
+from library.errors import UserError
+from library.training.checkpoint import (
+    OutputNames,
+    Position,
+    lasting_settings,
+    load_training_state,
+    read_position,
+    save_training_state,
+)
+
+
+def _parts() -> dict[str, torch.optim.Optimizer]:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    return {"optimizer": optimizer}
+
+
+def test_a_state_gives_back_weights_optimizer_and_position(tmp_path: Path) -> None:
+    weights, parts = {"a": torch.randn(2, 3), "b": torch.randn(4).bfloat16()}, _parts()
+    position = Position(step=7, epoch=2, batches=4, loss_ema=0.5, val_loss_before=1.25)
+    save_training_state(tmp_path / "x-state", weights, parts, position, "base1")
+
+    fresh = {"a": torch.zeros(2, 3), "b": torch.zeros(4).bfloat16()}
+    weight = torch.nn.Parameter(torch.zeros(3))
+    other = {"optimizer": torch.optim.AdamW([weight], lr=0.5)}
+    assert load_training_state(tmp_path / "x-state", fresh, other, "base1") == position
+    assert torch.equal(fresh["a"], weights["a"])
+    assert torch.equal(fresh["b"], weights["b"])
+    assert other["optimizer"].param_groups[0]["lr"] == 0.1
+    assert torch.equal(
+        other["optimizer"].state[weight]["exp_avg"], next(iter(parts["optimizer"].state.values()))["exp_avg"]
+    )
+
+
+def test_saving_again_replaces_the_state_and_leaves_nothing_else(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, _parts(), Position(step=step), "base")
+    assert load_training_state(tmp_path / "x-state", {"a": torch.zeros(1)}, _parts(), "base").step == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["x-state"]
+
+
+def test_a_failing_save_keeps_the_earlier_state(tmp_path: Path) -> None:
+    save_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, _parts(), Position(step=1), "base")
+
+    class Broken:
+        def state_dict(self) -> dict[str, object]:
+            return {"hook": lambda: None}
+
+        def load_state_dict(self, state_dict: dict[str, object], /) -> None: ...
+
+    with pytest.raises(UserError, match="cannot be saved"):
+        save_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, {"b": Broken()}, Position(step=2), "base")
+    assert load_training_state(tmp_path / "x-state", {"a": torch.zeros(1)}, _parts(), "base").step == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["x-state"]
+
+
+def test_a_state_that_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
+    save_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, _parts(), Position(), "base")
+    with pytest.raises(UserError, match="trained on another base model"):
+        load_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, _parts(), "other")
+    with pytest.raises(UserError, match=r"another LoRA \(2 tensors differ, first a\)"):
+        load_training_state(tmp_path / "x-state", {"b": torch.ones(1)}, _parts(), "base")
+    with pytest.raises(UserError, match=r"another LoRA \(1 tensors differ, first a\)"):
+        load_training_state(tmp_path / "x-state", {"a": torch.ones(2)}, _parts(), "base")
+    with pytest.raises(UserError, match="is no training state"):
+        load_training_state(tmp_path / "no-state", {}, {}, "base")
+
+
+def test_a_changed_setting_that_the_state_would_win_over_is_refused(tmp_path: Path) -> None:
+    settings = {"learning_rate": 1e-4, "optimizer_type": "AdamW"}
+    weights = {"a": torch.ones(1)}
+    save_training_state(tmp_path / "x-state", weights, _parts(), Position(step=3), "base", settings)
+    assert read_position(tmp_path / "x-state", settings) == (Position(step=3), "base")
+    with pytest.raises(
+        UserError, match="was trained with learning_rate = 0.0001, now it is 0.0005; .* network_weights"
+    ):
+        load_training_state(tmp_path / "x-state", weights, _parts(), "base", settings | {"learning_rate": 5e-4})
+    with pytest.raises(UserError, match='optimizer_type = "AdamW", now it is "Lion"'):
+        read_position(tmp_path / "x-state", settings | {"optimizer_type": "Lion"})
+
+
+def test_spelling_and_order_of_arguments_change_no_lasting_setting() -> None:
+    def settings(*flags: str) -> dict[str, object]:
+        return lasting_settings(load_config(["--pretrained_model_name_or_path", "m", "--dataset_config", "d", *flags]))
+
+    one = settings("--optimizer_args", "weight_decay=0.1", "eps=1e-6", "--network_args", "single_dim=4")
+    other = settings("--optimizer_args", "eps = 1e-6", "weight_decay=0.1", "--network_args", "single_dim = 4")
+    assert one == other
+    assert settings("--network_args", "rank_dropout=0.1") == settings()
+    assert settings("--learning_rate", "1e-3") != settings()
+
+
+def test_a_damaged_state_is_refused_by_name(tmp_path: Path) -> None:
+    def saved() -> Path:
+        save_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, _parts(), Position(), "base")
+        return tmp_path / "x-state"
+
+    def refusal(parts: dict[str, torch.optim.Optimizer] | None = None) -> str:
+        with pytest.raises(UserError) as caught:
+            load_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, parts or _parts(), "base")
+        return str(caught.value)
+
+    (saved() / "lora.safetensors").unlink()
+    assert "lora.safetensors cannot be read" in refusal()
+    (saved() / "lora.safetensors").write_text("no tensors")
+    assert "lora.safetensors cannot be read" in refusal()
+    for text in ("{", "{}", "[]", '{"base": "base", "settings": {}, "stap": 3}'):
+        (saved() / "position.json").write_text(text)
+        assert "position.json is damaged" in refusal()
+    saved()
+    two = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(2)])
+    assert "the saved optimizer does not fit this run" in refusal({"optimizer": two})
+
+
+def test_names_follow_kohyas_pattern(tmp_path: Path) -> None:
+    names = OutputNames(tmp_path, "cat")
+    assert names.lora(names.stem(step=100)).name == "cat-step00000100.safetensors"
+    assert names.lora(names.stem(epoch=2)).name == "cat-000002.safetensors"
+    assert names.state(names.stem()).name == "cat-state"

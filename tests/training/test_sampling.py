@@ -1,0 +1,106 @@
+"""The sheets of samples, with a stand-in for the model that paints one colour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from library.training.prompts import SamplePrompt
+from library.training.sampling import Sampler, save_picture
+
+
+class Painter:
+    """A family whose picture shows what it was asked for: the prompt's length in red, the "weights" in green."""
+
+    def sample(
+        self, transformer: nn.Linear, encoder: object, text: dict, width: int, height: int, **_: object
+    ) -> Image.Image:
+        return Image.new("RGB", (width, height), (int(text["x"].item()), int(transformer.weight.item()), 200))
+
+
+class Encoder:
+    released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+PROMPTS = [SamplePrompt("a" * 50, width=64, height=64), SamplePrompt("b" * 150, width=64, height=32)]
+
+
+def sampler(folder: Path, prompts: list[SamplePrompt] = PROMPTS) -> Sampler:
+    embeddings = {prompt.prompt: {"x": torch.tensor(len(prompt.prompt))} for prompt in prompts}
+    return Sampler(Painter(), prompts, Encoder(), embeddings, folder)  # type: ignore[arg-type]
+
+
+def draw(one: Sampler, *steps: int) -> None:
+    for step in steps:
+        one.sample(nn.Linear(1, 1).requires_grad_(False), step)
+
+
+def painted(step: int) -> nn.Module:
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, step)
+    return model
+
+
+def colours(path: Path) -> set[tuple[int, int, int]]:
+    with Image.open(path) as sheet:
+        found = sheet.convert("RGB").getcolors(1 << 20)
+    assert found is not None
+    return {colour for count, colour in found if count > 1000 and colour[2] == 200}
+
+
+def test_sheets_show_the_ends_and_at_most_eight_steps_evenly_chosen(tmp_path: Path) -> None:
+    one = sampler(tmp_path)
+    for step in range(0, 210, 10):  # 21 steps
+        one.sample(painted(step), step)
+    assert one.write_sheets() == [tmp_path / "before_after.png", tmp_path / "over_time.png"]
+    assert colours(tmp_path / "before_after.png") == {(red, step, 200) for red in (50, 150) for step in (0, 200)}
+    # 20 intervals in 7 parts of 2.86, to the nearest step: the first and the last are always there
+    chosen = [0, 30, 60, 90, 110, 140, 170, 200]
+    assert colours(tmp_path / "over_time.png") == {(red, step, 200) for red in (50, 150) for step in chosen}
+    with Image.open(tmp_path / "over_time.png") as sheet:
+        assert sheet.width > 8 * 256
+        assert sheet.height > 2 * 256  # a row a prompt
+
+
+@pytest.mark.parametrize(("steps", "names"), [((), []), ((0,), []), ((0, 9), ["before_after.png"])])
+def test_no_sheet_is_written_of_what_was_not_drawn(steps: tuple[int, ...], names: list[str], tmp_path: Path) -> None:
+    one = sampler(tmp_path)
+    draw(one, *steps)
+    assert [path.name for path in one.write_sheets()] == names
+
+
+def test_a_picture_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> None:
+    one = sampler(tmp_path)
+    draw(one, 3)
+    with Image.open(tmp_path / "step000003_01.png") as picture:
+        assert picture.info["prompt"] == "b" * 150 + " --w 64 --h 32 --d 0 --s 20 --g 3.5 --l 1.0"
+    assert one._image_encoder.released == 1  # type: ignore[attr-defined]
+
+
+def test_texts_of_any_script_survive(tmp_path: Path) -> None:
+    save_picture(Image.new("RGB", (4, 4)), tmp_path / "x.png", {"prompt": "猫 – чай"})
+    with Image.open(tmp_path / "x.png") as picture:
+        assert picture.info["prompt"] == "猫 – чай"
+
+
+def test_a_resumed_run_goes_on_with_its_own_pictures_alone(tmp_path: Path) -> None:
+    draw(sampler(tmp_path), 0, 10, 20, 1234567)
+    (tmp_path / "step000010_01.png").write_bytes(b"broken")
+    resumed = sampler(tmp_path)
+    resumed.recall(20)
+    assert sorted(resumed.drawn) == [0, 20]  # 10 is broken, 1234567 lies behind the point of resumption
+    draw(resumed, 30)
+    assert len(resumed.write_sheets()) == 2
+    other = sampler(tmp_path, [PROMPTS[0], SamplePrompt("another", width=64, height=32)])
+    other.recall(20)
+    assert other.drawn == {}
+    other = sampler(tmp_path / "nowhere")
+    other.recall(20)
+    assert other.drawn == {}

@@ -1,0 +1,121 @@
+"""What is kept, averaged, chosen and uploaded while a run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from library.config.schema import SavingConfig
+from library.training.retention import remove_old
+from library.training.weight_average import WeightAverage
+from tests.runs import largest_difference, lora, run, write_dataset
+
+VALIDATED = "batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1"
+
+
+def _saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("lora*"))
+
+
+def test_only_the_last_steps_are_kept_and_states_may_be_kept_for_less_long(
+    base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    settings = {"save_every_n_steps": 1, "save_state": True, "max_train_steps": 5}
+    run(base, dataset, tmp_path, **settings, save_last_n_steps=2, save_last_n_steps_state=1)
+    assert _saved(tmp_path) == [
+        "lora-state",
+        "lora-step00000003.safetensors",
+        "lora-step00000004-state",
+        "lora-step00000004.safetensors",
+        "lora-step00000005-state",
+        "lora-step00000005.safetensors",
+        "lora.safetensors",
+    ]
+
+
+def test_only_the_last_epochs_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    for name in ("a-000002", "a-000004", "a-000006", "a-000008", "a", "a-best", "b-000002", "a-step00000001"):
+        (tmp_path / f"{name}.safetensors").touch()
+    remove_old(tmp_path, "a", SavingConfig(save_every_n_epochs=2, save_last_n_epochs=2), epoch=6)
+    left = {path.stem for path in tmp_path.iterdir()}
+    assert left == {"a-000004", "a-000006", "a-000008", "a", "a-best", "b-000002", "a-step00000001"}
+
+
+def test_the_average_follows_its_formula_in_float64() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    average = WeightAverage([weight], decay=0.5)
+    expected = torch.zeros(3, dtype=torch.float64)
+    for t in range(20):
+        weight.data = torch.full((3,), float(t)).bfloat16()
+        average.update()
+        decay = min(0.5, (1 + t) / (10 + t))
+        expected = decay * expected + (1 - decay) * t
+    before = weight.detach().clone()
+    with average.shown():
+        torch.testing.assert_close(weight.double(), expected, rtol=2**-8, atol=0)  # shown in bf16, kept in fp32
+    torch.testing.assert_close(average.state_dict()["averages"][0].double(), expected, rtol=1e-6, atol=0)
+    assert torch.equal(weight, before)
+
+
+def test_the_saved_lora_is_the_average_and_the_run_goes_on_from_the_weights(
+    base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    settings = {"max_train_steps": 3, "save_every_n_steps": 1}
+    plain = run(base, dataset, tmp_path / "plain", **settings)
+    averaged = run(base, dataset, tmp_path / "averaged", **settings, ema_decay=0.9)
+    initial = run(base, dataset, tmp_path / "initial", learning_rate=0.0, max_train_steps=1)
+    expected = lora(tmp_path / "initial")
+    for t in range(3):
+        decay, weights = (1 + t) / (10 + t), lora(tmp_path / "plain", f"lora-step{t + 1:08d}")
+        expected = {name: decay * value + (1 - decay) * weights[name] for name, value in expected.items()}
+    assert largest_difference(lora(tmp_path / "averaged"), expected) < 1e-6
+    for name, weight in plain.run.network.state_dict().items():
+        assert torch.equal(weight, averaged.run.network.state_dict()[name])
+    assert initial.run.average is None
+
+
+def test_a_resumed_run_has_the_same_average(base: Path, dataset: Path, tmp_path: Path) -> None:
+    settings = {"max_train_steps": 4, "ema_decay": 0.9}
+    run(base, dataset, tmp_path / "straight", **settings)
+    run(base, dataset, tmp_path / "parts", **settings, save_every_n_steps=2, save_state=True)
+    run(base, dataset, tmp_path / "parts", **settings, resume=tmp_path / "parts" / "lora-step00000002-state")
+    one, other = lora(tmp_path / "straight"), lora(tmp_path / "parts")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_best_lora_is_kept_and_a_run_without_gain_stops(base: Path, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", text=VALIDATED)
+    settings = {"validate_every_n_steps": 1, "save_best": True, "early_stop_patience": 2, "save_every_n_steps": 1}
+    # a step far too long: the loss rises, and stays above its first value
+    run(base, data, tmp_path / "out", **settings, max_train_steps=40, learning_rate=0.3)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line and line["step"] > 0}
+    best = min(losses, key=losses.__getitem__)
+    assert max(losses) < 40
+    assert max(losses) - best == 2
+    chosen = lora(tmp_path / "out", "lora-best")
+    assert all(torch.equal(chosen[n], t) for n, t in lora(tmp_path / "out", f"lora-step{best:08d}").items())
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_the_last_step_is_looked_at_once_and_may_be_the_best(base: Path, tmp_path: Path, every: int) -> None:
+    data = write_dataset(tmp_path / "data", text=VALIDATED)
+    out = tmp_path / "out"
+    events = run(base, data, out, validate_every_n_steps=every, save_best=True, learning_rate=1e-3)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+    assert [step for step, _ in losses] == [0, *range(every, 4, every), 4]
+    assert losses[-1][1] == min(loss for _, loss in losses) == events.val_loss  # it learns, so the last is the best
+    best, last = lora(out, "lora-best"), lora(out)
+    assert all(torch.equal(best[name], last[name]) for name in last)
+    assert not events.stopped
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_file_has_the_precision_asked_for(base: Path, dataset: Path, tmp_path: Path, precision: str) -> None:
+    run(base, dataset, tmp_path, save_precision=precision, save_format="kohya")
+    weights = {name: tensor.dtype for name, tensor in lora(tmp_path).items() if not name.endswith("alpha")}
+    assert set(weights.values()) == {{"fp16": torch.float16, "bf16": torch.bfloat16}[precision]}

@@ -1,0 +1,168 @@
+"""Stochastic rounding: unbiased, progresses where nearest rounding does not, follows from (seed, step)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from library.errors import UserError
+from library.training import stochastic_rounding
+from library.training.stochastic_rounding import (
+    STEP_KEY,
+    round_stochastically,
+    update_stochastically,
+    weights_in_float32,
+)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 3.14159, 1e-3, -7.7e-12, 1e-39, 123456.7])
+def test_the_mean_of_rounded_values_is_the_exact_value(value: float) -> None:
+    exact = torch.tensor(value)
+    count = 400_000
+    rounded = round_stochastically(exact.expand(count).contiguous(), generator()).double()
+    lower, upper = rounded.min().item(), rounded.max().item()
+    assert lower <= exact.item() <= upper
+    # one unit in the last place apart: 2^-7 of the power of two below (the denormal spacing is 2^-133)
+    spacing = 2.0 ** max(-133, math.floor(math.log2(abs(exact.item()))) - 7)
+    assert upper - lower == spacing
+    share = (exact.item() - lower) / spacing
+    # five standard errors of the mean of a coin with this share: a false alarm in 2 million
+    assert abs(rounded.mean().item() - exact.item()) < 5 * spacing * math.sqrt(share * (1 - share) / count)
+
+
+def test_values_that_bf16_holds_are_kept() -> None:
+    values = torch.randn(1000, generator=generator()).bfloat16()
+    assert torch.equal(round_stochastically(values.float(), generator(1)), values)
+
+
+def test_infinities_and_nan_are_kept() -> None:
+    values = torch.tensor([math.inf, -math.inf, math.nan])
+    nan_with_full_mantissa = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    rounded = round_stochastically(torch.cat([values, nan_with_full_mantissa]), generator())
+    assert rounded[0] == math.inf
+    assert rounded[1] == -math.inf
+    assert rounded[2:].isnan().all()
+
+
+def steps_of_sgd(weight: nn.Parameter, count: int, stochastic: bool) -> Tensor:
+    optimizer = torch.optim.SGD([weight], lr=1e-4)
+    if stochastic:
+        update_stochastically(optimizer, seed=0)
+    for _ in range(count):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    return weight.detach().double()
+
+
+def test_updates_that_nearest_rounding_loses_add_up() -> None:
+    nearest = steps_of_sgd(nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)), 1000, stochastic=False)
+    stochastic = steps_of_sgd(nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)), 1000, stochastic=True)
+    assert (nearest == 1.0).all()  # 1e-4 is less than half of 2^-8
+    # Exact: 1 - 1000 * 1e-4. A step moves by 2^-8 with probability 1e-4 * 2^8 = 0.026: a weight ends within
+    # sqrt(1000 * 0.026) * 2^-8 = 0.02 of it and the mean of 4096 within 3e-4; five times that.
+    assert stochastic.mean().item() == pytest.approx(0.9, abs=1.5e-3)
+
+
+def trained(
+    seed: int, steps: int = 3, optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> list[Tensor]:
+    weights = [nn.Parameter(torch.randn(20, 30, generator=generator(i)).bfloat16()) for i in range(3)]
+    optimizer = optimizer_class(weights, lr=1e-3)  # type: ignore[call-arg]
+    update_stochastically(optimizer, seed)
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = weight.detach() * 0.1
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+def test_the_random_bits_follow_from_the_seed() -> None:
+    assert all(torch.equal(a, b) for a, b in zip(trained(1), trained(1), strict=True))
+    assert not torch.equal(trained(1)[0], trained(2)[0])
+
+
+def test_the_random_bits_differ_between_steps_and_weights() -> None:
+    size, lr = 10_000, 1e-3
+    weights = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=lr)
+    update_stochastically(optimizer, seed=0)
+    moved: list[Tensor] = []
+    for _ in range(2):
+        for weight in weights:
+            weight.data.fill_(1.0)
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        moved += [weight.detach() != 1 for weight in weights]
+    for i in range(4):
+        for j in range(i):
+            both = (moved[i] & moved[j]).float().mean().item()
+            share = lr * 2**8
+            # independent: the share of coincidences is the square; five standard errors
+            assert both == pytest.approx(share**2, abs=5 * math.sqrt(share**2 / size))
+
+
+def test_every_weight_is_rounded_when_there_are_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stochastic_rounding, "_CHUNK", 700)  # each of the 600-element weights by itself
+    chunked = trained(1, steps=1)
+    reference = [torch.randn(20, 30, generator=generator(i)).bfloat16() for i in range(3)]
+    for weight, start in zip(chunked, reference, strict=True):
+        exact = start.float() * (1 - 1e-5) - 1e-3 * torch.sign(start.float())  # AdamW's first step is lr in size
+        spacing = 2.0 ** (exact.abs().log2().floor() - 7)
+        # 1.01: where the exact value lies just below a power of two its upper neighbour is a spacing away
+        assert ((weight.float() - exact).abs() <= 1.01 * spacing).all()
+
+
+def test_weights_keep_their_storage_dtype_and_gradient() -> None:
+    weight, idle = (nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(2))
+    wide = nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.AdamW([weight, idle, wide], lr=0.1)
+    update_stochastically(optimizer, seed=0)
+    weight.grad, wide.grad = torch.ones_like(weight), torch.ones_like(wide)
+    storage, gradient = weight.data_ptr(), weight.grad
+    optimizer.step()
+    assert weight.data_ptr() == storage
+    assert weight.dtype == torch.bfloat16
+    assert weight.grad is gradient
+    assert (weight != 1).all()
+    assert torch.equal(idle, torch.ones(8, dtype=torch.bfloat16))
+    assert idle.grad is None
+    assert optimizer.state[weight]["exp_avg_sq"].dtype == torch.float32
+    torch.testing.assert_close(wide.detach(), torch.full((8,), 1 - 0.1 * 0.01 - 0.1))  # fp32 weights as ever
+
+
+def test_the_step_number_is_saved_with_the_optimizer() -> None:
+    weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    update_stochastically(optimizer, seed=0)
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0][STEP_KEY] == 3
+
+
+def test_weights_in_float32_are_rounded_to_nearest_afterwards() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    weight.grad = gradient = torch.ones_like(weight)
+    storage = weight.data_ptr()
+    with weights_in_float32([weight]):
+        assert weight.dtype == torch.float32
+        weight.data.add_(0.003)  # nearer to 1 + 2^-7 = 1.0078 or to 1? To 1.
+    assert torch.equal(weight.detach(), torch.ones(4, dtype=torch.bfloat16))
+    assert weight.data_ptr() == storage
+    assert weight.grad is gradient
+
+
+def test_an_optimizer_without_step_hooks_is_refused() -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            self.param_groups = [{"params": parameters}]
+
+    with pytest.raises(UserError, match="full_bf16: Bare takes no step hooks; set full_bf16 = false or use AdamW"):
+        update_stochastically(Bare([nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]), seed=0)
