@@ -1,0 +1,188 @@
+"""tools/convert_lora.py: the same update in every layout, everything else kept, nothing lost. Reading and writing
+each layout is tested in tests/networks/test_formats.py; here is what the tool adds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from library.errors import UserError
+from networks.formats import LAYOUTS, load_lora, save_lora
+from networks.targets import FLUX_TARGETS
+from networks.weights import LoraWeights
+from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
+from tests.networks.test_formats import output_in_diffusers
+from tools.convert_lora import convert, main
+
+METADATA = {
+    "ss_network_dim": "4",
+    "ss_output_name": "mine",
+    "modelspec.title": "mine",
+    "modelspec.hash_sha256": "0xstale",
+    "sshs_model_hash": "stale",
+    "tandem.base_fingerprint": "0123456789abcdef",
+}
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+def mixed_lora() -> dict[str, LoraWeights]:
+    """A LoRA on the double blocks (diffusers splits linear1 at one width only), of mixed ranks, alpha 3."""
+    model = make_flux()
+    network = inject(model, "train_single_block_indices=none", "img_mlp_dim=6", alpha=3.0)
+    train_a_little(network)
+    return network.weights()
+
+
+def deltas(weights: dict[str, LoraWeights]) -> dict[str, Tensor]:
+    return {name: module.delta(torch.float64) for name, module in weights.items()}
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize("second", LAYOUTS)
+def test_every_pair_of_layouts_keeps_update_output_and_metadata(first: str, second: str, tmp_path: Path) -> None:
+    weights = mixed_lora()
+    assert any(module.alpha != module.rank for module in weights.values())
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_lora(source, weights, FLUX_TARGETS, first, metadata=METADATA)
+    read, written, difference = convert(source, target, FLUX_TARGETS, second)
+    assert (read.layout, written.layout) == (first, second)
+    # one fp32 rounding (6e-8) where parts of unequal scale are folded into one B, relative to the largest element
+    torch.testing.assert_close(deltas(written.weights), deltas(weights), rtol=1e-6, atol=1e-6)
+    assert difference < 1e-6
+    # the same products in fp32, summed in another order
+    torch.testing.assert_close(output_in_diffusers(target), output_in_diffusers(source), rtol=1e-5, atol=1e-5)
+    kept = metadata_of(target)
+    for key in ("ss_network_dim", "ss_output_name", "modelspec.title", "tandem.base_fingerprint"):
+        assert kept[key] == METADATA[key]
+    # diffusers' alphas are in the file's metadata only where they are not in tensors too
+    assert ("lora_adapter_metadata" in kept) == (second == "diffusers")
+
+
+def test_hashes_are_those_of_the_new_file(tmp_path: Path) -> None:
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_lora(source, mixed_lora(), FLUX_TARGETS, "diffusers", metadata=METADATA)
+    convert(source, target, FLUX_TARGETS, "kohya")
+    data = target.read_bytes()
+    tensors = data[8 + int.from_bytes(data[:8], "little") :]
+    digest = hashlib.sha256(tensors).hexdigest()  # sd-scripts: SHA-256 of everything behind the header
+    kept = metadata_of(target)
+    assert (kept["sshs_model_hash"], kept["modelspec.hash_sha256"]) == (digest, f"0x{digest}")
+    assert kept["sshs_model_hash"] != metadata_of(source)["sshs_model_hash"]
+
+
+def test_a_peft_folder_becomes_a_kohya_file_with_its_alphas(tmp_path: Path) -> None:
+    """Keys and alphas as PEFT's save_pretrained writes them, the update computed here."""
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    rng = torch.Generator().manual_seed(1)
+    name = "transformer_blocks.1.attn.to_k"
+    down, up = torch.randn(2, 32, generator=rng), torch.randn(32, 2, generator=rng)
+    save_file(
+        {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up},
+        folder / "adapter_model.safetensors",
+    )
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 5}))
+    target = tmp_path / "kohya.safetensors"
+    convert(folder, target, FLUX_TARGETS, "kohya")
+    tensors = load_file(target)
+    stem = "lora_unet_double_blocks_1_img_attn_qkv"
+    assert tensors.keys() == {f"{stem}.lora_down.weight", f"{stem}.lora_up.weight", f"{stem}.alpha"}
+    fused_up, fused_down = tensors[f"{stem}.lora_up.weight"], tensors[f"{stem}.lora_down.weight"]
+    fused = tensors[f"{stem}.alpha"] / fused_down.shape[0] * fused_up @ fused_down
+    expected = torch.zeros(96, 32)
+    expected[32:64] = 5 / 2 * up @ down  # q, k, v lie below each other
+    torch.testing.assert_close(fused, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32)])
+def test_precision_is_the_sources_unless_asked_otherwise(asked: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_lora(source, mixed_lora(), FLUX_TARGETS, "diffusers", "bf16")
+    *_, difference = convert(source, target, FLUX_TARGETS, "comfy", asked)
+    assert {t.dtype for key, t in load_file(target).items() if not key.endswith(".alpha")} == {dtype}
+    assert difference < (1e-6 if asked else 8e-3)  # bf16 rounds by up to 2^-8, in each of two factors
+
+
+def test_unequal_scales_of_a_bf16_file_are_folded_without_loss_into_fp32(tmp_path: Path) -> None:
+    rng = torch.Generator().manual_seed(0)
+
+    def part(alpha: float) -> LoraWeights:
+        down, up = torch.randn(4, 32, generator=rng), torch.randn(32, 4, generator=rng)
+        return LoraWeights(down.bfloat16(), up.bfloat16(), alpha)
+
+    weights = {f"transformer_blocks.0.attn.to_{x}": part(alpha) for x, alpha in (("q", 1.0), ("k", 3.0), ("v", 0.7))}
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_lora(source, weights, FLUX_TARGETS, "diffusers", "bf16")
+    assert convert(source, target, FLUX_TARGETS, "kohya", "fp32")[2] < 1e-6
+
+
+def test_what_cannot_be_mapped_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_lora(source, mixed_lora(), FLUX_TARGETS, "diffusers")
+    save_file(load_file(source) | {"transformer.mystery.lora_A.weight": torch.ones(2, 2)}, source)
+    with pytest.raises(UserError, match=r"1 keys are no LoRA weights .*transformer\.mystery\.lora_A\.weight"):
+        convert(source, target, FLUX_TARGETS, "kohya")
+    assert not target.exists()
+
+
+def test_nothing_on_disk_is_replaced_unasked(tmp_path: Path) -> None:
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_lora(source, mixed_lora(), FLUX_TARGETS, "diffusers")
+    target.write_bytes(b"precious")
+    with pytest.raises(UserError, match=r"b.safetensors: exists; choose another DST or give --overwrite"):
+        convert(source, target, FLUX_TARGETS, "kohya")
+    assert target.read_bytes() == b"precious"
+    convert(source, target, FLUX_TARGETS, "kohya", overwrite=True)
+    assert load_lora(target, FLUX_TARGETS).layout == "kohya"
+    with pytest.raises(UserError, match="a.safetensors: is the source itself; choose another DST"):
+        convert(source, source, FLUX_TARGETS, "kohya", overwrite=True)
+    with pytest.raises(UserError, match="out.pt: a LoRA is a .safetensors file"):
+        convert(source, tmp_path / "out.pt", FLUX_TARGETS, "kohya")
+
+
+def test_the_report_tells_layers_ranks_layouts_and_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    weights = mixed_lora()
+    save_lora(source, weights, FLUX_TARGETS, "diffusers")
+    monkeypatch.setattr("sys.argv", ["convert_lora.py", str(source), str(target), "--save_format", "comfy"])
+    main()
+    said = capsys.readouterr().out
+    lines = [line.split() for line in said.splitlines()]
+    assert ["img_mlp", "4", "6", "3"] in lines  # two blocks, two layers each
+    assert ["img_attn", "8", "4", "3"] in lines
+    assert f"from  {source}: diffusers, fp32, {len(weights)} layers in {2 * len(weights)} tensors" in said
+    # of 14 layers a block, q, k and v of both streams become two: 10 modules with three tensors each
+    assert f"to    {target}: comfy, fp32, {len(weights)} layers in {2 * 10 * 3} tensors" in said
+    assert "checked: every layer's update is the same" in said
+    monkeypatch.setattr("sys.argv", ["convert_lora.py", "nowhere.safetensors", "x.safetensors", "--save_format=comfy"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "error: nowhere.safetensors: no such file; check the path\n"
+
+
+def test_the_converted_file_makes_our_model_compute_the_same(tmp_path: Path) -> None:
+    model = make_flux()
+    network = inject(model, alpha=3.0)
+    train_a_little(network)
+    save_lora(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "diffusers")
+    convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", FLUX_TARGETS, "kohya")
+    expected = run_flux(model)
+    with torch.no_grad():
+        for layer in network.modules.values():
+            layer.lora_B.weight.zero_()
+    network.load(load_lora(tmp_path / "b.safetensors", FLUX_TARGETS).weights, "b")
+    torch.testing.assert_close(run_flux(model), expected, rtol=1e-5, atol=1e-5)  # B rescaled once in fp32

@@ -1,0 +1,157 @@
+"""tools/inspect_model.py as a user runs it. What it finds is tested in tests/models/test_inspection.py and
+tests/networks/test_lora_inspection.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from networks.formats import save_lora
+from networks.targets import FLUX_TARGETS
+from tests.networks.conftest import inject, make_flux, train_a_little
+from tests.tiny import tiny_flux_pipeline, tiny_flux_transformer
+from tools.inspect_model import main
+from tools.inspection.tables import number, size, sparkline
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    monkeypatch.setattr("sys.argv", ["inspect_model.py", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "120")
+    main()
+    return capsys.readouterr().out
+
+
+def error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as left:
+        run(monkeypatch, capsys, *arguments)
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+def write_lora(path: Path, *network_args: str) -> Path:
+    network = inject(make_flux(), *network_args, alpha=3.0)
+    train_a_little(network)
+    save_lora(path, network.weights(), FLUX_TARGETS, "kohya", metadata={"ss_network_dim": "4", "long": "word " * 100})
+    return path
+
+
+def words(line: str) -> list[str]:
+    return line.split()
+
+
+def test_a_pipeline_is_shown_part_by_part_with_its_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_flux_pipeline(tmp_path / "base", double_blocks=2)
+    said = run(monkeypatch, capsys, folder)
+    for title in (
+        "transformer: FLUX.1 transformer (diffusers' names)",
+        "vae: image autoencoder, AutoencoderKL (diffusers' names)",
+        "text_encoder: CLIP text encoder",
+        "text_encoder_2: T5 encoder",
+    ):
+        assert title in said
+    lines = said.splitlines()
+    assert any(words(line)[:5] == ["transformer_blocks", "×", "2", "Linear", "28"] for line in lines)
+    # two blocks with four norms, two single blocks with one, and the last: 2 * 4 + 2 + 1
+    assert any(line.strip().startswith("norms: LayerNorm without weights × 11") for line in lines)
+    assert any(line.strip().startswith("norms: RMSNorm × 12  attn.norm_k") for line in lines)
+    assert any(line.strip().startswith("norms: GroupNorm ×") for line in lines)
+    every = [words(line) for line in run(monkeypatch, capsys, folder / "transformer", "--modules").splitlines()]
+    assert any(line[:6] == ["transformer_blocks.*.attn.to_q", "Linear", "2", "64", "×", "64"] for line in every)
+    assert any(line[:3] == ["norm_out.norm", "LayerNorm", "1"] for line in every)
+
+
+def test_fp8_is_told_with_its_scales_and_what_is_not_known_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fp8.safetensors"
+    state = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}
+    for key, tensor in tiny_flux_transformer().state_dict().items():
+        quantised = ".attn.to_" in key and key.endswith(".weight")
+        state[key] = tensor.to(torch.float8_e4m3fn if quantised else torch.bfloat16)
+        if quantised:
+            state[key.replace(".weight", ".scale_weight")] = torch.ones(())
+    save_file(state, path)
+    said = run(monkeypatch, capsys, path)
+    assert "ComfyUI scaled fp8: 11 e4m3fn tensors (11 with one scale)" in said
+    assert "bf16, fp8 e4m3" in said
+    save_file(state | {"x.weight": torch.zeros(2, 2, dtype=torch.uint8)}, path)
+    assert "'x.weight' has dtype U8, whose meaning no known layout gives" in run(monkeypatch, capsys, path)
+
+
+def test_a_lora_is_shown_with_ranks_norms_metadata_and_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lora(tmp_path / "a.safetensors", "single_dim=8")
+    picture = tmp_path / "pictures" / "a.png"
+    said = run(monkeypatch, capsys, path, "--save_to", picture)
+    lines = said.splitlines()
+    assert "LoRA for flux, kohya" in said
+    assert any(words(line)[:4] == ["attn.to_out.0", "2", "4", "3"] for line in lines)
+    assert any(words(line)[:4] == ["proj_mlp", "2", "8", "3"] for line in lines)
+    assert any(words(line) == ["ss_network_dim", "4"] for line in lines)
+    assert "(500 characters)" in said
+    assert lines[-1] == str(picture)
+    with Image.open(picture) as image:
+        assert image.format == "PNG"
+        assert len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)) > 50  # there is something to see
+
+
+def test_several_loras_are_drawn_into_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [write_lora(tmp_path / f"{name}.safetensors") for name in "ab"]
+    run(monkeypatch, capsys, *paths, "--save_to", tmp_path / "pictures")
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["a.png", "b.png"]
+    said = error(monkeypatch, capsys, *paths, "--save_to", tmp_path / "both.png")
+    assert said.endswith("both.png: give a folder for several LoRAs\n")
+    assert error(monkeypatch, capsys, paths[0], "--save_to", tmp_path / "a.jpg").endswith(
+        "a.jpg: give a name that ends in .png\n"
+    )
+
+
+def test_an_untrained_lora_has_a_picture_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lora(tmp_path / "a.safetensors")
+    zero = {key: tensor * 0 if "lora_up" in key else tensor for key, tensor in load_file(path).items()}
+    save_file(zero, path)
+    run(monkeypatch, capsys, path, "--save_to", tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists()
+
+
+def test_json_holds_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = write_lora(tmp_path / "a.safetensors")
+    model = tmp_path / "m.safetensors"
+    save_file(tiny_flux_transformer().state_dict(), model)
+    first, second = json.loads(run(monkeypatch, capsys, lora, model, "--json"))
+    assert first["lora"]["layers"][0]["rank"] == 4
+    assert first["metadata"]["ss_network_dim"] == "4"
+    assert second["components"][0]["architecture"] == "FLUX.1 transformer (diffusers' names)"
+    assert second["components"][0]["blocks"] == {"transformer_blocks": 1, "single_transformer_blocks": 2}
+    assert (second["fp8"], second["lora"], second["bytes"]) == (None, None, model.stat().st_size)
+
+
+def test_mistakes_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error(monkeypatch, capsys, "nowhere") == "error: nowhere: no such file or folder; check the path\n"
+    model = tmp_path / "m.safetensors"
+    save_file({"a.weight": torch.zeros(2, 2)}, model)
+    assert "only a LoRA has a picture" in error(monkeypatch, capsys, model, "--save_to", tmp_path / "x.png")
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert [number(n) for n in (7, 1500, 11_901_408_320)] == ["7", "1.5 k", "11.9 B"]
+    assert [size(n) for n in (12, 4096, 23_802_816_640)] == ["12 B", "4.1 kB", "23.8 GB"]
+    assert sparkline([0.0, 1.0, 0.5], 1.0) == "▁█▅"
+    assert len(sparkline([1.0] * 57, 1.0)) == 19  # three values a character

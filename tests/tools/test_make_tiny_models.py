@@ -1,0 +1,211 @@
+"""The tiny FLUX and the demo images: captions tell the truth, stages run, the model obeys its prompts."""
+
+import copy
+import math
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxPipeline
+from PIL import Image
+
+from tools.make_tiny_models import SMOKE, main, vocabularies
+from tools.tiny_models import text_to_image
+from tools.tiny_models.dit_training import flow_target, train_transformer
+from tools.tiny_models.latent_pool import Captions, tokenize
+from tools.tiny_models.mascot import TRIGGER
+from tools.tiny_models.painting import COLOURS, SHAPES, coverage
+from tools.tiny_models.run_state import load_state
+from tools.tiny_models.scenes import Item, Scene, random_scene, scene_words
+from tools.tiny_models.vocabulary import build_clip_tokenizer, build_t5_tokenizer
+
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
+TINY_FLUX, DEMO = ASSETS / "tiny-flux", ASSETS / "demo_dataset"
+
+
+def nearest_colour(pixel: np.ndarray) -> str:
+    return min(COLOURS, key=lambda name: float(np.square(np.asarray(COLOURS[name]) - pixel).sum()))
+
+
+def colour_under(scene: Scene, item: Item) -> str:
+    """The named colour that most resembles the mean of the pixels wholly inside the item's outline."""
+    inside = coverage(SHAPES[item.shape], *scene.picture.shape[:2], item.centre, item.radius) == 1.0
+    return nearest_colour(np.median(scene.picture[inside], axis=0))
+
+
+def known_part(caption: str) -> str:
+    """The caption without its invented words."""
+    words = caption.lower().rstrip(".").split()
+    return " ".join(word for word in words if word in set(scene_words()))
+
+
+def test_a_caption_names_the_colours_that_were_painted() -> None:
+    rng = np.random.default_rng(5)
+    scenes = [random_scene(rng) for _ in range(200)]
+    shaped = [scene for scene in scenes if scene.items]
+    assert len(shaped) > 100
+    for scene in shaped:
+        for item in scene.items:
+            assert colour_under(scene, item) == item.colour, scene.caption
+            assert f"{item.colour} {item.shape}" in known_part(scene.caption)
+    plain = [scene for scene in shaped if scene.background_colour and "background" in scene.caption]
+    for scene in plain:
+        assert nearest_colour(scene.picture[1, 1]) == scene.background_colour, scene.caption
+        assert f"{scene.background_colour} background" in known_part(scene.caption)
+
+
+@pytest.mark.parametrize(
+    ("words", "axis", "sign"), [("above", 1, 1), ("below", 1, -1), ("left of", 0, 1), ("right of", 0, -1)]
+)
+def test_a_caption_names_the_places_that_were_painted(words: str, axis: int, sign: int) -> None:
+    rng = np.random.default_rng(6)
+    scenes = [scene for scene in (random_scene(rng) for _ in range(300)) if f" {words} a" in scene.caption]
+    assert len(scenes) > 5
+    for scene in scenes:
+        first, second = scene.items
+        named = [known_part(scene.caption).index(f"{item.colour} {item.shape}") for item in (first, second)]
+        assert named[0] < named[1]
+        assert sign * (second.centre[axis] - first.centre[axis]) > 20
+
+
+def test_known_words_are_one_piece_and_any_other_word_is_spelt() -> None:
+    words = scene_words()
+    t5, clip = build_t5_tokenizer(words), build_clip_tokenizer(words)
+    assert all(len(tokenizer.tokenize(word)) == 1 for word in words for tokenizer in (t5, clip))
+    assert build_clip_tokenizer(words).get_vocab() == clip.get_vocab()
+    assert t5.tokenize(TRIGGER) == ["▁", *TRIGGER]
+    assert t5.unk_token_id not in t5("a Zorbo-4, on_fire!").input_ids
+    assert clip.unk_token_id not in clip(TRIGGER).input_ids[1:-1]
+
+
+def test_packing_and_positions_are_those_of_the_pipeline() -> None:
+    latents = torch.randn(2, 16, 12, 20)
+    packed = FluxPipeline._pack_latents(latents, 2, 16, 12, 20)
+    assert torch.equal(text_to_image.pack(latents), packed)
+    assert torch.equal(text_to_image.unpack(packed, 6, 10), latents)
+    ids = FluxPipeline._prepare_latent_image_ids(1, 6, 10, "cpu", torch.float32)
+    assert torch.equal(text_to_image.image_ids(6, 10), ids)
+
+
+def tiny_pool() -> dict[tuple[int, int], tuple[torch.Tensor, Captions]]:
+    generator = torch.Generator().manual_seed(0)
+    captions = tokenize(["a red circle on a white background"] * 4)
+    shapes = {(128, 128): (16, 16), (160, 96): (20, 12), (96, 160): (12, 20)}
+    return {size: (torch.randn(4, 16, *shape, generator=generator), captions) for size, shape in shapes.items()}
+
+
+def test_a_resumed_run_gives_the_same_weights(tmp_path: Path) -> None:
+    untrained = text_to_image.build_text_to_image(SMOKE.sizes, *vocabularies())
+
+    def train(name: str, *, stop_after: int | None = None, resume: bool = False) -> dict:
+        model = copy.deepcopy(untrained)
+        settings = replace(SMOKE.dit, steps=4, sheet_every=2)
+
+        def snapshot(_: text_to_image.TextToImage, step: int) -> None:
+            if step == stop_after:
+                raise KeyboardInterrupt
+
+        state = tmp_path / name
+        try:
+            train_transformer("dit", model, flow_target, tiny_pool(), settings, state, resume, snapshot)
+        except KeyboardInterrupt:
+            assert stop_after is not None
+        return load_state(state)["model"]
+
+    whole = train("whole.pt")
+    train("cut.pt", stop_after=2)
+    resumed = train("cut.pt", resume=True)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.fixture(scope="module")
+def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    places = [f"--out={folder / 'pipeline'}", f"--demo_out={folder / 'demo'}", f"--state={folder / 'state'}"]
+    main(["--smoke", f"--threads={torch.get_num_threads()}", *places])
+    return folder
+
+
+def test_all_stages_make_a_pipeline_that_loads_and_paints(smoke_run: Path) -> None:
+    pipeline = FluxPipeline.from_pretrained(smoke_run / "pipeline", torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    arguments = {"num_inference_steps": 2, "max_sequence_length": 32, "height": 96, "width": 160}
+    image = pipeline("a red circle", **arguments).images[0]
+    assert image.size == (160, 96)
+    assert np.asarray(image).std() > 0
+    assert len(list((smoke_run / "state/sheets").glob("*.png"))) == 3  # dit, distill, export
+    assert not list(smoke_run.glob("*.partial"))
+
+
+def test_our_sampling_is_the_pipelines(smoke_run: Path) -> None:
+    pipeline = FluxPipeline.from_pretrained(smoke_run / "pipeline", torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    model = text_to_image.TextToImage(pipeline.transformer, pipeline.text_encoder_2, pipeline.text_encoder)
+    prompt, noise = (
+        "a red circle on a blue background",
+        torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(3)),
+    )
+    ours = text_to_image.sample(model, tokenize([prompt]), (16, 16), guidance=3.5, steps=4, seed=3)
+    arguments = {
+        "num_inference_steps": 4,
+        "guidance_scale": 3.5,
+        "max_sequence_length": 32,
+        "output_type": "latent",
+    }
+    theirs = pipeline(prompt, height=128, width=128, latents=text_to_image.pack(noise), **arguments).images
+    # ours runs under bf16 autocast, whose 8 bits of mantissa cost about 0.01 on latents of deviation 1
+    assert (text_to_image.pack(ours) - theirs).abs().mean() < 0.03
+
+
+@pytest.mark.parametrize("source", ["smoke", "committed"])
+def test_every_demo_image_has_a_caption_with_the_trigger_word(source: str, smoke_run: Path) -> None:
+    folder = DEMO if source == "committed" else smoke_run / "demo"
+    config = tomllib.loads((folder / "dataset.toml").read_text())
+    (dataset,) = config["datasets"]
+    images = sorted((folder / dataset["subsets"][0]["image_dir"]).glob("*.png"))
+    assert len(images) >= 12
+    for path in images:
+        assert TRIGGER in path.with_suffix(config["general"]["caption_extension"]).read_text().split()
+        assert all(side % dataset["bucket_reso_steps"] == 0 for side in Image.open(path).size)
+    assert 2 <= math.floor(len(images) * dataset["validation_split"]) <= 4
+
+
+@pytest.fixture(scope="module")
+def tiny_flux() -> FluxPipeline:
+    if not TINY_FLUX.exists():
+        pytest.skip("assets/tiny-flux is not made yet: python tools/make_tiny_models.py")
+    pipeline = FluxPipeline.from_pretrained(TINY_FLUX, torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw(pipeline: FluxPipeline, prompt: str, seed: int = 0) -> np.ndarray:
+    """[128, 128, 3] in 0..1."""
+    return pipeline(
+        prompt, height=128, width=128, num_inference_steps=12, guidance_scale=3.5, max_sequence_length=32,
+        generator=torch.Generator().manual_seed(seed), output_type="np",
+    ).images[0]  # fmt: skip
+
+
+def test_the_committed_model_fits_its_budget() -> None:
+    if not TINY_FLUX.exists():
+        pytest.skip("assets/tiny-flux is not made yet: python tools/make_tiny_models.py")
+    assert sum(path.stat().st_size for path in TINY_FLUX.rglob("*")) < 10 * 2**20
+
+
+@pytest.mark.parametrize("colour", ["red", "blue", "green"])
+def test_the_committed_model_paints_the_named_colour_in_the_middle(tiny_flux: FluxPipeline, colour: str) -> None:
+    picture = draw(tiny_flux, f"a {colour} circle on a white background")
+    assert nearest_colour(np.median(picture[56:72, 56:72], axis=(0, 1))) == colour
+    assert nearest_colour(np.median(picture[:8], axis=(0, 1))) == "white"
+
+
+@pytest.mark.parametrize(("place", "x", "y"), [("on the left", 32, 64), ("in the top right corner", 96, 32)])
+def test_the_committed_model_paints_at_the_named_place(tiny_flux: FluxPipeline, place: str, x: int, y: int) -> None:
+    picture = draw(tiny_flux, f"a red square {place} on a white background")
+    there, opposite = picture[y - 4 : y + 4, x - 4 : x + 4], picture[124 - y : 132 - y, 124 - x : 132 - x]
+    assert nearest_colour(np.median(there, axis=(0, 1))) == "red"
+    assert nearest_colour(np.median(opposite, axis=(0, 1))) == "white"

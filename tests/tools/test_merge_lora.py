@@ -1,0 +1,74 @@
+"""tools/merge_lora.py as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from library.errors import UserError
+from networks.formats import save_lora
+from networks.merge import LoraSource
+from networks.targets import FLUX_TARGETS
+from networks.weights import LoraWeights
+from tools.merge_lora import parse_source
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "merge_lora.py"
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_two_loras_are_merged_at_their_strengths(tmp_path: Path) -> None:
+    base = torch.zeros(6, 2)
+    save_file({"double_blocks.0.img_attn.qkv.weight": base.half()}, tmp_path / "base.safetensors")
+    for name, column in (("a", [1.0, 0.0]), ("b", [0.0, 1.0])):
+        lora = {"transformer_blocks.0.attn.to_k": LoraWeights(torch.tensor([column]), torch.ones(2, 1), 2.0)}
+        save_lora(tmp_path / f"{name}.safetensors", lora, FLUX_TARGETS)
+    done = run(
+        "--model", "base.safetensors", "--lora", "a.safetensors:0.5", "b.safetensors", "--save_to", "m.safetensors",
+        "--save_precision", "bf16", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "m.safetensors: 1 of 1 tensors changed by 2 LoRA(s)\n"
+    merged = load_file(tmp_path / "m.safetensors")["double_blocks.0.img_attn.qkv.weight"]
+    assert merged.dtype == torch.bfloat16
+    # k is rows 2 and 3; alpha 2 at rank 1 doubles, and a counts half
+    assert merged.tolist() == [[0, 0], [0, 0], [1, 2], [1, 2], [0, 0], [0, 0]]
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    done = run("--model", "none", "--lora", "a.safetensors", "--save_to", "m.safetensors", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: none: no such file or folder; check --model\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a.safetensors", LoraSource(Path("a.safetensors"), 1.0)),
+        ("a.safetensors:0.8", LoraSource(Path("a.safetensors"), 0.8)),
+        ("dir/a:b.safetensors:-1", LoraSource(Path("dir/a:b.safetensors"), -1.0)),
+        ("C:/loras/a.safetensors", LoraSource(Path("C:/loras/a.safetensors"), 1.0)),
+    ],
+)
+def test_strength_follows_the_last_colon(text: str, expected: LoraSource) -> None:
+    assert parse_source(text) == expected
+
+
+def test_a_file_with_a_colon_in_its_name_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a:0.5"
+    path.touch()
+    assert parse_source(str(path)) == LoraSource(path, 1.0)
+
+
+def test_a_strength_that_is_no_number_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--lora a.safetensors:high: 'high' is not a number; write"):
+        parse_source("a.safetensors:high")

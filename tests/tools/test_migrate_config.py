@@ -1,0 +1,261 @@
+"""tools/migrate_config.py: TOML, script or pasted command in; Tandem's TOML and a table out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toml
+from PIL import Image
+
+from library.config import load_config
+from library.config.kohya import choices
+from library.config.kohya_command import read_command, read_command_file
+from library.config.load import fields
+from library.config.schema import DatasetArguments
+from library.data.config import load_dataset_config
+from library.errors import UserError
+from tools.migrate_config import migrate
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "migrate_config.py"
+LAUNCH = [
+    "accelerate",
+    "launch",
+    "--num_cpu_threads_per_process",
+    "1",
+    "--mixed_precision",
+    "bf16",
+    "--num_processes=2",
+]
+FLAGS = ["--pretrained_model_name_or_path", "m", "--network_module", "networks.lora_flux", "--network_dim", "8"]
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_pasted_command_becomes_a_toml_that_means_the_same(tmp_path: Path) -> None:
+    words = [*LAUNCH, "flux_train_network.py", *FLAGS, "--dataset_config", "d.toml", "--unet_lr", "1e-3", "--sdpa"]
+    words += ["--xformers", "--lr_scheduler", "cosine", "--lr_warmup_steps", "10%", "--network_args", "verbose=True"]
+    done = run("--save_to", "my.toml", "--", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if len(line.split()) > 1}
+    assert rows["network_dim"] == "same"
+    assert rows["unet_lr"] == "renamed"
+    assert rows["sdpa"] == "accepted"
+    assert rows["xformers"] == "refused"
+    assert rows["guidance_scale"] == "default"
+    assert "start with accelerate launch --num_processes 2 train_lora.py" in done.stdout
+    assert done.stdout.endswith("my.toml: written; 1 settings are not taken over, see above\n")
+
+    text = (tmp_path / "my.toml").read_text()
+    assert "learning_rate = 0.001  # from unet_lr\n" in text
+    assert "#   xformers: PyTorch's own attention kernels are used; write sdpa or remove it\n" in text
+    config = load_config(["--config_file", str(tmp_path / "my.toml")])
+    assert config.optimizer.learning_rate == 1e-3
+    assert config.optimizer.lr_warmup_steps == pytest.approx(0.1)
+    assert config.flow.guidance_scale == 3.5
+    assert config.saving.save_format == "kohya"
+    assert config.network.network_args == []
+
+
+SCRIPTS = {
+    "train.sh": """#!/bin/bash
+# accelerate launch flux_train_network.py --network_dim 999
+MODEL="/my models"
+export OUT=out
+source venv/bin/activate
+cd sd-scripts && accelerate launch --num_processes=1 flux_train_network.py \\
+  --pretrained_model_name_or_path "$MODEL/flux1-dev.safetensors" \\
+  --network_module=networks.lora_flux --dataset_config d.toml \\
+  --output_dir=${OUT} "$@" 2>&1 | tee log.txt
+""",
+    "train.bat": """@echo off
+rem accelerate launch flux_train_network.py --network_dim 999
+set MODEL=/my models
+set "OUT=out"
+accelerate launch sd-scripts\\flux_train_network.py ^
+  --pretrained_model_name_or_path "%MODEL%/flux1-dev.safetensors" ^
+  --network_module=networks.lora_flux --dataset_config d.toml ^
+  --output_dir=%OUT% %*
+pause
+""",
+    "train.ps1": """$MODEL = "/my models"
+$OUT = 'out'
+accelerate launch flux_train_network.py `
+  --pretrained_model_name_or_path "$MODEL/flux1-dev.safetensors" `
+  --network_module=networks.lora_flux --dataset_config d.toml `
+  --output_dir=$OUT
+""",
+}
+
+
+@pytest.mark.parametrize("name", list(SCRIPTS))
+def test_a_script_is_read_with_its_continuations_and_variables(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(SCRIPTS[name])
+    assert read_command_file(tmp_path / name).arguments == (
+        "--pretrained_model_name_or_path",
+        "/my models/flux1-dev.safetensors",
+        "--network_module=networks.lora_flux",
+        "--dataset_config",
+        "d.toml",
+        "--output_dir=out",
+    )
+
+
+def test_windows_paths_keep_their_backslashes(tmp_path: Path) -> None:
+    (tmp_path / "t.bat").write_text(r'python flux_train_network.py --ae "C:\models\ae.safetensors" --t5xxl D:\t5')
+    assert read_command_file(tmp_path / "t.bat").arguments == (
+        "--ae", r"C:\models\ae.safetensors", "--t5xxl", r"D:\t5",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "tool"),
+    [
+        (["python", "src/musubi_tuner/qwen_image_train_network.py", "--seed", "1"], "musubi-tuner"),
+        (["accelerate", "launch", "-m", "musubi_tuner.qwen_image_train_network", "--seed", "1"], "musubi-tuner"),
+        (["accelerate launch flux_train_network.py --seed 1"], "sd-scripts"),
+        (["--seed", "1"], None),
+    ],
+)
+def test_the_trainer_is_known_by_its_script(words: list[str], tool: str | None) -> None:
+    command = read_command(words)
+    assert command.tool == tool
+    assert command.arguments == ("--seed", "1")
+
+
+def test_a_toml_with_the_folders_of_dreambooth_gets_a_dataset_toml(tmp_path: Path) -> None:
+    for folder in ("img/10_sks dog", "img/2_dog_park", "img/notes", "reg/1_dog"):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (64, 64)).save(tmp_path / folder / "0.png")
+    (tmp_path / "kohya.toml").write_text(
+        'network_module = "networks.lora_flux"\npretrained_model_name_or_path = "m"\ntrain_data_dir = "img"\n'
+        'reg_data_dir = "reg"\nresolution = "1024,768"\nenable_bucket = true\ncaption_extension = ".txt"\n'
+        "keep_tokens = 2\nmin_bucket_reso = 512\ntrain_batch_size = 2\n"
+    )
+    done = run("--save_to", "new/my.toml", "kohya.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert toml.load(tmp_path / "new/my.toml")["dataset"] == {
+        "dataset_config": "new/my.dataset.toml",
+        "train_batch_size": 2,
+    }
+    assert toml.load(tmp_path / "new/my.dataset.toml") == {
+        "general": {
+            "resolution": [1024, 768],
+            "enable_bucket": True,
+            "caption_extension": ".txt",
+            "keep_tokens": 2,
+            "min_bucket_reso": 512,
+            "max_bucket_reso": 1024,
+        },
+        "datasets": [
+            {
+                "subsets": [
+                    {"image_dir": "img/10_sks dog", "num_repeats": 10, "class_tokens": "sks dog"},
+                    {"image_dir": "img/2_dog_park", "num_repeats": 2, "class_tokens": "dog_park"},
+                    {"image_dir": "reg/1_dog", "num_repeats": 1, "class_tokens": "dog", "is_reg": True},
+                ]
+            }
+        ],
+    }
+
+
+def test_flags_beside_a_dataset_toml_are_added_where_it_is_silent(tmp_path: Path) -> None:
+    (tmp_path / "img").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "img/0.png")
+    (tmp_path / "d.toml").write_text(
+        "[general]\nkeep_tokens = 1\n[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'img'\n"
+    )
+    flags = [
+        *FLAGS,
+        "--dataset_config",
+        str(tmp_path / "d.toml"),
+        "--keep_tokens",
+        "3",
+        "--caption_dropout_rate",
+        "0.1",
+    ]
+    migrate(read_command(["flux_train_network.py", *flags]), tmp_path / "my.toml", "a test")
+    dataset = load_dataset_config(tmp_path / "my.dataset.toml", DatasetArguments(dataset_config="x"))
+    settings = dataset.datasets[0].subsets[0].settings
+    assert settings.keep_tokens == 1
+    assert settings.caption_dropout_rate == pytest.approx(0.1)
+
+
+def test_metadata_files_become_a_subset(tmp_path: Path) -> None:
+    flags = [
+        *FLAGS,
+        "--train_data_dir",
+        "img",
+        "--in_json",
+        "meta.json",
+        "--dataset_repeats",
+        "3",
+        "--resolution",
+        "512",
+    ]
+    migrate(read_command(["flux_train_network.py", *flags]), tmp_path / "my.toml", "a test")
+    assert toml.load(tmp_path / "my.dataset.toml") == {
+        "general": {"resolution": 512},
+        "datasets": [{"subsets": [{"image_dir": "img", "metadata_file": "meta.json", "num_repeats": 3}]}],
+    }
+
+
+def test_network_arguments_that_the_lora_refuses_are_not_written(tmp_path: Path) -> None:
+    flags = [*FLAGS, "--dataset_config", "d.toml", "--network_args", "ggpo_beta=1", "rank_dropout=0.1"]
+    notes = migrate(read_command(["flux_train_network.py", *flags]), tmp_path / "my.toml", "a test")
+    assert toml.load(tmp_path / "my.toml")["network"]["network_args"] == ["rank_dropout=0.1"]
+    assert any(note.outcome == "refused" and "ggpo_beta" in note.text for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--", "python", "sdxl_train_network.py", "--seed", "1"], "sdxl_train_network.py: not a LoRA trainer that"),
+        (["--", "python", "x"], "command: no trainer's script in it"),
+        (["--", "flux_train_network.py --ae 'x"], "command: a quote is not closed"),
+        (["--", "flux_train_network.py", "--netwrk_dim", "8"], "unknown flag; did you mean 'network_dim'?"),
+        (["none.sh"], "none.sh: cannot be read"),
+        (["empty.sh"], "empty.sh: starts no trainer"),
+        (["unset.sh"], "unset.sh: $WHERE is not set in this file; write its value into it"),
+        ([], "give a TOML file, a script, or -- and a command"),
+        (["--", *FLAGS, "--train_data_dir", "none", "--resolution", "64"], "train_data_dir: none is no folder"),
+        (["--", *FLAGS, "--train_data_dir", ".", "--resolution", "64"], "holds no folder named like '10_name class'"),
+        (["--", *FLAGS, "--resolution", "64"], "dataset_config: is missing, and train_data_dir too"),
+        (["--", *FLAGS, "--dataset_config", "none.toml", "--resolution", "64"], "none.toml: cannot be read"),
+        (["--", *FLAGS, "--train_data_dir", ".", "--keep_tokens", "x"], "keep_tokens: 'x' does not fit"),
+        (["--", "--network_module", "networks.lora_flux"], "pretrained_model_name_or_path: is required"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    from tools.migrate_config import main
+
+    (tmp_path / "empty.sh").write_text("echo hello\n")
+    (tmp_path / "unset.sh").write_text("python flux_train_network.py --ae $WHERE/ae\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["migrate_config.py", "--save_to", "my.toml", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "my.toml").exists()
+    assert not (tmp_path / "my.dataset.toml").exists()
+
+
+def test_a_musubi_command_takes_its_precision_from_the_launcher(tmp_path: Path) -> None:
+    words = [*LAUNCH, "src/musubi_tuner/qwen_image_train_network.py", "--dit", "d", "--dataset_config", "d.toml"]
+    assert read_command(words).launcher["mixed_precision"] == "bf16"
+    if "qwen_image" not in choices(fields(), "model_type"):
+        with pytest.raises(UserError, match="Qwen-Image is not a model family of this version"):
+            migrate(read_command(words), tmp_path / "my.toml", "a test")
+    else:
+        migrate(read_command(words), tmp_path / "my.toml", "a test")
+        assert toml.load(tmp_path / "my.toml")["training"]["mixed_precision"] == "bf16"

@@ -1,0 +1,213 @@
+"""bf16 checkpoint to fp8 file and back, read once by Tandem and once by a dozen independent lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from library.models.weights import Piece
+from library.precision.checkpoint_layouts import detect_layout
+from library.precision.quantize import dequantize
+from tests.tiny import tiny_flux_transformer
+from tools import quantize_model
+
+WIDTH = 64
+NAMES = ("double_blocks.0.img_attn.qkv", "double_blocks.0.img_mod.lin", "single_blocks.0.linear2")
+
+
+def checkpoint(prefix: str = "") -> dict[str, Tensor]:
+    """A few tensors of a FLUX file in BFL's names, bf16."""
+    torch.manual_seed(0)
+    shapes = {
+        "img_in.weight": (WIDTH, 64),
+        "double_blocks.0.img_attn.qkv.weight": (3 * WIDTH, WIDTH),
+        "double_blocks.0.img_attn.qkv.bias": (3 * WIDTH,),
+        "double_blocks.0.img_attn.norm.query_norm.scale": (32,),
+        "double_blocks.0.img_mod.lin.weight": (6 * WIDTH, WIDTH),
+        "single_blocks.0.linear2.weight": (WIDTH, 3 * WIDTH + 32),  # not a multiple of 64
+        "final_layer.linear.weight": (64, WIDTH),
+    }
+    return {prefix + name: (torch.randn(shape) * 0.03).bfloat16() for name, shape in shapes.items()}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["quantize_model.py", *map(str, arguments)])
+    quantize_model.main()
+
+
+def read_independently(path: Path) -> dict[str, Tensor]:
+    """Return layer -> fp32 weight by the formats' definitions alone: weight = codes * scale."""
+    raw, weights = load_file(path), {}
+    for name, tensor in raw.items():
+        layer, _, leaf = name.rpartition(".")
+        if leaf != "weight":
+            continue
+        scale = raw.get(f"{layer}.scale_weight", raw.get(f"{layer}.weight_scale"))
+        if scale is None:
+            weights[layer] = tensor.float()
+        elif scale.ndim == 3:
+            weights[layer] = (tensor.float().view(*scale.shape[:2], -1) * scale.float()).view(tensor.shape)
+        else:
+            weights[layer] = tensor.float() * scale.float()
+    return weights
+
+
+CASES = {
+    "plain": ["--layout", "plain"],
+    "plain e5m2": ["--layout", "plain", "--format", "e5m2"],
+    "comfy_scaled": [],
+    "comfy_quant": ["--layout", "comfy_quant"],
+    "comfy_quant e5m2": ["--layout", "comfy_quant", "--format", "e5m2"],
+    "musubi": ["--layout", "musubi"],
+    "musubi tensor": ["--layout", "musubi", "--granularity", "tensor"],
+    "musubi row": ["--layout", "musubi", "--granularity", "row"],
+    "stochastic": ["--layout", "musubi", "--rounding", "stochastic", "--seed", "3"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_what_is_written_reads_back_the_same_by_tandem_and_by_independent_code(
+    case: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    original = checkpoint(prefix)
+    save_file(original, source)
+    run(monkeypatch, "--model", source, "--save_to", target, *CASES[case])
+    layout = detect_layout(target)
+    assert layout is not None
+    assert layout.kind == {"stochastic": "musubi"}.get(case, case.split()[0])
+    assert set(layout.dtypes) == {f"{prefix}{name}.weight" for name in NAMES}
+    stored, independent = load_file(target), read_independently(target)
+    assert set(stored) - layout.bookkeeping == set(original)
+    for name in NAMES:
+        weight = f"{prefix}{name}.weight"
+        ours = dequantize(stored[weight], layout.scale_of([Piece(weight)]), torch.float32)
+        assert torch.equal(ours, independent[f"{prefix}{name}"])
+        before = original[weight].float()
+        error = float((ours - before).norm() / before.norm())
+        # rms error of 3 and 2 mantissa bits; a plain cast of std 0.03 loses more to e4m3's fixed small steps;
+        # stochastic rounding has about sqrt(2) times the error
+        assert 0.005 < error < (0.06 if "e5m2" in case or case == "stochastic" else 0.035)
+    for name in set(original) - set(layout.dtypes):
+        assert torch.equal(stored[name], original[name])
+
+
+def test_comfyui_files_carry_the_marks_comfyui_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "in.safetensors"
+    save_file(checkpoint("model.diffusion_model."), source, {"modelspec.title": "mine"})
+    for extra, elements, config in (
+        ([], 2, {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}),
+        (["--fp8_matmul"], 0, {"format": "float8_e4m3fn"}),
+    ):
+        run(monkeypatch, "--model", source, "--save_to", tmp_path / "old.safetensors", *extra)
+        run(
+            monkeypatch, "--model", source, "--save_to", tmp_path / "new.safetensors", "--layout", "comfy_quant", *extra
+        )
+        old, new = load_file(tmp_path / "old.safetensors"), load_file(tmp_path / "new.safetensors")
+        marker = old["model.diffusion_model.scaled_fp8"]
+        assert (marker.dtype, marker.numel()) == (torch.float8_e4m3fn, elements)
+        layer = f"model.diffusion_model.{NAMES[0]}"
+        scale = old[f"{layer}.scale_weight"]
+        assert (scale.dtype, scale.shape) == (torch.float32, torch.Size([]))
+        # as ComfyUI's loader reads it: json.loads(tensor.numpy().tobytes())
+        assert json.loads(new[f"{layer}.comfy_quant"].numpy().tobytes()) == config
+        assert torch.equal(new[f"{layer}.weight_scale"], scale)
+    with safe_open(tmp_path / "old.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert metadata["modelspec.title"] == "mine"
+    assert metadata["fp8_recipe"] == "e4m3fn, one scale a tensor, rounded to nearest; kept high: embedders, final"
+
+
+def test_musubi_files_have_its_shapes_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(checkpoint(), tmp_path / "in.safetensors")
+    run(
+        monkeypatch,
+        "--model",
+        tmp_path / "in.safetensors",
+        "--save_to",
+        tmp_path / "o.safetensors",
+        "--layout",
+        "musubi",
+    )
+    stored = load_file(tmp_path / "o.safetensors")
+    assert stored[f"{NAMES[0]}.scale_weight"].shape == (3 * WIDTH, 1, 1)
+    assert stored[f"{NAMES[2]}.scale_weight"].shape == (WIDTH, 1)  # falls back to rows
+    assert stored[f"{NAMES[0]}.scale_weight"].dtype == torch.bfloat16
+
+
+def test_a_diffusers_folder_becomes_one_that_diffusers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_flux_transformer().to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "pipeline" / "transformer", max_shard_size="200KB")
+    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    run(monkeypatch, "--model", tmp_path / "pipeline", "--save_to", tmp_path / "fp8", "--layout", "plain", "--keep", "")
+    loaded = FluxTransformer2DModel.from_pretrained(tmp_path / "fp8", torch_dtype=torch.bfloat16)
+    for name, parameter in loaded.named_parameters():
+        original = model.get_parameter(name)
+        is_matrix = name.endswith("weight") and original.ndim == 2
+        assert torch.equal(parameter, original.to(torch.float8_e4m3fn).bfloat16() if is_matrix else original)
+
+
+def test_a_transformers_folder_and_kept_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "t5"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    names = (
+        "shared",
+        "encoder.block.0.layer.0.SelfAttention.q",
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+    )
+    save_file({f"{name}.weight": torch.randn(64, 64).bfloat16() for name in names}, folder / "model.safetensors")
+    run(monkeypatch, "--model", folder, "--save_to", tmp_path / "fp8")
+    stored = load_file(tmp_path / "fp8" / "model.safetensors")
+    assert [stored[f"{name}.weight"].dtype for name in names] == [torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16]
+
+
+def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file(checkpoint(), source)
+    done = tmp_path / "done.safetensors"
+    run(monkeypatch, "--model", source, "--save_to", done)
+    broken = checkpoint()
+    broken[f"{NAMES[1]}.weight"][0, 0] = torch.nan
+    save_file(broken, tmp_path / "broken.safetensors")
+    save_file({"norm.weight": torch.ones(4)}, tmp_path / "none.safetensors")
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    cases = {
+        "layout comfy_scaled: scales 'row' cannot be written in it; use tensor": (source, "--granularity", "row"),
+        "use comfy_quant for e5m2": (source, "--format", "e5m2"),
+        "is in fp8 already; quantise the bf16 or fp16 file": (done,),
+        "no linear weight is left to quantise": (tmp_path / "none.safetensors",),
+        f"{NAMES[1]}.weight holds NaN or infinity": (tmp_path / "broken.safetensors",),
+        "kept pattern 'qvk' matches no linear layer": (source, "--keep_pattern", "qvk"),
+        "kept kind 'finall' is none of": (source, "--keep", "finall"),
+        "no such file or folder": (tmp_path / "absent",),
+        "a pipeline without a transformer folder": (tmp_path / "pipeline",),
+    }
+    for message, (model, *extra) in cases.items():
+        with pytest.raises(SystemExit) as left:
+            run(monkeypatch, "--model", model, "--save_to", target, *extra)
+        assert left.value.code == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+        assert not target.exists()
+    for message, goal in {
+        "is the model itself": source,
+        "is a file, so the result is one": tmp_path / "folder",
+    }.items():
+        with pytest.raises(SystemExit):
+            run(monkeypatch, "--model", source, "--save_to", goal)
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob(".*.tmp"))

@@ -1,0 +1,1 @@
+"""Command line tools; each runs on its own as ``python tools/<name>.py``."""

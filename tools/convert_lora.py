@@ -1,0 +1,134 @@
+"""Convert a LoRA file from one key layout to another, with the same update in every layer.
+
+    python tools/convert_lora.py my_lora.safetensors for_comfyui.safetensors --save_format comfy
+    python tools/convert_lora.py peft_folder my_lora.safetensors --save_format kohya --save_precision bf16
+
+The source may be in any published layout: kohya's, diffusers', ComfyUI's, PEFT's (a file or a folder), split or fused
+q, k and v. Its metadata goes along, with hashes made anew. A key that has no place in the result is named and nothing
+is written. At the end the result is read back and compared with the source, layer by layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from library.errors import UserError, exit_on_user_error
+from library.files import read_safetensors_header
+from networks.adapter_metadata import ADAPTER_METADATA_KEY
+from networks.formats import LAYOUTS, PRECISIONS, LoraFile, load_lora, save_lora
+from networks.low_rank import relative_difference
+from networks.targets import TARGETS, LoraTargets
+from networks.weights import LoraWeights
+
+
+def convert(
+    source: Path,
+    target: Path,
+    targets: LoraTargets,
+    save_format: str,
+    precision: str | None = None,
+    overwrite: bool = False,
+) -> tuple[LoraFile, LoraFile, float]:
+    """Write ``source`` to ``target`` in ``save_format``; return both as read, and how far their updates differ.
+
+    Args:
+        source: LoRA file, or a folder written by PEFT.
+        target: ``.safetensors`` file to write.
+        targets: the family's row.
+        save_format: one of ``networks.formats.LAYOUTS``.
+        precision: "fp32", "fp16" or "bf16"; None: the source's, the widest if it has several.
+        overwrite: replace ``target`` if it exists.
+
+    Returns:
+        Source, result, and the largest relative difference of a layer's update (Frobenius norm).
+
+    Raises:
+        UserError: the source cannot be read or mapped, or the target exists or is no ``.safetensors`` file.
+    """
+    if target.suffix != ".safetensors":
+        raise UserError(f"{target}: a LoRA is a .safetensors file; give DST that ending")
+    if target.exists() and source.exists() and target.resolve() == source.resolve():
+        raise UserError(f"{target}: is the source itself; choose another DST")
+    if target.exists() and not overwrite:
+        raise UserError(f"{target}: exists; choose another DST or give --overwrite")
+    read = load_lora(source, targets)
+    metadata = {key: value for key, value in read.metadata.items() if key != ADAPTER_METADATA_KEY}
+    # In fp32: folding unequal scales into B must not round in the source's dtype.
+    exact = {name: LoraWeights(w.down.float(), w.up.float(), w.alpha) for name, w in read.weights.items()}
+    save_lora(target, exact, targets, save_format, precision or widest_precision(read.weights), metadata)
+    written = load_lora(target, targets)
+    return read, written, max(_difference(w, written.weights.get(name)) for name, w in read.weights.items())
+
+
+def widest_precision(weights: Mapping[str, LoraWeights]) -> str:
+    """Return the precision that holds every tensor: their common 16-bit dtype, else fp32."""
+    dtypes = {tensor.dtype for module in weights.values() for tensor in (module.down, module.up)}
+    names = {dtype: name for name, dtype in PRECISIONS.items()}
+    return names.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
+
+
+def _difference(before: LoraWeights, after: LoraWeights | None) -> float:
+    if after is None:  # a layer whose down-projection is zero is not kept apart inside a fused one
+        after = LoraWeights(torch.zeros_like(before.down), torch.zeros_like(before.up), before.alpha)
+    return relative_difference(before, after)
+
+
+def describe(weights: Mapping[str, LoraWeights], targets: LoraTargets) -> Table:
+    """Return a table of the layers that have an update: kinds, counts, ranks, alphas."""
+    rows: dict[tuple[str, int, float], int] = {}
+    for name, module in weights.items():
+        kind = targets.kind_of(name)
+        row = (kind.name if kind else name, module.rank, module.alpha)
+        rows[row] = rows.get(row, 0) + 1
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("layers")
+    for heading in ("count", "rank", "alpha"):
+        table.add_column(heading, justify="right")
+    for (kind_name, rank, alpha), count in rows.items():
+        table.add_row(kind_name, str(count), str(rank), f"{alpha:g}")
+    return table
+
+
+def summary(path: Path, read: LoraFile) -> str:
+    """Return a line: file, layout, precision, layers and tensors."""
+    file = path / "adapter_model.safetensors" if path.is_dir() else path
+    tensors = len(read_safetensors_header(file).keys() - {"__metadata__"})
+    precision = widest_precision(read.weights)
+    return f"{path}: {read.layout}, {precision}, {len(read.weights)} layers in {tensors} tensors"
+
+
+@exit_on_user_error
+def main() -> None:
+    """Parse the command line, convert, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", metavar="SRC", type=Path, help="LoRA file, or a folder written by PEFT")
+    parser.add_argument("target", metavar="DST", type=Path, help="the .safetensors file to write")
+    parser.add_argument("--save_format", required=True, choices=list(LAYOUTS), help="key layout of the result")
+    parser.add_argument("--save_precision", choices=list(PRECISIONS), help="default: the source's")
+    parser.add_argument("--model_type", choices=list(TARGETS), default="flux", help="architecture family")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    options = parser.parse_args()
+    targets = TARGETS[options.model_type]
+    read, written, difference = convert(
+        options.source, options.target, targets, options.save_format, options.save_precision, options.overwrite
+    )
+    console = Console(highlight=False, markup=False)
+    console.print(describe(read.weights, targets))
+    console.print(f"from  {summary(options.source, read)}", soft_wrap=True)
+    console.print(f"to    {summary(options.target, written)}", soft_wrap=True)
+    same = f"to {difference:.0e} of its size" if difference else "to the last bit that can be told"
+    console.print(f"checked: every layer's update is the same {same}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Draw pictures with a base model and any number of LoRAs.
+
+    python tools/generate.py image --model FLUX.1-dev --lora style.safetensors:0.8 face.safetensors \\
+        --prompt "a cat in the rain" "a dog --w 768 --d 7" --w 1024 --h 1024 --save_to pictures
+    python tools/generate.py image --model flux1-dev.safetensors --ae ae.safetensors --clip_l clip_l.safetensors \\
+        --t5xxl t5xxl_fp16.safetensors --from_file prompts.toml
+
+Prompts are those of training samples: lines with --n --w --h --d --s --g --l, or a .txt, .toml or .json file of them.
+The same flags on the command line hold for every prompt that says nothing itself. A picture is never written over
+another one; each carries its prompt, model and LoRAs as PNG text.
+
+The order is that of memory: text encoders, out again, transformer with its LoRAs, pictures. Several LoRAs become one
+of the summed rank, which is exact (``networks.low_rank``) and costs one pair of small products a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from PIL.Image import Image
+from rich.console import Console
+
+from library.config.schema import ModelConfig, PrecisionConfig
+from library.errors import UserError, exit_on_user_error
+from library.models.protocol import Family, TextEncoder
+from library.models.registry import FAMILIES, model_family
+from library.precision.loading import Fp8Loading
+from library.training.base_precision import describe_base, plan_fp8
+from library.training.prompts import SamplePrompt, parse_prompt, prompt_texts, read_prompts
+from library.training.sampling import save_picture
+from networks.formats import load_lora
+from networks.injection import attach_lora
+from networks.low_rank import combine_loras
+from networks.merge import LoraSource
+from networks.targets import TARGETS, LoraTargets
+from networks.weights import LoraWeights
+from tools.merge_lora import parse_source
+
+_MODEL_FLAGS = ("model_type", "ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "t5xxl_max_token_length")
+_FP8_FLAGS = ("fp8_base", "fp8_scaled", "fp8_granularity")
+_DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def draw(
+    family: Family,
+    prompts: Sequence[SamplePrompt],
+    loras: Sequence[LoraSource],
+    dtype: torch.dtype,
+    device: torch.device,
+    console: Console,
+    fp8: Fp8Loading | None = None,
+) -> Iterator[tuple[SamplePrompt, Image]]:
+    """Yield each prompt with its picture.
+
+    Args:
+        family: the base model.
+        prompts: what to draw.
+        loras: files with their strengths; updates of the same layer add up.
+        dtype: of the weights, and of the products when it is a 16-bit one.
+        device: where to compute.
+        console: for what is to be known about model and LoRAs.
+        fp8: which weights of the transformer become fp8; what its file has in fp8 stays so.
+
+    Raises:
+        UserError: a LoRA cannot be read or does not fit the model.
+    """
+    weights = read_loras(loras, family, console)  # before anything that takes time
+    source = " + ".join(str(lora.path) for lora in loras)
+    targets = TARGETS[family.name]
+    image_encoder = family.load_image_encoder(dtype, device)
+    texts = prompt_texts(list(prompts))
+    embeddings = encode(family.load_text_encoder(dtype, device), texts, weights, targets, source)
+    fp8 = fp8 or Fp8Loading()
+    transformer = family.load_transformer(dtype, device, fp8=fp8)
+    if (layout := family.fp8_layout()) or fp8.recipe:
+        console.print(f"base: {describe_base(layout, fp8, dtype)}")
+    if own := weights.get(targets.file_prefix):
+        attach_lora(transformer, own, targets, source)
+    for prompt in prompts:
+        yield (
+            prompt,
+            family.sample(
+                transformer,
+                image_encoder,
+                embeddings[prompt.prompt],
+                width=prompt.width,
+                height=prompt.height,
+                steps=prompt.steps,
+                guidance=prompt.guidance,
+                seed=prompt.seed,
+                negative_text=embeddings[prompt.negative] if prompt.cfg != 1.0 else None,
+                cfg=prompt.cfg,
+            ),
+        )
+
+
+def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) -> dict[str, dict[str, LoraWeights]]:
+    """Return component (transformer, text encoders) -> the sum of all LoRAs there; say what they are.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    targets = TARGETS[family.name]
+    read = [(source, load_lora(source.path, targets)) for source in loras]
+    here = family.fingerprint() if any("tandem.base_fingerprint" in lora.metadata for _, lora in read) else None
+    for source, lora in read:
+        console.print(f"{source.path}: {lora.layout}, {len(lora.weights)} layers, strength {source.ratio:g}")
+        trained_on = lora.metadata.get("tandem.base_fingerprint")
+        if trained_on and trained_on != here:
+            console.print(f"note: {source.path}: trained on base {trained_on}, this one is {here}")
+    return targets.by_component(combine_loras([(lora.weights, source.ratio) for source, lora in read]))
+
+
+@torch.no_grad()
+def encode(
+    text_encoder: TextEncoder,
+    texts: Sequence[str],
+    loras: Mapping[str, Mapping[str, LoraWeights]],
+    targets: LoraTargets,
+    source: str,
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return every text's embeddings, without a batch axis, on the CPU, as the encoders with their LoRAs give them.
+
+    Args:
+        text_encoder: is let go of afterwards.
+        texts: to encode.
+        loras: component -> weights; the transformer's are not used.
+        targets: the family's row.
+        source: the files' names, for messages.
+    """
+    embeddings = {text: text_encoder.encode([text])[0] for text in texts}
+    text_encoder.release()
+    for encoder in targets.text_encoders:
+        if weights := loras.get(encoder.name):
+            module = text_encoder.load_modules([encoder.name])
+            attach_lora(module, weights, targets, source)
+            for text, cached in embeddings.items():
+                cached |= {name: rows[0].cpu() for name, rows in module([text]).items()}
+    return embeddings
+
+
+def free_path(folder: Path, prompt: SamplePrompt) -> Path:
+    """Return a path in ``folder`` for the picture; its number is one more than the largest there."""
+    words = re.sub(r"[^a-z0-9]+", "-", prompt.prompt.lower())[:40].strip("-") or "picture"
+    numbers = [int(match[1]) for path in folder.glob("*.png") if (match := re.match(r"(\d{4,})_", path.name))]
+    return folder / f"{max(numbers, default=-1) + 1:04d}_{words}_seed{prompt.seed}.png"
+
+
+def read_asked(options: argparse.Namespace, pixel_multiple: int) -> list[SamplePrompt]:
+    """Return the prompts that the command line asks for.
+
+    Raises:
+        UserError: neither or both of --prompt and --from_file, or a prompt that is not right.
+    """
+    if bool(options.prompt) == bool(options.from_file):
+        raise UserError('give either --prompt "..." or --from_file FILE')
+    default = SamplePrompt("", options.n, options.w, options.h, options.d, options.s, options.g, options.l)
+    if options.from_file:
+        return read_prompts(options.from_file, options.d, pixel_multiple, default, "--from_file")
+    prompts = []
+    for i, line in enumerate(options.prompt):
+        seeded = replace(default, seed=default.seed + i)
+        prompts.append(parse_prompt(line, seeded, pixel_multiple, f"--prompt {i + 1}"))
+    return prompts
+
+
+def image(options: argparse.Namespace) -> list[Path]:
+    """Run the subcommand ``image``; return the pictures written."""
+    given = {name: value for name in _MODEL_FLAGS if (value := getattr(options, name)) is not None}
+    family = model_family(ModelConfig(pretrained_model_name_or_path=options.model, **given))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = options.mixed_precision or ("bf16" if device.type == "cuda" else "no")
+    if precision == "fp16" and device.type == "cpu":
+        raise UserError("--mixed_precision: fp16 needs a GPU; on a CPU use bf16 or no")
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    dtype = _DTYPES[precision]
+    prompts = read_asked(options, family.load_image_encoder(dtype, device).pixel_multiple)
+    sources = [parse_source(text) for text in options.lora]
+    if options.fp8_granularity and not options.fp8_scaled:
+        raise UserError("--fp8_granularity: has no effect without --fp8_scaled; remove it")
+    asked = {key: value for key in _FP8_FLAGS if (value := getattr(options, key))}
+    fp8 = plan_fp8(PrecisionConfig(**asked), family.fp8_layout(), 0, device)
+    record = {"model": options.model, "loras": " ".join(options.lora)}
+    written: list[Path] = []
+    for prompt, picture in draw(family, prompts, sources, dtype, device, console, fp8):
+        path = free_path(options.save_to, prompt)
+        save_picture(picture, path, {"prompt": prompt.line(), **record})
+        console.print(f"{path}: {prompt.line()}")
+        written.append(path)
+    return written
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser; each kind of thing to generate is a subcommand."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(title="what to generate", required=True, metavar="KIND")
+    sub = commands.add_parser("image", help="pictures, with a diffusion transformer", allow_abbrev=False)
+    sub.set_defaults(run=image)
+    model = sub.add_argument_group("model")
+    model.add_argument("--model", required=True, help="diffusers folder, or transformer file")
+    model.add_argument("--model_type", choices=list(FAMILIES), help="architecture family")
+    for name in _MODEL_FLAGS[1:-1]:
+        model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
+    model.add_argument("--t5xxl_max_token_length", type=int, metavar="N", help="T5 tokens per prompt")
+    model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRA files, of any layout")
+    model.add_argument("--mixed_precision", choices=list(_DTYPES), help="default: bf16 on a GPU, no on a CPU")
+    quantised = model.add_mutually_exclusive_group()
+    for name in _FP8_FLAGS[:2]:
+        quantised.add_argument(f"--{name}", action="store_true", help=PrecisionConfig.model_fields[name].description)
+    model.add_argument("--fp8_granularity", choices=["tensor", "row", "block64", "block128"], help="of --fp8_scaled")
+    what = sub.add_argument_group("prompts", "each flag holds where a prompt says nothing itself")
+    what.add_argument("--prompt", nargs="+", metavar="LINE", help="prompts, each with its own options if need be")
+    what.add_argument("--from_file", metavar="FILE", help=".txt (a prompt a line), .toml or .json")
+    what.add_argument("--n", default="", metavar="TEXT", help="negative prompt, used when --l is not 1")
+    what.add_argument("--w", type=int, default=1024, metavar="PIXELS", help="width (default: %(default)s)")
+    what.add_argument("--h", type=int, default=1024, metavar="PIXELS", help="height (default: %(default)s)")
+    what.add_argument("--d", type=int, default=0, metavar="SEED", help="seed of the first prompt; the next has d + 1")
+    what.add_argument("--s", type=int, default=20, metavar="STEPS", help="steps (default: %(default)s)")
+    what.add_argument("--g", type=float, default=3.5, metavar="X", help="guidance input of dev (default: %(default)s)")
+    what.add_argument("--l", type=float, default=1.0, metavar="X", help="classifier-free guidance (default: off, 1)")
+    sub.add_argument("--save_to", type=Path, default=Path("output/generated"), help="folder (default: %(default)s)")
+    return top
+
+
+@exit_on_user_error
+def main() -> None:
+    """Parse the command line and generate."""
+    options = parser().parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Turn a configuration of kohya's sd-scripts (FLUX) or musubi-tuner (Qwen-Image) into one of Tandem's.
+
+    python tools/migrate_config.py --save_to my.toml kohya.toml          # a training TOML
+    python tools/migrate_config.py --save_to my.toml train.sh            # a script: .sh, .bat, .ps1
+    python tools/migrate_config.py --save_to my.toml -- accelerate launch flux_train_network.py --network_dim 16 ...
+
+Prints what becomes of every key, and writes the TOML with the settings they mean; what is not taken stands in
+it as comments. Keys that describe images go into a dataset TOML beside it (``my.dataset.toml``): added to the one
+that ``--dataset_config`` names, or made from the folders of ``train_data_dir`` (``10_name class``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import toml
+from pydantic import TypeAdapter, ValidationError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from library.config.kohya import Note, Translation, find_tool, translate
+from library.config.kohya_command import SCRIPT_SUFFIXES, Command, read_command, read_command_file
+from library.config.load import fields, read_arguments, sections, validated
+from library.config.schema import TrainConfig
+from library.data.config import DatasetSettings, SubsetSettings
+from library.errors import UserError, exit_on_user_error
+from library.files import write_text
+from networks.options import parse_network_args
+from networks.targets import FLUX_TARGETS
+
+SOURCES = ("train_data_dir", "reg_data_dir", "in_json", "dataset_repeats")  # keys that say where images are
+Tables = dict[str, Any]
+
+
+def migrate(command: Command, save_to: Path, source: str) -> list[Note]:
+    """Write the configuration that ``command`` means to ``save_to``; return what became of every key.
+
+    Raises:
+        UserError: a file that cannot be read, a key of neither project, a model family that is not there, a value
+            that does not fit.
+    """
+    values, origins = read_arguments(command.arguments)
+    tool = command.tool or find_tool(values) or "sd-scripts"
+    if tool == "musubi-tuner" and command.launcher.get("mixed_precision"):
+        values.setdefault("mixed_precision", command.launcher["mixed_precision"])
+    translation = translate(values, origins, fields(), tool)
+    described = _move_dataset_keys(translation, save_to)
+    config = _without_refused_args(translation, validated(translation.values, translation.origins))
+    if described:
+        write_text(*described)
+    write_text(save_to, training_toml(translation, config, source))
+    if int(command.launcher.get("num_processes") or 1) > 1:
+        count = command.launcher["num_processes"]
+        translation.note("num_processes", "told", f"start with accelerate launch --num_processes {count} train_lora.py")
+    untouched = [key for key in translation.values if key not in {note.key for note in translation.notes}]
+    return [Note(key, "same", "") for key in untouched] + translation.notes
+
+
+def training_toml(translation: Translation, config: TrainConfig, source: str) -> str:
+    """Return the training TOML: sections as in the schema, a comment on every key that did not pass as it was."""
+    comments: dict[str, str] = {}
+    for note in translation.notes:
+        if note.outcome in ("changed", "default"):
+            comments[note.key] = "; ".join(filter(None, (comments.get(note.key), note.text)))
+    comments |= {note.to: f"from {note.key}" for note in translation.notes if note.to}
+    lines = [f"# Made by tools/migrate_config.py from {source}, a configuration of {translation.tool}.", ""]
+    for name in sections():
+        section = getattr(config, name)
+        keys = [key for key in type(section).model_fields if key in section.model_fields_set]
+        if keys:
+            lines.append(f"[{name}]")
+            for key in keys:
+                comment = f"  # {comments[key]}" if key in comments else ""
+                lines.append(f"{key} = {_toml_value(getattr(section, key))}{comment}")
+            lines.append("")
+    refused = [note for note in translation.notes if note.outcome == "refused"]
+    if refused:
+        lines += [
+            "# Not taken over:",
+            *(f"#   {note.key}: {note.text.removeprefix('not taken: ')}" for note in refused),
+        ]
+    told = [note for note in translation.notes if note.outcome == "told"]
+    if told:
+        lines += ["# Different here:", *(f"#   {note.key}: {note.text}" for note in told)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return str(toml.TomlEncoder().dump_value(value))
+
+
+def _without_refused_args(translation: Translation, config: TrainConfig) -> TrainConfig:
+    """Take out the network arguments that the LoRA refuses: a run would stop there."""
+    kept: list[str] = []
+    for pair in config.network.network_args:
+        try:
+            parse_network_args(config.network.model_copy(update={"network_args": [pair]}), FLUX_TARGETS)
+            kept.append(pair)
+        except UserError as error:
+            translation.note("network_args", "refused", str(error).removeprefix("network_args: "))
+    if config.model.model_type != "flux" or kept == config.network.network_args:
+        return config
+    translation.values["network_args"] = kept
+    return validated(translation.values, translation.origins)
+
+
+def _move_dataset_keys(translation: Translation, save_to: Path) -> tuple[Path, str] | None:
+    """Point ``dataset_config`` at a dataset TOML that holds the keys meant for it; return its path and text."""
+    if not translation.dataset:
+        return None
+    given = _converted(translation.dataset)
+    base = translation.values.get("dataset_config")
+    tables = _with_general(Path(base), given) if base else _from_folders(given)
+    path = save_to.with_name(f"{save_to.stem}.dataset.toml")
+    translation.values["dataset_config"] = str(path)
+    translation.notes[:] = [note for note in translation.notes if note.outcome != "dataset"]
+    for key in translation.dataset:
+        translation.note(key, "dataset", f"in {path.name}")
+    general = {"general": tables.pop("general", {})}
+    return path, toml.dumps(general) + "\n" + toml.dumps(tables)
+
+
+def _converted(given: dict[str, Any]) -> dict[str, Any]:
+    """Return dataset keys with the types their tables want; a command line gives text."""
+    annotations: dict[str, Any] = {
+        k: f.annotation for s in (DatasetSettings, SubsetSettings) for k, f in s.model_fields.items()
+    }
+    converted: dict[str, Any] = {}
+    for key, value in given.items():
+        if key == "caption_extention":
+            key = "caption_extension"
+        if key == "resolution" and isinstance(value, str):
+            sides = [int(side) for side in value.split(",") if side.strip().isdigit()]
+            value = sides[0] if len(sides) == 1 else sides
+        elif key in annotations:
+            try:
+                value = TypeAdapter(annotations[key]).validate_python(value)
+            except ValidationError as error:
+                raise UserError(f"{key}: {value!r} does not fit: {error.errors()[0]['msg']}") from None
+        converted[key] = value
+    return converted
+
+
+def _with_general(path: Path, given: dict[str, Any]) -> Tables:
+    """Return the dataset TOML at ``path`` with keys added below [general], where what it says itself counts more."""
+    try:
+        tables: Tables = toml.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, toml.TomlDecodeError, IndexError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); check dataset_config") from None
+    masks = given.get("conditioning_data_dir")
+    general = {key: value for key, value in given.items() if key not in (*SOURCES, "conditioning_data_dir")}
+    for dataset in tables.get("datasets", []) if masks else []:
+        for subset in dataset.get("subsets", []):
+            subset.setdefault("conditioning_data_dir", masks)
+    return {"general": general | tables.get("general", {}), **{k: v for k, v in tables.items() if k != "general"}}
+
+
+def _from_folders(given: dict[str, Any]) -> Tables:
+    """Return the dataset that ``train_data_dir`` is in sd-scripts.
+
+    With ``in_json`` it is one folder described by a metadata file. Otherwise each folder in it that is called
+    ``10_name class`` is a subset with 10 repeats and the caption "name class" for pictures without one.
+    """
+    general = {key: value for key, value in given.items() if key not in (*SOURCES, "conditioning_data_dir")}
+    if general.get("enable_bucket"):  # sd-scripts' defaults; a dataset TOML has no such limits unless it names them
+        general = {"min_bucket_reso": 256, "max_bucket_reso": 1024, **general}
+    folder = given.get("train_data_dir")
+    if folder is None:
+        raise UserError("dataset_config: is missing, and train_data_dir too; give one of them")
+    if given.get("in_json"):
+        repeats = int(given.get("dataset_repeats", 1))
+        subsets = [{"image_dir": folder, "metadata_file": given["in_json"], "num_repeats": repeats}]
+    else:
+        subsets = _dreambooth_subsets(Path(folder), False)
+        if given.get("reg_data_dir"):
+            subsets += _dreambooth_subsets(Path(given["reg_data_dir"]), True)
+    if masks := given.get("conditioning_data_dir"):
+        subsets = [{**subset, "conditioning_data_dir": masks} for subset in subsets]
+    return {"general": general, "datasets": [{"subsets": subsets}]}
+
+
+def _dreambooth_subsets(folder: Path, is_reg: bool) -> list[Tables]:
+    key = "reg_data_dir" if is_reg else "train_data_dir"
+    if not folder.is_dir():
+        raise UserError(f"{key}: {folder} is no folder; run this where the images are")
+    subsets: list[Tables] = []
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        repeats, _, name = path.name.partition("_")
+        if repeats.isdigit() and int(repeats) > 0:
+            subset: Tables = {"image_dir": str(path), "num_repeats": int(repeats)}
+            subset |= {"class_tokens": name} if name else {}
+            subsets.append(subset | ({"is_reg": True} if is_reg else {}))
+    if not subsets:
+        raise UserError(f"{key}: {folder} holds no folder named like '10_name class'; rename the image folders so")
+    return subsets
+
+
+def table(notes: Sequence[Note]) -> str:
+    """Return the notes as text in columns: key, what became of it, more."""
+    width = max((len(note.key) for note in notes), default=0)
+    return "\n".join(f"{note.key:<{width}}  {note.outcome:<8}  {note.text}".rstrip() for note in notes)
+
+
+def _command(source: str | None, words: Sequence[str]) -> tuple[Command, str]:
+    """Return the command to read and what to call it."""
+    if bool(source) == bool(words):
+        raise UserError("migrate_config: give a TOML file, a script, or -- and a command; one of them")
+    if not source:
+        return read_command(words), "a command line"
+    if Path(source).suffix.lower() in SCRIPT_SUFFIXES:
+        return read_command_file(source), Path(source).name
+    return Command(None, ("--config_file", source)), Path(source).name
+
+
+@exit_on_user_error
+def main() -> None:
+    """Parse the command line, migrate, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", nargs="?", help="training TOML, or a script with the command in it")
+    parser.add_argument("--save_to", required=True, type=Path, help="the TOML to write")
+    parser.epilog = "after -- : the command line itself"
+    own, words = sys.argv[1:], []
+    if "--" in own:
+        own, words = own[: own.index("--")], own[own.index("--") + 1 :]
+    args = parser.parse_args(own)
+    command, called = _command(args.source, words)
+    notes = migrate(command, args.save_to, called)
+    print(table(notes))
+    refused = sum(note.outcome == "refused" for note in notes)
+    print(f"\n{args.save_to}: written" + (f"; {refused} settings are not taken over, see above" if refused else ""))
+
+
+if __name__ == "__main__":
+    main()
