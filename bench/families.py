@@ -1,0 +1,157 @@
+"""What a benchmark must know of a model family: a transformer of any size with random weights, and its inputs.
+
+A family is a row of ``FAMILIES``. Sizes that a case does not name are those of the published model, so that a
+reduced-depth transformer has the blocks of the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from networks.targets import TARGETS
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Width and depth of a transformer and the tokens it sees."""
+
+    width: int = 3072
+    blocks: tuple[int, ...] = (19, 38)  # a number per kind of block: FLUX's double and single ones
+    image_sides: tuple[int, int] = (64, 64)  # tokens down and across; 64 x 64 is 1024 x 1024 pixels
+    text_tokens: int = 512
+    batch: int = 1
+    head_dim: int = 128
+
+
+@dataclass(frozen=True)
+class BenchFamily:
+    """How to build a family's transformer and inputs, and how to put Tandem's hot paths in."""
+
+    build: Callable[[Sizes], nn.Module]
+    inputs: Callable[[Sizes, torch.device], dict[str, Tensor]]
+    swap_hot_paths: Callable[[Any], Any]
+    blocks: Callable[[Any], list[nn.Module]]  # in running order
+    full: Sizes
+    few_blocks: tuple[int, ...]  # depth of the CPU benchmarks
+    forward_flops: Callable[[Sizes], tuple[float, float]]  # of one forward pass: linear layers, attention
+
+    def step_flops(self, sizes: Sizes) -> float:
+        """Return what a LoRA step needs: no weight gradients, attention's backward twice its forward."""
+        linear, attention = self.forward_flops(sizes)
+        return 2 * linear + 3 * attention
+
+
+def build_transformer(family: BenchFamily, sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
+    """Return diffusers' transformer, frozen, with random weights, made on ``device`` in ``dtype``."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return family.build(sizes).requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def tandem_lora(family_name: str, transformer: nn.Module, rank: int) -> list[nn.Parameter]:
+    """Put Tandem's LoRA on the layers it trains by default; return its fp32 parameters."""
+    from library.config.schema import NetworkConfig
+    from networks.injection import inject_lora
+    from networks.options import parse_network_args
+
+    targets = TARGETS[family_name]
+    options = parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), targets)
+    return inject_lora(transformer, options, targets, seed=0).parameters()
+
+
+def peft_lora(family_name: str, transformer: Any, rank: int) -> list[nn.Parameter]:
+    """Put peft's LoRA on the same layers as :func:`tandem_lora`; return its fp32 parameters."""
+    from peft import LoraConfig
+
+    transformer.add_adapter(
+        LoraConfig(r=rank, lora_alpha=rank, target_modules=default_layers(family_name, transformer))
+    )
+    trained = [p for p in transformer.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.float()  # diffusers' scripts: cast_training_params
+    return trained
+
+
+def default_layers(family_name: str, transformer: nn.Module) -> list[str]:
+    """Return the names of the linear layers that are trained by default."""
+    targets = TARGETS[family_name]
+    kinds = {name: targets.kind_of(name) for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
+    return [name for name, kind in kinds.items() if kind is not None and kind.default]
+
+
+def base_bytes(model: nn.Module) -> int:
+    """Return the bytes of the frozen tensors of ``model``."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(t.numel() * t.element_size() for t in tensors if not t.requires_grad)
+
+
+def _flux(sizes: Sizes) -> nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    first = sizes.head_dim // 8
+    return FluxTransformer2DModel(
+        num_layers=sizes.blocks[0],
+        num_single_layers=sizes.blocks[1],
+        attention_head_dim=sizes.head_dim,
+        num_attention_heads=sizes.width // sizes.head_dim,
+        joint_attention_dim=4096,
+        pooled_projection_dim=768,
+        guidance_embeds=True,
+        axes_dims_rope=(first, (sizes.head_dim - first) // 2, (sizes.head_dim - first) // 2),
+    )
+
+
+def _flux_inputs(sizes: Sizes, device: torch.device) -> dict[str, Tensor]:
+    rows, columns = sizes.image_sides
+    random = torch.Generator().manual_seed(1)
+    positions = torch.zeros(rows * columns, 3)
+    positions[:, 1] = torch.arange(rows * columns) // columns
+    positions[:, 2] = torch.arange(rows * columns) % columns
+    inputs = {
+        "hidden_states": torch.randn(sizes.batch, rows * columns, 64, generator=random),
+        "encoder_hidden_states": torch.randn(sizes.batch, sizes.text_tokens, 4096, generator=random),
+        "pooled_projections": torch.randn(sizes.batch, 768, generator=random),
+        "timestep": torch.full((sizes.batch,), 0.5),
+        "guidance": torch.ones(sizes.batch),
+        "img_ids": positions,
+        "txt_ids": torch.zeros(sizes.text_tokens, 3),
+    }
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def _swap_flux(transformer: Any) -> Any:
+    from library.models.flux_attention import swap_hot_paths
+
+    return swap_hot_paths(transformer)
+
+
+def _flux_forward_flops(sizes: Sizes) -> tuple[float, float]:
+    """2 x weights x tokens of the blocks' layers, and 4 x tokens^2 x width of attention.
+
+    Weights that a token meets in a block: 4 W^2 in attention and 8 W^2 in the MLP, in either kind of block.
+    """
+    tokens = sizes.image_sides[0] * sizes.image_sides[1] + sizes.text_tokens
+    blocks = sizes.batch * sum(sizes.blocks)
+    return 2.0 * 12 * sizes.width**2 * tokens * blocks, 4.0 * tokens**2 * sizes.width * blocks
+
+
+FAMILIES: dict[str, BenchFamily] = {
+    "flux": BenchFamily(
+        build=_flux,
+        inputs=_flux_inputs,
+        swap_hot_paths=_swap_flux,
+        blocks=lambda transformer: [*transformer.transformer_blocks, *transformer.single_transformer_blocks],
+        full=Sizes(),
+        few_blocks=(1, 2),
+        forward_flops=_flux_forward_flops,
+    ),
+}

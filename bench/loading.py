@@ -1,0 +1,212 @@
+"""Peak memory of loading a FLUX transformer: Tandem, diffusers, and loading a state dict the plain way.
+
+A FLUX-shaped model of random numbers is written to a temporary folder, as a diffusers folder and as BFL's
+single file. Each case then loads it in a process of its own. Reported is the peak of the process's resident
+memory during loading above what it was before (Linux: VmHWM, reset through /proc/self/clear_refs), in bytes
+and over the size of the loaded model, and the seconds taken. Pages of a mapped file count as resident while
+they are mapped, although the system may drop them when memory is short; `anonymous` is the part that it may
+not drop, sampled every 2 ms.
+
+    python bench/loading.py [--json PATH] [--single-blocks 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from bench.measure import reset_peak, resident, write_report
+from library.errors import exit_on_user_error
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shape of the generated transformer; the default is FLUX.1's width with few blocks, 1.5 GB in bf16."""
+
+    width: int = 3072
+    head_dim: int = 128
+    double_blocks: int = 1
+    single_blocks: int = 2
+    text_width: int = 4096
+
+
+CASES = (
+    "tandem folder",
+    "diffusers folder",
+    "tandem single file",
+    "diffusers single file",
+    "plain single file",
+    "tandem single file, bf16 to fp32",
+    "diffusers single file, bf16 to fp32",
+    "plain single file, bf16 to fp32",
+)
+
+
+def write_model(folder: Path, sizes: Sizes) -> None:
+    """Write the model in bf16: ``folder/transformer`` (diffusers) and ``folder/flux1.safetensors`` (BFL)."""
+    from diffusers import FluxTransformer2DModel
+
+    from tests.tiny import bfl_state_dict
+
+    first = sizes.head_dim // 8
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(
+            num_layers=sizes.double_blocks,
+            num_single_layers=sizes.single_blocks,
+            attention_head_dim=sizes.head_dim,
+            num_attention_heads=sizes.width // sizes.head_dim,
+            joint_attention_dim=sizes.text_width,
+            pooled_projection_dim=768,
+            guidance_embeds=True,
+            axes_dims_rope=(first, (sizes.head_dim - first) // 2, (sizes.head_dim - first) // 2),
+        )
+    tile = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    state = {name: _tiled(tile, tensor.shape) for name, tensor in model.state_dict().items()}
+    (folder / "transformer").mkdir(parents=True)
+    model.save_config(folder / "transformer")
+    save_file(state, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    save_file(bfl_state_dict(state), folder / "flux1.safetensors")
+
+
+def _tiled(tile: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return tile.repeat(-(-shape.numel() // tile.numel()))[: shape.numel()].reshape(shape).clone()
+
+
+def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
+    """Return the function that a case measures; everything it imports is imported already."""
+    from diffusers import FluxTransformer2DModel
+    from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
+
+    from library.models.flux_layout import bfl_config, bfl_key_map
+    from library.models.weights import WeightFiles, identity_map, load_into, read_config
+
+    dtype = torch.float32 if case.endswith("to fp32") else torch.bfloat16
+    single, parts = folder / "flux1.safetensors", folder / "transformer"
+
+    def tandem_folder() -> nn.Module:
+        weights, config = WeightFiles(parts), read_config(parts)
+        names = identity_map(weights.names)
+        return load_into(lambda: FluxTransformer2DModel.from_config(config), weights, names, dtype)
+
+    def tandem_single() -> nn.Module:
+        weights = WeightFiles(single)
+        config = bfl_config(weights, "")
+        key_map = bfl_key_map(weights, "", config)
+        return load_into(lambda: FluxTransformer2DModel.from_config(config), weights, key_map, dtype)
+
+    def diffusers_folder() -> nn.Module:
+        return FluxTransformer2DModel.from_pretrained(parts, torch_dtype=dtype)
+
+    def diffusers_single() -> nn.Module:
+        return FluxTransformer2DModel.from_single_file(str(single), config=str(parts), torch_dtype=dtype)
+
+    def plain_single() -> nn.Module:
+        model = FluxTransformer2DModel.from_config(read_config(parts))
+        model.load_state_dict(convert_flux_transformer_checkpoint_to_diffusers(load_file(single)))
+        return model.to(dtype)
+
+    return {
+        "tandem folder": tandem_folder,
+        "diffusers folder": diffusers_folder,
+        "tandem single file": tandem_single,
+        "diffusers single file": diffusers_single,
+        "plain single file": plain_single,
+    }[case.partition(",")[0]]
+
+
+def measure(case: str, folder: Path) -> dict:
+    """Load as ``case`` says and return its row; call it in a fresh process."""
+    load = loader(case, folder)
+    gc.collect()
+    before, before_anonymous = resident("VmRSS"), resident("RssAnon")
+    reset_peak()
+    peak_anonymous, done = [before_anonymous], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peak_anonymous[0] = max(peak_anonymous[0], resident("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    model = load()
+    for parameter in model.parameters():
+        parameter.detach().view(-1)[:: 4096 // parameter.element_size()].sum()  # a mapped page counts once touched
+    seconds = time.perf_counter() - start
+    peak = resident("VmHWM") - before
+    done.set()
+    watcher.join()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    return {
+        "case": case,
+        "model_bytes": size,
+        "peak_bytes": peak,
+        "peak_over_model": round(peak / size, 3),
+        "anonymous_over_model": round((max(peak_anonymous[0], resident("RssAnon")) - before_anonymous) / size, 3),
+        "seconds": round(seconds, 2),
+    }
+
+
+@exit_on_user_error
+def main() -> None:
+    """Run every case and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--single-blocks", type=int, default=2, help="blocks of 0.28 GB to add")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure(options.case, options.folder)))
+        return
+    folder = Path(tempfile.mkdtemp(prefix="tandem-loading-"))
+    try:
+        write_model(folder, Sizes(single_blocks=options.single_blocks))
+        rows = [_in_own_process(case, folder) for case in CASES]
+    finally:
+        shutil.rmtree(folder)
+    print(f"{'case':<38}{'model MB':>10}{'peak MB':>10}{'peak/model':>12}{'anonymous':>11}{'seconds':>9}")
+    for row in rows:
+        print(
+            f"{row['case']:<38}{row['model_bytes'] / 1e6:>10.0f}{row['peak_bytes'] / 1e6:>10.0f}"
+            f"{row['peak_over_model']:>12.2f}{row['anonymous_over_model']:>11.2f}{row['seconds']:>9.2f}"
+        )
+    if options.json:
+        write_report(options.json, rows, _ratios(rows))
+
+
+def _in_own_process(case: str, folder: Path) -> dict:
+    command = [sys.executable, __file__, "--case", case, "--folder", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _ratios(rows: list[dict]) -> dict[str, float]:
+    by_case = {row["case"]: row["peak_over_model"] for row in rows}
+    ours = [figure for case, figure in by_case.items() if case.startswith("tandem")]
+    return {
+        "peak_over_model": max(ours),
+        "peak_over_diffusers_folder": round(by_case["tandem folder"] / by_case["diffusers folder"], 3),
+        "peak_over_diffusers_single_file": round(by_case["tandem single file"] / by_case["diffusers single file"], 3),
+        "peak_over_plain_loading": round(by_case["tandem single file"] / by_case["plain single file"], 3),
+    }
+
+
+if __name__ == "__main__":
+    main()

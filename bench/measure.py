@@ -1,0 +1,147 @@
+"""How the benchmarks measure: cases side by side, and a report in one form.
+
+*Time*: every case lives in a process of its own with one thread; steps are taken in turn, round after round, and
+counted in CPU seconds, so that other programs on the machine disturb little. The figure is the median.
+
+*Memory*: another process each, freshly loaded; what two steps add at most to the resident memory of the loaded model
+(Linux: VmHWM, reset through /proc/self/clear_refs), gradients and optimizer state of the LoRA included.
+
+A case is a function that can be pickled and its arguments; in the child process it builds a :class:`Stepper`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from library.files import write_text
+
+_TRIM_THRESHOLD = str(1 << 20)  # bytes from which glibc gives memory back at once; for the memory runs only
+
+
+class Stepper(Protocol):
+    """A loaded case."""
+
+    base_bytes: int  # size of the frozen weights
+
+    def step(self) -> float:
+        """Take one training step; return its loss."""
+        ...
+
+
+Case = tuple[Callable[..., Stepper], tuple[Any, ...]]
+
+
+def measure_time(cases: Mapping[str, Case], rounds: int) -> dict[str, list[float]]:
+    """Return the CPU seconds of every step of every case, taken in turn."""
+    workers = {}
+    for name, case in cases.items():  # loaded one after the other: building needs memory
+        workers[name] = _start(_serve_time, case)
+        _receive(*workers[name], name)
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, (process, connection) in workers.items():
+            connection.send(True)
+            seconds[name].append(_receive(process, connection, name))
+    for process, connection in workers.values():
+        connection.send(False)
+        process.join()
+    return seconds
+
+
+def measure_memory(name: str, case: Case) -> dict[str, float]:
+    """Run ``case`` in a process of its own; return what it adds, its peak and its frozen weights in MiB."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = _TRIM_THRESHOLD
+    try:
+        process, connection = _start(_serve_memory, case)
+        added, peak, base = _receive(process, connection, name)
+        process.join()
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"], os.environ["MALLOC_TRIM_THRESHOLD_"]
+    return {"added_mib": added / 2**20, "peak_mib": peak / 2**20, "weights_mib": base / 2**20}
+
+
+def write_report(path: Path, rows: list[dict[str, Any]], ratios: dict[str, float], machine: str = "") -> None:
+    """Write ``{"machine", "commit", "rows", "ratios"}`` as JSON."""
+    result = {"machine": machine or machine_name(), "commit": commit(), "rows": rows, "ratios": ratios}
+    write_text(path, json.dumps(result, indent=1) + "\n")
+
+
+def machine_name() -> str:
+    """Return architecture, cores and torch version."""
+    return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def commit() -> str | None:
+    """Return the commit of this repository, or None outside of git."""
+    command = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return done.stdout.strip() or None
+
+
+def resident(field: str) -> int:
+    """Return a memory figure of this process (VmRSS, VmHWM, RssAnon) in bytes."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> None:
+    """Set VmHWM to VmRSS."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _serve_time(connection: Connection, case: Case) -> None:
+    """Take a step whenever the parent says so; answer with its CPU seconds."""
+    torch.set_num_threads(1)
+    build, arguments = case
+    stepper = build(*arguments)
+    stepper.step()  # the first allocates and chooses kernels
+    connection.send("ready")
+    while connection.recv():
+        start = time.process_time()
+        stepper.step()
+        connection.send(time.process_time() - start)
+
+
+def _serve_memory(connection: Connection, case: Case) -> None:
+    """Answer with (bytes that two steps add at most to the loaded model, total peak, bytes of the base)."""
+    torch.set_num_threads(1)
+    build, arguments = case
+    stepper = build(*arguments)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    loaded = resident("VmRSS")
+    reset_peak()
+    stepper.step()
+    stepper.step()
+    peak = resident("VmHWM")
+    connection.send((peak - loaded, peak, stepper.base_bytes))
+
+
+def _start(serve: Callable[..., None], case: Case) -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there, case), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def _receive(process: Any, connection: Connection, name: str) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"case {name!r} ended with exit code {process.exitcode}; its error is above") from None

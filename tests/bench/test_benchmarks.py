@@ -1,0 +1,109 @@
+"""Do the benchmarks measure the same work for everyone, and does each case run? Tiny models, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gpu, train_step
+from bench.families import FAMILIES, Sizes
+from bench.gpu_cases import GpuCase, cases
+from bench.measure import measure_memory, measure_time, write_report
+from library.errors import UserError
+
+TINY = Sizes(width=256, head_dim=64, blocks=(1, 2), image_sides=(4, 4), text_tokens=8)
+ADAPTER = """
+from diffusers import FluxTransformer2DModel
+from peft import LoraConfig
+
+def build(sizes, dtype, rank):
+    import sys
+    assert not any(name.split(".")[0] in ("library", "networks") for name in sys.modules)
+    model = FluxTransformer2DModel(
+        num_layers=sizes.blocks[0], num_single_layers=sizes.blocks[1], attention_head_dim=sizes.head_dim,
+        num_attention_heads=sizes.width // sizes.head_dim, guidance_embeds=True, axes_dims_rope=(8, 28, 28),
+    ).to(dtype).requires_grad_(False)
+    model.add_adapter(LoraConfig(r=rank, target_modules=["to_q"]))
+    return model, [p for p in model.parameters() if p.requires_grad]
+
+def forward(model, inputs):
+    return model(**inputs, return_dict=False)[0]
+"""
+
+
+def test_tandem_and_peft_take_the_same_step() -> None:
+    # random base, lora_B zero, the same seeds: the first loss is that of the base in both
+    losses = [train_step.build_step(trainer, "flux", TINY, "fp32", False).step() for trainer in ("tandem", "peft")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    trained = [
+        sum(p.numel() for p in train_step.build_step(trainer, "flux", TINY, "bf16", True).trained)
+        for trainer in ("tandem", "peft")
+    ]
+    assert trained[0] == trained[1]
+
+
+def test_step_flops_are_those_of_the_published_count() -> None:
+    # 11.3 billion weights of FLUX.1's blocks see 4608 tokens; doubles count twice but see a part of the tokens each
+    linear, attention = FAMILIES["flux"].forward_flops(FAMILIES["flux"].full)
+    assert linear == 2 * 12 * 3072**2 * 4608 * 57
+    assert attention == 4 * 4608**2 * 3072 * 57
+
+
+def test_another_trainer_joins_by_path_and_a_wrong_path_is_told(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(ADAPTER)
+    chosen = train_step.trainers([f"theirs={tmp_path / 'theirs.py'}"])
+    case = (train_step.build_step, (chosen["theirs"], "flux", TINY, "bf16", False))
+    assert len(measure_time({"theirs": case}, rounds=2)["theirs"]) == 2
+    with pytest.raises(UserError, match=r"--beside x=nowhere.py: write NAME=ADAPTER.py"):
+        train_step.trainers(["x=nowhere.py"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_a_case_is_what_its_steps_add() -> None:
+    found = measure_memory("tandem", (train_step.build_step, ("tandem", "flux", TINY, "bf16", False)))
+    assert 0 < found["added_mib"] < found["peak_mib"]
+    assert found["weights_mib"] == pytest.approx(_base_mib(TINY), rel=0.01)
+
+
+def _base_mib(sizes: Sizes) -> float:
+    transformer = FAMILIES["flux"].build(sizes)
+    return sum(p.numel() for p in transformer.parameters()) * 2 / 2**20
+
+
+def test_a_case_that_dies_is_named() -> None:
+    with pytest.raises(RuntimeError, match="case 'broken' ended with exit code 1; its error is above"):
+        measure_time({"broken": (train_step.build_step, ("no such file", "flux", TINY, "bf16", False))}, rounds=1)
+
+
+RUN_HERE = [case for case in cases(["flux"]) if case.batch == 1 and not (case.compiled and case.base != "bf16")]
+
+
+@pytest.mark.parametrize("case", RUN_HERE, ids=lambda case: case.name())
+def test_every_case_of_the_gpu_benchmark_runs(case: GpuCase) -> None:
+    row = gpu.measure(case, smoke=True)
+    assert row["step_s"] > 0
+    assert row["peak_gib"] > row["weights_gib"] > 0
+
+
+def test_the_gpu_benchmark_reports_failures_as_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = GpuCase("flux")
+    rows = gpu.run_all([good, replace(good, family="x")], True, 2)
+    assert rows[0]["step_s"] > 0
+    assert rows[0]["mfu"] > 0
+    assert rows[1]["error"] == "exit code 1: KeyError: 'x'"
+    assert "flux, b1, tandem, bf16" in capsys.readouterr().out
+    assert gpu.run_all([good], True, 0)[0]["error"] == "left out: the time was up"
+    write_report(tmp_path / "r.json", rows, gpu.ratios(rows))
+    assert json.loads((tmp_path / "r.json").read_text()).keys() == {"machine", "commit", "rows", "ratios"}
+
+
+def test_without_a_gpu_the_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    with pytest.raises(SystemExit):
+        gpu.main()
