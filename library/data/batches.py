@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from library.conditions import NO_CONDITIONS, Conditions, stack_conditions
 from library.data.cache import latent_path, read_cached, text_path
 from library.data.captions import caption_variants, choose_caption, plain_caption
 from library.data.order import Bucket
@@ -33,6 +34,7 @@ class Item:
     mask: Tensor | None  # [1, h, w] fp32 in 0..1
     sample_id: int
     caption: str = ""
+    conditions: Conditions = NO_CONDITIONS
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Batch:
     masks: Tensor | None  # [B, 1, h, w] fp32 in 0..1, 1 counts fully
     sample_ids: Tensor  # [B] int64: what the noise follows from
     captions: list[str] = field(default_factory=list)  # what ``text`` was made from, for text encoders in training
+    conditions: Conditions = NO_CONDITIONS
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on another device."""
@@ -61,6 +64,8 @@ class Batch:
                 values[name] = {key: move(tensor) for key, tensor in value.items()}
             elif isinstance(value, Tensor):
                 values[name] = move(value)
+            elif isinstance(value, Conditions):
+                values[name] = value.map(move)
         return Batch(**values)
 
 
@@ -166,6 +171,7 @@ def collate(items: list[Item]) -> Batch:
         masks=torch.stack(masks) if masks else None,
         sample_ids=torch.tensor([item.sample_id for item in items], dtype=torch.int64),
         captions=[item.caption for item in items],
+        conditions=stack_conditions([item.conditions for item in items]),
     )
 
 

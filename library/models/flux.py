@@ -17,6 +17,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.files import fingerprint
@@ -45,6 +46,7 @@ class FluxFamily:
     """FLUX.1 from a diffusers folder, BFL's files or ComfyUI's; see ``library.models.flux_files``."""
 
     name = "flux"
+    conditioning: ConditionKind = "none"
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
 
@@ -165,6 +167,7 @@ class FluxFamily:
         sigmas: Tensor,
         text: dict[str, Tensor],
         guidance_scale: float,
+        conditions: Conditions = NO_CONDITIONS,
     ) -> Tensor:
         """Return the velocity noise - image at ``latents``, [B, 16, h, w] fp32.
 
@@ -209,6 +212,7 @@ class FluxFamily:
         seed: int,
         negative_text: dict[str, Tensor] | None = None,
         cfg: float = 1.0,
+        conditions: Conditions = NO_CONDITIONS,
     ) -> Image:
         """Draw one picture with diffusers' FluxPipeline and the running transformer.
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from torch import Tensor, nn
@@ -108,9 +107,10 @@ class FluxAttentionProcessor:
         return attend_together(streams, rope, mask=mask, backend=self.backend).flatten(2)
 
 
-def _heads(projected: Sequence[Tensor], head_dim: int) -> list[Tensor]:
+def _heads(projected: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split [B, S, W] into [B, S, H, D]; under tensor parallelism W, and so H, is this rank's share."""
-    return [tensor.unflatten(-1, (-1, head_dim)) for tensor in projected]
+    query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)
+    return query, key, value
 
 
 class _PooledAndTimestep(NamedTuple):

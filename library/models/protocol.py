@@ -15,6 +15,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loading
 from library.precision.recipe import Fp8Recipe
@@ -74,6 +75,7 @@ class Family(Protocol):
     modelspec_architecture: str  # what ModelSpec calls it, "flux-1-dev"
     patch_size: int  # latents a side that make one token
     latent_channels: int
+    conditioning: ConditionKind  # what every sample must bring besides its caption
     repeated_blocks: tuple[str, ...]  # class names of the blocks, for regional compilation and sharding
 
     def fingerprint(self) -> str:
@@ -111,8 +113,12 @@ class Family(Protocol):
         sigmas: Tensor,
         text: dict[str, Tensor],
         guidance_scale: float,
+        conditions: Conditions,
     ) -> Tensor:
-        """Return the velocity [B, C, h, w] fp32 at ``latents`` of noise level ``sigmas`` [B] fp32."""
+        """Return the velocity [B, C, h, w] fp32 at ``latents`` of noise level ``sigmas`` [B] fp32.
+
+        ``conditions`` hold what ``conditioning`` names, with a batch axis.
+        """
         ...
 
     def sample(
@@ -127,6 +133,7 @@ class Family(Protocol):
         seed: int,
         negative_text: dict[str, Tensor] | None = None,
         cfg: float = 1.0,
+        conditions: Conditions = NO_CONDITIONS,
     ) -> Image:
-        """Draw one picture."""
+        """Draw one picture; ``conditions`` hold what ``conditioning`` names, with a batch axis of one."""
         ...

@@ -66,7 +66,8 @@ def attend_on_cpu(streams: Sequence[Stream], rope: Table | None = None, scale: f
     """
     scale = streams[0].query.shape[-1] ** -0.5 if scale is None else scale
     turn = None if rope is None else torch.complex(*rope)
-    query_norms, key_norms = ([_Norm.of(s[kind]) for s in streams] for kind in (3, 4))
+    query_norms = [_Norm.of(stream.query_norm) for stream in streams]
+    key_norms = [_Norm.of(stream.key_norm) for stream in streams]
     tensors = [tensor for stream in streams for tensor in stream[:3]]
     with torch.autocast("cpu", enabled=False):
         return _Attention.apply(scale, _Heads(query_norms, turn), _Heads(key_norms, turn), *tensors)

@@ -188,7 +188,7 @@ class Ring:
             self.slots[slot].copy_(self.homes[block])
             return
         read = torch.cuda.Event()
-        read.record(torch.cuda.current_stream(self._device))  # whatever reads the slot so far has been queued before this
+        read.record(torch.cuda.current_stream(self._device))  # whatever reads the slot so far is queued before this
         assert self._stream is not None
         self._stream.wait_event(read)
         with torch.cuda.stream(self._stream):

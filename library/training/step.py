@@ -59,5 +59,5 @@ class FlowStep:
     def _losses(self, model: nn.Module, batch: Batch, text: dict[str, Tensor], noise: Tensor, sigmas: Tensor) -> Tensor:
         noisy, target = add_noise(batch.latents, noise, sigmas)
         sigmas = sigmas.to(noisy.device, non_blocking=True)
-        velocity = self.family.predict_velocity(model, noisy, sigmas, text, self.flow.guidance_scale)
+        velocity = self.family.predict_velocity(model, noisy, sigmas, text, self.flow.guidance_scale, batch.conditions)
         return sample_losses(self.flow, velocity, target, batch.masks)
