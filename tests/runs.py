@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 
 from library.config import load_config
 from library.training.events import RunEvents
+from tests.processes import run_command
 from tests.tiny import tiny_flux_pipeline
 from train_lora import train
 
@@ -90,9 +90,8 @@ def start(
     launcher: list[str], flags: list[str], cwd: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run train_lora.py in a process of its own, through ``launcher`` (arguments of python; empty: none)."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
     command = [sys.executable, *launcher, str(ROOT / "train_lora.py"), *flags]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return run_command(command, cwd, {"PYTHONPATH": str(ROOT), **(environment or {})})
 
 
 def lora(output: Path, name: str = "lora") -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ The models are the tiny random ones in the published layouts; a few flags make t
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -18,6 +17,7 @@ from PIL import Image
 
 from library.config.schema import DatasetArguments
 from library.data.dataset import build_dataset
+from tests.processes import run_command
 from tests.tiny import save_single_files, tiny_flux_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,9 +74,7 @@ def _run(words: list[str], place: Path) -> subprocess.CompletedProcess[str]:
     if script == "tools/generate.py":
         rest += ["--clip_l_tokenizer", clip, "--t5xxl_tokenizer", t5]
         rest = ["64" if word == "1024" else "2" if word == "20" else word for word in rest]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(ROOT / script), *rest]
-    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return run_command([sys.executable, str(ROOT / script), *rest], place)
 
 
 def test_every_command_of_getting_started_runs_and_leaves_what_the_next_one_needs(place: Path) -> None:

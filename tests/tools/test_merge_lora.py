@@ -15,15 +15,14 @@ from networks.formats import save_lora
 from networks.merge import LoraSource
 from networks.targets import FLUX_TARGETS
 from networks.weights import LoraWeights
+from tests.processes import run_command
 from tools.merge_lora import parse_source
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "merge_lora.py"
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
-    )
+    return run_command([sys.executable, str(SCRIPT), *arguments], cwd)
 
 
 def test_two_loras_are_merged_at_their_strengths(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from library.config.load import fields
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
 from library.errors import UserError
+from tests.processes import run_command
 from tools.migrate_config import migrate
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "migrate_config.py"
@@ -33,9 +34,7 @@ FLAGS = ["--pretrained_model_name_or_path", "m", "--network_module", "networks.l
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
-    )
+    return run_command([sys.executable, str(SCRIPT), *arguments], cwd)
 
 
 def test_a_pasted_command_becomes_a_toml_that_means_the_same(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     yield server.hub  # type: ignore[attr-defined]
     server.shutdown()
 

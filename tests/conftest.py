@@ -1,0 +1,15 @@
+"""What holds for every test: nothing outside this machine is asked for, and chance is the same every time."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo asks for the host's name otherwise, which a container may not know
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # the stand-in for the hub is here
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the hub fails at once instead of waiting for it
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of compiler processes beside each test process
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")

@@ -1,0 +1,41 @@
+"""Commands run by tests, each with its descendants in one process group, so that nothing outlives a time limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+LIMIT = 240  # seconds; the slowest command takes 20 on a quiet machine
+
+
+def run_command(
+    command: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` to its end and return code, output and errors; ``environment`` joins this process's.
+
+    ``subprocess.run`` kills only the child at its limit and then waits for the pipes, which a launcher's workers keep
+    open: one stuck worker would hold the whole suite.
+
+    Raises:
+        AssertionError: it took longer than ``LIMIT``; what it printed is in the message.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"{' '.join(command)}: not done after {LIMIT} s\n{stdout}\n{stderr}") from None
+    return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)
