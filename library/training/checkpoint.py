@@ -46,7 +46,7 @@ class Position:
 
 def lasting_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that a state goes on with, whatever the resumed run says."""
-    optimizer, network = config.optimizer, config.network
+    optimizer, network, precision = config.optimizer, config.network, config.precision
     dropouts = ("rank_dropout", "module_dropout")  # hold from the next step on
     return {
         "optimizer_type": optimizer.optimizer_type,
@@ -58,6 +58,14 @@ def lasting_settings(config: TrainConfig) -> dict[str, Any]:
         "network_args": [pair for pair in _sorted_pairs(network.network_args) if pair.split("=")[0] not in dropouts],
         "full_bf16": config.training.full_bf16,
         "ema_decay": config.saving.ema_decay,
+        # the numbers of the frozen base; fp8_compute may change, as the GPU may
+        "fp8_base": precision.fp8_base,
+        "fp8_scaled": precision.fp8_scaled,
+        "fp8_granularity": precision.fp8_granularity,
+        "fp8_format": precision.fp8_format,
+        "fp8_keep": sorted(precision.fp8_keep),
+        "fp8_keep_patterns": sorted(precision.fp8_keep_patterns),
+        "fp8_rounding": precision.fp8_rounding,
     }
 
 

@@ -212,6 +212,16 @@ def test_resumed_run_on_an_fp8_base_gives_the_same_lora(
     assert [name for name in straight if not torch.equal(straight[name], resumed[name])] == []
 
 
+def test_a_state_is_not_continued_on_another_rounding_of_its_base(
+    bases: dict[str, Settings], pipeline: Path, dataset: Path, tmp_path: Path
+) -> None:
+    run(pipeline, dataset, tmp_path, **bases["fp8_scaled"], max_train_steps=1, save_state_on_train_end=True)
+    other = bases["fp8_scaled"] | {"fp8_granularity": "block64"}
+    message = 'was trained with fp8_granularity = "row", now it is "block64"'
+    with pytest.raises(UserError, match=message):
+        run(pipeline, dataset, tmp_path, **other, max_train_steps=2, resume=tmp_path / "lora-state")
+
+
 def test_checkpointing_and_compilation_change_nothing_on_an_fp8_base(
     bases: dict[str, Settings], pipeline: Path, dataset: Path, tmp_path: Path
 ) -> None:
