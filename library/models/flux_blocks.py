@@ -15,11 +15,11 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from library.nn.modulation import gelu, modulated, tokens, within_fp16
 from library.nn.projection import project_made, project_together
 from library.nn.rope import Table
 
@@ -57,17 +57,17 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
         attn: Any = self.attn
         image, text = hidden_states, encoder_hidden_states
         image_mod, text_mod = _modulation(self.norm1, temb, 6), _modulation(self.norm1_context, temb, 6)
-        norm, text_norm = _modulated(self.norm1.norm), _modulated(self.norm1_context.norm)
+        norm, text_norm = modulated(self.norm1.norm), modulated(self.norm1_context.norm)
         image_qkv = project_made([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
         text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
         text_qkv = project_made(text_layers, text_norm, text, *text_mod[:2])
         attended = attn.processor.attend(attn, image_qkv, text_qkv, image_rotary_emb)  # [B, L + S, W]
         length = text.shape[1]
-        (image_update,) = project_made([attn.to_out[0]], functools.partial(_tokens, start=length), attended)
-        (text_update,) = project_made([attn.to_add_out], functools.partial(_tokens, end=length), attended)
+        (image_update,) = project_made([attn.to_out[0]], functools.partial(tokens, start=length), attended)
+        (text_update,) = project_made([attn.to_add_out], functools.partial(tokens, end=length), attended)
         image = _feedforward(image + image_mod[2] * image_update, self.norm2, self.ff, image_mod[3:])
         text = _feedforward(text + text_mod[2] * text_update, self.norm2_context, self.ff_context, text_mod[3:])
-        return _within_fp16(text), image
+        return within_fp16(text), image
 
 
 class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
@@ -89,10 +89,10 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
         stream = torch.cat([encoder_hidden_states, hidden_states], dim=1)
         shift, scale, gate = _modulation(self.norm, temb, 3)
         layers = [attn.to_q, attn.to_k, attn.to_v, self.proj_mlp]
-        *qkv, wide = project_made(layers, _modulated(self.norm.norm), stream, shift, scale)
+        *qkv, wide = project_made(layers, modulated(self.norm.norm), stream, shift, scale)
         attended = attn.processor.attend(attn, qkv, None, image_rotary_emb)
         (update,) = project_made([self.proj_out], _beside_gelu, attended, wide)
-        stream = _within_fp16(stream + gate * update)
+        stream = within_fp16(stream + gate * update)
         return stream[:, :length], stream[:, length:]
 
 
@@ -105,27 +105,15 @@ def _modulation(norm: Any, temb: Tensor, parts: int) -> tuple[Tensor, ...]:
 def _feedforward(stream: Tensor, norm: nn.Module, feedforward: Any, modulation: tuple[Tensor, ...]) -> Tensor:
     """Return ``stream + gate * MLP(modulated norm of stream)``."""
     shift, scale, gate = modulation
-    (wide,) = project_made([feedforward.net[0].proj], _modulated(norm), stream, shift, scale)
-    (update,) = project_made([feedforward.net[2]], _gelu, wide)
+    (wide,) = project_made([feedforward.net[0].proj], modulated(norm), stream, shift, scale)
+    (update,) = project_made([feedforward.net[2]], gelu, wide)
     return stream + gate * update
-
-
-def _modulated(norm: Any) -> functools.partial[Tensor]:
-    return functools.partial(_modulated_norm, eps=norm.eps)
-
-
-def _modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
 
 
 def _beside_gelu(attended: Tensor, wide: Tensor) -> Tensor:
     """Return ``attended`` [B, S, W] and GELU of ``wide`` [B, S, M] side by side, [B, S, W + M]."""
     if torch.compiler.is_compiling():
-        return torch.cat([attended, _gelu(wide)], dim=-1)
+        return torch.cat([attended, gelu(wide)], dim=-1)
     return _BesideGelu.apply(attended, wide)
 
 
@@ -147,11 +135,3 @@ class _BesideGelu(torch.autograd.Function):
         (wide,) = ctx.saved_tensors
         of_attended, of_gelu = gradients[0].tensor_split([gradients[0].shape[-1] - wide.shape[-1]], dim=-1)
         return of_attended, torch.ops.aten.gelu_backward(of_gelu, wide, approximate="tanh")
-
-
-def _tokens(x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
-    return x[:, start:end]
-
-
-def _within_fp16(x: Tensor) -> Tensor:
-    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
