@@ -48,11 +48,13 @@ class Base:
         path: what the user named.
         folder: the folder with the transformer's weights; None where ``path`` is a single file.
         files: the transformer's weight files.
+        fp8: whether weights in fp8 are let in.
     """
 
     path: Path
     folder: Path | None
     files: tuple[BaseFile, ...]
+    fp8: bool = False
 
     @property
     def weights(self) -> Path:
@@ -67,33 +69,38 @@ class Base:
         """Return the weight files of another component of a pipeline (``text_encoder``); none where there is none."""
         if self.folder is None or self.folder == self.path or not (self.path / name).is_dir():
             return ()
-        return _weights_of(self.path / name, "model.safetensors")
+        return _weights_of(self.path / name, "model.safetensors", self.fp8)
 
 
-def open_base(path: Path) -> Base:
+def open_base(path: Path, option: str = "--model", fp8: bool = False) -> Base:
     """Read the headers of a base model.
+
+    Args:
+        path: file or folder.
+        option: that named it, for messages.
+        fp8: let in weights in fp8; they are refused otherwise.
 
     Raises:
         UserError: nothing is there, no weights or several sets of them, or quantised weights.
     """
     if not path.exists():
-        raise UserError(f"{path}: no such file or folder; check --model")
+        raise UserError(f"{path}: no such file or folder; check {option}")
     if path.is_file():
-        return Base(path, None, (_read_base_file(path),))
+        return Base(path, None, (_read_base_file(path, fp8),), fp8)
     folder = path / "transformer" if (path / "transformer").is_dir() else path
-    return Base(path, folder, _weights_of(folder, "diffusion_pytorch_model.safetensors"))
+    return Base(path, folder, _weights_of(folder, "diffusion_pytorch_model.safetensors", fp8), fp8)
 
 
-def _weights_of(folder: Path, usual_name: str) -> tuple[BaseFile, ...]:
+def _weights_of(folder: Path, usual_name: str, fp8: bool) -> tuple[BaseFile, ...]:
     """Return the weight files of a folder: the shards of its index, or the one that is usual or alone."""
     if index := _index_of(folder):
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        return tuple(_read_base_file(folder / name) for name in shards)
+        return tuple(_read_base_file(folder / name, fp8) for name in shards)
     found = sorted(folder.glob("*.safetensors"))
     usual = folder / usual_name
     if usual not in found and len(found) != 1:
         raise UserError(f"{folder}: {len(found)} safetensors files and no index; give one file to --model")
-    return (_read_base_file(usual if usual in found else found[0]),)
+    return (_read_base_file(usual if usual in found else found[0], fp8),)
 
 
 def check_target(base: Base, save_to: Path, dtype: torch.dtype | None) -> None:
@@ -152,13 +159,13 @@ def folder_copy(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _read_base_file(path: Path) -> BaseFile:
+def _read_base_file(path: Path, fp8: bool) -> BaseFile:
     header = read_safetensors_header(path)
     metadata = header.pop("__metadata__", {})
     tensors: TensorSpecs = {}
     for name, entry in header.items():
         dtype = DTYPES.get(entry["dtype"])
-        if dtype is None or (dtype.is_floating_point and dtype.itemsize == 1):
+        if dtype is None or (dtype.is_floating_point and dtype.itemsize == 1 and not fp8):
             raise UserError(f"{path}: {name} is stored as {entry['dtype']}; merge into the bf16 or fp16 file")
         tensors[name] = (dtype, tuple(entry["shape"]))
     return BaseFile(path, tensors, metadata)

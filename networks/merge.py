@@ -30,12 +30,12 @@ from library.errors import UserError
 from library.files import fingerprint
 from library.safetensors_stream import stream_safetensors
 from networks.base_files import Base, BaseFile, check_target, folder_copy, open_base
+from networks.base_modules import find_modules
 from networks.formats import PRECISIONS, LoraFile, load_lora
 from networks.key_map import KeyMap
 from networks.targets import LoraTargets
 from networks.weights import LoraWeights, names_in_short
 
-_BASE_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 _STALE_METADATA = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
 
 
@@ -172,7 +172,7 @@ def plan_updates(
     Raises:
         UserError: a LoRA module has no place in the base or another shape; its name is in the message.
     """
-    places = _module_places(files, keys, model_name)
+    places = find_modules(files, keys, model_name)
     updates: dict[str, list[Update]] = {}
     for source, modules in loras:
         absent = sorted(modules.keys() - places.keys())
@@ -181,12 +181,12 @@ def plan_updates(
             raise UserError(f"{source.path}: {len(absent)} modules are not in the base ({names}); wrong model?")
         problems = []
         for name, weights in modules.items():
-            tensor, rows, columns, swap = places[name]
-            shape = (rows.stop - rows.start, columns)
+            place = places[name]
+            shape = place.shape
             if shape != (weights.up.shape[0], weights.down.shape[1]):
                 made_for = f"{weights.up.shape[0]}x{weights.down.shape[1]}"
                 problems.append(f"{name} is for {made_for}, the base has {shape[0]}x{shape[1]}")
-            updates.setdefault(tensor, []).append(Update(weights, source.ratio, rows, swap))
+            updates.setdefault(place.tensor, []).append(Update(weights, source.ratio, place.rows, place.swapped))
         if problems:
             raise UserError(f"{source.path}: {names_in_short(problems)}; it was trained on another model")
     return updates
@@ -201,31 +201,6 @@ def merge_tensor(tensor: Tensor, updates: Sequence[Update], dtype: torch.dtype) 
     for update in updates:
         total[update.rows] += update.delta()
     return total.to(dtype)
-
-
-def _module_places(files: Sequence[BaseFile], keys: KeyMap, model_name: str) -> dict[str, tuple[str, slice, int, bool]]:
-    """Return diffusers module name -> (base tensor, its rows there, columns, halves swapped)."""
-    places: dict[str, tuple[str, slice, int, bool]] = {}
-    for file in files:
-        for key, (_, shape) in file.tensors.items():
-            prefix = next(p for p in _BASE_PREFIXES if key.startswith(p))
-            place = keys.find(key.removeprefix(prefix).removesuffix(".weight"))
-            if not key.endswith(".weight") or place is None or len(shape) != 2:
-                continue
-            if place.part is not None:
-                places[place.modules[place.part]] = (key, slice(0, shape[0]), shape[1], False)
-                continue
-            try:
-                rows = place.row.part_rows(shape[0], shape[1])
-            except ValueError as error:
-                raise UserError(f"{file.path}: {key}: {error}; not a {model_name} model") from None
-            top = 0
-            for module, height in zip(place.modules, rows, strict=True):
-                places[module] = (key, slice(top, top + height), shape[1], place.row.halves_swapped)
-                top += height
-    if not places:
-        raise UserError(f"{files[0].path}: holds no transformer of {model_name}; give its transformer file")
-    return places
 
 
 def _write_file(

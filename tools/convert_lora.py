@@ -29,6 +29,7 @@ from networks.formats import LAYOUTS, PRECISIONS, LoraFile, load_lora, save_lora
 from networks.low_rank import relative_difference
 from networks.targets import TARGETS, LoraTargets
 from networks.weights import LoraWeights
+from tools.lora_output import widest_precision
 
 
 def convert(
@@ -68,13 +69,6 @@ def convert(
     save_lora(target, exact, targets, save_format, precision or widest_precision(read.weights), metadata)
     written = load_lora(target, targets)
     return read, written, max(_difference(w, written.weights.get(name)) for name, w in read.weights.items())
-
-
-def widest_precision(weights: Mapping[str, LoraWeights]) -> str:
-    """Return the precision that holds every tensor: their common 16-bit dtype, else fp32."""
-    dtypes = {tensor.dtype for module in weights.values() for tensor in (module.down, module.up)}
-    names = {dtype: name for name, dtype in PRECISIONS.items()}
-    return names.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
 
 
 def _difference(before: LoraWeights, after: LoraWeights | None) -> float:

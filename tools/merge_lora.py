@@ -1,11 +1,17 @@
-"""Merge one or several LoRAs into a base model.
+"""Merge one or several LoRAs into a base model, or several LoRAs into one.
 
     python tools/merge_lora.py --model flux1-dev.safetensors --lora a.safetensors:0.8 b.safetensors \\
         --save_to merged.safetensors --save_precision bf16
+    python tools/merge_lora.py --lora a.safetensors:0.8 b.safetensors --save_to both.safetensors
+    python tools/merge_lora.py --lora a.safetensors:0.8 b.safetensors --save_to both.safetensors \\
+        --method svd --new_rank 32
 
 ``--model`` is a diffusers folder or a single file (original or ComfyUI keys); the result has the same layout.
 A LoRA may be in any layout; ``:0.8`` after its name is its strength, 1.0 without. Its text encoder layers go into the
 folder's text encoders; where the base is a single file, ``--transformer_only`` leaves them out.
+
+Without ``--model`` the result is a LoRA, in the first one's layout. ``concat`` puts the factors side by side: exactly
+the sum, at the sum of the ranks. ``svd`` is the closest LoRA of rank ``--new_rank`` to it.
 """
 
 from __future__ import annotations
@@ -17,9 +23,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from networks.formats import PRECISIONS
-from networks.merge import LoraSource, merge_loras
-from networks.targets import FLUX_TARGETS
+from networks.formats import LAYOUTS, PRECISIONS, load_lora
+from networks.merge import LoraSource, MergeReport, merge_loras
+from networks.resizing import join_loras
+from networks.targets import TARGETS, LoraTargets
+from tools.lora_output import check_output, widest_precision, write_lora
+
+_OF_A_MODEL = ("transformer_only",)
+_OF_A_LORA = ("method", "new_rank", "save_format", "overwrite")
 
 
 def parse_source(text: str) -> LoraSource:
@@ -43,23 +54,86 @@ def show_progress(done: int, total: int) -> None:
         print(f"\rtensor {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
+def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> MergeReport:
+    """Merge the LoRAs into ``--model``.
+
+    Raises:
+        UserError: a flag for LoRAs, or see ``networks.merge.merge_loras``.
+    """
+    if unused := next((name for name in _OF_A_LORA if getattr(options, name)), None):
+        raise UserError(f"--{unused}: has no effect on a model; remove it, or remove --model to get a LoRA")
+    return merge_loras(
+        options.model,
+        [parse_source(text) for text in options.lora],
+        options.save_to,
+        targets,
+        options.save_precision,
+        show_progress,
+        options.transformer_only,
+    )
+
+
+def merge_into_lora(options: argparse.Namespace, targets: LoraTargets) -> str:
+    """Merge the LoRAs into one; return what became of them, in a line.
+
+    Raises:
+        UserError: the flags contradict each other, a file cannot be read, or nothing is left of them.
+    """
+    if unused := next((name for name in _OF_A_MODEL if getattr(options, name)), None):
+        raise UserError(f"--{unused}: has no effect without --model; remove it")
+    by_svd = options.method == "svd"
+    if by_svd != (options.new_rank is not None):
+        raise UserError("--method svd and --new_rank go together; concat takes the sum of the ranks")
+    if by_svd and options.new_rank < 1:
+        raise UserError(f"--new_rank {options.new_rank}: must be at least 1")
+    check_output(options.save_to, options.overwrite)
+    sources = [parse_source(text) for text in options.lora]
+    read = [(load_lora(source.path, targets), source.ratio) for source in sources]
+    weights, layers = join_loras([(file.weights, ratio) for file, ratio in read], options.new_rank)
+    if not weights:
+        raise UserError("--lora: every strength is 0; there is nothing to merge")
+    lasting = ("modelspec.architecture", "modelspec.implementation", "ss_network_module", "ss_base_model_version")
+    metadata = {key: value for key, value in read[0][0].metadata.items() if key in lasting}
+    metadata |= {"modelspec.title": options.save_to.stem, "ss_output_name": options.save_to.stem}
+    bases = {file.metadata.get("tandem.base_fingerprint") for file, _ in read}
+    if len(bases) == 1 and (base := bases.pop()):
+        metadata["tandem.base_fingerprint"] = base
+    precisions = {widest_precision(file.weights) for file, _ in read}
+    precision = options.save_precision or (precisions.pop() if len(precisions) == 1 else "fp32")
+    comment = "merged from " + ", ".join(f"{source.path.name}:{source.ratio:g}" for source in sources)
+    write_lora(
+        options.save_to, weights, targets, options.save_format or read[0][0].layout, precision, metadata, comment
+    )
+    ranks = sorted({layer.after for layer in layers})
+    shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    kept = f"; at least {min(layer.kept for layer in layers):.2%} of each layer's sum kept" if by_svd else ""
+    return f"{options.save_to}: {len(layers)} layers of {len(sources)} LoRAs, rank {shown}{kept}"
+
+
 @exit_on_user_error
 def main() -> None:
     """Parse the command line and merge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, type=Path, help="diffusers folder or safetensors file")
+    parser.add_argument("--model", type=Path, help="diffusers folder or safetensors file; without it the LoRAs are one")
     parser.add_argument("--lora", required=True, nargs="+", metavar="FILE[:STRENGTH]", help="LoRA files")
     parser.add_argument("--save_to", required=True, type=Path, help="new folder, or .safetensors file")
-    parser.add_argument("--save_precision", choices=list(PRECISIONS), help="default: the base's own dtypes")
+    parser.add_argument("--save_precision", choices=list(PRECISIONS), help="default: as in --model, or the LoRAs")
+    parser.add_argument("--model_type", choices=list(TARGETS), default="flux", help="architecture family")
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
-    args = parser.parse_args()
-    sources = [parse_source(text) for text in args.lora]
-    report = merge_loras(
-        args.model, sources, args.save_to, FLUX_TARGETS, args.save_precision, show_progress, args.transformer_only
-    )
+    lora = parser.add_argument_group("without --model")
+    lora.add_argument("--method", choices=["concat", "svd"], help="how LoRAs become one (default: concat)")
+    lora.add_argument("--new_rank", type=int, metavar="N", help="rank of --method svd")
+    lora.add_argument("--save_format", choices=list(LAYOUTS), help="key layout (default: the first LoRA's)")
+    lora.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    options = parser.parse_args()
+    targets = TARGETS[options.model_type]
+    if options.model is None:
+        print(merge_into_lora(options, targets))
+        return
+    report = merge_into_model(options, targets)
     for note in report.notes:
         print(f"note: {note}")
-    print(f"{args.save_to}: {report.changed} of {report.written} tensors changed by {len(sources)} LoRA(s)")
+    print(f"{options.save_to}: {report.changed} of {report.written} tensors changed by {len(options.lora)} LoRA(s)")
 
 
 if __name__ == "__main__":

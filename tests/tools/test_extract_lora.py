@@ -1,0 +1,179 @@
+"""tools/extract_lora.py: what was merged comes out again, from every layout and precision."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from library.errors import UserError
+from networks.base_files import open_base
+from networks.extraction import extract_lora
+from networks.formats import load_lora, save_lora
+from networks.low_rank import relative_difference
+from networks.merge import LoraSource, merge_loras
+from networks.targets import FLUX_TARGETS
+from networks.weights import LoraWeights
+from tests.networks.conftest import make_flux
+from tests.tiny import bfl_state_dict, tiny_flux_pipeline
+from tools import extract_lora as tool
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base as folder and as BFL's file, a LoRA (rank 4, alpha 3), and the base with the LoRA merged in fp32."""
+    folder = tmp_path_factory.mktemp("extract")
+    model = make_flux()
+    model.save_pretrained(folder / "base")
+    save_file(bfl_state_dict(model.state_dict()), folder / "base.safetensors")
+    rng = torch.Generator().manual_seed(5)
+    shapes = {name: m.weight.shape for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    chosen = [name for name in shapes if FLUX_TARGETS.kind_of(name)]
+    lora = {
+        name: LoraWeights(
+            torch.randn(4, shapes[name][1], generator=rng), 0.1 * torch.randn(shapes[name][0], 4, generator=rng), 3.0
+        )
+        for name in chosen
+    }
+    save_lora(folder / "lora.safetensors", lora, FLUX_TARGETS)
+    for base, tuned in (("base", "tuned"), ("base.safetensors", "tuned.safetensors")):
+        source = [LoraSource(folder / "lora.safetensors", 1.0)]
+        merge_loras(folder / base, source, folder / tuned, FLUX_TARGETS)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def run(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["extract_lora.py", *map(str, arguments)])
+    tool.main()
+
+
+@pytest.mark.parametrize("tuned", ["tuned", "tuned.safetensors"])  # the other layout than the base's, too
+@pytest.mark.parametrize("save_format", ["diffusers", "kohya", "comfy"])
+def test_extraction_gives_back_what_was_merged(
+    files: dict[str, Path], tuned: str, save_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.safetensors"
+    run("--model_org", files["base"], "--model_tuned", files[tuned], "--save_to", target, "--dim", 4,
+        "--save_format", save_format, "--save_precision", "fp32", monkeypatch=monkeypatch)  # fmt: skip
+    found, merged = load_lora(target, FLUX_TARGETS), load_lora(files["lora.safetensors"], FLUX_TARGETS).weights
+    assert found.layout == save_format
+    assert found.weights.keys() == merged.keys()
+    # the merged weight is rounded to fp32 once (6e-8 of weights ten times the difference): well below the 1e-3 asked
+    assert max(relative_difference(merged[name], found.weights[name]) for name in merged) < 1e-5
+
+
+def test_bf16_rounds_the_factors_and_no_more(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.safetensors"
+    run("--model_org", files["base"], "--model_tuned", files["tuned"], "--save_to", target, "--dim", 4,
+        monkeypatch=monkeypatch)  # fmt: skip
+    found, merged = load_lora(target, FLUX_TARGETS).weights, load_lora(files["lora.safetensors"], FLUX_TARGETS).weights
+    assert {w.down.dtype for w in found.values()} == {torch.bfloat16}
+    # each factor is rounded by at most 2^-9 (bf16 has 8 bits), two factors: 2^-8, mostly half of that
+    assert max(relative_difference(merged[name], found[name]) for name in merged) < 2**-8
+
+
+def test_a_smaller_rank_is_the_best_one_and_says_what_it_keeps(files: dict[str, Path]) -> None:
+    name = "transformer_blocks.1.ff.net.2"
+    difference = load_file(files["tuned"] / "diffusion_pytorch_model.safetensors")[f"{name}.weight"].double()
+    difference -= load_file(files["base"] / "diffusion_pytorch_model.safetensors")[f"{name}.weight"].double()
+    u, s, vh = np.linalg.svd(difference.numpy(), full_matrices=False)
+    found = extract_lora(open_base(files["base"]), open_base(files["tuned"]), FLUX_TARGETS, dim=2)
+    best = u[:, :2] * s[:2] @ vh[:2]
+    # an fp32 decomposition against a float64 one
+    np.testing.assert_allclose(found.weights[name].delta().numpy(), best, atol=1e-5)
+    layer = next(layer for layer in found.layers if layer.name == name)
+    assert layer.kept == pytest.approx((s[:2] ** 2).sum() / (s**2).sum(), rel=1e-5)
+    assert layer.norm == pytest.approx(np.linalg.norm(difference), rel=1e-6)
+
+
+def test_an_energy_gives_each_layer_the_rank_it_needs(files: dict[str, Path]) -> None:
+    bases = open_base(files["base"]), open_base(files["tuned"])
+    lora = load_lora(files["lora.safetensors"], FLUX_TARGETS).weights
+    found = extract_lora(*bases, FLUX_TARGETS, dim=None, energy=0.8)
+    for name, weights in found.weights.items():
+        s = np.linalg.svd(lora[name].delta(torch.float64).numpy())[1]
+        needed = int((np.cumsum(s**2) / (s**2).sum() < 0.8).sum()) + 1
+        assert weights.rank == needed, name
+    assert len({weights.rank for weights in found.weights.values()}) > 1
+    capped = extract_lora(*bases, FLUX_TARGETS, dim=2, energy=0.8)
+    assert max(weights.rank for weights in capped.weights.values()) == 2
+
+
+def test_equal_layers_are_left_out_and_what_no_lora_holds_is_named(files: dict[str, Path], tmp_path: Path) -> None:
+    tensors = load_file(files["base.safetensors"])
+    key = "double_blocks.0.img_attn.qkv"
+    tensors[f"{key}.weight"][32:64] += 0.5  # k alone
+    tensors[f"{key}.bias"] += 1
+    save_file(tensors, tmp_path / "tuned.safetensors")
+    bases = open_base(files["base.safetensors"]), open_base(tmp_path / "tuned.safetensors")
+    found = extract_lora(*bases, FLUX_TARGETS, dim=1)
+    assert list(found.weights) == ["transformer_blocks.0.attn.to_k"]
+    torch.testing.assert_close(found.weights["transformer_blocks.0.attn.to_k"].delta(), torch.full((32, 32), 0.5))
+    assert len(found.notes) == 1
+    assert f"1 tensors that no LoRA holds differ as well ({key}.bias)" in found.notes[0]
+
+
+def test_a_scaled_fp8_model_counts_as_the_numbers_it_stands_for(files: dict[str, Path], tmp_path: Path) -> None:
+    tensors = load_file(files["tuned.safetensors"])
+    name = "double_blocks.0.img_mlp.0.weight"
+    scale = tensors[name].abs().max() / 448
+    tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    tensors["double_blocks.0.img_mlp.0.scale_weight"] = scale.reshape(())
+    tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "fp8.safetensors")
+    bases = open_base(files["base"], fp8=True), open_base(tmp_path / "fp8.safetensors", fp8=True)
+    found = extract_lora(*bases, FLUX_TARGETS, dim=32)
+    base = load_file(files["base.safetensors"])[name]
+    expected = tensors[name].float() * scale - base
+    # 32 is the full rank of a layer with 32 inputs; fp32 decomposition
+    torch.testing.assert_close(found.weights["transformer_blocks.0.ff.net.0.proj"].delta(), expected, rtol=0, atol=1e-5)
+
+
+def test_text_encoders_of_pipelines_are_compared_too(tmp_path: Path) -> None:
+    base = tiny_flux_pipeline(tmp_path / "base")
+    name = "text_encoder.encoder.layers.1.mlp.fc1"
+    rng = torch.Generator().manual_seed(0)
+    lora = {name: LoraWeights(torch.randn(2, 64, generator=rng), 0.1 * torch.randn(128, 2, generator=rng), 5.0)}
+    save_lora(tmp_path / "lora.safetensors", lora, FLUX_TARGETS)
+    merge_loras(base, [LoraSource(tmp_path / "lora.safetensors", 1.0)], tmp_path / "tuned", FLUX_TARGETS)
+    found = extract_lora(open_base(base), open_base(tmp_path / "tuned"), FLUX_TARGETS, dim=2)
+    assert list(found.weights) == [name]
+    assert relative_difference(lora[name], found.weights[name]) < 1e-5  # fp32 rounding of the merged weight
+
+
+def test_models_of_two_architectures_are_refused_in_one_line(files: dict[str, Path], tmp_path: Path) -> None:
+    make_flux(blocks=1).save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match=r"another architecture than .* \(20 layers are in one of them only") as error:
+        extract_lora(open_base(files["base"]), open_base(tmp_path / "other"), FLUX_TARGETS, dim=4)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give --dim"),
+        (["--dim", 0], "--dim 0: must be at least 1"),
+        (["--energy", 1.5], "--energy 1.5: must be above 0"),
+        (["--dim", 4, "--model_org", "nowhere"], "nowhere: no such file or folder; check --model_org"),
+    ],
+)
+def test_mistakes_are_one_line(
+    files: dict[str, Path], flags: list[object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with pytest.raises(SystemExit) as stopped:
+        run("--model_org", files["base"], "--model_tuned", files["tuned"], "--save_to", tmp_path / "o.safetensors",
+            *flags, monkeypatch=monkeypatch)  # fmt: skip
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_two_equal_models_have_nothing_to_extract(files: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match="nothing to extract"):
+        extract_lora(open_base(files["base"]), open_base(files["base.safetensors"]), FLUX_TARGETS, dim=4)

@@ -1,0 +1,223 @@
+"""tools/resize_lora.py, merge_lora.py without a model, ema_lora.py: against numpy in float64 and sums by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from networks.formats import load_lora, save_lora
+from networks.targets import FLUX_TARGETS
+from networks.weights import LoraWeights
+from tools import ema_lora, merge_lora, resize_lora
+
+Q, K, OUT = (f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_out.0"))
+CLIP = "text_encoder.encoder.layers.0.mlp.fc1"
+SHAPES = {Q: (32, 32), K: (32, 32), OUT: (32, 32), CLIP: (48, 24)}
+
+
+def make(seed: int, rank: int, alpha: float, names: tuple[str, ...] = (Q, K, OUT, CLIP)) -> dict[str, LoraWeights]:
+    """Return a LoRA whose singular values fall: column i of ``up`` is scaled by 2^-i."""
+    rng = torch.Generator().manual_seed(seed)
+    falling = 2.0 ** -torch.arange(rank)
+    return {
+        name: LoraWeights(
+            torch.randn(rank, SHAPES[name][1], generator=rng),
+            torch.randn(SHAPES[name][0], rank, generator=rng) * falling,
+            alpha,
+        )
+        for name in names
+    }
+
+
+def write(path: Path, lora: dict[str, LoraWeights], save_format: str = "kohya", **metadata: str) -> Path:
+    save_lora(path, lora, FLUX_TARGETS, save_format, metadata=metadata)
+    return path
+
+
+def full(module: LoraWeights) -> np.ndarray:
+    return module.alpha / module.rank * module.up.double().numpy() @ module.down.double().numpy()
+
+
+def best(matrix: np.ndarray, rank: int) -> np.ndarray:
+    u, s, vh = np.linalg.svd(matrix, full_matrices=False)
+    return u[:, :rank] * s[:rank] @ vh[:rank]
+
+
+def run(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, arguments)])
+    tool.main()
+
+
+def refused(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        run(tool, monkeypatch, *arguments)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("save_format", ["kohya", "comfy", "diffusers"])
+def test_the_full_rank_is_the_identity(save_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = make(0, rank=6, alpha=2.5)
+    source = write(tmp_path / "a.safetensors", lora, save_format)
+    target = tmp_path / "b.safetensors"
+    run(resize_lora, monkeypatch, "--model", source, "--save_to", target, "--new_rank", 6)
+    resized = load_lora(target, FLUX_TARGETS)
+    assert resized.layout == save_format
+    for name, module in resized.weights.items():
+        assert (module.rank, module.alpha) == (6, 6.0)
+        # decomposed in float64, each factor rounded to fp32 once
+        np.testing.assert_allclose(full(module), full(lora[name]), atol=2e-6)
+
+
+def test_a_smaller_rank_is_the_best_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = make(1, rank=6, alpha=2.5)
+    source, target = write(tmp_path / "a.safetensors", lora), tmp_path / "b.safetensors"
+    run(resize_lora, monkeypatch, "--model", source, "--save_to", target, "--new_rank", 3)
+    resized = load_lora(target, FLUX_TARGETS)
+    for name, module in resized.weights.items():
+        assert module.rank == 3
+        np.testing.assert_allclose(full(module), best(full(lora[name]), 3), atol=2e-6)  # fp32 factors
+    assert resized.metadata["ss_training_comment"] == "resized by rank 3"
+    # of the whole file: kohya's q, k, v have one alpha for the fused layer, 3 x 3
+    assert resized.metadata["ss_network_dim"] == "3"
+
+
+@pytest.mark.parametrize(("method", "parameter"), [("sv_fro", 0.9), ("sv_cumulative", 0.7), ("sv_ratio", 3.0)])
+def test_each_layer_gets_the_rank_that_sd_scripts_gives_it(
+    method: str, parameter: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = make(2, rank=6, alpha=4.0)
+    source, target = write(tmp_path / "a.safetensors", lora), tmp_path / "b.safetensors"
+    flags = ["--dynamic_method", method, "--dynamic_param", parameter, "--new_rank", 4]
+    run(resize_lora, monkeypatch, "--model", source, "--save_to", target, *flags)
+    resized = load_lora(target, FLUX_TARGETS).weights
+    for name, module in lora.items():
+        s = np.linalg.svd(full(module))[1][:6]
+        # sd-scripts' index_sv_*, on the whole matrix's values in float64
+        rank = {
+            "sv_fro": lambda s: np.searchsorted((s**2).cumsum() / (s**2).sum(), parameter**2) + 1,
+            "sv_cumulative": lambda s: np.searchsorted(s.cumsum() / s.sum(), parameter) + 1,
+            "sv_ratio": lambda s: (s > s[0] / parameter).sum(),
+        }[method](s)
+        assert resized[name].rank == min(rank, 4), name
+        np.testing.assert_allclose(full(resized[name]), best(full(module), min(rank, 4)), atol=2e-6)
+
+
+def test_a_concatenation_is_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = make(3, rank=4, alpha=1.5), make(4, rank=3, alpha=7.0, names=(Q, CLIP))
+    a, b = write(tmp_path / "a.safetensors", one, "comfy"), write(tmp_path / "b.safetensors", two, "diffusers")
+    target = tmp_path / "both.safetensors"
+    run(merge_lora, monkeypatch, "--lora", f"{a}:0.8", f"{b}:-0.5", "--save_to", target)
+    both = load_lora(target, FLUX_TARGETS)
+    assert both.layout == "comfy"
+    assert {name: module.rank for name, module in both.weights.items()} == {Q: 7, K: 4, OUT: 4, CLIP: 7}
+    for name, module in both.weights.items():
+        expected = 0.8 * full(one[name]) - (0.5 * full(two[name]) if name in two else 0)
+        np.testing.assert_allclose(full(module), expected, atol=2e-6)  # fp32 factors
+
+
+def test_svd_is_the_best_of_that_rank_to_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = make(5, rank=4, alpha=1.5), make(6, rank=3, alpha=7.0)
+    a, b = write(tmp_path / "a.safetensors", one), write(tmp_path / "b.safetensors", two)
+    target = tmp_path / "both.safetensors"
+    run(merge_lora, monkeypatch, "--lora", f"{a}:0.8", b, "--save_to", target, "--method", "svd", "--new_rank", 2,
+        "--save_format", "diffusers")  # fmt: skip
+    both = load_lora(target, FLUX_TARGETS)
+    assert both.layout == "diffusers"
+    for name, module in both.weights.items():
+        assert module.rank == 2
+        expected = best(0.8 * full(one[name]) + full(two[name]), 2)
+        np.testing.assert_allclose(full(module), expected, atol=2e-6)
+
+
+def test_flags_that_would_be_ignored_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.safetensors", make(0, 2, 1.0))
+    to = ["--save_to", tmp_path / "o.safetensors"]
+    checked = [
+        (merge_lora, ["--lora", a, "--method", "svd"], "--method svd and --new_rank go together"),
+        (merge_lora, ["--lora", a, "--transformer_only"], "--transformer_only: has no effect without --model"),
+        (merge_lora, ["--lora", a, "--model", a, "--new_rank", 4], "--new_rank: has no effect on a model"),
+        (merge_lora, ["--lora", f"{a}:0"], "--lora: every strength is 0"),
+        (resize_lora, ["--model", a], "give --new_rank"),
+        (resize_lora, ["--model", a, "--dynamic_param", 0.5, "--new_rank", 2], "--dynamic_method and --dynamic_param"),
+        (resize_lora, ["--model", a, "--dynamic_method", "sv_ratio", "--dynamic_param", 0.5], "--dynamic_param 0.5"),
+        (ema_lora, [a], "give at least two"),
+        (ema_lora, [a, a, "--beta", 0.5, "--sigma_rel", 0.1], "--sigma_rel: is another rule"),
+        (ema_lora, [a, a], f"{a}: says no step"),
+        (ema_lora, [a, a, "--no_sort", "--sigma_rel", 0.3], "--sigma_rel 0.3: must be"),
+    ]
+    for tool, flags, message in checked:
+        assert refused(tool, monkeypatch, capsys, *flags, *to).startswith(f"error: {message}"), message
+
+
+def saves(folder: Path, steps: list[int]) -> tuple[list[Path], list[dict[str, LoraWeights]]]:
+    """Write LoRAs of one run; the names' order is not that of the steps."""
+    loras = [make(10 + i, rank=3, alpha=2.0) for i in range(len(steps))]
+    names = [folder / f"style-{len(steps) - i}.safetensors" for i in range(len(steps))]
+    return [write(path, lora, ss_steps=str(step)) for path, lora, step in zip(names, loras, steps)], loras
+
+
+def check_average(target: Path, loras: list[dict[str, LoraWeights]], shares: list[float]) -> None:
+    found = load_lora(target, FLUX_TARGETS).weights
+    for name in (Q, K, OUT, CLIP):
+        for part in ("down", "up"):
+            expected = sum(s * getattr(lora[name], part).double() for s, lora in zip(shares, loras))
+            # fp32 sums of four numbers against float64
+            torch.testing.assert_close(getattr(found[name], part).double(), expected, rtol=0, atol=2e-6)
+        assert found[name].alpha == 2.0
+
+
+def test_a_constant_beta_is_the_recurrence_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, loras = saves(tmp_path, [100, 200, 300])
+    target = tmp_path / "ema.safetensors"
+    run(ema_lora, monkeypatch, *sorted(paths), "--save_to", target, "--beta", 0.75)
+    check_average(target, loras, [0.75**2, 0.25 * 0.75, 0.25])
+    assert load_lora(target, FLUX_TARGETS).metadata["ss_steps"] == "300"  # the last one's metadata goes along
+
+
+def test_beta_moves_to_beta2_as_in_musubi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, loras = saves(tmp_path, [1, 2, 3, 4])
+    target = tmp_path / "ema.safetensors"
+    run(ema_lora, monkeypatch, *paths, "--save_to", target, "--beta", 0.9, "--beta2", 0.5)
+    betas = [0.9, 0.7, 0.5]
+    check_average(target, loras, [0.9 * 0.7 * 0.5, 0.1 * 0.7 * 0.5, 0.3 * 0.5, 0.5])
+    assert betas == pytest.approx(ema_lora.linear_betas(4, 0.9, 0.5))
+
+
+def test_the_power_function_counts_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, loras = saves(tmp_path, [100, 200, 400])
+    target = tmp_path / "ema.safetensors"
+    run(ema_lora, monkeypatch, *paths, "--save_to", target, "--sigma_rel", 0.2)
+    # the paper's algorithm 2: roots of (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) = sigma_rel^2
+    gamma = np.roots([1, 7, 16 - 25, 12 - 25]).real.max()
+    first, second = 0.5 ** (gamma + 1), 0.5 ** (gamma + 1)
+    check_average(target, loras, [first * second, (1 - first) * second, 1 - second])
+
+
+def test_steps_and_epochs_are_read_from_names(tmp_path: Path) -> None:
+    order = ema_lora.training_order
+    steps = [Path(f"a-step0000{n}.safetensors") for n in ("0400", "0100")]
+    assert order(steps, [{}, {}]) == [400, 100]
+    assert order([Path("a-000002.safetensors"), Path("a-000001.safetensors")], [{}, {}]) == [2, 1]
+
+
+def test_saves_of_two_runs_are_not_averaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.safetensors", make(0, 3, 2.0))
+    to = ["--save_to", tmp_path / "o.safetensors", "--no_sort"]
+    for other, message in (
+        (make(1, 3, 1.0), "has rank and alpha 3 and 1"),
+        (make(1, 3, 2.0, (Q,)), "has other layers than"),
+    ):
+        b = write(tmp_path / "b.safetensors", other)
+        assert message in refused(ema_lora, monkeypatch, capsys, a, b, *to)

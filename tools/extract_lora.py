@@ -1,0 +1,118 @@
+"""Extract a LoRA from a fine-tuned model: the difference to its base, of low rank.
+
+    python tools/extract_lora.py --model_org flux1-dev.safetensors --model_tuned my_finetune.safetensors \\
+        --save_to my_lora.safetensors --dim 32
+    python tools/extract_lora.py --model_org FLUX.1-dev --model_tuned my_finetune_fp8.safetensors \\
+        --save_to my_lora.safetensors --energy 0.9 --dim 128 --device cuda
+
+``--dim`` is the rank of every layer. ``--energy 0.9`` gives every layer the smallest rank that keeps 90 % of the sum of
+squares of its difference, ``--dim`` being the largest then. The models may lie in different layouts (diffusers folder,
+original or ComfyUI's single file) and in fp8; two tensors are in memory at a time. At the end the layers are shown
+with the share they keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from library import __version__
+from library.errors import UserError, exit_on_user_error
+from library.files import fingerprint
+from networks.base_files import open_base
+from networks.extraction import ExtractedLayer, Extraction, extract_lora
+from networks.metadata import build_metadata
+from networks.targets import TARGETS, LoraTargets
+from tools.lora_output import add_output_arguments, check_output, default_device, write_lora
+from tools.merge_lora import show_progress
+
+
+def layer_table(layers: list[ExtractedLayer], targets: LoraTargets) -> Table:
+    """Return a table of kinds: layers, ranks, norm of the difference, share of its sum of squares that is kept."""
+    kinds: dict[str, list[ExtractedLayer]] = {}
+    for layer in layers:
+        kind = targets.kind_of(layer.name)
+        kinds.setdefault(kind.name if kind else layer.name, []).append(layer)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("layers")
+    for heading in ("count", "rank", "norm", "kept", "least kept"):
+        table.add_column(heading, justify="right")
+    for name, group in kinds.items():
+        ranks = sorted({layer.rank for layer in group})
+        energy = sum(layer.norm**2 for layer in group)
+        kept = sum(layer.norm**2 * layer.kept for layer in group) / energy
+        shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        least = min(layer.kept for layer in group)
+        table.add_row(name, str(len(group)), shown, f"{energy**0.5:.3g}", f"{kept:.2%}", f"{least:.2%}")
+    return table
+
+
+def extract(options: argparse.Namespace) -> Extraction:
+    """Extract and write the LoRA that the command line asks for.
+
+    Raises:
+        UserError: neither a rank nor an energy, or see ``networks.extraction.extract_lora``.
+    """
+    if options.dim is None and options.energy is None:
+        raise UserError("give --dim (a rank) or --energy (a share to keep, 0.9), or both")
+    if options.dim is not None and options.dim < 1:
+        raise UserError(f"--dim {options.dim}: must be at least 1")
+    if options.energy is not None and not 0 < options.energy <= 1:
+        raise UserError(f"--energy {options.energy:g}: must be above 0 and at most 1; 0.9 keeps 90 %")
+    check_output(options.save_to, options.overwrite)
+    targets = TARGETS[options.model_type]
+    original = open_base(options.model_org, "--model_org", fp8=True)
+    tuned = open_base(options.model_tuned, "--model_tuned", fp8=True)
+    found = extract_lora(
+        original,
+        tuned,
+        targets,
+        dim=options.dim,
+        energy=options.energy,
+        device=options.device or default_device(),
+        progress=show_progress,
+    )
+    metadata = build_metadata(
+        {"sd_model_name": options.model_org.name},
+        title=options.save_to.stem,
+        timestamp=time.time(),
+        base_fingerprint=fingerprint(original.weights),
+        version=__version__,
+    )
+    comment = f"extracted from {options.model_tuned.name}"
+    precision = options.save_precision or "bf16"
+    write_lora(
+        options.save_to, found.weights, targets, options.save_format or "diffusers", precision, metadata, comment
+    )
+    return found
+
+
+@exit_on_user_error
+def main() -> None:
+    """Parse the command line, extract, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_org", required=True, type=Path, help="the base: diffusers folder or file")
+    parser.add_argument("--model_tuned", required=True, type=Path, help="the fine-tuned model")
+    parser.add_argument("--dim", type=int, metavar="N", help="rank; with --energy the largest one")
+    parser.add_argument("--energy", type=float, metavar="X", help="share of the sum of squares each layer keeps")
+    parser.add_argument("--device", help="where to decompose (default: a GPU if there is one)")
+    add_output_arguments(parser, "bf16")
+    options = parser.parse_args()
+    found = extract(options)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(layer_table(found.layers, TARGETS[options.model_type]))
+    for note in found.notes:
+        console.print(f"note: {note}")
+    console.print(f"{options.save_to}: {len(found.layers)} layers, {found.equal} equal ones left out")
+
+
+if __name__ == "__main__":
+    main()

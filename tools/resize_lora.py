@@ -1,0 +1,95 @@
+"""Give a LoRA smaller ranks, keeping as much of its updates as they can hold.
+
+    python tools/resize_lora.py --model my_lora.safetensors --save_to small.safetensors --new_rank 8
+    python tools/resize_lora.py --model my_lora.safetensors --save_to small.safetensors \\
+        --dynamic_method sv_fro --dynamic_param 0.95 --new_rank 32
+
+With ``--dynamic_method`` every layer has its own rank, ``--new_rank`` being the largest one allowed. The methods are
+those of sd-scripts, on the singular values of the layer's update:
+
+    sv_fro         the fewest that hold --dynamic_param of the Frobenius norm (0.95: 90 % of the sum of squares)
+    sv_cumulative  the fewest whose sum is --dynamic_param of the sum of all
+    sv_ratio       all that are larger than the largest one divided by --dynamic_param
+
+The result has alpha = rank in every layer, the old scale being in the weights, so it is used at the same strength.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from library.errors import UserError, exit_on_user_error
+from networks.formats import load_lora
+from networks.resizing import ResizedLayer, resize_lora
+from networks.spectrum import RANK_RULES
+from networks.targets import TARGETS
+from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
+
+
+def resize(options: argparse.Namespace) -> list[ResizedLayer]:
+    """Write the LoRA that the command line asks for; return what became of its layers.
+
+    Raises:
+        UserError: the flags say no rank or contradict each other, or the file cannot be read.
+    """
+    check_flags(options)
+    check_output(options.save_to, options.overwrite)
+    targets = TARGETS[options.model_type]
+    source = load_lora(options.model, targets)
+    weights, layers = resize_lora(
+        source.weights, options.new_rank, options.dynamic_method, options.dynamic_param or 1.0
+    )
+    how = f"rank {options.new_rank}"
+    if options.dynamic_method:
+        how = f"{options.dynamic_method} {options.dynamic_param:g}"
+    precision = options.save_precision or widest_precision(source.weights)
+    save_format = options.save_format or source.layout
+    write_lora(options.save_to, weights, targets, save_format, precision, source.metadata, f"resized by {how}")
+    return layers
+
+
+def check_flags(options: argparse.Namespace) -> None:
+    """Refuse flags that say no rank, or a parameter that its method has no meaning for.
+
+    Raises:
+        UserError: with the reason.
+    """
+    method, parameter = options.dynamic_method, options.dynamic_param
+    if options.new_rank is not None and options.new_rank < 1:
+        raise UserError(f"--new_rank {options.new_rank}: must be at least 1")
+    if method is None and options.new_rank is None:
+        raise UserError("give --new_rank, or --dynamic_method with --dynamic_param")
+    if (method is None) != (parameter is None):
+        raise UserError("--dynamic_method and --dynamic_param go together; give both or neither")
+    if method == "sv_ratio" and parameter <= 1:
+        raise UserError(f"--dynamic_param {parameter:g}: sv_ratio needs a number above 1; 10 keeps a tenth and more")
+    if method in ("sv_fro", "sv_cumulative") and not 0 < parameter <= 1:
+        raise UserError(f"--dynamic_param {parameter:g}: {method} needs a share above 0 and at most 1")
+
+
+@exit_on_user_error
+def main() -> None:
+    """Parse the command line, resize, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, type=Path, help="the LoRA")
+    parser.add_argument("--new_rank", type=int, metavar="N", help="rank; with --dynamic_method the largest one")
+    parser.add_argument("--dynamic_method", choices=RANK_RULES, help="choose a rank for each layer")
+    parser.add_argument("--dynamic_param", type=float, metavar="X", help="of --dynamic_method")
+    parser.add_argument("--verbose", action="store_true", help="show every layer")
+    add_output_arguments(parser)
+    options = parser.parse_args()
+    layers = resize(options)
+    for layer in layers if options.verbose else ():
+        print(f"{layer.name}: rank {layer.before} -> {layer.after}, {layer.kept:.2%} kept, ratio {layer.ratio:.3g}")
+    ranks = sorted(layer.after for layer in layers)
+    least = min(layer.kept for layer in layers)
+    shown = str(ranks[0]) if ranks[0] == ranks[-1] else f"{ranks[0]} to {ranks[-1]}"
+    print(f"{options.save_to}: {len(layers)} layers, rank {shown}; at least {least:.2%} of each update kept")
+
+
+if __name__ == "__main__":
+    main()
