@@ -1,0 +1,130 @@
+"""What a server rounds besides the weights: activations, position tables, timesteps.
+
+fp8 files are multiplied in two ways. Dequantised, activations stay in bf16. In fp8 (``torch._scaled_mm``), activations
+are rounded to e4m3fn first, and servers differ in the scale they round with:
+
+    row       one a token, its largest magnitude / 448           Tandem's ``scaled_mm``, vLLM, torchao
+    tensor    one for the whole input, from its largest          TransformerEngine's current scaling
+    unit      none: clamped to +-448 and rounded                  ComfyUI's ``--fast fp8_matrix_mult``
+    static    calibrated, from the file's ``input_scale``         ComfyUI with a calibrated file
+
+Rounding the input and multiplying the rounded numbers in high precision gives what the fp8 product gives up to the
+order of its fp32 sums, so any of these can be looked at, and trained against, on any device. ComfyUI: ``comfy/ops.py``
+(``fp8_linear``, ``mixed_precision_ops``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from library.nn.rope import Table
+from library.precision.formats import E4M3FN
+from library.precision.quantize import dequantize
+
+ActivationRounding = Literal["row", "tensor", "unit", "static"]
+_TINY = 1e-12  # an input of zeros has scale 1e-12 instead of 0
+
+
+def round_activations(x: Tensor, how: ActivationRounding, scale: Tensor | None = None) -> Tensor:
+    """Return ``x`` [..., in] as it is after rounding to e4m3fn, in its own dtype.
+
+    Args:
+        x: activations, not NaN.
+        how: which scale; see the module's first lines.
+        scale: for ``static``, one number.
+    """
+    values = x.float()
+    if how == "unit":
+        factor = values.new_ones(())
+    elif how == "static":
+        assert scale is not None, "a static scale comes from the file"
+        factor = scale.to(values.device, torch.float32).reshape(())
+    else:
+        magnitudes = values.abs()
+        largest = magnitudes.amax(dim=-1, keepdim=True) if how == "row" else magnitudes.amax()
+        factor = (largest / E4M3FN.max).clamp_min(_TINY)
+    codes = (values / factor).clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype)
+    flat = codes.reshape(-1, codes.shape[-1])
+    return (dequantize(flat, None, torch.float32).view(values.shape) * factor).to(x.dtype)
+
+
+class ServedLinear(nn.Module):
+    """A linear layer whose input is rounded as a server's fp8 product rounds it.
+
+    The gradient passes as if nothing had been rounded (straight-through; Bengio et al. 2013, arXiv 1308.3432), so a
+    LoRA can be trained beside the rounding it will meet.
+    """
+
+    def __init__(self, base: nn.Module, how: ActivationRounding, scale: Tensor | None = None) -> None:
+        super().__init__()
+        self.base, self.how = base, how
+        self.register_buffer("input_scale", scale, persistent=False)
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's weight: diffusers reads its dtype in places."""
+        return self.base.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The base's bias."""
+        return self.base.bias  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in]`` to ``[..., out]``."""
+        rounded = round_activations(x.detach(), self.how, self.input_scale)  # type: ignore[arg-type]
+        return self.base(x + (rounded - x).detach() if x.requires_grad else rounded)
+
+
+def serve_in_fp8(
+    model: nn.Module,
+    names: Mapping[str, Tensor | None],
+    how: ActivationRounding,
+) -> None:
+    """Let the linear layers ``names`` of ``model`` round their inputs, in place.
+
+    Args:
+        model: before a LoRA is put in, so that the LoRA sees unrounded activations.
+        names: layer -> its static scale, or None.
+        how: which scale; layers without a static one are left alone under ``static``.
+    """
+    for name, scale in names.items():
+        if how != "static" or scale is not None:
+            model.set_submodule(name, ServedLinear(model.get_submodule(name), how, scale))
+
+
+@contextmanager
+def rounded_positions(model: nn.Module, kind: type[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Round the cosines and sines of every module of ``kind`` in ``model`` to ``dtype`` inside the block."""
+
+    def rounded(module: nn.Module, inputs: Any, table: Table) -> Table:
+        cos, sin = table
+        return cos.to(dtype).float(), sin.to(dtype).float()
+
+    handles = [m.register_forward_hook(rounded) for m in model.modules() if isinstance(m, kind)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def timestep_rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return what a trainer or server does to sigmas that carries timesteps in ``dtype``.
+
+    The timestep is rounded, multiplied by 1000 and rounded again before its sines are taken: in bf16 0.711 becomes
+    712 / 1000. fp32 changes nothing.
+    """
+
+    def rounded(sigmas: Tensor) -> Tensor:
+        if dtype == torch.float32:
+            return sigmas
+        return ((sigmas.to(dtype) * 1000).to(dtype).float() / 1000).to(sigmas.dtype)
+
+    return rounded
