@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 train_lora.py --config_file ...
 
 ``train`` reads from top to bottom: data and its caches, the run (network, optimizer, schedule), what happens between
-steps, the loop, the summary. This is the one place that sees the whole configuration; everything called from here
-takes its own section.
+steps, the loop, the summary. What is called from here takes its own section of the configuration; only what checks the
+whole of it, keeps it or builds the run from it takes it all.
 """
 
 from __future__ import annotations
@@ -15,35 +15,28 @@ import sys
 import time
 from pathlib import Path
 
-from accelerate import Accelerator
 from rich.console import Console
 
 from library.accelerator import build_accelerator
 from library.config import TrainConfig, load_config
 from library.config.kohya import Note, summary
-from library.data.dataset import TrainingData
 from library.errors import exit_on_user_error
-from library.models.protocol import Family
 from library.models.registry import model_family
 from library.training.base_precision import plan_fp8, text_encoder_recipe
-from library.training.checkpoint import OutputNames, Position, lasting_settings
+from library.training.checkpoint import OutputNames, Position
 from library.training.events import RunEvents
 from library.training.export import lora_writer, write_config
 from library.training.hub import build_upload
 from library.training.loop import Trainer
 from library.training.metrics import MetricsStream
-from library.training.network_plan import NetworkPlan, plan_network
-from library.training.optimizers import build_optimizer
+from library.training.network_plan import plan_network
 from library.training.preflight import check_before_loading
-from library.training.prepare import Networks, base_dtype, prepare_data, prepare_networks, total_steps, training_loader
+from library.training.prepare import base_dtype, prepare_data, prepare_networks
 from library.training.progress import TrainingProgress, print_summary, run_summary
 from library.training.prompts import prompt_texts, read_prompts
-from library.training.run import Run
+from library.training.run import prepare_run
 from library.training.sampling import build_sampler
-from library.training.schedules import build_schedule
-from library.training.step import FlowStep
 from library.training.validation import hold_out
-from library.training.weight_average import WeightAverage
 from networks.targets import TARGETS
 
 
@@ -83,15 +76,14 @@ def train(config: TrainConfig) -> RunEvents:
     )
     device, weights = accelerator.device, config.network.network_weights
     networks = prepare_networks(family, text_encoder, plan, weights, config.training, dtype, device, console, fp8)
-    run = _prepare_run(config, family, plan, networks, data, accelerator)
+    run = prepare_run(config, family, plan, networks, data, accelerator)
     held_out = hold_out(data, run.step, config.validation)
     names = OutputNames(Path(config.saving.output_dir), config.saving.output_name)
     sampler = build_sampler(family, prompts, image_encoder, data, names.folder / "samples", networks.text_encoders)
     position = run.resume(config.training.resume) if config.training.resume else Position()
     write_config(names.folder, config, accelerator)
     metrics = MetricsStream(names.folder / "metrics.jsonl", accelerator, config.logging, position.step)
-    base = (run.base_fingerprint, networks.base_precision, family.modelspec_architecture)
-    save_lora = lora_writer(config, run.network, data, *base, begun)
+    save_lora = lora_writer(config, run, data, networks.base_precision, family.modelspec_architecture, begun)
 
     with TrainingProgress(console, run.total_steps, position.step) as progress:
         events = RunEvents(
@@ -115,44 +107,6 @@ def train(config: TrainConfig) -> RunEvents:
     accelerator.wait_for_everyone()  # a process that leaves early takes the process group from under the others
     metrics.close()
     return events
-
-
-def _prepare_run(
-    config: TrainConfig,
-    family: Family,
-    plan: NetworkPlan,
-    networks: Networks,
-    data: TrainingData,
-    accelerator: Accelerator,
-) -> Run:
-    """Build optimizer and schedule, and let accelerate wrap and compile the networks."""
-    training, lora = config.training, networks.lora
-    optimizer = build_optimizer(config.optimizer, plan.parameter_groups(lora), training.full_bf16, training.seed)
-    batches, loader = training_loader(data, config.dataset, accelerator)
-    steps = total_steps(training, batches.batches_per_epoch() // accelerator.num_processes)
-    lr_schedule = build_schedule(config.optimizer, optimizer, steps)
-    trained = networks.transformer if plan.trains_transformer else None
-    parts = (trained, networks.text_encoders, optimizer, loader)
-    # The transformer lies where prepare_networks put it; with blocks_to_swap that is not the device alone.
-    model, text_encoders, optimizer, loader = accelerator.prepare(*parts, device_placement=[False, True, True, True])
-    if model is None:  # DDP refuses a network with nothing to train
-        model = accelerator.prepare_model(networks.transformer, device_placement=False, evaluation_mode=True)
-    return Run(
-        accelerator=accelerator,
-        step=FlowStep(family, config.flow, training.seed, text_encoders),
-        transformer=networks.transformer,
-        model=model,
-        network=lora,
-        optimizer=optimizer,
-        lr_schedule=lr_schedule,
-        loader=loader,
-        batches=batches,
-        total_steps=steps,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        base_fingerprint=family.fingerprint(),
-        average=WeightAverage(lora.parameters(), decay) if (decay := config.saving.ema_decay) else None,
-        settings=lasting_settings(config),
-    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
   SHA-256 of the tensor data; and the first 8 digits of SHA-256 over 64 KiB at offset 1 MiB of the file with
   ``ss_*`` alone.
 * ``modelspec.*``: Stability AI's ModelSpec 1.0.1 (https://github.com/Stability-AI/ModelSpec).
-* ``tandem.*``: version, the base's fingerprint and precision, the run's config as JSON.
+* ``tandem.*``: version, the base's fingerprint and precision, that of text encoders that were trained, the
+  run's config as JSON.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def build_metadata(
     description: str | None = None,
     author: str | None = None,
     base_fingerprint: str | None = None,
+    text_encoder_fingerprint: str | None = None,
     base_precision: str | None = None,
     config_json: str | None = None,
     version: str = "",
@@ -46,7 +48,7 @@ def build_metadata(
         timestamp: seconds since 1970 of this save.
         architecture: ModelSpec's name of the base, "flux-1-dev" or "flux-1-schnell".
         resolution: width and height trained at, in pixels.
-        base_fingerprint, base_precision, config_json, version: for ``tandem.*``.
+        base_fingerprint, text_encoder_fingerprint, base_precision, config_json, version: for ``tandem.*``.
     """
     ss = {
         "network_module": _KOHYA_MODULE,
@@ -69,6 +71,7 @@ def build_metadata(
     own = {
         "version": version,
         "base_fingerprint": base_fingerprint,
+        "text_encoder_fingerprint": text_encoder_fingerprint,
         "base_precision": base_precision,
         "config": config_json,
     }

@@ -31,6 +31,11 @@ def estimates_step_size(optimizer_type: str) -> bool:
     return _class_name(optimizer_type).startswith(("prodigy", "dadapt"))
 
 
+def adapts_each_group(optimizer_type: str) -> bool:
+    """Return whether the named optimizer estimates a step size for each parameter group, so that rates may differ."""
+    return _class_name(optimizer_type).startswith("prodigyplus")
+
+
 def effective_learning_rate(config: OptimizerConfig) -> float:
     """Return the learning rate to train with: the one that was set, else the optimizer's customary one.
 

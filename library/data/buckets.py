@@ -54,6 +54,7 @@ class Bucketing:
         self.no_upscale = settings.enable_bucket and settings.bucket_no_upscale
         self.steps = settings.bucket_reso_steps if settings.enable_bucket else pixel_multiple
         self.sizes: list[Size] = [dataset.resolution]
+        self.limits: Size | None = None  # of a bucket's side
         self._fits: dict[tuple[Size, bool], Fit] = {}
         if not settings.enable_bucket:
             for side in dataset.resolution:
@@ -65,8 +66,8 @@ class Bucketing:
                 f"{self.where}: resolution {_text(dataset.resolution)} is smaller than bucket_reso_steps "
                 f"{self.steps}; set bucket_reso_steps = {pixel_multiple}"
             )
-        low, high = self._limits(settings.min_bucket_reso, settings.max_bucket_reso)
-        self.sizes = bucket_sizes(dataset.resolution, low, high, self.steps)
+        self.limits = self._limits(settings.min_bucket_reso, settings.max_bucket_reso)
+        self.sizes = bucket_sizes(dataset.resolution, *self.limits, self.steps)
 
     def _require_multiple(self, key: str, value: int) -> None:
         unit = self.pixel_multiple

@@ -70,6 +70,7 @@ class TrainingData:
         train: the training samples.
         validation: the held-out samples, or None.
         warnings: lines the user should read (also part of :meth:`describe`).
+        listed: the samples for training as the TOML lists them, regularisation images not balanced.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class TrainingData:
         self.config = config
         self.seed = seed
         self.warnings = found.warnings
+        self.listed = found.listed
         self.pixel_multiple = pixel_multiple
         self.latent_factor = latent_factor
         self._indexes = found.indexes

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from library.data.buckets import Bucketing, Fit
@@ -66,12 +66,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scan:
-    """All samples of a dataset TOML, the indexes of the cache folders, and lines the user should read."""
+    """All samples of a dataset TOML, the indexes of the cache folders, and lines the user should read.
+
+    ``listed`` are the samples for training as the TOML lists them, before regularisation images are balanced.
+    """
 
     train: list[Sample]
     held_out: list[Sample]
     indexes: list[FileIndex]
     warnings: list[str]
+    listed: list[Sample] = field(default_factory=list)
 
 
 def scan(config: DatasetConfig, seed: int, pixel_multiple: int, prior_loss_weight: float) -> Scan:
@@ -104,6 +108,7 @@ def scan(config: DatasetConfig, seed: int, pixel_multiple: int, prior_loss_weigh
             kept, held_back = _load_subset(group, dataset, buckets, index, identities, seed, result.warnings)
             train += kept
             result.held_out.extend(held_back)
+        result.listed.extend(train)
         result.train.extend(_balance(train, dataset.where, result.warnings))
     result.indexes.extend(indexes.values())
     _check_split(config, result)

@@ -44,11 +44,15 @@ class Position:
     validations_since_best: int = 0
 
 
-def lasting_settings(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that a state goes on with, whatever the resumed run says."""
+def lasting_settings(config: TrainConfig, text_encoders: str | None = None) -> dict[str, Any]:
+    """Return the settings that a state goes on with, whatever the resumed run says.
+
+    ``text_encoders`` is the fingerprint of those that are trained.
+    """
     optimizer, network, precision = config.optimizer, config.network, config.precision
     dropouts = ("rank_dropout", "module_dropout")  # hold from the next step on
-    return {
+    trained_text = {} if text_encoders is None else {"text_encoders": text_encoders}
+    return trained_text | {
         "optimizer_type": optimizer.optimizer_type,
         "optimizer_args": _sorted_pairs(optimizer.optimizer_args),
         "learning_rate": optimizer.learning_rate,

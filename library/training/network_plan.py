@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from library.config.optimizer_conflicts import effective_learning_rate
 from library.errors import UserError
+from library.training.optimizers import check_rates
 from networks.network import LoraNetwork
 from networks.options import NetworkOptions, parse_network_args
 from networks.targets import LoraTargets
@@ -46,6 +47,15 @@ class NetworkPlan:
         """The text encoders that get a LoRA."""
         return [name for name in self.rates if name != self.targets.file_prefix]
 
+    def learning_rates(self) -> set[float]:
+        """Return the rates of all parameter groups, those of LoRA+ among them."""
+        found: set[float] = set()
+        for name, rate in self.rates.items():
+            own = name == self.targets.file_prefix
+            ratio = self.options.loraplus_lr_ratio if own else self.options.loraplus_text_encoder_lr_ratio
+            found |= {rate, rate * (ratio or 1.0)}
+        return found
+
     def parameter_groups(self, network: LoraNetwork) -> list[dict]:
         """Return the optimizer's groups, each with its learning rate: ``lora``, and one for each text encoder."""
         groups = []
@@ -66,7 +76,8 @@ def plan_network(
     """Decide what is trained.
 
     Raises:
-        UserError: an option of the LoRA is wrong, contradicts another one or could only be ignored.
+        UserError: an option of the LoRA is wrong, contradicts another one or could only be ignored; the optimizer takes
+            one learning rate and gets several.
     """
     options = parse_network_args(network, targets)
     rates = _text_encoder_rates(optimizer.text_encoder_lr, options, targets)
@@ -81,7 +92,9 @@ def plan_network(
     if options.train_t5xxl and training.mixed_precision == "fp16":
         raise UserError("train_t5xxl: T5 leaves the range of fp16; use mixed_precision bf16 or do not train it")
     transformer = {} if only_text else {targets.file_prefix: effective_learning_rate(optimizer)}
-    return NetworkPlan(targets, options, transformer | rates)
+    plan = NetworkPlan(targets, options, transformer | rates)
+    check_rates(optimizer.optimizer_type, plan.learning_rates())
+    return plan
 
 
 def _text_encoder_rates(values: list[float], options: NetworkOptions, targets: LoraTargets) -> dict[str, float]:

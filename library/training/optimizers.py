@@ -35,7 +35,7 @@ import importlib
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from library.config.optimizer_conflicts import effective_learning_rate
+from library.config.optimizer_conflicts import adapts_each_group, effective_learning_rate, estimates_step_size
 from library.config.schema import OptimizerConfig
 from library.errors import UserError, did_you_mean
 from library.training.lr_tracker import estimates_distance
@@ -151,6 +151,27 @@ def check_optimizer(config: OptimizerConfig) -> None:
     """
     kind = _find_class(config.optimizer_type)
     _check_arguments(kind.cls, parse_optimizer_args(config.optimizer_args), config.optimizer_type)
+
+
+def describe_optimizer(config: OptimizerConfig) -> str:
+    """Return class path and chosen arguments, as sd-scripts writes them: ``torch.optim.adamw.AdamW(eps=1e-08)``."""
+    cls = _find_class(config.optimizer_type).cls
+    chosen = ",".join(f"{key}={value}" for key, value in parse_optimizer_args(config.optimizer_args).items())
+    return f"{cls.__module__}.{cls.__name__}" + (f"({chosen})" if chosen else "")
+
+
+def check_rates(optimizer_type: str, rates: Collection[float]) -> None:
+    """Check that an optimizer that estimates one step size for all weights gets one learning rate.
+
+    Raises:
+        UserError: it gets several; those of 0 do not count.
+    """
+    if estimates_step_size(optimizer_type) and not adapts_each_group(optimizer_type) and len(set(rates) - {0.0}) > 1:
+        raise UserError(
+            f"{optimizer_type} takes one learning rate for all weights and has several; "
+            "remove loraplus_lr_ratio and set text_encoder_lr to learning_rate, or use ProdigyPlusScheduleFree, which "
+            "adapts each group by itself"
+        )
 
 
 def parse_optimizer_args(optimizer_args: list[str]) -> dict[str, Any]:
@@ -297,12 +318,7 @@ def _check_step_size_factors(optimizer: Optimizer, optimizer_type: str) -> None:
     if not estimates_distance(group):
         return
     rates = sorted({float(group["lr"]) for group in optimizer.param_groups} - {0.0})
-    if len(rates) > 1 and "prodigy_steps" not in group:  # only prodigy-plus has it, and takes several rates
-        raise UserError(
-            f"{optimizer_type} takes one learning rate for all weights and has several; "
-            "remove loraplus_lr_ratio and set text_encoder_lr to learning_rate, or use ProdigyPlusScheduleFree, which "
-            "adapts each group by itself"
-        )
+    check_rates(optimizer_type, rates)
     if rates and (rates[0] < 0.1 or rates[-1] > 10):
         warnings.warn(
             f"{optimizer_type} multiplies its step size estimate by learning_rate {rates[0]:g}; 1.0 is usual",

@@ -94,12 +94,14 @@ class Networks:
         text_encoders: those that are trained, as one module; None where none is.
         lora: the LoRA of both.
         base_precision: of the transformer's frozen weights, in words.
+        text_fingerprint: of the text encoders, their precision and token lengths; None where none is trained.
     """
 
     transformer: nn.Module
     text_encoders: nn.Module | None
     lora: LoraNetwork
     base_precision: str
+    text_fingerprint: str | None
 
 
 def prepare_networks(
@@ -150,7 +152,8 @@ def prepare_networks(
         console.print(swap.describe())
     for module in filter(None, (transformer, text_encoders)):
         leave_frozen_out_of_ddp(module)
-    return Networks(transformer, text_encoders, lora, base_precision)
+    fingerprint = text_encoder.fingerprint if plan.text_encoders else None
+    return Networks(transformer, text_encoders, lora, base_precision, fingerprint)
 
 
 def training_loader(

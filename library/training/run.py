@@ -1,4 +1,5 @@
-"""What a prepared run consists of, in one frozen object: the loop trains it, the events look at it."""
+"""What a prepared run consists of, in one frozen object: ``prepare_run`` builds it from networks and data, the loop
+trains it, the events look at it."""
 
 from __future__ import annotations
 
@@ -13,14 +14,20 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from library.errors import UserError
-from library.training.checkpoint import Position, Stateful, load_training_state
-from library.training.optimizers import averaged_weights
+from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state
+from library.training.network_plan import NetworkPlan
+from library.training.optimizers import averaged_weights, build_optimizer
+from library.training.prepare import Networks, total_steps, training_loader
+from library.training.schedules import build_schedule
 from library.training.step import FlowStep
 from library.training.weight_average import WeightAverage
 from networks.injection import LoraNetwork
 
 if TYPE_CHECKING:
+    from library.config.schema import TrainConfig
+    from library.data.dataset import TrainingData
     from library.data.order import EpochBatchSampler
+    from library.models.protocol import Family
 
 
 @dataclass(frozen=True)
@@ -76,3 +83,41 @@ class Run:
         """Inside the block the LoRA holds the weights to save and look at: averaged ones, where the run averages."""
         with averaged_weights(self.optimizer), self.average.shown() if self.average else nullcontext():
             yield
+
+
+def prepare_run(
+    config: TrainConfig,
+    family: Family,
+    plan: NetworkPlan,
+    networks: Networks,
+    data: TrainingData,
+    accelerator: Accelerator,
+) -> Run:
+    """Build optimizer and schedule, and let accelerate wrap and compile the networks."""
+    training, lora = config.training, networks.lora
+    optimizer = build_optimizer(config.optimizer, plan.parameter_groups(lora), training.full_bf16, training.seed)
+    batches, loader = training_loader(data, config.dataset, accelerator)
+    steps = total_steps(training, batches.batches_per_epoch() // accelerator.num_processes)
+    lr_schedule = build_schedule(config.optimizer, optimizer, steps)
+    trained = networks.transformer if plan.trains_transformer else None
+    parts = (trained, networks.text_encoders, optimizer, loader)
+    # The transformer lies where prepare_networks put it; with blocks_to_swap that is not the device alone.
+    model, text_encoders, optimizer, loader = accelerator.prepare(*parts, device_placement=[False, True, True, True])
+    if model is None:  # DDP refuses a network with nothing to train
+        model = accelerator.prepare_model(networks.transformer, device_placement=False, evaluation_mode=True)
+    return Run(
+        accelerator=accelerator,
+        step=FlowStep(family, config.flow, training.seed, text_encoders),
+        transformer=networks.transformer,
+        model=model,
+        network=lora,
+        optimizer=optimizer,
+        lr_schedule=lr_schedule,
+        loader=loader,
+        batches=batches,
+        total_steps=steps,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        base_fingerprint=family.fingerprint(),
+        average=WeightAverage(lora.parameters(), decay) if (decay := config.saving.ema_decay) else None,
+        settings=lasting_settings(config, networks.text_fingerprint),
+    )
