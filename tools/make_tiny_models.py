@@ -1,6 +1,6 @@
-"""Make the tiny trained FLUX and the demo images that the tests, the demo and the documentation use.
+"""Make the tiny trained FLUX, the tiny FLUX Fill and the demo images for tests, demo and documentation.
 
-    python tools/make_tiny_models.py --stage all                 # everything: two hours on two CPU cores
+    python tools/make_tiny_models.py --stage all                 # everything: three hours on two CPU cores
     python tools/make_tiny_models.py --stage dit --resume        # go on where a stage was stopped
     python tools/make_tiny_models.py --stage all --smoke --out /tmp/tiny-flux --demo_out /tmp/demo
 
@@ -12,7 +12,9 @@ The stages, in order:
     distill  teach the transformer guidance, as FLUX.1-dev was               → <state>/distill.pt
     export   write the pipeline and a sheet from the last states             → <out>
     demo     paint the demo dataset (a subject that the model never saw)     → <demo_out>
-`dit` and `distill` write the pipeline to --out and a sheet of samples to <state>/sheets at every snapshot.
+    fill_encode  blank a region of freshly painted scenes and encode them    → <state>/fill_pool.pt
+    fill     go on from <out>'s transformer with blanked picture and mask    → <state>/fill.pt, <fill_out>
+`dit`, `distill` and `fill` write their pipeline and a sheet of samples to <state>/sheets at every snapshot.
 
 The committed model: 4,000 VAE steps; 5,000 steps on scenes whose places and sizes still varied, then 2,100 with a
 fresh learning rate on the scenes as they are now; 500 steps of distillation.
@@ -25,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from diffusers import AutoencoderKL, FluxTransformer2DModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,6 +39,14 @@ from tools.tiny_models.dit_training import (
     train_transformer,
     trained_model,
 )
+from tools.tiny_models.fill_pipeline import (
+    load_fill_pipeline,
+    save_fill_pipeline,
+    text_to_image_of,
+    write_fill_sheet,
+)
+from tools.tiny_models.fill_pool import load_fill_pool, paint_fill_pool
+from tools.tiny_models.fill_training import FillTraining, train_fill
 from tools.tiny_models.latent_pool import load_pool, paint_and_encode, tokenize
 from tools.tiny_models.mascot import write_demo_dataset
 from tools.tiny_models.pipeline_folder import move_into_place, save_pipeline
@@ -60,6 +71,9 @@ class Plan:
     scenes: int
     dit: DitTraining
     distill: DitTraining
+    fill_scenes: int
+    fill: FillTraining
+    fill_shown: int  # held-out scenes on a sheet
     sample_steps: int
 
 
@@ -70,6 +84,9 @@ FULL = Plan(
     scenes=16000,
     dit=DitTraining(),
     distill=DitTraining(steps=500, muon_rate=1e-3, adam_rate=3e-4, sheet_every=250),
+    fill_scenes=12000,
+    fill=FillTraining(),
+    fill_shown=24,
     sample_steps=20,
 )
 SMOKE = Plan(
@@ -79,6 +96,9 @@ SMOKE = Plan(
     scenes=500,
     dit=DitTraining(steps=3, batch=6, sheet_every=3, compile=False),
     distill=DitTraining(steps=2, batch=6, sheet_every=2, compile=False),
+    fill_scenes=500,
+    fill=FillTraining(steps=2, batch=6, save_every=2, sheet_every=2),
+    fill_shown=3,
     sample_steps=2,
 )
 
@@ -98,6 +118,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage", choices=["all", *STAGES], default="all")
     parser.add_argument("--out", type=Path, default=ASSETS / "tiny-flux", help="the pipeline's folder")
     parser.add_argument("--demo_out", type=Path, default=ASSETS / "demo_dataset", help="the demo images")
+    parser.add_argument("--fill_out", type=Path, default=ASSETS / "tiny-flux-fill", help="the fill pipeline's folder")
     parser.add_argument("--state", type=Path, default=STATE, help="resumable states and sample sheets")
     parser.add_argument("--steps", type=int, help="training steps, of one training stage")
     parser.add_argument("--seed", type=int, default=0)
@@ -121,6 +142,7 @@ def planned(options: argparse.Namespace) -> Plan:
         decoder=replace(plan.decoder, **changes),
         dit=replace(plan.dit, **dit_changes),
         distill=replace(plan.distill, **dit_changes),
+        fill=replace(plan.fill, **changes),
     )
 
 
@@ -172,6 +194,23 @@ def make_demo(options: argparse.Namespace, plan: Plan) -> None:
     print(f"demo: {count} images in {options.demo_out}", flush=True)
 
 
+def make_fill_latents(options: argparse.Namespace, plan: Plan) -> None:
+    vae = AutoencoderKL.from_pretrained(options.out / "vae", torch_dtype=torch.float32).eval()
+    paint_fill_pool(vae, plan.fill_scenes, options.seed, options.state / "fill_pool.pt")
+
+
+def make_fill(options: argparse.Namespace, plan: Plan) -> None:
+    def snapshot(transformer: FluxTransformer2DModel, step: int) -> None:
+        size = save_fill_pipeline(options.out, transformer, options.fill_out)
+        sheet = options.state / "sheets" / f"fill_{step:06d}.png"
+        errors = write_fill_sheet(load_fill_pipeline(options.fill_out), sheet, plan.fill_shown, plan.sample_steps)
+        told = ", ".join(f"{name} {value:.4f}" for name, value in errors.items())
+        print(f"fill: error in the region: {told}; {sheet}, {options.fill_out} ({size / 2**20:.1f} MiB)", flush=True)
+
+    base, pool = text_to_image_of(options.out), load_fill_pool(options.state / "fill_pool.pt")
+    train_fill(base, pool, plan.fill, options.state / "fill.pt", options.resume, snapshot)
+
+
 def vocabularies() -> tuple[int, int]:
     """(T5's, CLIP's) number of pieces."""
     words = scene_words()
@@ -201,8 +240,10 @@ STAGES: dict[str, Callable[[argparse.Namespace, Plan], None]] = {
     "distill": make_distilled,
     "export": export,
     "demo": make_demo,
+    "fill_encode": make_fill_latents,
+    "fill": make_fill,
 }
-TRAINING_STAGES = ("vae", "decoder", "dit", "distill")
+TRAINING_STAGES = ("vae", "decoder", "dit", "distill", "fill")
 
 if __name__ == "__main__":
     main()

@@ -105,7 +105,7 @@ def train_transformer(
 ) -> None:
     """Train `model` in place towards `target`, saving all that a resumed run needs as it goes."""
     average = AveragedWeights(model, training.average_decay)
-    optimizers = build_optimizers(model, training)
+    optimizers = build_optimizers(model, training.muon_rate, training.adam_rate)
     first_step = 0
     if resume:
         first_step = _restore(load_state(state_path), model, average, optimizers)
@@ -131,14 +131,14 @@ def trained_model(sizes: TinySizes, vocabularies: tuple[int, int], state_path: P
     return model.eval().requires_grad_(False)
 
 
-def build_optimizers(model: TextToImage, training: DitTraining) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: torch.nn.Module, muon_rate: float, adam_rate: float) -> list[torch.optim.Optimizer]:
     """[Muon on the transformer blocks' matrices, AdamW on the rest]; both rates follow one cosine."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         in_block = "transformer_blocks" in name  # matches the single blocks' names, too
         (matrices if in_block and parameter.ndim == 2 else others).append(parameter)
-    muon = torch.optim.Muon(matrices, lr=training.muon_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    adam = torch.optim.AdamW(others, lr=training.adam_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.99), weight_decay=0.0)
     return [muon, adam]
 
 
