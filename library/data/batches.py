@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from library.conditions import NO_CONDITIONS, Conditions, stack_conditions
-from library.data.cache import latent_path, read_cached, text_path
+from library.data.cache import latent_path, read_cached
 from library.data.captions import caption_variants, choose_caption, plain_caption
+from library.data.condition_cache import read_conditions
 from library.data.order import Bucket
 from library.data.samples import Sample
+from library.data.text_cache import TextJob
 from library.randomness import python_random
 
 
@@ -98,11 +100,15 @@ class CachedDataset(Dataset[Item]):
         self.latent_factor = latent_factor
         self.image_fingerprint: str | None = None  # of the encoders whose cached outputs are read;
         self.text_fingerprint: str | None = None  # set once the caches are looked into
+        self.text_sees_references = False
         repeats = torch.tensor([sample.repeats for sample in samples])
         self._owner = torch.repeat_interleave(torch.arange(len(samples)), repeats)  # item -> sample
         self._first = repeats.cumsum(0) - repeats  # sample -> its first item
         self._has_masks = any(has_mask(sample) for sample in samples)
-        keys = [(sample.group.dataset, sample.fit.bucket) for sample in samples]
+        keys: list[Bucket] = [
+            (sample.group.dataset, sample.fit.bucket, *(control.fit.encoded for control in sample.controls))
+            for sample in samples
+        ]
         self.buckets: list[Bucket] = [keys[owner] for owner in self._owner.tolist()]
         self.batch_sizes: dict[Bucket, int] = {
             key: sample.group.batch_size for key, sample in zip(keys, samples, strict=True)
@@ -116,6 +122,12 @@ class CachedDataset(Dataset[Item]):
         if sample.held_out:
             return (plain_caption(sample.caption, sample.group.rules),)
         return caption_variants(sample.caption, sample.group.rules, self.variants)
+
+    def text_job(self, sample: Sample, caption: str, flipped: bool) -> TextJob:
+        """Return what the text encoder makes the embeddings of a sample's caption from."""
+        if not self.text_sees_references:
+            return TextJob(caption)
+        return TextJob(caption, sample.controls, flipped)
 
     def __getitem__(self, position: tuple[int, int]) -> Item:
         """Return item ``index`` as it is in ``epoch``.
@@ -133,14 +145,22 @@ class CachedDataset(Dataset[Item]):
         assert self.text_fingerprint is not None, "ask missing_text or cache_text first"
         cached = read_cached(latent_path(sample, flipped, self.image_fingerprint), self._crop(sample, rng))
         latents, mask = cached["latents"], cached.get("mask")
+        conditions = read_conditions(sample, flipped, epoch, sample_id, self.seed, self.image_fingerprint)
         if mask is None and self._has_masks:
-            mask = torch.ones(1, *latents.shape[-2:])
+            mask = self._default_mask(latents, conditions)
         if sample.held_out:
             caption = self.captions_of(sample)[0]
         else:
             caption = choose_caption(self.captions_of(sample), sample.group.rules, self.seed, epoch, sample_id)
-        text = read_cached(text_path(self.text_folder, caption, self.text_fingerprint))
-        return Item(latents, text, sample.group.loss_weight, mask, sample_id, caption)
+        job = self.text_job(sample, caption, flipped)
+        text = read_cached(job.path(self.text_folder, self.text_fingerprint))
+        return Item(latents, text, sample.group.loss_weight, mask, sample_id, caption, conditions)
+
+    def _default_mask(self, latents: Tensor, conditions: Conditions) -> Tensor:
+        """The loss mask [1, h, w] of a sample without one among others with: its region to fill, else all of it."""
+        if conditions.mask is not None:
+            return torch.nn.functional.avg_pool2d(conditions.mask, self.latent_factor)
+        return torch.ones(1, *latents.shape[-2:])
 
     def _crop(self, sample: Sample, rng: random.Random) -> tuple[int, int, int, int] | None:
         """(top, left, height, width) in latents of this epoch's random crop; None where all is used."""

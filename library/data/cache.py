@@ -1,4 +1,4 @@
-"""Latents and text embeddings on disk, each encoded once.
+"""Latents on disk, each encoded once; what all caches have in common.
 
 A cache file's name is a hash of everything its content depends on, so there is nothing to invalidate: a
 changed image, mask, size, crop, orientation, encoder or setting is another name, and what lies under the
@@ -6,7 +6,8 @@ old name is never looked at again.
 
 - ``latents/<key>.safetensors``: ``latents`` [C, h, w] as the encoder returned them and, with masks, ``mask``
   [1, h, w] fp32. One file an orientation: a VAE's latents of the mirrored image are not the mirrored latents.
-- ``text/<key>.safetensors``: what the text encoder returned for one caption; equal captions share a file.
+- ``conditions/<key>.safetensors``: see :mod:`library.data.condition_cache`.
+- ``text/<key>.safetensors``: see :mod:`library.data.text_cache`.
 
 Files are written in one step. At the start a folder is listed once; a file counts only if its size is that
 of a file whose header was read and agrees with it, which costs one open for each distinct size instead of
@@ -30,7 +31,8 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from library.data.file_index import content_hash, read_bytes
+from library.data.buckets import Size
+from library.data.controls import checked_bytes
 from library.data.images import (
     DEFAULT_INTERPOLATION,
     PIXELS_VERSION,
@@ -61,35 +63,98 @@ class ImageEncoder(Protocol):
         ...
 
 
-class TextEncoder(Protocol):
-    """What this package needs of the text encoders."""
+class EncodeJob(Protocol):
+    """One file to be in a cache: pixels go through the image encoder, what comes out and more is written."""
 
-    fingerprint: str
+    @property
+    def path(self) -> Path:
+        """Of the cache file."""
+        ...
 
-    def encode(self, captions: list[str]) -> list[dict[str, Tensor]]:
-        """One dict a caption, without a batch dimension."""
+    @property
+    def tensor_name(self) -> str:
+        """What the latents are called in it."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """The picture's path, for messages."""
+        ...
+
+    @property
+    def size(self) -> Size:
+        """Of the pixels."""
+        ...
+
+    def load(self, latent_factor: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Pixels [3, H, W] in [-1, 1], and what is written beside their latents."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LatentJob:
-    """One file to be in the cache."""
+    """A sample's latents and, where it has one, its mask."""
 
     path: Path
     sample: Sample
     flipped: bool
+    tensor_name: str = "latents"
+
+    @property
+    def source(self) -> str:
+        return self.sample.image.path
+
+    @property
+    def size(self) -> Size:
+        return self.sample.fit.encoded
+
+    def load(self, latent_factor: int) -> tuple[Tensor, dict[str, Tensor]]:
+        sample = self.sample
+        image, mask = load_image(sample)
+        if sample.mask is not None:
+            mask = decode_mask(checked_bytes(sample.mask), sample.mask.path)
+        elif not sample.group.subset.settings.alpha_mask:
+            mask = None
+        elif mask is None:
+            mask = Image.new("L", image.size, 255)
+        pixels = to_pixels(fitted(image, sample, self.flipped))
+        if mask is None:
+            return pixels, {}
+        return pixels, {"mask": to_latent_mask(fitted(mask, sample, self.flipped), latent_factor)}
+
+
+def load_image(sample: Sample) -> tuple[Image.Image, Image.Image | None]:
+    """Return a sample's RGB picture and, where its subset reads the transparency and it has some, its alpha (mode L).
+
+    Raises:
+        UserError: it is damaged, or changed since it was hashed.
+    """
+    settings, path = sample.group.subset.settings, sample.image.path
+    keeps_alpha = settings.alpha_mask or settings.inpaint_alpha_mask
+    image, alpha = decode(checked_bytes(sample.image), path, keeps_alpha)
+    if image.size != sample.image.size:
+        raise UserError(f"{path}: changed while it was being cached; start again")
+    return image, alpha
+
+
+def fitted(image: Image.Image, sample: Sample, flipped: bool) -> Image.Image:
+    """Return a sample's picture, or a mask (mode L) of it, resized, cropped and turned as it is encoded."""
+    filter_name = "area" if image.mode == "L" else sample.group.subset.settings.resize_interpolation
+    fit = fit_image(image, sample.fit, filter_name)
+    return fit.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flipped else fit
 
 
 def latent_file(sample: Sample, flipped: bool, fingerprint: str) -> str:
     """Return the name of a sample's latents in one orientation; image and mask must have been hashed."""
     settings = sample.group.subset.settings
     content = sample.image.content
-    mask = sample.mask.content if sample.mask is not None else "alpha" if settings.alpha_mask else ""
+    alpha = "alpha" if settings.alpha_mask else "colours under alpha" if settings.inpaint_alpha_mask else ""
+    mask = sample.mask.content if sample.mask is not None else alpha
     assert content is not None, "contents are hashed first"
     assert mask is not None, "contents are hashed first"
     fit = sample.fit
     parts = (PIXELS_VERSION, fingerprint, content, mask, fit.resized, fit.offset, fit.encoded)
-    return f"{_key(*parts, settings.resize_interpolation or DEFAULT_INTERPOLATION, flipped)}.safetensors"
+    return cache_file(*parts, settings.resize_interpolation or DEFAULT_INTERPOLATION, flipped)
 
 
 def latent_path(sample: Sample, flipped: bool, fingerprint: str) -> Path:
@@ -97,18 +162,9 @@ def latent_path(sample: Sample, flipped: bool, fingerprint: str) -> Path:
     return sample.group.cache / "latents" / latent_file(sample, flipped, fingerprint)
 
 
-def text_file(caption: str, fingerprint: str) -> str:
-    """Return the name of a caption's embeddings."""
-    return f"{_key(fingerprint, caption)}.safetensors"
-
-
-def text_path(folder: Path, caption: str, fingerprint: str) -> Path:
-    """Return the cache file of a caption's embeddings below the cache ``folder``."""
-    return folder / "text" / text_file(caption, fingerprint)
-
-
-def _key(*parts: object) -> str:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+def cache_file(*parts: object) -> str:
+    """Return the name of the cache file whose content follows from ``parts``."""
+    return f"{hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}.safetensors"
 
 
 def readable_files(folder: Path) -> set[str]:
@@ -149,21 +205,15 @@ def missing_latents(samples: Iterable[Sample], fingerprint: str) -> list[LatentJ
         cache = sample.group.cache
         if cache not in present:
             present[cache] = readable_files(cache / "latents")
-        for flipped in (False, True) if sample.flips else (False,):
+        for flipped in sample.orientations:
             if latent_file(sample, flipped, fingerprint) not in present[cache]:
                 path = latent_path(sample, flipped, fingerprint)
                 jobs.setdefault(path, LatentJob(path, sample, flipped))
     return list(jobs.values())
 
 
-def missing_captions(folder: Path, captions: Iterable[str], fingerprint: str) -> list[str]:
-    """Return those captions whose embeddings are not in the cache yet, each once, in their order."""
-    present = readable_files(folder / "text")
-    return [c for c in dict.fromkeys(captions) if text_file(c, fingerprint) not in present]
-
-
 def encode_latents(
-    jobs: Sequence[LatentJob], encoder: ImageEncoder, batch_size: int, advance: Callable[[int], None]
+    jobs: Sequence[EncodeJob], encoder: ImageEncoder, batch_size: int, advance: Callable[[int], None]
 ) -> None:
     """Encode and write ``jobs``, ``batch_size`` images of one size at a time; images are decoded ahead in
     threads.
@@ -175,39 +225,14 @@ def encode_latents(
         batches = _batches_by_size(jobs, batch_size)
         upcoming = [pool.submit(_load_batch, batch, encoder.latent_factor) for batch in islice(batches, _DECODERS)]
         while upcoming:
-            batch, pixels, masks = upcoming.pop(0).result()
+            batch, pixels, besides = upcoming.pop(0).result()
             upcoming += [pool.submit(_load_batch, later, encoder.latent_factor) for later in islice(batches, 1)]
             with torch.no_grad():
                 latents = encoder.encode(pixels)
             _check_latents(latents, pixels, encoder, batch)
-            for job, latent, mask in zip(batch, latents, masks, strict=True):
-                tensors = {"latents": latent} if mask is None else {"latents": latent, "mask": mask}
-                write_safetensors(job.path, tensors, {"image": Path(job.sample.image.path).name})
+            for job, latent, more in zip(batch, latents, besides, strict=True):
+                write_safetensors(job.path, {job.tensor_name: latent, **more}, {"image": Path(job.source).name})
             advance(len(batch))
-
-
-def encode_captions(
-    folder: Path,
-    captions: Sequence[str],
-    encoder: TextEncoder,
-    batch_size: int,
-    advance: Callable[[int], None],
-) -> None:
-    """Encode and write the embeddings of ``captions``.
-
-    Raises:
-        UserError: an embedding is not finite.
-    """
-    for start in range(0, len(captions), batch_size):
-        batch = list(captions[start : start + batch_size])
-        with torch.no_grad():
-            outputs = encoder.encode(batch)
-        for caption, tensors in zip(batch, outputs, strict=True):
-            for name, tensor in tensors.items():
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    raise UserError(f"caption {caption!r}: {name} is not finite; encode text in bf16 or fp32")
-            write_safetensors(text_path(folder, caption, encoder.fingerprint), tensors)
-        advance(len(batch))
 
 
 def read_cached(path: Path, crop: tuple[int, int, int, int] | None = None) -> dict[str, Tensor]:
@@ -232,51 +257,24 @@ def read_cached(path: Path, crop: tuple[int, int, int, int] | None = None) -> di
         raise UserError(f"{path}: damaged ({error}); delete it and start again: it is encoded anew") from error
 
 
-def _batches_by_size(jobs: Sequence[LatentJob], batch_size: int) -> Iterator[list[LatentJob]]:
-    by_size: dict[tuple[int, int], list[LatentJob]] = defaultdict(list)
+def _batches_by_size(jobs: Sequence[EncodeJob], batch_size: int) -> Iterator[list[EncodeJob]]:
+    by_size: dict[Size, list[EncodeJob]] = defaultdict(list)
     for job in jobs:
-        by_size[job.sample.fit.encoded].append(job)
+        by_size[job.size].append(job)
     for size in sorted(by_size, key=lambda size: (-size[0] * size[1], size)):  # the largest first: memory fails early
         same = by_size[size]
         for start in range(0, len(same), batch_size):
             yield same[start : start + batch_size]
 
 
-def _load_batch(batch: list[LatentJob], latent_factor: int) -> tuple[list[LatentJob], Tensor, list[Tensor | None]]:
-    loaded = [_load(job, latent_factor) for job in batch]
-    return batch, torch.stack([pixels for pixels, _ in loaded]), [mask for _, mask in loaded]
+def _load_batch(batch: list[EncodeJob], latent_factor: int) -> tuple[list[EncodeJob], Tensor, list[dict[str, Tensor]]]:
+    loaded = [job.load(latent_factor) for job in batch]
+    return batch, torch.stack([pixels for pixels, _ in loaded]), [more for _, more in loaded]
 
 
-def _load(job: LatentJob, latent_factor: int) -> tuple[Tensor, Tensor | None]:
-    """Pixels [3, H, W] and, where the sample has one, mask [1, h, w] of a job."""
-    sample, settings = job.sample, job.sample.group.subset.settings
-    image, mask = decode(
-        _checked_bytes(sample.image.path, sample.image.content), sample.image.path, settings.alpha_mask
-    )
-    if image.size != sample.image.size:
-        raise UserError(f"{sample.image.path}: changed while it was being cached; start again")
-    if sample.mask is not None:
-        mask = decode_mask(_checked_bytes(sample.mask.path, sample.mask.content), sample.mask.path)
-    elif mask is None and settings.alpha_mask:
-        mask = Image.new("L", image.size, 255)
-    image = fit_image(image, sample.fit, settings.resize_interpolation)
-    mask = None if mask is None else fit_image(mask, sample.fit, "area")
-    if job.flipped:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        mask = None if mask is None else mask.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return to_pixels(image), None if mask is None else to_latent_mask(mask, latent_factor)
-
-
-def _checked_bytes(path: str, expected: str | None) -> bytes:
-    data = read_bytes(path)
-    if content_hash(data) != expected:
-        raise UserError(f"{path}: changed while it was being cached; start again")
-    return data
-
-
-def _check_latents(latents: Tensor, pixels: Tensor, encoder: ImageEncoder, batch: list[LatentJob]) -> None:
+def _check_latents(latents: Tensor, pixels: Tensor, encoder: ImageEncoder, batch: list[EncodeJob]) -> None:
     height, width = (side // encoder.latent_factor for side in pixels.shape[-2:])
     assert (latents.shape[0], *latents.shape[-2:]) == (len(batch), height, width), latents.shape
     for job, latent in zip(batch, latents, strict=True):
         if not torch.isfinite(latent).all():
-            raise UserError(f"{job.sample.image.path}: its latents are not finite; encode images in bf16 or fp32")
+            raise UserError(f"{job.source}: its latents are not finite; encode images in bf16 or fp32")

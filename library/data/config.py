@@ -19,16 +19,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
+from library.data.condition_keys import OTHER_CONTROL_NAMES, FillMasks, fill_masks, refused_condition_keys
+from library.data.inpaint_masks import MaskKind
 from library.data.toml_tables import TomlFile, read_toml
 from library.errors import UserError, did_you_mean
 
 Interpolation = Literal["lanczos", "area", "box", "bicubic", "cubic", "bilinear", "linear", "nearest"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Side = Annotated[int, Field(ge=1)]
-Sides = Annotated[
-    int | tuple[Side, Side], BeforeValidator(lambda value: tuple(value) if type(value) is list else value)
-]
+_AsTuple = BeforeValidator(lambda value: tuple(value) if type(value) is list else value)
+Sides = Annotated[int | tuple[Side, Side], _AsTuple]
 
 
 class _Table(BaseModel):
@@ -41,6 +43,11 @@ class SubsetSettings(_Table):
     image_dir: str | None = None
     metadata_file: str | None = None
     conditioning_data_dir: str | None = None
+    control_directory: str | None = None
+    inpaint_mask_directory: str | None = None
+    inpaint_alpha_mask: bool = False
+    inpaint_masks: Annotated[tuple[MaskKind, ...], _AsTuple] | None = None
+    inpaint_mask_variants: Annotated[int, Field(ge=1)] | None = None
     is_reg: bool = False
     class_tokens: str | None = None
     num_repeats: Annotated[int, Field(ge=0)] = 1
@@ -72,19 +79,26 @@ class DatasetSettings(_Table):
     bucket_reso_steps: Side = 64
     min_bucket_reso: Side | None = None
     max_bucket_reso: Side | None = None
+    control_resolution: Sides | None = None
+    no_resize_control: bool = False
     validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
     validation_seed: int | None = None
     cache_directory: str | None = None
 
 
-SUBSET_ONLY = frozenset({"image_dir", "metadata_file", "conditioning_data_dir", "is_reg"})
+SUBSET_ONLY = frozenset(
+    {"image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory", "is_reg"}
+)
 SUBSET_KEYS = frozenset(SubsetSettings.model_fields)
 DATASET_KEYS = frozenset(DatasetSettings.model_fields)
-OTHER_NAMES = {"image_directory": "image_dir", "image_jsonl_file": "metadata_file"}  # musubi-tuner's names
+OTHER_NAMES = {  # musubi-tuner's names
+    "image_directory": "image_dir",
+    "image_jsonl_file": "metadata_file",
+    **OTHER_CONTROL_NAMES,
+}
 
 _FROM_CACHE = "images are read once, when their latents are cached"
-_NO_CONTROL = "FLUX.1 dev and schnell take no control image; remove it"
-_NO_VIDEO = "FLUX.1 trains on still images; use image_dir"
+_NO_VIDEO = "models are trained on still images; use image_dir"
 REFUSED_KEYS = {
     "color_aug": f"{_FROM_CACHE}; remove it, or add recoloured copies to the folder",
     "face_crop_aug_range": f"{_FROM_CACHE}; remove it and use random_crop, or crop the files beforehand",
@@ -94,9 +108,6 @@ REFUSED_KEYS = {
     "custom_attributes": "nothing reads it; remove it",
     "network_multiplier": "the network is always trained at full strength; remove it and use num_repeats",
     "debug_dataset": "remove it; the summary printed at the start shows buckets and counts",
-    "control_directory": _NO_CONTROL,
-    "control_resolution": _NO_CONTROL,
-    "no_resize_control": _NO_CONTROL,
     "video_directory": _NO_VIDEO,
     "video_jsonl_file": _NO_VIDEO,
     "target_frames": _NO_VIDEO,
@@ -114,17 +125,21 @@ class Subset:
     image_dir: Path | None
     metadata_file: Path | None
     mask_dir: Path | None
+    control_dir: Path | None = None
+    fill_mask_dir: Path | None = None
+    fill: FillMasks | None = None  # of a fill model
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """One ``[[datasets]]`` with its subsets; ``resolution`` is (width, height) in pixels."""
+    """One ``[[datasets]]`` with its subsets; the resolutions are (width, height) in pixels."""
 
     where: str
     settings: DatasetSettings
     resolution: tuple[int, int]
     cache_directory: Path | None
     subsets: tuple[Subset, ...]
+    control_resolution: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,21 +151,42 @@ class DatasetConfig:
     given: frozenset[str]
 
 
-def load_dataset_config(path: str | Path, defaults: DatasetArguments) -> DatasetConfig:
+@dataclass(frozen=True)
+class _Source:
+    """The file that is read, and the kind of model it is read for."""
+
+    file: TomlFile
+    conditioning: ConditionKind
+    refused: Mapping[str, str]  # key -> why not
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+
+def load_dataset_config(
+    path: str | Path, defaults: DatasetArguments, conditioning: ConditionKind = "none"
+) -> DatasetConfig:
     """Parse and validate a dataset TOML.
 
     Relative paths are looked for in the TOML's folder first, then in the working directory.
+
+    Args:
+        path: the TOML.
+        defaults: batch size and cache folder where it names none.
+        conditioning: what the model is given besides a caption, which decides which keys are taken.
 
     Raises:
         UserError: one line naming file, line, table and key, for the first mistake found.
     """
     file = read_toml(path)
     _check_top_level(file)
-    general = _checked(file, "[general]", file.tables.get("general", {}))
+    source = _Source(file, conditioning, REFUSED_KEYS | refused_condition_keys(conditioning))
+    general = _checked(source, "[general]", file.tables.get("general", {}))
     tables = file.tables.get("datasets")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise UserError(f"{file.path}: no [[datasets]] table; add one with a [[datasets.subsets]] below it")
-    datasets = tuple(_read_dataset(file, number, general, defaults) for number in range(len(tables)))
+    datasets = tuple(_read_dataset(source, number, general, defaults) for number in range(len(tables)))
     given = set(general).union(*(set(t) for t in tables), *(set(s) for t in tables for s in t.get("subsets", [])))
     return DatasetConfig(file.path, datasets, frozenset(given))
 
@@ -166,52 +202,62 @@ def _check_top_level(file: TomlFile) -> None:
         raise UserError(f"{file.where('', key)}: unknown {kind} {key!r}{near}")
 
 
-def _read_dataset(file: TomlFile, number: int, general: dict[str, Any], defaults: DatasetArguments) -> Dataset:
+def _read_dataset(source: _Source, number: int, general: dict[str, Any], defaults: DatasetArguments) -> Dataset:
+    file = source.file
     table = file.tables["datasets"][number]
     name = f"dataset {number + 1}"
     written = {key: value for key, value in table.items() if key != "subsets"}
     subset_tables = table.get("subsets", [])
     if not isinstance(subset_tables, list) or not all(isinstance(subset, dict) for subset in subset_tables):
         raise UserError(f"{file.path}: {name}: subsets must be [[datasets.subsets]] tables; write the double brackets")
-    own = _checked(file, name, written, number, flat=not subset_tables)
+    own = _checked(source, name, written, number, flat=not subset_tables)
     inherited: dict[str, Any] = {"batch_size": defaults.train_batch_size} | general | own
     settings = DatasetSettings.model_validate({k: v for k, v in inherited.items() if k in DATASET_KEYS})
     where = f"{file.path}: {name}" if len(file.tables["datasets"]) > 1 else f"{file.path}"
     if settings.resolution is None:
         raise UserError(f"{where}: no resolution; write e.g. resolution = 1024 below [[datasets]]")
-    sides = settings.resolution
-    resolution = sides if isinstance(sides, tuple) else (sides, sides)
+    control = settings.control_resolution
     shared = {key: value for key, value in inherited.items() if key in SUBSET_KEYS}
     if subset_tables:
-        subsets = tuple(_read_subset(file, number, i, shared) for i in range(len(subset_tables)))
+        subsets = tuple(_read_subset(source, number, i, shared) for i in range(len(subset_tables)))
     elif shared.keys() & {"image_dir", "metadata_file"}:
-        subsets = (_build_subset(file, f"{file.path}: {name}", shared),)
+        subsets = (_build_subset(source, f"{file.path}: {name}", shared),)
     else:
         raise UserError(f"{where}: no [[datasets.subsets]]; add one with image_dir or metadata_file")
     cache = settings.cache_directory
     cache_directory = (file.path.parent / Path(cache).expanduser()).resolve() if cache else None
     if defaults.cache_directory and not cache:
         cache_directory = Path(defaults.cache_directory).expanduser().resolve()
-    return Dataset(where, settings, resolution, cache_directory, subsets)
+    control_resolution = None if control is None else _both(control)
+    return Dataset(where, settings, _both(settings.resolution), cache_directory, subsets, control_resolution)
 
 
-def _read_subset(file: TomlFile, dataset: int, number: int, inherited: dict[str, Any]) -> Subset:
-    tables = file.tables["datasets"]
+def _both(sides: int | tuple[int, int]) -> tuple[int, int]:
+    return sides if isinstance(sides, tuple) else (sides, sides)
+
+
+def _read_subset(source: _Source, dataset: int, number: int, inherited: dict[str, Any]) -> Subset:
+    tables = source.file.tables["datasets"]
     name = f"subset {number + 1}" if len(tables) == 1 else f"dataset {dataset + 1}, subset {number + 1}"
-    own = _checked(file, name, tables[dataset]["subsets"][number], dataset, number)
-    return _build_subset(file, f"{file.path}: {name}", inherited | own)
+    own = _checked(source, name, tables[dataset]["subsets"][number], dataset, number)
+    return _build_subset(source, f"{source.path}: {name}", inherited | own)
 
 
-def _build_subset(file: TomlFile, where: str, values: dict[str, Any]) -> Subset:
+def _build_subset(source: _Source, where: str, values: dict[str, Any]) -> Subset:
     settings = SubsetSettings.model_validate(values)
     if settings.image_dir is None and settings.metadata_file is None:
         raise UserError(f"{where}: neither image_dir nor metadata_file; name the folder that holds the images")
     if settings.alpha_mask and settings.conditioning_data_dir is not None:
         raise UserError(f"{where}: alpha_mask and conditioning_data_dir both give a mask; keep one of them")
 
+    fill = _fill_masks(where, settings) if source.conditioning == "fill" else None
+    if settings.random_crop and source.conditioning != "none":
+        lost = {"fill": "a crop can miss the region to fill", "references": "control pictures are not cropped along"}
+        raise UserError(f"{where}: random_crop: {lost[source.conditioning]}; remove it")
+
     def found(key: str, is_kind: str) -> Path | None:
         value = getattr(settings, key)
-        return None if value is None else _find_path(where, key, value, file.path.parent, is_kind)
+        return None if value is None else _find_path(where, key, value, source.path.parent, is_kind)
 
     return Subset(
         where,
@@ -220,11 +266,26 @@ def _build_subset(file: TomlFile, where: str, values: dict[str, Any]) -> Subset:
         image_dir=found("image_dir", "folder"),
         metadata_file=found("metadata_file", "file"),
         mask_dir=found("conditioning_data_dir", "folder"),
+        control_dir=found("control_directory", "folder"),
+        fill_mask_dir=found("inpaint_mask_directory", "folder"),
+        fill=fill,
+    )
+
+
+def _fill_masks(where: str, settings: SubsetSettings) -> FillMasks:
+    if settings.alpha_mask and settings.inpaint_alpha_mask:
+        raise UserError(f"{where}: alpha_mask and inpaint_alpha_mask both read the transparency; keep one of them")
+    return fill_masks(
+        where,
+        settings.inpaint_mask_directory,
+        settings.inpaint_alpha_mask,
+        settings.inpaint_masks,
+        settings.inpaint_mask_variants,
     )
 
 
 def _checked(
-    file: TomlFile,
+    source: _Source,
     name: str,
     table: Mapping[str, Any],
     dataset: int | None = None,
@@ -233,13 +294,15 @@ def _checked(
 ) -> dict[str, Any]:
     """Return one table with musubi's names replaced, after checking its keys and the types of its values."""
     if not isinstance(table, Mapping):
-        raise UserError(f"{file.path}: {name} is not a table; write {name} on a line of its own")
+        raise UserError(f"{source.path}: {name} is not a table; write {name} on a line of its own")
     values: dict[str, Any] = {}
     for written, value in table.items():
-        where = file.where(name, written, dataset, subset)
+        where = source.file.where(name, written, dataset, subset)
         key = OTHER_NAMES.get(written, written)
         if key in values:
             raise UserError(f"{where}: {written!r} means {key!r}, which is also given; keep one of them")
+        if key in source.refused:
+            raise UserError(f"{where}: {key!r} is not taken: {source.refused[key]}")
         _check_key(where, written, key, is_subset=subset is not None, takes_files=flat or subset is not None)
         _check_value(where, key, value)
         values[key] = value
@@ -247,8 +310,6 @@ def _checked(
 
 
 def _check_key(where: str, written: str, key: str, is_subset: bool, takes_files: bool) -> None:
-    if key in REFUSED_KEYS:
-        raise UserError(f"{where}: {key!r} is not taken: {REFUSED_KEYS[key]}")
     if key in SUBSET_ONLY and not takes_files:
         raise UserError(f"{where}: {written!r} belongs to [[datasets.subsets]]; move it down")
     if key in DATASET_KEYS and is_subset:
@@ -265,7 +326,7 @@ def _check_value(where: str, key: str, value: Any) -> None:
         model.model_validate({key: value})
     except ValidationError as error:
         problem = error.errors()[0]["msg"].replace("Input should be", "should be")
-        if key == "resolution":
+        if key in ("resolution", "control_resolution"):
             problem = "should be a number of pixels or [width, height]"
         raise UserError(f"{where}: {key} = {_as_toml(value)}: {problem}; correct the value") from None
 

@@ -3,7 +3,7 @@
 ::
 
     data = build_dataset(config.dataset, seed, pixel_multiple=16, latent_factor=8, prior_loss_weight=1.0,
-    masked_loss=False) print(data.describe()) if data.missing_latents(fingerprint):
+    masked_loss=False, conditioning="none") print(data.describe()) if data.missing_latents(fingerprint):
     data.cache_latents(image_encoder, batch_size, progress) if data.missing_text(fingerprint, prompts):
     data.cache_text(text_encoder, prompts, batch_size, progress) sampler = data.batch_sampler(num_processes)
     loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=collate)
@@ -19,13 +19,17 @@ from pathlib import Path
 
 from torch import Tensor
 
+from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
 from library.data import cache
 from library.data.batches import CachedDataset, has_mask
-from library.data.cache import ImageEncoder, Progress, TextEncoder
+from library.data.cache import EncodeJob, ImageEncoder, Progress
+from library.data.condition_cache import missing_conditions
 from library.data.config import DatasetConfig, load_dataset_config
+from library.data.controls import ControlSizing
 from library.data.order import EpochBatchSampler
-from library.data.samples import Sample, Scan, scan
+from library.data.samples import Sample, Scan, control_sizing, scan
+from library.data.text_cache import TextEncoder, TextJob, encode_texts, missing_texts
 from library.errors import UserError
 
 
@@ -36,6 +40,7 @@ def build_dataset(
     latent_factor: int,
     prior_loss_weight: float,
     masked_loss: bool,
+    conditioning: ConditionKind = "none",
 ) -> TrainingData:
     """Read the dataset TOML and find all samples; nothing is encoded yet.
 
@@ -45,22 +50,24 @@ def build_dataset(
         pixel_multiple: image sides are multiples of this (VAE factor times patch size, 16 for FLUX).
         latent_factor: pixels per latent (8 for FLUX).
         prior_loss_weight: loss weight of regularisation images.
-        masked_loss: whether the loss is weighed by masks; must agree with the dataset.
+        masked_loss: whether the loss is weighed by masks; must agree with the dataset, but of a fill model the
+            region to fill is a mask where there is no other.
+        conditioning: what the model is given besides a caption.
 
     Raises:
         UserError: anything wrong with the TOML or the files it names, in one line.
     """
-    config = load_dataset_config(arguments.dataset_config, arguments)
-    found = scan(config, seed, pixel_multiple, prior_loss_weight)
+    config = load_dataset_config(arguments.dataset_config, arguments, conditioning)
+    found = scan(config, seed, pixel_multiple, prior_loss_weight, conditioning)
     masked = [sample for sample in found.train if has_mask(sample)]
-    if masked_loss and not masked:
+    if masked_loss and not masked and conditioning != "fill":
         raise UserError(
             f"{config.path}: masked_loss is set but no subset has masks; set alpha_mask or conditioning_data_dir"
         )
     if masked and not masked_loss:
         key = "conditioning_data_dir" if masked[0].mask is not None else "alpha_mask"
         raise UserError(f"{masked[0].group.subset.where}: {key} is set but masked_loss is not; set masked_loss = true")
-    return TrainingData(config, found, arguments, seed, pixel_multiple, latent_factor)
+    return TrainingData(config, found, arguments, seed, pixel_multiple, latent_factor, conditioning)
 
 
 class TrainingData:
@@ -71,6 +78,7 @@ class TrainingData:
         validation: the held-out samples, or None.
         warnings: lines the user should read (also part of :meth:`describe`).
         listed: the samples for training as the TOML lists them, regularisation images not balanced.
+        conditioning: what the samples bring besides a caption.
     """
 
     def __init__(
@@ -81,8 +89,10 @@ class TrainingData:
         seed: int,
         pixel_multiple: int,
         latent_factor: int,
+        conditioning: ConditionKind = "none",
     ) -> None:
         self.config = config
+        self.conditioning = conditioning
         self.seed = seed
         self.warnings = found.warnings
         self.listed = found.listed
@@ -113,24 +123,32 @@ class TrainingData:
             texts: dict[str, None] = {}
             for dataset in self._datasets:
                 for sample in dataset.samples:
-                    texts.update(dict.fromkeys(dataset.captions_of(sample)))
-                    if sample.group.rules.can_drop_caption and not sample.held_out:
-                        texts[""] = None
+                    texts.update(dict.fromkeys(_captions_of(dataset, sample)))
             self._captions = list(texts)
         return self._captions
 
+    @property
+    def control_sizing(self) -> ControlSizing:
+        """How control pictures are sized; of several datasets as in the first."""
+        return control_sizing(self.config.datasets[0])
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether any sample has a mask or a region to fill."""
+        return self.conditioning == "fill" or any(has_mask(sample) for sample in self._samples)
+
     def missing_latents(self, fingerprint: str) -> int:
-        """Return how many latents an image encoder with this fingerprint has yet to encode."""
+        """Return how many latents, of conditions too, an image encoder with this fingerprint has yet to encode."""
         return len(self._latent_jobs(fingerprint))
 
-    def missing_text(self, fingerprint: str, extra_captions: Sequence[str] = ()) -> int:
-        """Return how many captions a text encoder with this fingerprint has yet to encode."""
-        return len(self._missing_captions(fingerprint, extra_captions))
+    def missing_text(self, fingerprint: str, extra: Sequence[TextJob | str] = (), sees_references: bool = False) -> int:
+        """Return how many captions a text encoder with this fingerprint has yet to encode; see :meth:`cache_text`."""
+        return len(self._missing_texts(fingerprint, extra, sees_references))
 
     def cache_latents(
         self, encoder: ImageEncoder, batch_size: int, progress: Progress, rank: int = 0, world: int = 1
     ) -> None:
-        """Encode the latents that are missing; process ``rank`` of ``world`` does its share.
+        """Encode the latents that are missing, conditions included; process ``rank`` of ``world`` does its share.
 
         Raises:
             UserError: an image is damaged or changed meanwhile, or its latents are not finite.
@@ -143,25 +161,25 @@ class TrainingData:
     def cache_text(
         self,
         encoder: TextEncoder,
-        extra_captions: Sequence[str],
+        extra: Sequence[TextJob | str],
         batch_size: int,
         progress: Progress,
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        """Encode the captions that are missing, and ``extra_captions`` (sample prompts), each once.
+        """Encode the captions that are missing, and ``extra`` ones (sample prompts), each once.
 
         Raises:
             UserError: an embedding is not finite.
         """
-        missing = self._missing_captions(encoder.fingerprint, extra_captions)
-        paths = (cache.text_path(self.text_folder, caption, encoder.fingerprint) for caption in missing)
-        mine = [caption for caption, path in zip(missing, paths, strict=True) if _owner(path, world) == rank]
+        missing = self._missing_texts(encoder.fingerprint, extra, encoder.sees_references)
+        paths = (job.path(self.text_folder, encoder.fingerprint) for job in missing)
+        mine = [job for job, path in zip(missing, paths, strict=True) if _owner(path, world) == rank]
         if mine:
             advance = progress("caching text", len(mine))
-            cache.encode_captions(self.text_folder, mine, encoder, batch_size, advance)
+            encode_texts(self.text_folder, mine, encoder, batch_size, advance)
 
-    def text_embeddings(self, caption: str) -> dict[str, Tensor]:
+    def text_embeddings(self, text: TextJob | str) -> dict[str, Tensor]:
         """Return the cached embeddings of a caption or extra caption, without a batch dimension.
 
         Raises:
@@ -169,7 +187,7 @@ class TrainingData:
         """
         fingerprint = self.train.text_fingerprint
         assert fingerprint is not None, "ask missing_text or cache_text first"
-        return cache.read_cached(cache.text_path(self.text_folder, caption, fingerprint))
+        return cache.read_cached(_as_job(text).path(self.text_folder, fingerprint))
 
     def describe(self) -> str:
         """Return a summary of datasets, subsets, buckets and counts, as lines of text."""
@@ -193,20 +211,43 @@ class TrainingData:
         )
         return "\n".join(lines + [f"note: {warning}" for warning in self.warnings])
 
-    def _latent_jobs(self, fingerprint: str) -> list[cache.LatentJob]:
-        samples = self._samples
-        files = {id(file): file for s in samples for file in (s.image, s.mask) if file is not None}
+    def _hash_contents(self) -> None:
+        files = {id(file): file for sample in self._samples for file in sample.files}
         for index in self._indexes:
             index.hash_contents(file for file in files.values() if index.knows(file))
             index.save()
+
+    def _latent_jobs(self, fingerprint: str) -> list[EncodeJob]:
+        self._hash_contents()
         for dataset in self._datasets:
             dataset.image_fingerprint = fingerprint
-        return cache.missing_latents(samples, fingerprint)
+        conditions = missing_conditions(self._samples, self.seed, fingerprint)
+        return [*cache.missing_latents(self._samples, fingerprint), *conditions]
 
-    def _missing_captions(self, fingerprint: str, extra_captions: Sequence[str]) -> list[str]:
+    def _missing_texts(self, fingerprint: str, extra: Sequence[TextJob | str], sees_references: bool) -> list[TextJob]:
         for dataset in self._datasets:
-            dataset.text_fingerprint = fingerprint
-        return cache.missing_captions(self.text_folder, [*self.captions(), *extra_captions], fingerprint)
+            dataset.text_fingerprint, dataset.text_sees_references = fingerprint, sees_references
+        own = [TextJob(caption) for caption in self.captions()]
+        if sees_references:
+            self._hash_contents()
+            own = [
+                dataset.text_job(sample, caption, flipped)
+                for dataset in self._datasets
+                for sample in dataset.samples
+                for caption in _captions_of(dataset, sample)
+                for flipped in sample.orientations
+            ]
+        return missing_texts(self.text_folder, [*own, *map(_as_job, extra)], fingerprint)
+
+
+def _captions_of(dataset: CachedDataset, sample: Sample) -> tuple[str, ...]:
+    """A sample's caption variants, and "" where its captions drop."""
+    drops = sample.group.rules.can_drop_caption and not sample.held_out
+    return (*dataset.captions_of(sample), "") if drops else dataset.captions_of(sample)
+
+
+def _as_job(text: TextJob | str) -> TextJob:
+    return TextJob(text) if isinstance(text, str) else text
 
 
 def _owner(path: Path, world: int) -> int:
@@ -223,6 +264,11 @@ def _describe_subset(name: str, samples: list[Sample]) -> str:
     ]
     if samples[0].mask is not None:
         marks.append("masks")
+    if (fill := samples[0].group.subset.fill) is not None:
+        marks.append(fill.describe())
+    if samples[0].controls:
+        counts = sorted({len(sample.controls) for sample in samples})
+        marks.append(f"{' or '.join(map(str, counts))} control picture{'s' if counts != [1] else ''} an image")
     trained = [sample for sample in samples if not sample.held_out]
     repeats = sorted({sample.repeats for sample in trained}) or [0]
     times = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"

@@ -20,7 +20,8 @@ from torch.utils.data import Sampler
 
 from library.randomness import generator
 
-Bucket = tuple[int, tuple[int, int]]  # number of the dataset, (width, height) in pixels
+Size = tuple[int, int]  # width, height in pixels
+Bucket = tuple[int, Size, *tuple[Size, ...]]  # number of the dataset, size of the picture, of its control pictures
 
 
 def plan_epoch(

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from library.conditions import ConditionKind
 from library.data.buckets import Bucketing, Fit
 from library.data.captions import CaptionRules
 from library.data.config import Dataset, DatasetConfig, Subset
+from library.data.controls import Control, ControlSizing
 from library.data.file_index import FileIndex, SourceFile
 from library.data.sources import Source, find_sources
 from library.errors import UserError
@@ -53,6 +55,19 @@ class Sample:
     repeats: int
     identity: str  # image_dir as written, name in it, and a number where the same image is listed again
     held_out: bool
+    fill_mask: SourceFile | None = None
+    controls: tuple[Control, ...] = ()
+
+    @property
+    def files(self) -> list[SourceFile]:
+        """The files its tensors follow from."""
+        masks = [file for file in (self.mask, self.fill_mask) if file is not None]
+        return [self.image, *masks, *(control.file for control in self.controls)]
+
+    @property
+    def orientations(self) -> tuple[bool, ...]:
+        """The orientations it is seen in: whether mirrored."""
+        return (False, True) if self.flips else (False,)
 
     @property
     def flips(self) -> bool:
@@ -78,7 +93,18 @@ class Scan:
     listed: list[Sample] = field(default_factory=list)
 
 
-def scan(config: DatasetConfig, seed: int, pixel_multiple: int, prior_loss_weight: float) -> Scan:
+def control_sizing(dataset: Dataset) -> ControlSizing:
+    """Return how a dataset's control pictures are sized."""
+    return ControlSizing(dataset.control_resolution, dataset.settings.no_resize_control)
+
+
+def scan(
+    config: DatasetConfig,
+    seed: int,
+    pixel_multiple: int,
+    prior_loss_weight: float,
+    conditioning: ConditionKind = "none",
+) -> Scan:
     """Find all samples.
 
     Args:
@@ -86,6 +112,7 @@ def scan(config: DatasetConfig, seed: int, pixel_multiple: int, prior_loss_weigh
         seed: chooses the held-out images where no validation_seed is given.
         pixel_multiple: every trained side is a multiple of this.
         prior_loss_weight: loss weight of regularisation images.
+        conditioning: what the model is given besides a caption.
 
     Raises:
         UserError: missing or unreadable files, sizes without a bucket, a split that leaves nothing.
@@ -105,7 +132,8 @@ def scan(config: DatasetConfig, seed: int, pixel_multiple: int, prior_loss_weigh
             weight = prior_loss_weight if subset.settings.is_reg else 1.0
             rules = CaptionRules.of(subset.settings)
             group = SampleGroup(subset, rules, number, dataset.settings.batch_size, cache, weight)
-            kept, held_back = _load_subset(group, dataset, buckets, index, identities, seed, result.warnings)
+            sources = find_sources(subset, index, result.warnings, conditioning)
+            kept, held_back = _load_subset(group, dataset, sources, buckets, index, identities, seed)
             train += kept
             result.held_out.extend(held_back)
         result.listed.extend(train)
@@ -126,21 +154,22 @@ def cache_folder(dataset: Dataset, subset: Subset) -> Path:
 def _load_subset(
     group: SampleGroup,
     dataset: Dataset,
+    sources: list[Source],
     buckets: Bucketing,
     index: FileIndex,
     identities: Counter[str],
     seed: int,
-    warnings: list[str],
 ) -> tuple[list[Sample], list[Sample]]:
     """Samples of one subset: those to train on, those held out."""
     subset = group.subset
-    sources = find_sources(subset, index, warnings)
     index.measure([source.image for source in sources])
-    index.measure([source.mask for source in sources if source.mask is not None])
+    index.measure([mask for source in sources for mask in (source.mask, source.fill_mask) if mask is not None])
+    index.measure({file.path: file for source in sources for file in source.controls}.values())
     index.save()
     split = 0.0 if subset.settings.is_reg else dataset.settings.validation_split
     split_seed = dataset.settings.validation_seed
     held_out = _held_out_positions(len(sources), split, seed if split_seed is None else split_seed)
+    sizing = control_sizing(dataset)
     kept: list[Sample] = []
     held_back: list[Sample] = []
     for position, source in enumerate(sources):
@@ -148,29 +177,51 @@ def _load_subset(
         identities[identity] += 1
         if identities[identity] > 1:
             identity = f"{identity}\n{identities[identity]}"
-        sample = _build_sample(group, source, buckets, identity, position in held_out)
+        sample = _build_sample(group, source, buckets, sizing, identity, position in held_out)
         (held_back if sample.held_out else kept).append(sample)
     return kept, held_back
 
 
-def _build_sample(group: SampleGroup, source: Source, buckets: Bucketing, identity: str, held_out: bool) -> Sample:
+def _build_sample(
+    group: SampleGroup, source: Source, buckets: Bucketing, sizing: ControlSizing, identity: str, held_out: bool
+) -> Sample:
     size = source.image.size
     assert size is not None
-    if source.mask is not None:
-        _check_mask_shape(source, size)
-    fit = buckets.fit(size, group.subset.settings.random_crop and not held_out, source.image.path)
-    repeats = 1 if held_out else group.subset.settings.num_repeats
-    return Sample(group, source.image, source.mask, source.caption, fit, repeats, identity, held_out)
+    for mask in (source.mask, source.fill_mask):
+        if mask is not None:
+            check_mask_shape(mask, size)
+    settings = group.subset.settings
+    fit = buckets.fit(size, settings.random_crop and not held_out, source.image.path)
+    controls: list[Control] = []
+    for file in source.controls:
+        assert file.size is not None
+        control_fit = sizing.fit(file.size, fit.bucket, buckets.pixel_multiple, file.path)
+        controls.append(Control(file, control_fit, settings.resize_interpolation))
+    return Sample(
+        group,
+        source.image,
+        source.mask,
+        source.caption,
+        fit,
+        repeats=1 if held_out else settings.num_repeats,
+        identity=identity,
+        held_out=held_out,
+        fill_mask=source.fill_mask,
+        controls=tuple(controls),
+    )
 
 
-def _check_mask_shape(source: Source, size: tuple[int, int]) -> None:
-    """A mask may differ in size, not in shape: refused where a side is off by more than 1 %."""
-    assert source.mask is not None
-    assert source.mask.size is not None
-    width, height = source.mask.size
+def check_mask_shape(mask: SourceFile, size: tuple[int, int]) -> None:
+    """Refuse a mask that is not in the proportions of its image of ``size``, a side being off by more than 1 %.
+
+    Raises:
+        UserError: it is not.
+    """
+    assert mask.size is not None
+    width, height = mask.size
     if abs(width * size[1] - height * size[0]) > 0.01 * width * size[1]:
         raise UserError(
-            f"{source.mask.path}: mask of {width}x{height} for an image of {size[0]}x{size[1]}; "
+            f"{mask.path}: mask of {width}x{height} for an image of {size[0]}x{size[1]}; "
             "save it in the image's proportions"
         )
 
@@ -203,12 +254,8 @@ def _balance(samples: list[Sample], where: str, warnings: list[str]) -> list[Sam
         warnings.append(f"{where}: {unused} of {len(regular)} regularisation images are not needed and not used")
     balanced = []
     for position, (sample, repeats) in enumerate(zip(regular, used, strict=False)):
-        balanced.append(_with_repeats(sample, repeats + rounds + (position < rest)))
+        balanced.append(replace(sample, repeats=repeats + rounds + (position < rest)))
     return training + balanced
-
-
-def _with_repeats(s: Sample, repeats: int) -> Sample:
-    return Sample(s.group, s.image, s.mask, s.caption, s.fit, repeats, s.identity, s.held_out)
 
 
 def _check_split(config: DatasetConfig, result: Scan) -> None:

@@ -3,24 +3,29 @@
 Two ways to say which images: a folder (kohya's DreamBooth form: each image with a caption file of the same
 stem, else ``class_tokens``) or a metadata file (kohya's fine-tuning form): JSON ``{image: {"caption",
 "tags"}}`` or JSON lines ``{"image_path", "caption", "tags"}``. Relative image paths in a metadata file
-start at ``image_dir``, without one at the metadata file's folder, and may not leave it.
+start at ``image_dir``, without one at the metadata file's folder, and may not leave it. An entry may name its control
+picture as ``control_path``, or several as ``control_path_0``, ``control_path_1``, ...; such paths start at
+``control_directory``, without one at the metadata file's folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePath
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from library.conditions import ConditionKind
+from library.data.companions import find_controls, find_masks, is_image, stem
+from library.data.condition_keys import refused_control_path
 from library.data.config import Subset
 from library.data.file_index import FileIndex, SourceFile, list_folder
-from library.data.images import IMAGE_SUFFIXES
 from library.errors import UserError, did_you_mean
 
-_CONTROL_KEYS = ("control_path", "control_path_0", "control_path_1")
+_CONTROL_KEY = re.compile(r"control_path(?:_(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,39 +35,60 @@ class Source:
     name: str
     image: SourceFile
     caption: str
-    mask: SourceFile | None
+    mask: SourceFile | None = None  # weighs the loss
+    fill_mask: SourceFile | None = None
+    controls: tuple[SourceFile, ...] = ()
 
 
-def find_sources(subset: Subset, index: FileIndex, warnings: list[str]) -> list[Source]:
-    """List a subset's images with captions and masks, sorted by name.
+def find_sources(
+    subset: Subset, index: FileIndex, warnings: list[str], conditioning: ConditionKind = "none"
+) -> list[Source]:
+    """List a subset's images with captions, masks and control pictures, sorted by name.
 
     Args:
         subset: where to look.
         index: memory of the subset's cache folder.
         warnings: lines are added about images without a caption and masks without an image.
+        conditioning: what the model is given; of an edit model every image must have a control picture.
 
     Raises:
         UserError: no images; missing, empty or unreadable captions, metadata or masks.
     """
-    found = _from_metadata(subset, index) if subset.metadata_file else _from_folder(subset, index, warnings)
-    if subset.mask_dir is None:
-        return [Source(name, image, caption, None) for name, image, caption in found]
-    return _with_masks(subset, subset.mask_dir, found, index, warnings)
+    if subset.metadata_file:
+        found = _from_metadata(subset, index, conditioning)
+    else:
+        found = _from_folder(subset, index, warnings)
+    names = [source.name for source in found]
+    if subset.mask_dir is not None:
+        white = "add a white image of the same name to train all of it"
+        masks = find_masks(subset.where, "conditioning_data_dir", subset.mask_dir, names, index, warnings, white)
+        found = [replace(source, mask=mask) for source, mask in zip(found, masks, strict=True)]
+    if subset.fill_mask_dir is not None:
+        white = "add an image of the same name, white where to fill"
+        masks = find_masks(subset.where, "inpaint_mask_directory", subset.fill_mask_dir, names, index, warnings, white)
+        found = [replace(source, fill_mask=mask) for source, mask in zip(found, masks, strict=True)]
+    if conditioning == "references":
+        found = _with_controls(subset, found, index, warnings)
+    return found
 
 
-_Found = tuple[str, SourceFile, str]  # name, image, raw caption
+def _with_controls(subset: Subset, found: list[Source], index: FileIndex, warnings: list[str]) -> list[Source]:
+    if subset.control_dir is not None:
+        without = [source for source in found if not source.controls]
+        controls = find_controls(subset.where, subset.control_dir, [s.name for s in without], index, warnings)
+        of_folder = {source.name: files for source, files in zip(without, controls, strict=True)}
+        found = [replace(source, controls=source.controls or of_folder[source.name]) for source in found]
+    missing = [source.name for source in found if not source.controls]
+    if missing:
+        place = f" in control_directory {subset.control_dir}" if subset.control_dir else ""
+        raise UserError(
+            f"{subset.where}: {len(missing)} of {len(found)} images have no control picture{place} "
+            f"({missing[0]}, ...); an edit model needs one for each: add one of the same name, or control_path in metadata"
+        )
+    return found
 
 
-def is_image(name: str) -> bool:
-    """Whether a file name has the suffix of a format that can be read."""
-    return f".{name.rpartition('.')[2].lower()}" in IMAGE_SUFFIXES  # pathlib takes seconds for 100,000 names
-
-
-def _stem(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[_Found]:
+def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[Source]:
     folder = subset.image_dir
     assert folder is not None
     files = list_folder(folder)
@@ -76,16 +102,16 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
         )
     suffix = subset.settings.caption_extension
     suffix = suffix if not suffix or suffix.startswith(".") else f".{suffix}"
-    found: list[_Found] = []
+    found: list[Source] = []
     without: list[str] = []
     for name in names:
-        caption_name = _stem(name) + suffix
+        caption_name = stem(name) + suffix
         if caption_name in files and caption_name != name:
             caption = _read_caption(f"{folder}{os.sep}{caption_name}", files[caption_name], subset, index)
         else:
             without.append(name)
             caption = subset.settings.class_tokens or ""
-        found.append((name, index.image(f"{folder}{os.sep}{name}", files[name]), caption))
+        found.append(Source(name, index.image(f"{folder}{os.sep}{name}", files[name]), caption))
     if without and subset.settings.class_tokens is None:
         _complain_about_missing_captions(subset, files, without, suffix, len(names), warnings)
     return found
@@ -112,7 +138,7 @@ def _complain_about_missing_captions(
             "and are trained with an empty caption; write captions or set class_tokens"
         )
         return
-    stems = {_stem(name) for name in without}
+    stems = {stem(name) for name in without}
     texts = (".txt", ".caption", ".cap", ".tags")
     beside = [end for end in texts if any(stem + end in files for stem in stems)]
     if beside:
@@ -122,26 +148,57 @@ def _complain_about_missing_captions(
     raise UserError(f"{subset.where}: none of the {total} images has a {suffix} file; {remedy}")
 
 
-def _from_metadata(subset: Subset, index: FileIndex) -> list[_Found]:
+def _from_metadata(subset: Subset, index: FileIndex, conditioning: ConditionKind) -> list[Source]:
     file = subset.metadata_file
     assert file is not None
     base = subset.image_dir or file.parent
     folders: dict[str, _Folder] = {}
-    found: list[_Found] = []
+    found: list[Source] = []
+    refused = refused_control_path(conditioning)
     for where, name, entry in _metadata_entries(file):
-        path = _inside(base, name, where)
-        folder, written = os.path.split(path)
-        if folder not in folders:
-            folders[folder] = _Folder(folder)
-        file_name = folders[folder].find(written)
-        if file_name is None:
-            near = did_you_mean(written, folders[folder].files) or f"; it is looked for in {folder}"
-            raise UserError(f"{where}: image {name!r} does not exist{near}")
-        image = index.image(f"{folder}{os.sep}{file_name}", folders[folder].files[file_name])
-        found.append((name, image, _metadata_caption(subset, entry, where)))
+        image = _listed_file(base, name, "image", where, folders, index)
+        control_names = _control_paths(entry, refused, where)
+        start = subset.control_dir or file.parent
+        controls = tuple(_listed_file(start, c, "control picture", where, folders, index) for c in control_names)
+        found.append(Source(name, image, _metadata_caption(subset, entry, where), controls=controls))
     if not found:
         raise UserError(f"{file}: no images in it; write one entry an image")
-    return sorted(found, key=lambda item: item[0])
+    return sorted(found, key=lambda source: source.name)
+
+
+def _listed_file(
+    base: Path, name: str, what: str, where: str, folders: dict[str, _Folder], index: FileIndex
+) -> SourceFile:
+    """The record of a picture that a metadata entry names; ``folders`` remembers what was listed."""
+    folder, written = os.path.split(_inside(base, name, what, where))
+    if folder not in folders:
+        folders[folder] = _Folder(folder)
+    file_name = folders[folder].find(written)
+    if file_name is None:
+        near = did_you_mean(written, folders[folder].files) or f"; it is looked for in {folder}"
+        raise UserError(f"{where}: {what} {name!r} does not exist{near}")
+    return index.image(f"{folder}{os.sep}{file_name}", folders[folder].files[file_name])
+
+
+def _control_paths(entry: dict[str, Any], refused: str | None, where: str) -> list[str]:
+    """The control pictures of a metadata entry as written, in their order."""
+    named: dict[int, str] = {}
+    for key, value in entry.items():
+        match = _CONTROL_KEY.fullmatch(key)
+        if not match:
+            continue
+        if refused is not None:
+            raise UserError(f"{where}: {key!r} is not taken: {refused}")
+        if not isinstance(value, str):
+            raise UserError(f"{where}: {key!r} is not a string; write the picture's path in quotes")
+        number = int(match[1] or 0)
+        if number in named:
+            raise UserError(f"{where}: {key!r} says again what another key said; keep one")
+        named[number] = value
+    missing = next((n for n in range(len(named)) if n not in named), None)
+    if missing is not None:
+        raise UserError(f"{where}: no 'control_path_{missing}' but higher numbers; count from 0")
+    return [named[number] for number in sorted(named)]
 
 
 class _Folder:
@@ -155,7 +212,7 @@ class _Folder:
         if name in self.files:
             return name
         if self._stems is None:
-            self._stems = {_stem(image): image for image in self.files if is_image(image)}
+            self._stems = {stem(image): image for image in self.files if is_image(image)}
         return self._stems.get(name)
 
 
@@ -193,21 +250,18 @@ def _parse_json(text: str, where: str) -> Any:
         raise UserError(f"{where}: not valid JSON ({error}); correct it") from None
 
 
-def _inside(base: Path, name: str, where: str) -> str:
+def _inside(base: Path, name: str, what: str, where: str) -> str:
     """Absolute path of a metadata entry; a relative one must stay below ``base``."""
     path = Path(name).expanduser()
     full = os.path.normpath(base / path)
     if path.is_absolute():
         return full
     if not os.path.realpath(full).startswith(os.path.realpath(base) + os.sep):
-        raise UserError(f"{where}: image {name!r} lies outside {base}; write its absolute path")
+        raise UserError(f"{where}: {what} {name!r} lies outside {base}; write its absolute path")
     return full
 
 
 def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> str:
-    for key in _CONTROL_KEYS:
-        if key in entry:
-            raise UserError(f"{where}: {key!r} is not taken: FLUX.1 dev and schnell take no control image; remove it")
     caption, tags = entry.get("caption"), entry.get("tags")
     for key, value in (("caption", caption), ("tags", tags)):
         if value is not None and not isinstance(value, str):
@@ -222,27 +276,3 @@ def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> str:
     if not lines and caption is None and tags is None and subset.settings.class_tokens is None:
         raise UserError(f'{where}: neither "caption" nor "tags"; add one, or set class_tokens')
     return "\n".join(lines) or (subset.settings.class_tokens or "" if caption is None else "")
-
-
-def _with_masks(
-    subset: Subset, folder: Path, found: list[_Found], index: FileIndex, warnings: list[str]
-) -> list[Source]:
-    files = list_folder(folder)
-    masks: dict[str, str] = {}
-    for name in files:
-        if is_image(name):
-            masks.setdefault(_stem(name), name)
-    stems = [_stem(PurePath(name).name) for name, _, _ in found]
-    missing = [name for stem, (name, _, _) in zip(stems, found, strict=True) if stem not in masks]
-    if missing:
-        raise UserError(
-            f"{subset.where}: {len(missing)} of {len(found)} images have no mask in conditioning_data_dir "
-            f"{folder} ({missing[0]}, ...); add a white image of the same name to train all of it"
-        )
-    unused = sorted(masks.keys() - set(stems))
-    if unused:
-        warnings.append(f"{subset.where}: {len(unused)} masks in {folder} belong to no image ({masks[unused[0]]}, ...)")
-    return [
-        Source(name, image, caption, index.image(f"{folder}{os.sep}{masks[stem]}", files[masks[stem]]))
-        for stem, (name, image, caption) in zip(stems, found, strict=True)
-    ]

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.dataset import TrainingData, build_dataset
 
@@ -54,11 +55,16 @@ def write_toml(folder: Path, dataset: str = "", subset: str = "image_dir = 'img'
 
 
 def build(
-    toml: Path, seed: int = 0, masked_loss: bool = False, prior: float = 1.0, **arguments: object
+    toml: Path,
+    seed: int = 0,
+    masked_loss: bool = False,
+    prior: float = 1.0,
+    conditioning: ConditionKind = "none",
+    **arguments: object,
 ) -> TrainingData:
     """``build_dataset`` with FLUX's sizes."""
     settings = DatasetArguments.model_validate({"dataset_config": str(toml)} | arguments)
-    return build_dataset(settings, seed, 16, 8, prior, masked_loss)
+    return build_dataset(settings, seed, 16, 8, prior, masked_loss, conditioning)
 
 
 class AverageEncoder:
@@ -81,9 +87,11 @@ class LettersEncoder:
 
     def __init__(self, fingerprint: str = "text-1") -> None:
         self.fingerprint = fingerprint
+        self.sees_references = False
         self.seen: list[str] = []
 
-    def encode(self, captions: list[str]) -> list[dict[str, Tensor]]:
+    def encode(self, captions: list[str], references: list[list[Image.Image]] | None = None) -> list[dict[str, Tensor]]:
+        assert references is None
         self.seen += captions
         return [
             {

@@ -157,8 +157,8 @@ def test_windows_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
         ),
         (
             "[[datasets]]\nresolution = 64\nimage_directory = 'img'\ncontrol_directory = 'c'\n",
-            "/d.toml line 4: dataset 1: 'control_directory' is not taken: FLUX.1 dev and schnell take no control "
-            "image; remove it",
+            "/d.toml line 4: dataset 1: 'control_directory' is not taken: this model paints from text alone; remove it, "
+            "or choose an edit model",
         ),
         (
             SMALL + "image_directory = 'img'\n",

@@ -187,7 +187,7 @@ def test_what_is_not_finite_is_never_cached(tmp_path: Path) -> None:
             return super().encode(pixels) * torch.nan
 
     class BrokenText(LettersEncoder):
-        def encode(self, captions: list[str]) -> list[dict[str, torch.Tensor]]:
+        def encode(self, captions: list[str], references: object = None) -> list[dict[str, torch.Tensor]]:
             return [{"prompt_embeds": torch.tensor([[torch.inf]])} for _ in captions]
 
     add_image(tmp_path / "img", "a.png")
