@@ -83,7 +83,7 @@ def _with_controls(subset: Subset, found: list[Source], index: FileIndex, warnin
         place = f" in control_directory {subset.control_dir}" if subset.control_dir else ""
         raise UserError(
             f"{subset.where}: {len(missing)} of {len(found)} images have no control picture{place} "
-            f"({missing[0]}, ...); an edit model needs one for each: add one of the same name, or control_path in metadata"
+            f"({missing[0]}, ...); an edit model needs one for each: add one of the same name, or control_path keys"
         )
     return found
 

@@ -50,9 +50,16 @@ class TextEncoder(Protocol):
     """Captions to conditioning tensors; weights are loaded at the first use."""
 
     fingerprint: str
+    sees_references: bool  # whether the embeddings depend on the reference pictures too
 
-    def encode(self, captions: list[str]) -> list[dict[str, Tensor]]:
-        """Return one dict of tensors a caption, without a batch axis, on the CPU."""
+    def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
+        """Return one dict of tensors a caption, without a batch axis, on the CPU.
+
+        Args:
+            captions: to encode, in one batch.
+            references: of an encoder that sees them: each caption's RGB reference pictures, at the size at which their
+                latents are made; what the encoder wants smaller it resizes itself.
+        """
         ...
 
     def release(self) -> None:

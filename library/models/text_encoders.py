@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
@@ -45,6 +46,8 @@ class FluxTextEncoder:
     The encoders are loaded at the first caption, so a run whose captions are all cached never loads T5.
     """
 
+    sees_references = False
+
     def __init__(
         self,
         load_clip: Callable[[], Any],
@@ -62,8 +65,9 @@ class FluxTextEncoder:
         self._models: tuple[Any, Any] | None = None
 
     @torch.no_grad()
-    def encode(self, captions: list[str]) -> list[dict[str, Tensor]]:
-        """Encode ``captions`` in one batch; longer ones are cut at the encoders' lengths."""
+    def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
+        """Encode ``captions`` in one batch; longer ones are cut at the encoders' lengths. No pictures are looked at."""
+        assert references is None
         if not captions:
             return []
         if self._models is None:
@@ -187,7 +191,7 @@ def load_clip_tokenizer(folder_or_name: str | Path, option: str = "clip_l_tokeni
     Raises:
         UserError: neither a folder nor to be had from the hub; names ``option``.
     """
-    return _load_tokenizer(CLIPTokenizer.from_pretrained, folder_or_name, option)
+    return load_tokenizer(CLIPTokenizer.from_pretrained, folder_or_name, option)
 
 
 def load_t5_tokenizer(folder_or_name: str | Path, option: str = "t5xxl_tokenizer") -> PreTrainedTokenizerBase:
@@ -196,7 +200,7 @@ def load_t5_tokenizer(folder_or_name: str | Path, option: str = "t5xxl_tokenizer
     Raises:
         UserError: neither a folder nor to be had from the hub; names ``option``.
     """
-    return _load_tokenizer(T5TokenizerFast.from_pretrained, folder_or_name, option)
+    return load_tokenizer(T5TokenizerFast.from_pretrained, folder_or_name, option)
 
 
 # One of these must be there: without any, transformers 5 silently makes a tokenizer with an empty vocabulary.
@@ -204,7 +208,12 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
 _TOKENIZER_FILES = [*_VOCABULARIES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json"]
 
 
-def _load_tokenizer(load: Callable[..., Any], folder_or_name: str | Path, option: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(load: Callable[..., Any], folder_or_name: str | Path, option: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer with ``load`` from a folder or the hub (cache first).
+
+    Raises:
+        UserError: neither a folder nor to be had from the hub; names ``option``.
+    """
     folder = Path(folder_or_name).expanduser()
     if not folder.is_dir():
         folder = _tokenizer_from_hub(str(folder_or_name), option)
