@@ -1,9 +1,12 @@
-"""FLUX.1 dev and schnell (https://github.com/black-forest-labs/flux): the family.
+"""FLUX.1 dev and schnell (https://github.com/black-forest-labs/flux): the family, and what its variants share.
 
 The transformer sees a picture as a sequence: 2 x 2 latents of 16 channels are one token of 64 numbers, placed
 at (0, row, column); text tokens all sit at (0, 0, 0). It is told the noise level sigma, the pooled text and,
 in the guidance-distilled dev, the guidance scale, and returns the velocity noise - image per token. Schnell
 is the same network without the guidance input.
+
+A variant (``flux_fill``, ``flux_kontext``) is a subclass that says which other tokens or channels stand beside the
+noise (:meth:`FluxFamily.picture_tokens`) and which pipeline of diffusers draws (:meth:`FluxFamily.pipeline`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from PIL.Image import Image
 from torch import Tensor, nn
 
@@ -21,8 +24,10 @@ from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.files import fingerprint
+from library.models import flux_layout
 from library.models.flux_attention import swap_hot_paths
 from library.models.flux_files import FluxFiles, locate
+from library.models.flux_tokens import image_positions, pack_latents, unpack_latents
 from library.models.protocol import ImageEncoder
 from library.models.text_encoders import (
     FluxTextEncoder,
@@ -47,6 +52,7 @@ class FluxFamily:
 
     name = "flux"
     conditioning: ConditionKind = "none"
+    sample_guidance = 3.5  # what pictures are drawn with unless told otherwise; the published pipelines' default
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
 
@@ -60,8 +66,13 @@ class FluxFamily:
         self._files: FluxFiles = locate(config)
         self._dtype: torch.dtype | None = None
         self.guidance_embeds: bool = bool(self._files.transformer_config.get("guidance_embeds", False))
-        self.modelspec_architecture = "flux-1-dev" if self.guidance_embeds else "flux-1-schnell"
-        self.latent_channels: int = self._files.transformer_config.get("in_channels", 64) // self.patch_size**2
+        self.modelspec_architecture = "flux-1-schnell" if self._schnell else "flux-1-dev"
+        self.latent_channels: int = flux_layout.output_channels(self._files.transformer_config) // self.patch_size**2
+
+    @property
+    def _schnell(self) -> bool:
+        """Whether the model is schnell: dev's variants have no few-step sibling, whatever their inputs."""
+        return self.name == "flux" and not self.guidance_embeds
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the transformer's weights."""
@@ -151,7 +162,7 @@ class FluxFamily:
         """Return T5's tokens per caption: the option, else the published number, within the tokenizer's."""
         asked = self._config.t5xxl_max_token_length
         if asked is None:
-            return min(_DEV_TEXT_TOKENS if self.guidance_embeds else _SCHNELL_TEXT_TOKENS, most)
+            return min(_SCHNELL_TEXT_TOKENS if self._schnell else _DEV_TEXT_TOKENS, most)
         if asked > most:
             raise UserError(f"t5xxl_max_token_length {asked}: the tokenizer gives at most {most}; lower it")
         return asked
@@ -177,10 +188,14 @@ class FluxFamily:
             sigmas: noise levels [B] in (0, 1]; passed on in fp32.
             text: ``prompt_embeds`` [B, L, D] and ``pooled_prompt_embeds`` [B, P].
             guidance_scale: given to models with a guidance input, of no meaning to others.
+            conditions: what :attr:`conditioning` names, with the batch axis of ``latents``.
+
+        Raises:
+            UserError: the conditions are not those of this family.
         """
         batch, _, height, width = latents.shape
         embeds, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
-        tokens = pack_latents(latents)
+        tokens, positions = self.picture_tokens(latents, conditions)
         if not torch.is_autocast_enabled(latents.device.type):
             # Without autocast nobody else brings activations to the dtype of the weights.
             dtype = self._dtype or tokens.dtype
@@ -195,10 +210,33 @@ class FluxFamily:
             pooled_projections=pooled,
             encoder_hidden_states=embeds,
             txt_ids=torch.zeros(embeds.shape[1], 3, device=latents.device),
-            img_ids=image_positions(height // 2, width // 2, latents.device),
+            img_ids=positions,
             return_dict=False,
         )[0]
-        return unpack_latents(output.float(), height, width)
+        own = (height // 2) * (width // 2)
+        return unpack_latents(output[:, :own].float(), height, width)
+
+    def picture_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
+        """Return what the transformer sees of pictures: tokens [B, N, C] and their positions [N, 3].
+
+        The tokens of ``latents`` [B, 16, h, w] come first.
+        """
+        height, width = latents.shape[-2:]
+        return pack_latents(latents), image_positions(height // 2, width // 2, latents.device)
+
+    def pipeline(
+        self, transformer: FluxTransformer2DModel, scheduler: FlowMatchEulerDiscreteScheduler, conditions: Conditions
+    ) -> DiffusionPipeline:
+        """Return diffusers' pipeline around ``transformer``, without encoders; ``conditions`` as in :meth:`sample`."""
+        return FluxPipeline(scheduler, None, None, None, None, None, transformer)
+
+    def pipeline_inputs(self, width: int, height: int, seed: int, cfg: float, conditions: Conditions) -> dict[str, Any]:
+        """Return the arguments of the pipeline's call that not every variant takes, and its noise's source.
+
+        Raises:
+            UserError: the pipeline cannot do what is asked.
+        """
+        return {"true_cfg_scale": cfg, "generator": torch.Generator().manual_seed(seed)}
 
     def sample(
         self,
@@ -214,7 +252,7 @@ class FluxFamily:
         cfg: float = 1.0,
         conditions: Conditions = NO_CONDITIONS,
     ) -> Image:
-        """Draw one picture with diffusers' FluxPipeline and the running transformer.
+        """Draw one picture with the variant's pipeline from diffusers and the running transformer.
 
         The same seed gives the same picture. Noise and solver work in fp32; a 16-bit transformer runs under
         autocast, so that LoRA weights of any dtype fit. The training mode is put back afterwards and nothing
@@ -227,18 +265,20 @@ class FluxFamily:
             width, height: pixels, multiples of ``image_encoder.pixel_multiple``.
             guidance: for the guidance input, where there is one.
             negative_text: what to steer away from, with ``cfg`` above 1 (two evaluations a step).
+            conditions: what :attr:`conditioning` names, with a batch axis of one.
 
         Raises:
-            UserError: the size is not possible.
+            UserError: the size is not possible, the conditions are not those of this family, or it knows no negative
+                text.
         """
         multiple = image_encoder.pixel_multiple
         if width % multiple or height % multiple:
             raise UserError(f"sample of {width} x {height} pixels: both must be multiples of {multiple}")
         plain = _unwrapped(transformer)
-        pipeline = FluxPipeline(self._scheduler(), None, None, None, None, None, plain)
+        pipeline: Any = self.pipeline(plain, self._scheduler(), conditions.to(plain.device))
         pipeline.vae_scale_factor = image_encoder.latent_factor  # read from the VAE otherwise, which stays outside
         pipeline.set_progress_bar_config(disable=True)
-        inputs = _pipeline_text(text, "", plain.device)
+        inputs = self.pipeline_inputs(width, height, seed, cfg, conditions) | _pipeline_text(text, "", plain.device)
         if negative_text is not None:
             inputs |= _pipeline_text(negative_text, "negative_", plain.device)
         with torch.no_grad(), _evaluating(plain), self._sampling_autocast(plain):
@@ -248,8 +288,6 @@ class FluxFamily:
                 height=height,
                 num_inference_steps=steps,
                 guidance_scale=guidance,
-                true_cfg_scale=cfg,
-                generator=torch.Generator().manual_seed(seed),
                 output_type="latent",
                 return_dict=False,
             )[0]
@@ -268,31 +306,9 @@ class FluxFamily:
         """Return the folder's scheduler, or with single files the published one of dev or schnell."""
         if self._files.scheduler is not None:
             return FlowMatchEulerDiscreteScheduler.from_pretrained(self._files.scheduler)
-        if self.guidance_embeds:
-            return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
-        return FlowMatchEulerDiscreteScheduler(shift=1.0)
-
-
-def pack_latents(latents: Tensor) -> Tensor:
-    """Return tokens [B, h/2 * w/2, 4C] of ``latents`` [B, C, h, w]; a token is channel by row by column."""
-    batch, channels, height, width = latents.shape
-    patches = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(batch, (height // 2) * (width // 2), 4 * channels)
-
-
-def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Return latents [B, C, height, width] of ``tokens``; undoes :func:`pack_latents`."""
-    batch, _, numbers = tokens.shape
-    patches = tokens.view(batch, height // 2, width // 2, numbers // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(batch, numbers // 4, height, width)
-
-
-def image_positions(rows: int, columns: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return (0, row, column) of every image token, fp32 [rows * columns, 3]."""
-    row = torch.arange(rows, device=device, dtype=torch.float32)
-    column = torch.arange(columns, device=device, dtype=torch.float32)
-    grid = torch.stack(torch.meshgrid(row, column, indexing="ij"), dim=-1).reshape(-1, 2)
-    return torch.nn.functional.pad(grid, (1, 0))
+        if self._schnell:
+            return FlowMatchEulerDiscreteScheduler(shift=1.0)
+        return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
 
 
 def _pipeline_text(text: dict[str, Tensor], prefix: str, device: torch.device) -> dict[str, Tensor]:

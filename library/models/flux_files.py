@@ -51,7 +51,8 @@ def locate(config: ModelConfig) -> FluxFiles:
     """Find and check every part of the model.
 
     Raises:
-        UserError: a part is missing, unreadable, quantised with scales, or of another architecture.
+        UserError: a part is missing, unreadable, quantised with scales, of another architecture, or the transformer is
+            of another variant than ``model_type`` says.
     """
     root = Path(config.pretrained_model_name_or_path).expanduser()
     if root.is_dir():
@@ -63,6 +64,7 @@ def locate(config: ModelConfig) -> FluxFiles:
             f"pretrained_model_name_or_path {str(root)!r} does not exist; give a local diffusers folder or a "
             ".safetensors file"
         )
+    flux_layout.check_inputs(files.transformer, {"in_channels": 64} | files.transformer_config, config.model_type)
     vae_config(files.vae)
     clip_positions(files.clip)
     check_t5(files.t5)
@@ -83,7 +85,6 @@ def _locate_in_folder(root: Path, config: ModelConfig) -> FluxFiles:
     kind = transformer_config.get("_class_name")
     if kind != "FluxTransformer2DModel":
         raise UserError(f"{root / 'transformer'}: {kind!r}, not FluxTransformer2DModel; give a FLUX.1 folder")
-    flux_layout.check_inputs(root / "transformer", {"in_channels": 64} | transformer_config)
     own_clip, own_t5 = config.clip_l is None, config.t5xxl is None
     return FluxFiles(
         transformer=root / "transformer",

@@ -20,7 +20,8 @@ from library.errors import UserError
 from library.models.weights import KeyMap, Piece, WeightFiles, identity_map
 
 COMFY_PREFIX = "model.diffusion_model."
-_LATENT_CHANNELS = 64  # 16 latent channels x 2 x 2 pixels; Fill, Depth and Canny variants take more
+_LATENT_CHANNELS = 64  # of a token: 16 latent channels x 2 x 2
+_MASK_CHANNELS = 256  # of a Fill token: 16 x 16 pixels of the mask
 
 # diffusers name -> BFL name, outside the blocks; each with .weight and .bias.
 _TOP = {
@@ -91,19 +92,18 @@ def refuse_other_architectures(weights: WeightFiles) -> None:
     elif bfl_prefix(weights) is None and "single_transformer_blocks.0.attn.to_q.weight" not in weights:
         what = "of no known layout (no double_blocks.0.img_attn.qkv, no single_transformer_blocks.0)"
     if what:
-        raise UserError(f"{weights.path}: {what}, not FLUX.1; give a FLUX.1 dev or schnell transformer")
+        raise UserError(f"{weights.path}: {what}, not FLUX.1; give a FLUX.1 transformer")
 
 
 def bfl_config(weights: WeightFiles, prefix: str) -> dict[str, Any]:
     """Return the arguments of ``FluxTransformer2DModel`` that fit a BFL-layout file.
 
     Raises:
-        UserError: a tensor that must be there is missing, or the file is a FLUX variant with other inputs.
+        UserError: a tensor that must be there is missing.
     """
     width, in_channels = weights.shape(f"{prefix}img_in.weight")
     head_dim = weights.shape(f"{prefix}double_blocks.0.img_attn.norm.query_norm.scale")[0]
     return _config(
-        weights,
         width,
         head_dim,
         in_channels=in_channels,
@@ -121,7 +121,6 @@ def diffusers_config(weights: WeightFiles) -> dict[str, Any]:
     width, in_channels = weights.shape("x_embedder.weight")
     head_dim = weights.shape("single_transformer_blocks.0.attn.norm_q.weight")[0]
     return _config(
-        weights,
         width,
         head_dim,
         in_channels=in_channels,
@@ -134,30 +133,44 @@ def diffusers_config(weights: WeightFiles) -> dict[str, Any]:
     )
 
 
-def check_inputs(path: object, config: dict[str, Any]) -> None:
-    """Refuse FLUX variants that take a conditioning image beside the noise.
+def check_inputs(path: object, config: dict[str, Any], model_type: str) -> None:
+    """Refuse a transformer whose inputs are not those of ``model_type``.
+
+    dev, schnell and Kontext take what they return; Fill also takes the blanked picture and the mask; Depth and Canny,
+    which no family here is, a second picture. Kontext has dev's shapes: nothing in a file tells the two apart.
 
     Raises:
-        UserError: the transformer's input and output widths differ.
+        UserError: another variant of FLUX.1.
     """
-    in_channels, out_channels = config["in_channels"], config.get("out_channels") or config["in_channels"]
-    if in_channels != out_channels:
+    taken, returned = config["in_channels"], output_channels(config)
+    fill = taken == 2 * returned + _MASK_CHANNELS
+    if not fill and taken != returned:
         raise UserError(
-            f"{path}: the transformer takes {in_channels} channels and returns {out_channels}, as FLUX.1 "
-            "Fill, Depth and Canny do; give FLUX.1 dev or schnell"
+            f"{path}: the transformer takes {taken} channels and returns {returned}, as FLUX.1 Depth and Canny do; "
+            "give FLUX.1 dev, schnell, Fill or Kontext"
+        )
+    if fill and model_type != "flux_fill":
+        raise UserError(f"{path}: a FLUX.1 Fill transformer ({taken} channels); set model_type = flux_fill")
+    if not fill and model_type == "flux_fill":
+        raise UserError(
+            f"{path}: the transformer takes {taken} channels and no mask, so it is not FLUX.1 Fill; set model_type = "
+            "flux (Kontext: flux_kontext), or give flux1-fill-dev"
         )
 
 
-def _config(weights: WeightFiles, width: int, head_dim: int, **rest: Any) -> dict[str, Any]:
-    config = {
+def output_channels(config: dict[str, Any]) -> int:
+    """Return the numbers a token of the velocity has: 4 a latent channel."""
+    return config.get("out_channels") or config.get("in_channels", _LATENT_CHANNELS)
+
+
+def _config(width: int, head_dim: int, **rest: Any) -> dict[str, Any]:
+    return {
         "patch_size": 1,
         "attention_head_dim": head_dim,
         "num_attention_heads": width // head_dim,
         "axes_dims_rope": rope_axes(head_dim),
         **rest,
     }
-    check_inputs(weights.path, config)
-    return config
 
 
 def rope_axes(head_dim: int) -> tuple[int, int, int]:

@@ -79,8 +79,8 @@ def test_folder_with_broken_config_is_refused(copy: Path) -> None:
 
 
 def test_flux_variant_with_a_conditioning_image_is_refused(copy: Path) -> None:
-    rewrite(copy / "transformer" / "config.json", in_channels=384, out_channels=64)
-    refuses("takes 384 channels and returns 64, as FLUX.1 Fill, Depth and Canny do", copy)
+    rewrite(copy / "transformer" / "config.json", in_channels=128, out_channels=64)
+    refuses("takes 128 channels and returns 64, as FLUX.1 Depth and Canny do", copy)
 
 
 def test_folder_with_another_autoencoder_is_refused(copy: Path) -> None:

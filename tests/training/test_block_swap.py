@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from library.models.flux import image_positions, pack_latents
 from library.models.flux_attention import swap_hot_paths
+from library.models.flux_tokens import image_positions, pack_latents
 from library.nn import frozen_linear
 from library.precision.recipe import Fp8Recipe, quantize_model
 from library.training.block_swap import RING, BlockSwap, Ring, swap_blocks, swapped_per_kind
