@@ -1,0 +1,142 @@
+"""Where the parts of a Qwen-Image model lie: ``[model]`` options in, checked paths out, no weights read.
+
+Two ways of keeping a model are understood: a diffusers folder with everything in it, and ComfyUI's split files
+(``qwen_image_bf16.safetensors``, with ``vae`` and ``text_encoder`` beside it; musubi-tuner reads the same). With a
+folder ``vae`` and ``text_encoder`` replace the folder's own parts.
+
+The tokenizer of split files is Qwen2.5-VL's, from the hub or a local folder.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from library.config.schema import ModelConfig
+from library.errors import UserError
+from library.models.qwen_layout import file_config, find_prefix, key_map
+from library.models.qwen_text_files import check_qwen_text
+from library.models.qwen_vae import qwen_vae_config
+from library.models.weights import KeyMap, WeightFiles, identity_map, read_config
+
+_PIPELINES = {  # the pipelines of a model_type
+    "qwen_image": ("QwenImagePipeline",),
+    "qwen_image_edit": ("QwenImageEditPipeline",),
+    "qwen_image_edit_plus": ("QwenImageEditPlusPipeline",),
+}
+
+
+@dataclass(frozen=True)
+class QwenFiles:
+    """Checked locations. ``transformer_config`` holds the arguments of ``QwenImageTransformer2DModel``."""
+
+    transformer: Path
+    transformer_config: dict[str, Any]
+    prefix: str | None  # of a single file's names; None for a folder
+    vae: Path
+    text_encoder: Path
+    tokenizer: str | Path
+    processor: Path | None
+    scheduler: Path | None
+
+    def key_map(self, weights: WeightFiles) -> KeyMap:
+        """Return where each transformer parameter lies in ``weights``."""
+        return identity_map(weights.names) if self.prefix is None else key_map(weights, self.prefix)
+
+
+def locate(config: ModelConfig) -> QwenFiles:
+    """Find and check every part of the model.
+
+    Raises:
+        UserError: a part is missing, unreadable or of another architecture.
+    """
+    root = Path(config.pretrained_model_name_or_path).expanduser()
+    if root.is_dir():
+        files = _locate_in_folder(root, config)
+    elif root.is_file():
+        files = _locate_single_file(root, config)
+    else:
+        raise UserError(
+            f"pretrained_model_name_or_path {str(root)!r} does not exist; give a local diffusers folder or a "
+            ".safetensors file"
+        )
+    qwen_vae_config(files.vae)
+    check_qwen_text(files.text_encoder)
+    return files
+
+
+def _locate_in_folder(root: Path, config: ModelConfig) -> QwenFiles:
+    pipeline = _pipeline_of(root)
+    if not (root / "transformer").is_dir():
+        raise UserError(f"{root}: a {pipeline or 'pipeline'} without a transformer folder; give a Qwen-Image folder")
+    transformer_config = read_config(root / "transformer")
+    kind = transformer_config.get("_class_name")
+    if kind != "QwenImageTransformer2DModel":
+        remedy = '; set model_type = "flux"' if str(kind).startswith("Flux") else "; give a Qwen-Image folder"
+        raise UserError(f"{root / 'transformer'}: {kind!r}, not QwenImageTransformer2DModel{remedy}")
+    if pipeline not in _PIPELINES[config.model_type]:
+        meant = next((name for name, known in _PIPELINES.items() if pipeline in known), None)
+        remedy = f'set model_type = "{meant}"' if meant else f"give a {_PIPELINES[config.model_type][0]}"
+        raise UserError(f"{root}: a {pipeline}, which model_type {config.model_type} does not fit; {remedy}")
+    return QwenFiles(
+        transformer=root / "transformer",
+        transformer_config=_with_zero_cond(transformer_config, config),
+        prefix=None,
+        vae=_part(config.vae, "vae", "vae") if config.vae else root / "vae",
+        text_encoder=_part(config.text_encoder, "text_encoder", "text_encoder")
+        if config.text_encoder
+        else root / "text_encoder",
+        tokenizer=root / "tokenizer" if (root / "tokenizer").is_dir() else config.qwen_tokenizer,
+        processor=root / "processor",
+        scheduler=root / "scheduler" if (root / "scheduler" / "scheduler_config.json").is_file() else None,
+    )
+
+
+def _pipeline_of(root: Path) -> str:
+    index = root / "model_index.json"
+    if not index.is_file():
+        raise UserError(f"{root}: no model_index.json, so no diffusers pipeline; give the folder that holds it")
+    try:
+        return json.loads(index.read_text(encoding="utf-8")).get("_class_name", "")
+    except ValueError as error:
+        raise UserError(f"{index}: not valid JSON ({error}); download it again") from error
+
+
+def _locate_single_file(root: Path, config: ModelConfig) -> QwenFiles:
+    weights = WeightFiles(root)
+    prefix = find_prefix(weights)
+    for option, published in (("vae", "qwen_image_vae.safetensors"), ("text_encoder", "qwen_2.5_vl_7b.safetensors")):
+        if not getattr(config, option):
+            raise UserError(f"{root}: a transformer file needs {option} beside it; set {option} to {published}")
+    return QwenFiles(
+        transformer=root,
+        transformer_config=_with_zero_cond(file_config(weights, prefix), config),
+        prefix=prefix,
+        vae=_part(config.vae, "vae", "vae"),
+        text_encoder=_part(config.text_encoder, "text_encoder", "text_encoder"),
+        tokenizer=config.qwen_tokenizer,
+        processor=None,
+        scheduler=None,
+    )
+
+
+def _with_zero_cond(transformer: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Let the option decide how reference pictures are modulated, where it is set."""
+    found = bool(transformer.get("zero_cond_t", False))
+    if config.zero_cond_t is False and found:
+        raise UserError("zero_cond_t: the model's files say it is Edit-2511, which was trained with it; remove it")
+    if found and config.model_type != "qwen_image_edit_plus":
+        raise UserError(
+            f'{config.pretrained_model_name_or_path}: Qwen-Image-Edit-2511; set model_type = "qwen_image_edit_plus"'
+        )
+    return transformer | {"zero_cond_t": found or bool(config.zero_cond_t)}
+
+
+def _part(value: str | None, option: str, subfolder: str) -> Path:
+    """Return the file or model folder that ``option`` names; a pipeline's folder stands for its part."""
+    path = Path(value or "").expanduser()
+    if not path.exists():
+        raise UserError(f"{option} {str(path)!r} does not exist; give a .safetensors file or a model folder")
+    return path / subfolder if (path / subfolder).is_dir() else path

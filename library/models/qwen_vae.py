@@ -1,0 +1,198 @@
+"""Qwen-Image's autoencoder: pixels to latents (while caching) and back (while sampling).
+
+It is Wan's video autoencoder, further trained, and takes a picture as a video of one frame. Read from a diffusers
+folder or from ``qwen_image_vae.safetensors`` as ComfyUI has it, whose keys are Wan's
+(https://github.com/Wan-Video/Wan2.1/blob/main/wan/modules/vae.py): numbered places in flat lists
+(``decoder.upsamples.7``) where diffusers has blocks with parts (``decoder.up_blocks.1.upsamplers.0``).
+
+As with FLUX's, training uses the *mean* of the posterior. Latents leave here normalised by a mean and a standard
+deviation for each channel.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLQwenImage
+from torch import Tensor
+
+from library.errors import UserError
+from library.models.weights import KeyMap, Piece, WeightFiles, identity_map, load_into, read_config
+
+_DEFAULTS = {
+    name: parameter.default for name, parameter in inspect.signature(AutoencoderKLQwenImage.__init__).parameters.items()
+}
+
+
+class QwenVaeImageEncoder:
+    """Pixels in, normalised latents out, and back. The weights are loaded at the first use."""
+
+    def __init__(
+        self, load: Callable[[], AutoencoderKLQwenImage], config: Mapping[str, Any], fingerprint: str, patch: int = 2
+    ) -> None:
+        """Describe an autoencoder by its ``config``; ``patch`` latents a side make one transformer token."""
+        self._load = load
+        self._vae: AutoencoderKLQwenImage | None = None
+        settings = _DEFAULTS | dict(config)
+        self.latent_channels = int(settings["z_dim"])
+        self.latent_factor = 2 ** len(settings["temperal_downsample"])
+        self.pixel_multiple = self.latent_factor * patch
+        self._mean = torch.tensor(settings["latents_mean"]).view(1, -1, 1, 1)
+        self._std = torch.tensor(settings["latents_std"]).view(1, -1, 1, 1)
+        self.fingerprint = fingerprint
+
+    @property
+    def vae(self) -> AutoencoderKLQwenImage:
+        """The autoencoder, loaded now if it was not."""
+        if self._vae is None:
+            self._vae = self._load()
+        return self._vae
+
+    def release(self) -> None:
+        """Let go of the weights; the next use loads them again."""
+        self._vae = None
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Return latents [B, C, H/8, W/8], fp32, on the device of ``pixels`` [B, 3, H, W] in [-1, 1].
+
+        Raises:
+            UserError: a side is no multiple of ``pixel_multiple``.
+        """
+        height, width = pixels.shape[-2:]
+        if height % self.pixel_multiple or width % self.pixel_multiple:
+            raise UserError(
+                f"image of {width} x {height} pixels: sides must be multiples of {self.pixel_multiple}; "
+                "set bucket_reso_steps or resolution accordingly"
+            )
+        moved = pixels.to(device=self.vae.device, dtype=self.vae.dtype).unsqueeze(2)
+        with torch.autocast(self.vae.device.type, enabled=False):
+            mean = self.vae.encode(moved).latent_dist.mode().float().squeeze(2).to(pixels.device)
+        return (mean - self._mean.to(mean.device)) / self._std.to(mean.device)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return pixels [B, 3, H, W] fp32 in [-1, 1] of normalised ``latents`` [B, C, h, w]."""
+        plain = latents.float() * self._std.to(latents.device) + self._mean.to(latents.device)
+        with torch.autocast(self.vae.device.type, enabled=False):
+            moved = plain.to(device=self.vae.device, dtype=self.vae.dtype).unsqueeze(2)
+            return self.vae.decode(moved).sample.float().squeeze(2)
+
+
+def qwen_vae_config(path: Path) -> dict[str, Any]:
+    """Return the config of the autoencoder in ``path``, a diffusers folder or a file; reads no weights.
+
+    Raises:
+        UserError: another kind of model, incomplete or unreadable.
+    """
+    return _describe(WeightFiles(path))[0]
+
+
+def load_qwen_vae(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> AutoencoderKLQwenImage:
+    """Load the autoencoder in ``path``.
+
+    Raises:
+        UserError: the file is another kind of autoencoder, incomplete or unreadable.
+    """
+    weights = WeightFiles(path)
+    config, key_map = _describe(weights)
+    vae = load_into(lambda: AutoencoderKLQwenImage.from_config(config), weights, key_map, dtype, device)
+    assert isinstance(vae, AutoencoderKLQwenImage)
+    return vae
+
+
+def _describe(weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
+    """Return config and key map, from a folder's config.json or from a file's names and shapes."""
+    if weights.path.is_dir():
+        config = read_config(weights.path)
+        if config.get("_class_name") != "AutoencoderKLQwenImage":
+            raise UserError(
+                f"{weights.path / 'config.json'}: {config.get('_class_name')!r} is no AutoencoderKLQwenImage; "
+                "give Qwen-Image's VAE"
+            )
+        _refuse_layered(weights, int(config.get("input_channels", 3)))
+        return config, identity_map(weights.names)
+    if "decoder.conv1.weight" in weights and "encoder.downsamples.0.residual.2.weight" in weights:
+        per_level = _residuals(weights, "encoder.downsamples.{}.resample.1.weight") + 2
+        key_map: KeyMap = {_diffusers_name(name, per_level): [Piece(name)] for name in weights.names}
+    elif "decoder.conv_in.weight" in weights and "encoder.down_blocks.0.conv1.weight" in weights:
+        key_map = identity_map(weights.names)
+    else:
+        raise UserError(
+            f"{weights.path}: not Qwen-Image's autoencoder (no decoder.conv1.weight); give qwen_image_vae.safetensors"
+        )
+    return _config(weights, key_map), key_map
+
+
+def _config(weights: WeightFiles, key_map: KeyMap) -> dict[str, Any]:
+    """Return the arguments of ``AutoencoderKLQwenImage`` that fit a file's shapes; the rest is as published."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        return weights.shape(key_map[name][0].source if name in key_map else name)
+
+    _refuse_layered(weights, shape("encoder.conv_in.weight")[1])
+    base = shape("encoder.conv_in.weight")[0]
+    block, widths, temporal = 0, [], []
+    residuals = 0
+    while f"encoder.down_blocks.{block + residuals}.conv1.weight" in key_map:
+        residuals += 1
+    while f"encoder.down_blocks.{block}.conv1.weight" in key_map:
+        widths.append(shape(f"encoder.down_blocks.{block}.conv1.weight")[0])
+        if f"encoder.down_blocks.{block + residuals}.resample.1.weight" in key_map:
+            temporal.append(f"encoder.down_blocks.{block + residuals}.time_conv.weight" in key_map)
+        block += residuals + 1
+    return {
+        "base_dim": base,
+        "z_dim": shape("decoder.conv_in.weight")[1],
+        "dim_mult": [width // base for width in widths],
+        "num_res_blocks": residuals,
+        "temperal_downsample": temporal,
+    }
+
+
+def _refuse_layered(weights: WeightFiles, channels: int) -> None:
+    if channels != 3:
+        raise UserError(
+            f"{weights.path}: an autoencoder of {channels} channels, as Qwen-Image-Layered has, which is not a model "
+            "family of this version; give qwen_image_vae.safetensors"
+        )
+
+
+def _residuals(weights: WeightFiles, resample: str) -> int:
+    """Return how many residual blocks come before the first that changes the size."""
+    return next((i for i in range(len(weights.names)) if resample.format(i) in weights), 0)
+
+
+_RENAMES = (
+    (r"^conv1\.", "quant_conv."),
+    (r"^conv2\.", "post_quant_conv."),
+    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
+    (r"\.head\.0\.", ".norm_out."),
+    (r"\.head\.2\.", ".conv_out."),
+    (r"\.middle\.0\.", ".mid_block.resnets.0."),
+    (r"\.middle\.1\.", ".mid_block.attentions.0."),
+    (r"\.middle\.2\.", ".mid_block.resnets.1."),
+    (r"\.residual\.0\.", ".norm1."),
+    (r"\.residual\.2\.", ".conv1."),
+    (r"\.residual\.3\.", ".norm2."),
+    (r"\.residual\.6\.", ".conv2."),
+    (r"\.shortcut\.", ".conv_shortcut."),
+    (r"\.downsamples\.", ".down_blocks."),
+)
+
+
+def _diffusers_name(name: str, per_level: int) -> str:
+    """Translate one of Wan's keys; a level of the decoder has ``per_level`` places, the last one its upsampler."""
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return re.sub(r"\.upsamples\.(\d+)\.", lambda match: _up_block(int(match[1]), per_level), name)
+
+
+def _up_block(place: int, per_level: int) -> str:
+    level, part = divmod(place, per_level)
+    return f".up_blocks.{level}.upsamplers.0." if part == per_level - 1 else f".up_blocks.{level}.resnets.{part}."
