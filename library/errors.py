@@ -18,10 +18,16 @@ class UserError(ValueError):
     """Bad input from outside, described in one line that ends with the remedy."""
 
 
+def nearest_of(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
+    """Return the candidate nearest to ``word``, if one is at least so similar (0 to 1)."""
+    nearest = difflib.get_close_matches(word, list(candidates), n=1, cutoff=similarity)
+    return nearest[0] if nearest else None
+
+
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the candidate nearest to ``word``, or an empty string."""
-    nearest = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    nearest = nearest_of(word, candidates)
+    return f"; did you mean {nearest!r}?" if nearest else ""
 
 
 @contextmanager

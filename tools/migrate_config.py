@@ -43,7 +43,10 @@ def migrate(command: Command, save_to: Path, source: str) -> list[Note]:
         UserError: a file that cannot be read, a key of neither project, a model family that is not there, a value
             that does not fit.
     """
-    values, origins = read_arguments(command.arguments)
+    given = read_arguments(command.arguments)
+    if given.problems:
+        raise UserError("\n".join(given.problems))
+    values, origins = given.values, given.origins
     tool = command.tool or find_tool(values) or "sd-scripts"
     if tool == "musubi-tuner" and command.launcher.get("mixed_precision"):
         values.setdefault("mixed_precision", command.launcher["mixed_precision"])

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from library.config.optimizer_conflicts import find_conflict as find_optimizer_conflict
+from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
 from library.config.schema import FlowConfig, LoggingConfig, Section, TrainConfig
 
 
-def find_conflict(config: TrainConfig) -> str | None:
-    """Return the first conflict among the options, as one line with its remedy, or None."""
+def find_conflicts(config: TrainConfig) -> Iterator[str]:
+    """Yield every conflict among the options, as one line with its remedy."""
     rules: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
+        _model,
         _precision,
         _fp8,
         _flow,
@@ -24,9 +25,8 @@ def find_conflict(config: TrainConfig) -> str | None:
         _compiling,
     )
     for rule in rules:
-        for problem in rule(config):
-            return problem
-    return find_optimizer_conflict(config.optimizer)
+        yield from rule(config)
+    yield from find_optimizer_conflicts(config.optimizer)
 
 
 def _unused(section: Section, keys: tuple[str, ...], condition: bool, reason: str) -> Iterator[str]:
@@ -35,6 +35,20 @@ def _unused(section: Section, keys: tuple[str, ...], condition: bool, reason: st
         for key in keys:
             if key in section.model_fields_set:
                 yield f"{key}: has no effect {reason}; remove it"
+
+
+_FLUX_KEYS = ("ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "t5xxl_max_token_length")
+_QWEN_KEYS = ("vae", "text_encoder", "qwen_tokenizer", "zero_cond_t")
+
+
+def _model(config: TrainConfig) -> Iterator[str]:
+    model, kind = config.model, config.model.model_type
+    qwen = kind.startswith("qwen_image")
+    yield from _unused(model, _FLUX_KEYS, qwen, f'with model_type = "{kind}", whose files are vae and text_encoder')
+    yield from _unused(model, _QWEN_KEYS, not qwen, f'with model_type = "{kind}", whose files are ae, clip_l and t5xxl')
+    edits = kind == "qwen_image_edit_plus"
+    yield from _unused(model, ("zero_cond_t",), qwen and not edits, f'with model_type = "{kind}"')
+    yield from _unused(config.flow, ("guidance_scale",), qwen, f'with model_type = "{kind}", which takes no guidance')
 
 
 def _precision(config: TrainConfig) -> Iterator[str]:
@@ -84,14 +98,15 @@ def _flow(config: TrainConfig) -> Iterator[str]:
     yield from _unused(
         flow,
         ("sigmoid_scale",),
-        sampling not in ("sigmoid", "shift", "flux_shift"),
-        f'with timestep_sampling = "{sampling}" (sigmoid, shift and flux_shift use it)',
+        sampling not in ("sigmoid", "shift", "flux_shift", "qwen_shift"),
+        f'with timestep_sampling = "{sampling}" (sigmoid and the shifts use it)',
     )
     yield from _unused(
         flow, ("logit_mean", "logit_std"), scheme != "logit_normal", 'without weighting_scheme = "logit_normal"'
     )
     yield from _unused(flow, ("mode_scale",), scheme != "mode", 'without weighting_scheme = "mode"')
     yield from _unused(flow, ("huber_c",), flow.loss_type == "l2", 'with loss_type = "l2"')
+    yield from _unused(flow, ("seam_width",), not flow.seam_loss_weight, "without seam_loss_weight")
 
 
 def _saving(config: TrainConfig) -> Iterator[str]:

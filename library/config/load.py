@@ -6,38 +6,49 @@ headings in the TOML file are for the reader: a key is known by its name, under 
 
 Keys and flags of kohya's trainers are taken too, in the file and on the command line, and translated into the
 schema's by ``library.config.kohya``; ``--help`` does not list them, ``docs/kohya_flags.md`` does.
+
+All that is wrong is told at once, a line each: unknown keys, values that do not fit, keys of kohya's that are not
+taken, and options that contradict each other among those that could be read.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any
 
 import toml
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
-from library.config.conflicts import find_conflict
+from library.config.command_line import parse_flags, unknown_flags
+from library.config.conflicts import find_conflicts
+from library.config.keys import fields, sections
 from library.config.kohya import Note, is_known, translate
-from library.config.kohya_flags import FLAGS
 from library.config.schema import TrainConfig
-from library.errors import UserError, did_you_mean
+from library.errors import UserError, did_you_mean, nearest_of
 
-Fields = dict[str, tuple[str, FieldInfo]]
-
-
-def sections() -> dict[str, type[BaseModel]]:
-    """Return the schema's sections by name."""
-    found = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
-    return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, BaseModel)}
+_SAME_HEADING = 0.8  # similarity above which an unknown table heading is taken for a misspelt one
+_OF_DATASETS = ("general", "datasets")
 
 
-def fields() -> Fields:
-    """Return every key of the schema with its section and field."""
-    return {key: (name, field) for name, cls in sections().items() for key, field in cls.model_fields.items()}
+@dataclass
+class Given:
+    """What a person wrote.
+
+    Attributes:
+        values, origins: known keys, and where each one stands, "run.toml:3: network_dim" or "--network_dim".
+        problems: a line for everything that is no key.
+        meant: keys that were probably meant by it; nothing is said about their absence.
+        notes: what a person should see, though it runs.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    meant: set[str] = field(default_factory=set)
+    notes: list[Note] = field(default_factory=list)
 
 
 def load_config(argv: Sequence[str], notes: list[Note] | None = None) -> TrainConfig:
@@ -51,99 +62,157 @@ def load_config(argv: Sequence[str], notes: list[Note] | None = None) -> TrainCo
         UserError: a file that cannot be read, an unknown key, a wrong type, or options that exclude each other;
             every problem found is a line of its own, with file, line and key.
     """
-    values, origins = read_arguments(argv)
-    translation = translate(values, origins, fields())
-    if problems := translation.problems():
+    given = read_arguments(argv)
+    translation = translate(given.values, given.origins, fields())
+    refused = {note.key for note in translation.notes if note.outcome == "refused"}
+    uncertain = given.meant | refused | ({"dataset_config"} if translation.dataset else set())
+    config, problems = _validate(translation.values, translation.origins, uncertain)
+    problems = [*given.problems, *translation.problems(), *problems]
+    if config is None or problems:
         raise UserError("\n".join(problems))
     if notes is not None:
-        notes.extend(translation.notes)
-    return validated(translation.values, translation.origins)
+        notes.extend([*given.notes, *translation.notes])
+    return config
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keys of the TOML file and the flags together, flags winning, and where each one stands.
+def read_arguments(argv: Sequence[str]) -> Given:
+    """Return the keys of the TOML file and the flags together, flags winning.
 
     Raises:
-        UserError: a file that cannot be read, an unknown key or flag.
+        UserError: a file that cannot be read, a flag without its value.
     """
-    arguments = vars(_parser().parse_args(argv))
+    arguments, unknown = parse_flags(argv)
     config_file = arguments.pop("config_file")
-    values, origins = read_toml(config_file) if config_file else ({}, {})
+    given = read_toml(config_file) if config_file else Given()
+    for problem, meant in unknown_flags(unknown):
+        given.problems.append(problem)
+        given.meant |= {meant} if meant else set()
     for key, value in arguments.items():
-        values[key], origins[key] = value, f"--{key}"
-    return values, origins
+        given.values[key], given.origins[key] = value, f"--{key}"
+    return given
 
 
-def read_toml(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keys of a training TOML, table headings dissolved, and where each one stands ("file:line: key").
+def read_toml(path: str | Path) -> Given:
+    """Return the keys of a training TOML, table headings dissolved.
 
     The suffix may be left out, as with kohya's trainers.
 
     Raises:
-        UserError: the file does not exist or is no TOML, a key is unknown, or one stands there twice.
+        UserError: the file does not exist or is no TOML.
     """
     if not Path(path).exists() and Path(f"{path}.toml").exists():
         path = f"{path}.toml"
+    if Path(path).is_dir():
+        inside = ", such as config.toml in it" if (Path(path) / "config.toml").is_file() else ""
+        raise UserError(f"{path}: is a folder; give --config_file the path of a training TOML{inside}")
     try:
         text = Path(path).read_text(encoding="utf-8")
         tables = toml.loads(text)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give --config_file the path of a training TOML") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); check the path and the file's rights") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file's rights") from None
     except (toml.TomlDecodeError, IndexError) as error:  # toml 0.10 raises IndexError on some broken lines
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
-    known = fields()
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    problems: list[str] = []
+    known, given = fields(), Given()
     for key, value in _flattened(tables, set(known)):
         where = f"{path}:{_line_of(key, text)}: {key}"
         if key not in known and not is_known(key):
-            problems.append(f"{where}: unknown key{did_you_mean(key, known) or '; see train_lora.py --help'}")
-        elif key in values:
-            problems.append(f"{where}: stands in this file twice; keep one")
-        values[key], origins[key] = value, where
-    if problems:
-        raise UserError("\n".join(problems))
-    return values, origins
+            given.problems.append(f"{where}: {_unknown(key, value)}")
+            given.meant |= {nearest_of(key, known) or ""}
+            continue
+        if key in given.values:
+            given.problems.append(f"{where}: stands in this file twice; keep one")
+        given.values[key], given.origins[key] = value, where
+    for name in (name for name, value in tables.items() if isinstance(value, dict) and name not in known):
+        if name not in sections() and (meant := nearest_of(name, sections(), _SAME_HEADING)):
+            where = f"{path}:{_line_of(name, text, heading=True)}: [{name}]"
+            given.notes.append(Note(name, "told", f"no section has this name; did you mean {meant!r}?", where))
+    return given
+
+
+def _unknown(key: str, value: Any) -> str:
+    """Return what to say of a key that is none."""
+    if key in _OF_DATASETS:
+        return "describes images; put it into the file that dataset_config names"
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return f"is a list of tables; write [{key}] in single brackets"
+    return f"unknown key{did_you_mean(key, fields()) or '; see train_lora.py --help'}"
 
 
 def _flattened(table: dict[str, Any], known: set[str]) -> list[tuple[str, Any]]:
     """Return the key-value pairs of nested tables, in the order in which they stand."""
     pairs: list[tuple[str, Any]] = []
     for key, value in table.items():
-        if isinstance(value, dict) and key not in known:
+        if isinstance(value, dict) and key not in known and key not in _OF_DATASETS:
             pairs.extend(_flattened(value, known))
         else:
             pairs.append((key, value))
     return pairs
 
 
-def _line_of(key: str, text: str) -> int:
-    """Return the first line of ``text`` that sets ``key``, or 1."""
-    match = re.search(rf"^\s*[\"']?{re.escape(key)}[\"']?\s*=", text, re.MULTILINE)
+def _line_of(key: str, text: str, heading: bool = False) -> int:
+    """Return the first line of ``text`` that sets ``key`` or has it for a heading, or 1."""
+    name = rf"[\"']?{re.escape(key)}[\"']?"
+    line = rf"^\s*\[+\s*{name}\s*[\].]" if heading else rf"^\s*(?:{name}\s*=|\[+\s*{name}\s*\])"
+    match = re.search(line, text, re.MULTILINE)
     return text.count("\n", 0, match.end()) + 1 if match else 1
 
 
 def validated(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
-    """Sort ``values`` into sections and validate them; turn pydantic's report into lines a person can use.
+    """Sort ``values`` into sections and validate them.
 
     Raises:
-        UserError: a line for every value that does not fit; or options that exclude each other.
+        UserError: a line for every value that does not fit, and for options that exclude each other.
     """
+    config, problems = _validate(values, origins)
+    if config is None or problems:
+        raise UserError("\n".join(problems))
+    return config
+
+
+def _validate(
+    values: dict[str, Any], origins: dict[str, str], uncertain: Collection[str] = ()
+) -> tuple[TrainConfig | None, list[str]]:
+    """Return the configuration, None where values do not fit, and a line for everything that is wrong.
+
+    Options are compared with each other even if some values do not fit: without those, and without what would be said
+    about them.
+
+    Args:
+        values, origins: keys of the schema.
+        uncertain: keys that were set under wrong names, or to what is not taken.
+    """
+    try:
+        config = TrainConfig.model_validate(_sorted(values))
+    except ValidationError as error:
+        items = [item for item in error.errors() if item["type"] != "missing" or item["loc"][1] not in uncertain]
+        problems = [_problem(item, origins) for item in items]
+        unfit = {str(item["loc"][1]) for item in error.errors()}
+        rest = {key: value for key, value in values.items() if key not in unfit}
+        required = {key: "?" for key, (_, field) in fields().items() if field.is_required() and key not in rest}
+        fitting = TrainConfig.model_validate(_sorted(rest | required))
+        return None, [*problems, *_conflicts(fitting, unfit | set(uncertain))]
+    return config, list(_conflicts(config, uncertain))
+
+
+def _sorted(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return ``values`` by section."""
     known = fields()
     tree: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     for key, value in values.items():
         tree[known[key][0]][key] = value
-    try:
-        config = TrainConfig.model_validate(tree)
-    except ValidationError as error:
-        raise UserError("\n".join(_problem(item, origins) for item in error.errors())) from None
-    if conflict := find_conflict(config):
-        raise UserError(conflict)
-    return config
+    return tree
+
+
+def _conflicts(config: TrainConfig, uncertain: Collection[str]) -> Iterator[str]:
+    """Yield the conflicts that say nothing about ``uncertain`` keys."""
+    for conflict in find_conflicts(config):
+        if not set(uncertain) & set(re.findall(r"\w+", conflict)):
+            yield conflict
 
 
 def _problem(item: Any, origins: dict[str, str]) -> str:
@@ -151,77 +220,11 @@ def _problem(item: Any, origins: dict[str, str]) -> str:
     key = str(item["loc"][1])
     if item["type"] == "missing":
         return f"{key}: is required; set it in the TOML file or with --{key}"
+    if item["type"] == "value_error":  # of a validator of ours, which says what to do
+        return f"{origins.get(key, key)}: {item['input']!r} does not fit: {item['ctx']['error']}"
     message = str(item["msg"]).removeprefix("Input should be ")
     nearest = ""
     expected = item.get("ctx", {}).get("expected")
     if expected:
         nearest = did_you_mean(str(item["input"]), re.findall(r"'([^']*)'", expected))
     return f"{origins.get(key, key)}: {item['input']!r} does not fit: should be {message}{nearest}"
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are ``UserError``s with the nearest valid flag."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}; see --help")
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            flag = unknown[0].split("=")[0]
-            if not flag.startswith("-"):
-                raise UserError(
-                    f"command line: {flag!r} belongs to no flag; a switch takes no value: --flag or --no-flag"
-                )
-            nearest = did_you_mean(flag.lstrip("-"), fields())
-            raise UserError(f"command line: {flag}: unknown flag{nearest or '; see --help'}")
-        return parsed
-
-
-def _parser() -> _Parser:
-    """Build the command line from the schema: a group a section, a flag a key."""
-    parser = _Parser(
-        prog="train_lora.py",
-        usage="train_lora.py --config_file TOML [--key value ...]",
-        description="Train a LoRA. Every flag is also a key of the TOML file; flags win.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.HelpFormatter,
-    )
-    parser.add_argument("--config_file", metavar="TOML", default=None, help="training TOML with any of the keys below")
-    for name, section in sections().items():
-        group = parser.add_argument_group(name, (section.__doc__ or "").strip().split("\n")[0])
-        for key, field in section.model_fields.items():
-            _add_flag(group, key, field)
-    for name in FLAGS.keys() - fields().keys():
-        _add_kohya_flag(parser, name, FLAGS[name].takes)
-    return parser
-
-
-def _add_kohya_flag(parser: argparse.ArgumentParser, name: str, takes: str) -> None:
-    """Add a flag of kohya's that is no key of the schema, without a line in ``--help``."""
-    if takes == "switch":
-        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
-    else:
-        parser.add_argument(f"--{name}", nargs="*" if takes == "list" else None, help=argparse.SUPPRESS)
-
-
-def _add_flag(group: Any, key: str, field: FieldInfo) -> None:
-    """Add the flag of one key; values stay text, the schema converts them."""
-    choices = _choices(field.annotation)
-    default = "required" if field.is_required() else f"default: {field.get_default()}"
-    text = f"{field.description}" + (f"; one of {', '.join(choices)}" if choices else "") + f" ({default})"
-    text = text.replace("%", "%%")
-    if field.annotation is bool:
-        group.add_argument(f"--{key}", action=argparse.BooleanOptionalAction, help=text)
-    elif get_origin(field.annotation) is list:
-        group.add_argument(f"--{key}", nargs="*", metavar="X", help=text)
-    else:
-        group.add_argument(f"--{key}", metavar="X", help=text)
-
-
-def _choices(annotation: Any) -> list[str]:
-    """Return the words a ``Literal`` (possibly optional) allows, or nothing."""
-    if get_args(annotation) and all(isinstance(a, str) for a in get_args(annotation)):
-        return list(get_args(annotation))
-    return [word for part in get_args(annotation) for word in _choices(part)]

@@ -11,6 +11,8 @@ the built optimizer knows is checked again by ``library.training.optimizers`` an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from library.config.schema import OptimizerConfig
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "warmup_stable_decay")
@@ -46,29 +48,29 @@ def effective_learning_rate(config: OptimizerConfig) -> float:
     return config.learning_rate
 
 
-def find_conflict(config: OptimizerConfig) -> str | None:
-    """Return one line about the first setting that could have no effect or fights another, else ``None``."""
-    return _schedule_conflict(config) or _optimizer_conflict(config)
+def find_conflicts(config: OptimizerConfig) -> Iterator[str]:
+    """Yield one line about each setting that could have no effect or fights another."""
+    yield from _schedule_conflicts(config)
+    yield from _optimizer_conflicts(config)
 
 
-def _schedule_conflict(config: OptimizerConfig) -> str | None:
+def _schedule_conflicts(config: OptimizerConfig) -> Iterator[str]:
     scheduler = config.lr_scheduler
     for key, schedulers in _ONLY_WITH.items():
         if _is_set(config, key) and scheduler not in schedulers:
             known = ", ".join(schedulers)
-            return f"{key} has no effect with lr_scheduler {scheduler!r}; remove it or choose one of: {known}"
+            yield f"{key} has no effect with lr_scheduler {scheduler!r}; remove it or choose one of: {known}"
     if scheduler == "constant_with_warmup" and not config.lr_warmup_steps:
-        return "lr_scheduler 'constant_with_warmup' needs lr_warmup_steps above 0; set it or choose 'constant'"
+        yield "lr_scheduler 'constant_with_warmup' needs lr_warmup_steps above 0; set it or choose 'constant'"
     if scheduler == "warmup_stable_decay" and not config.lr_decay_steps:
-        return "lr_scheduler 'warmup_stable_decay' needs lr_decay_steps above 0 (such as 0.2); set it"
-    return None
+        yield "lr_scheduler 'warmup_stable_decay' needs lr_decay_steps above 0 (such as 0.2); set it"
 
 
-def _optimizer_conflict(config: OptimizerConfig) -> str | None:
+def _optimizer_conflicts(config: OptimizerConfig) -> Iterator[str]:
     name = _class_name(config.optimizer_type)
     flags = {argument.replace(" ", "") for argument in config.optimizer_args}
     if "schedulefree" in name and config.lr_scheduler != "constant" and "use_schedulefree=False" not in flags:
-        return (
+        yield (
             f"{config.optimizer_type} averages weights instead of lowering the learning rate, lr_scheduler "
             f'{config.lr_scheduler!r} would fight it; set lr_scheduler = "constant" (for a warm-up, '
             "AdamWScheduleFree takes warmup_steps in optimizer_args)"
@@ -76,14 +78,13 @@ def _optimizer_conflict(config: OptimizerConfig) -> str | None:
     if name == "adafactor" and flags & {"relative_step=True", "warmup_init=True"}:
         for key in ("learning_rate", "text_encoder_lr", "lr_scheduler"):
             if _is_set(config, key):
-                return f"{key} has no effect with Adafactor's relative_step=True; remove one of the two"
+                yield f"{key} has no effect with Adafactor's relative_step=True; remove one of the two"
     lr = effective_learning_rate(config)
     if estimates_step_size(config.optimizer_type) and 0 < lr < SMALLEST_LR_FACTOR:
-        return (
+        yield (
             f"learning_rate {lr:g} multiplies the step size that {config.optimizer_type} estimates, "
             "nothing would be learned; set learning_rate = 1.0 or leave it out"
         )
-    return None
 
 
 def _class_name(optimizer_type: str) -> str:

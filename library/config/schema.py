@@ -27,7 +27,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class ModelConfig(Section):
     """The base model and where its parts lie."""
 
-    model_type: Literal["flux"] = Field("flux", description="architecture family")
+    model_type: Literal[
+        "flux", "flux_fill", "flux_kontext", "qwen_image", "qwen_image_edit", "qwen_image_edit_plus"
+    ] = Field("flux", description="architecture family; flux: FLUX.1 dev and schnell")
     pretrained_model_name_or_path: str = Field(
         description="diffusers folder, or a transformer file: BFL's flux1-dev.safetensors or ComfyUI's split file"
     )
@@ -44,6 +46,16 @@ class ModelConfig(Section):
     )
     t5xxl_max_token_length: Positive | None = Field(
         None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
+    )
+    vae: str | None = Field(None, description="Qwen-Image: VAE file or folder, with a single file")
+    text_encoder: str | None = Field(None, description="Qwen-Image: Qwen2.5-VL file or folder, with a single file")
+    qwen_tokenizer: str = Field(
+        "Qwen/Qwen2.5-VL-7B-Instruct", description="Qwen-Image: tokenizer folder or hub name, with a single file"
+    )
+    zero_cond_t: bool | None = Field(
+        None,
+        description="qwen_image_edit_plus: reference pictures are modulated as at timestep 0, as Edit-2511 was trained; "
+        "default: as the model's files say",
     )
     base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="dtype of the frozen weights; auto follows mixed_precision"
@@ -75,7 +87,7 @@ class PrecisionConfig(Section):
         "(Ada, Hopper or newer; one scale a tensor or row); auto takes fp8 products where GPU and weight allow",
     )
     fp8_input_gradient: bool = Field(False, description="fp8 products for the input gradient too, not only in forward")
-    fp8_text_encoder: bool = Field(False, description="quantise T5 to fp8, block64, as it is loaded")
+    fp8_text_encoder: bool = Field(False, description="quantise T5 or Qwen2.5-VL to fp8, block64, as it is loaded")
 
 
 class DatasetArguments(Section):
@@ -176,10 +188,11 @@ class TrainingConfig(Section):
 class FlowConfig(Section):
     """Timesteps, weighting and loss of the rectified flow."""
 
-    timestep_sampling: Literal["uniform", "sigmoid", "shift", "flux_shift", "sigma"] = Field(
-        "flux_shift", description="how sigmas are drawn"
+    timestep_sampling: Literal["uniform", "sigmoid", "shift", "flux_shift", "qwen_shift", "sigma"] = Field(
+        "flux_shift",
+        description="how sigmas are drawn; flux_shift and qwen_shift follow the size, as these models' samplers do",
     )
-    sigmoid_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="spread of sigmoid, shift and flux_shift")
+    sigmoid_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="spread of sigmoid and of the shifts")
     discrete_flow_shift: Annotated[float, Field(gt=0)] = Field(
         3.0, description="shift of timestep_sampling shift, sigma"
     )
@@ -194,14 +207,26 @@ class FlowConfig(Section):
     guidance_scale: float = Field(1.0, description="guidance given to guidance-distilled models in training")
     loss_type: Literal["l2", "huber", "smooth_l1"] = Field("l2", description="loss")
     huber_c: Annotated[float, Field(gt=0)] = Field(0.1, description="where huber and smooth_l1 turn linear")
-    masked_loss: bool = Field(False, description="weigh the loss by mask images (conditioning_data_dir) or alpha")
+    masked_loss: bool = Field(
+        False,
+        description="weigh the loss by mask images (conditioning_data_dir) or alpha; of a fill model without them, "
+        "count the region to fill alone",
+    )
+    seam_loss_weight: NotNegative = Field(
+        0.0, description="extra weight of the loss along the border of masks and regions to fill, 0 for none"
+    )
+    seam_width: Positive = Field(2, description="latent cells on each side of the border that seam_loss_weight counts")
 
 
 class SavingConfig(Section):
     """What is written, and when."""
 
     output_dir: str = Field("output", description="folder for everything a run writes")
-    output_name: str = Field("lora", pattern=r"^[^/\\]+$", description="file name of the LoRA, without suffix")
+    output_name: str = Field(
+        "lora",
+        description="file name of the LoRA, without suffix",
+        json_schema_extra={"pattern": r"^[^/\\]+$"},
+    )
     save_every_n_steps: Positive | None = Field(None, description="write the LoRA every so many optimizer steps")
     save_every_n_epochs: Positive | None = Field(None, description="write the LoRA every so many epochs")
     save_last_n_steps: Positive | None = Field(None, description="keep only what was saved in the last so many steps")
@@ -220,6 +245,13 @@ class SavingConfig(Section):
     save_state_on_train_end: bool = Field(False, description="write the training state at the end")
     save_format: Literal["diffusers", "kohya", "comfy"] = Field("diffusers", description="key layout of the LoRA file")
     training_comment: str | None = Field(None, description="free text for the LoRA's metadata")
+
+    @field_validator("output_name")
+    @classmethod
+    def _is_a_file_name(cls, value: str) -> str:
+        if not value or set(value) & {"/", "\\"}:
+            raise ValueError("it is a file's name alone; put the folder into output_dir")
+        return value
 
 
 class HubConfig(Section):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from library.config import load_config
-from library.config.load import fields, sections
+from library.config.keys import fields, sections
+from library.config.kohya import Note, summary
 from library.errors import UserError
 from tools.write_config_docs import json_schema, options_page
 
@@ -71,9 +72,71 @@ def test_a_wrong_choice_names_the_nearest_one() -> None:
     assert _problem(["--lr_scheduler", "cosin", *REQUIRED]).endswith("did you mean 'cosine'?")
 
 
-def test_every_problem_gets_a_line_of_its_own(tmp_path: Path) -> None:
-    path = _toml(tmp_path, "netwrk_dim = 8\nlerning_rate = 1\n")
-    assert len(_problem(["--config_file", path, *REQUIRED]).splitlines()) == 2
+def test_all_that_is_wrong_is_told_at_once_a_line_each(tmp_path: Path) -> None:
+    """Unknown keys and flags, values, keys of kohya's, and conflicts among what could be read; nothing that follows."""
+    text = """pretrained_modl_name_or_path = "base"
+        max_train_steps = "many"
+        save_evry_n_steps = 2
+        save_last_n_steps = 4
+        full_bf16 = true
+        mixed_precision = "bf17"
+        discrete_flow_shift = 2.0
+        lr_scheduler_power = 2.0
+        v2 = true
+        [saving]
+        output_name = "out/cat"
+        [datasets]
+        resolution = 64
+        """
+    path = _toml(tmp_path, text)
+    problem = _problem(["--config_file", path, "--dataset_config", "d.toml", "--foo", "3", "--netwrk_dim=4"])
+    sampling = 'timestep_sampling = "flux_shift"'
+    assert problem.splitlines() == [
+        f"{path}:1: pretrained_modl_name_or_path: unknown key; did you mean 'pretrained_model_name_or_path'?",
+        f"{path}:3: save_evry_n_steps: unknown key; did you mean 'save_every_n_steps'?",
+        f"{path}:12: datasets: describes images; put it into the file that dataset_config names",
+        "command line: --foo: unknown flag; see --help",
+        "command line: --netwrk_dim: unknown flag; did you mean 'network_dim'?",
+        f"{path}:9: v2: not taken: it belongs to Stable Diffusion; remove it",
+        f"{path}:2: max_train_steps: 'many' does not fit: should be a valid integer, unable to parse string as an "
+        "integer",
+        f"{path}:6: mixed_precision: 'bf17' does not fit: should be 'no', 'fp16' or 'bf16'; did you mean 'bf16'?",
+        f"{path}:11: output_name: 'out/cat' does not fit: it is a file's name alone; put the folder into output_dir",
+        f"discrete_flow_shift: has no effect with {sampling} (shift and sigma use it); remove it",
+        "lr_scheduler_power has no effect with lr_scheduler 'constant'; remove it or choose one of: polynomial",
+    ]  # full_bf16 would want another mixed_precision, save_last_n_steps a save_every_n_steps: both are told above
+
+
+def test_conflicts_are_told_together() -> None:
+    flags = ["--huber_c", "1", "--mode_scale", "1", "--logging_dir", "x", "--lr_warmup_steps", "10"]
+    assert [line.split()[0].rstrip(":") for line in _problem([*flags, *REQUIRED]).splitlines()] == [
+        "mode_scale",
+        "huber_c",
+        "logging_dir",
+        "lr_warmup_steps",
+    ]
+
+
+def test_a_misspelt_table_heading_is_mentioned_and_its_keys_are_read(tmp_path: Path) -> None:
+    path = _toml(tmp_path, "[trainin]\nseed = 4\n[training_arguments]\nmax_train_steps = 7\n")
+    notes: list[Note] = []
+    config = load_config(["--config_file", path, *REQUIRED], notes)
+    assert (config.training.seed, config.training.max_train_steps) == (4, 7)
+    assert summary(notes) == [f"note: {path}:1: [trainin]: no section has this name; did you mean 'training'?"]
+
+
+def test_tables_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
+    path = _toml(tmp_path, "[[network]]\nnetwork_dim = 8\n")
+    assert _problem(["--config_file", path, *REQUIRED]) == (
+        f"{path}:1: network: is a list of tables; write [network] in single brackets"
+    )
+
+
+def test_a_folder_is_no_config_file(tmp_path: Path) -> None:
+    wanted = f"{tmp_path}: is a folder; give --config_file the path of a training TOML"
+    assert _problem(["--config_file", str(tmp_path)]) == wanted
+    (tmp_path / "config.toml").write_text("seed = 1\n")
+    assert _problem(["--config_file", str(tmp_path)]) == f"{wanted}, such as config.toml in it"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +157,10 @@ def test_a_broken_toml_file_is_named(tmp_path: Path, text: str, part: str) -> No
 def test_missing_files_keys_and_flags_say_what_to_do(tmp_path: Path) -> None:
     assert "no such file" in _problem(["--config_file", str(tmp_path / "no.toml")])
     assert "pretrained_model_name_or_path: is required" in _problem(["--dataset_config", "d"])
-    assert _problem(["--netwrk_dim", "3"]) == "command line: --netwrk_dim: unknown flag; did you mean 'network_dim'?"
+    assert (
+        _problem(["--netwrk_dim", "3", *REQUIRED])
+        == "command line: --netwrk_dim: unknown flag; did you mean 'network_dim'?"
+    )
     assert "'false' belongs to no flag; a switch takes no value" in _problem(["--sample_at_end", "false", *REQUIRED])
 
 
