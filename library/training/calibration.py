@@ -1,0 +1,143 @@
+"""Running a model on a few of the user's own images, to see what its layers are given.
+
+Images, captions, latents and conditions come through the code and the caches of training, noise and noise levels are
+functions of (seed, image), and the forward pass is the family's: what is collected is what training and sampling see.
+Each image is one batch at each noise level. The last quarter of the images is held out: fits are made on the others,
+and judged on these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from library.config.schema import DatasetArguments
+from library.data.batches import Batch, collate
+from library.data.dataset import TrainingData, build_dataset
+from library.errors import UserError
+from library.precision.parity.activations import Forward
+from library.randomness import generator
+from library.training.flow import add_noise, noise_for
+from library.training.progress import counting
+
+if TYPE_CHECKING:
+    from library.models.protocol import Family
+
+SIGMAS = (0.95, 0.75, 0.5, 0.25)  # from the sketch to the details; the tokens of one image differ more than these
+IMAGES = 8
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What to calibrate on.
+
+    Attributes:
+        dataset_config: dataset TOML, as in training.
+        images: how many different images; the last quarter of them is held out.
+        sigmas: noise levels, each in (0, 1].
+        seed: chooses images and noise.
+        guidance_scale: given to models with a guidance input.
+        masked_loss: the dataset has loss masks; as in training it must be said.
+        cache_directory: of latents and text; None for the place beside the images.
+    """
+
+    dataset_config: str
+    images: int = IMAGES
+    sigmas: Sequence[float] = SIGMAS
+    seed: int = 0
+    guidance_scale: float = 3.5
+    masked_loss: bool = False
+    cache_directory: str | None = None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Inputs of the model, ready to be run: ``fit`` to fit to and ``check`` to judge by."""
+
+    family: Family
+    options: CalibrationOptions
+    fit: Sequence[Batch]
+    check: Sequence[Batch]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def forwards(self, transformer: nn.Module, batches: Sequence[Batch]) -> list[Forward]:
+        """Return calls that run ``transformer`` on each of ``batches`` at each noise level."""
+        return [
+            partial(self._velocity, transformer, batch, sigma) for batch in batches for sigma in self.options.sigmas
+        ]
+
+    def velocities(self, transformer: nn.Module, batches: Sequence[Batch]) -> Tensor:
+        """Return all predicted velocities on ``batches``, flat, fp32 on the CPU."""
+        with torch.no_grad():
+            return torch.cat([self._velocity(transformer, b, s).flatten().cpu() for b in batches for s in self._sigmas])
+
+    @property
+    def _sigmas(self) -> Sequence[float]:
+        return self.options.sigmas
+
+    def _velocity(self, transformer: nn.Module, batch: Batch, sigma: float) -> Tensor:
+        batch = batch.to(self.device)
+        noise = noise_for(batch.latents, batch.sample_ids, self.options.seed, "calibration", round(sigma * 1e6))
+        sigmas = torch.full((len(batch.sample_ids),), sigma)
+        noisy, _ = add_noise(batch.latents, noise, sigmas)
+        guidance = self.options.guidance_scale
+        return self.family.predict_velocity(
+            transformer, noisy, sigmas.to(self.device), batch.text, guidance, batch.conditions
+        )
+
+
+def prepare_calibration(
+    family: Family, options: CalibrationOptions, dtype: torch.dtype, device: torch.device, console: Console
+) -> Calibration:
+    """Cache what is not cached yet, with the family's encoders, and choose the images.
+
+    Args:
+        family: whose encoders are used; each is let go of before this returns.
+        dtype, device: of encoders and model.
+
+    Raises:
+        UserError: anything wrong with the dataset; a sigma outside of (0, 1]; too few images.
+    """
+    if options.images < 1:
+        raise UserError(f"calibration_images: {options.images} is too few; give 1 or more, 8 are usual")
+    for sigma in options.sigmas:
+        if not 0 < sigma <= 1:
+            raise UserError(f"calibration_sigmas: {sigma:g} is no noise level; give numbers above 0 and up to 1")
+    image_encoder = family.load_image_encoder(dtype, device)
+    text_encoder = family.load_text_encoder(dtype, device)
+    arguments = DatasetArguments(dataset_config=options.dataset_config, cache_directory=options.cache_directory)
+    data = build_dataset(
+        arguments,
+        seed=options.seed,
+        pixel_multiple=image_encoder.pixel_multiple,
+        latent_factor=image_encoder.latent_factor,
+        prior_loss_weight=1.0,
+        masked_loss=options.masked_loss,
+        conditioning=family.conditioning,
+    )
+    with counting(console) as progress:
+        data.cache_latents(image_encoder, arguments.vae_batch_size, progress)
+        image_encoder.release()
+        data.cache_text(text_encoder, [], arguments.text_encoder_batch_size, progress)
+        text_encoder.release()
+    batches = _chosen(data, options)
+    held_out = len(batches) // 4
+    kept = len(batches) - held_out
+    fit = f"{kept} to fit to, {held_out} to judge by" if held_out else f"{kept}, judged by themselves"
+    console.print(f"calibration: {len(batches)} images ({fit}) at {len(options.sigmas)} noise levels")
+    return Calibration(family, options, batches[:kept], batches[kept:], device)
+
+
+def _chosen(data: TrainingData, options: CalibrationOptions) -> list[Batch]:
+    """Return different images of the training set, in an order that follows from the seed, one a batch."""
+    samples = data.train.samples
+    first = [0, *accumulate(sample.repeats for sample in samples)]
+    order = torch.randperm(len(samples), generator=generator("calibration", options.seed)).tolist()
+    return [collate([data.train[0, first[i]]]) for i in order[: options.images]]
