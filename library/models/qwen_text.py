@@ -97,9 +97,7 @@ class QwenTextEncoder:
         self.sees_references = pictures is not None
 
     @torch.no_grad()
-    def encode(
-        self, captions: list[str], references: list[list[Image.Image]] | None = None
-    ) -> list[dict[str, Tensor]]:
+    def encode(self, captions: list[str], references: list[list[Image.Image]] | None = None) -> list[dict[str, Tensor]]:
         """Encode ``captions`` in one batch.
 
         Args:
@@ -127,7 +125,7 @@ class QwenTextEncoder:
         for pictures in shown:
             if len(pictures) < least or (most is not None and len(pictures) > most):
                 takes = f"{least}" if least == most else f"at least {least}"
-                remedy = "; use model_type = \"qwen_image_edit_plus\"" if pictures and most == 1 else ""
+                remedy = '; use model_type = "qwen_image_edit_plus"' if pictures and most == 1 else ""
                 raise UserError(
                     f"control_directory: {len(pictures)} reference pictures of one caption, this model takes "
                     f"{takes}{remedy or '; give each picture its own'}"
