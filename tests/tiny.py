@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxFillPipeline,
+    FluxKontextPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -28,6 +35,7 @@ from transformers import (
 from library.config.schema import ModelConfig
 
 TEXT_WIDTH = 64
+FLUX_PIPELINES = {"flux": FluxPipeline, "flux_fill": FluxFillPipeline, "flux_kontext": FluxKontextPipeline}
 Module = TypeVar("Module", bound=nn.Module)
 T5_LENGTH = 24  # tokens per caption, from the tokenizer's model_max_length
 
@@ -39,12 +47,14 @@ def tiny_flux_transformer(
     heads: int = 2,
     head_dim: int = 32,
     seed: int = 0,
+    fill: bool = False,
 ) -> FluxTransformer2DModel:
-    """Return diffusers' own FLUX transformer, random, fp32; width = heads * head_dim."""
+    """Return diffusers' own FLUX transformer, random, fp32; width = heads * head_dim. ``fill``: with Fill's inputs."""
     first = max(8, head_dim // 8)
     transformer = _seeded(
         lambda: FluxTransformer2DModel(
-            in_channels=64,
+            in_channels=384 if fill else 64,
+            out_channels=64,
             num_layers=double_blocks,
             num_single_layers=single_blocks,
             attention_head_dim=head_dim,
@@ -146,22 +156,24 @@ def tiny_flux_pipeline(
     guidance: bool = True,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    model_type: str = "flux",
     **transformer: int,
 ) -> Path:
     """Write a complete random FLUX pipeline in diffusers' layout to ``folder``; return it.
 
-    Keyword arguments beyond those named go to :func:`tiny_flux_transformer`.
+    ``model_type`` chooses the variant; keyword arguments beyond those named go to :func:`tiny_flux_transformer`.
     """
     clip_tokenizer, t5_tokenizer = tiny_tokenizers()
     clip, t5 = tiny_text_encoders(len(clip_tokenizer), len(t5_tokenizer), seed)
-    pipeline = FluxPipeline(
+    network = tiny_flux_transformer(guidance, seed=seed, fill=model_type == "flux_fill", **transformer)
+    pipeline = FLUX_PIPELINES[model_type](
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0 if guidance else 1.0, use_dynamic_shifting=guidance),
         vae=tiny_vae(seed).to(dtype),
         text_encoder=clip.to(dtype),
         tokenizer=clip_tokenizer,
         text_encoder_2=t5.to(dtype),
         tokenizer_2=t5_tokenizer,
-        transformer=tiny_flux_transformer(guidance, seed=seed, **transformer).to(dtype),
+        transformer=network.to(dtype),
     )
     pipeline.save_pretrained(folder)
     return Path(folder)

@@ -1,0 +1,132 @@
+"""FLUX.1 Fill: the mask's packing, samples against FluxFillPipeline on pictures, overfitting, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxFillPipeline
+from torch import Tensor
+
+from library.conditions import NO_CONDITIONS, Conditions
+from library.config.schema import ModelConfig
+from library.errors import UserError
+from library.models.flux import FluxFamily
+from library.models.flux_tokens import pack_latents, pack_mask
+from library.models.registry import model_family
+from tests.flux_variants import TEXT, tiny_conditions
+from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
+
+WIDTH, HEIGHT = 64, 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_flux_pipeline(tmp_path_factory.mktemp("fill") / "model", model_type="flux_fill")
+
+
+@pytest.fixture
+def family(folder: Path) -> FluxFamily:
+    family = model_family(ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(folder)))
+    assert isinstance(family, FluxFamily)
+    return family
+
+
+def picture_and_mask() -> tuple[Tensor, Tensor]:
+    """Return a picture [1, 3, H, W] in 0..1 and a mask [1, 1, H, W]."""
+    picture = torch.rand(1, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(4))
+    mask = torch.zeros(1, 1, HEIGHT, WIDTH)
+    mask[:, :, 9:30, 20:51] = 1.0
+    return picture, mask
+
+
+def text_of() -> dict[str, Tensor]:
+    inputs = tiny_flux_inputs(batch=1)
+    return {name: inputs[name] for name in TEXT}
+
+
+def test_a_mask_token_holds_the_16_by_16_pixels_under_it() -> None:
+    """Channel order written out: first the pixel's row and column in its latent, then the latent's in its token."""
+    mask = torch.rand(2, 1, 48, 32, generator=torch.Generator().manual_seed(0))
+    tokens = pack_mask(mask, 8)
+    assert tokens.shape == (2, 3 * 2, 256)
+    for row, column, y, x in ((0, 0, 0, 0), (1, 1, 5, 3), (2, 0, 15, 9), (2, 1, 8, 15)):
+        channel = ((y % 8) * 8 + x % 8) * 4 + (y // 8) * 2 + x // 8
+        assert torch.equal(tokens[:, row * 2 + column, channel], mask[:, 0, row * 16 + y, column * 16 + x])
+
+
+def test_a_sample_is_what_the_pipeline_paints_into_the_picture_itself(family: FluxFamily, folder: Path) -> None:
+    picture, mask = picture_and_mask()
+    encoder = family.load_image_encoder(torch.float32)
+    conditions = Conditions(masked_latents=encoder.encode((picture * 2 - 1) * (1 - mask)), mask=mask)
+    transformer = family.load_transformer(torch.float32)
+    ours = family.sample(
+        transformer, encoder, text_of(), WIDTH, HEIGHT, steps=3, guidance=30.0, seed=7, conditions=conditions
+    )
+
+    pipeline = FluxFillPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    # The pipeline draws latents from the autoencoder's distribution, we take its mean: a variance of exp(-30) makes
+    # the two the same to 3e-7 of a latent.
+    final = pipeline.vae.encoder.conv_out
+    final.weight.data[16:], final.bias.data[16:] = 0.0, -100.0
+    noise = torch.randn(1, 16, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(7))
+    theirs = pipeline(
+        image=picture,
+        mask_image=mask,
+        width=WIDTH,
+        height=HEIGHT,
+        num_inference_steps=3,
+        guidance_scale=30.0,
+        latents=pack_latents(noise),
+        **text_of(),
+    ).images[0]
+    difference = np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int))
+    assert difference.max() <= 1  # a level: the rounding of a pixel that lies between two
+    assert difference.mean() < 0.01
+    assert np.asarray(ours).std() > 1
+
+
+def test_the_mask_and_the_known_part_decide_the_sample(family: FluxFamily) -> None:
+    picture, mask = picture_and_mask()
+    encoder, transformer = family.load_image_encoder(torch.float32), family.load_transformer(torch.float32)
+
+    def drawn(conditions: Conditions) -> np.ndarray:
+        return np.asarray(
+            family.sample(transformer, encoder, text_of(), WIDTH, HEIGHT, 2, 30.0, 7, conditions=conditions), dtype=int
+        )
+
+    known = encoder.encode((picture * 2 - 1) * (1 - mask))
+    usual = drawn(Conditions(masked_latents=known, mask=mask))
+    assert (drawn(Conditions(masked_latents=known, mask=mask)) == usual).all()
+    assert np.abs(drawn(Conditions(masked_latents=known, mask=1 - mask)) - usual).mean() > 0.5
+    assert np.abs(drawn(Conditions(masked_latents=-known, mask=mask)) - usual).mean() > 0.5
+
+
+def test_a_16_bit_transformer_samples_under_autocast(family: FluxFamily) -> None:
+    encoder, transformer = family.load_image_encoder(torch.float32), family.load_transformer(torch.bfloat16)
+    _, mask = picture_and_mask()
+    conditions = Conditions(masked_latents=torch.zeros(1, 16, HEIGHT // 8, WIDTH // 8), mask=mask)
+    image = family.sample(transformer, encoder, text_of(), WIDTH, HEIGHT, 2, 30.0, 7, conditions=conditions)
+    assert image.size == (WIDTH, HEIGHT)
+    assert np.asarray(image).std() > 1
+
+
+def test_what_fill_cannot_do_is_refused(family: FluxFamily) -> None:
+    inputs, transformer = tiny_flux_inputs(batch=1), family.load_transformer(torch.float32)
+    text, encoder = text_of(), family.load_image_encoder(torch.float32)
+    with pytest.raises(UserError, match="needs a picture and a mask"):
+        family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text, 1.0, NO_CONDITIONS)
+    with pytest.raises(UserError, match="use one size for the picture and its mask"):
+        family.predict_velocity(
+            transformer, inputs["latents"], inputs["sigmas"], text, 1.0, tiny_conditions("flux_fill", 1, side=10)
+        )
+    right = tiny_conditions("flux_fill", 1)
+    with pytest.raises(UserError, match="needs a picture and a mask"):
+        family.sample(transformer, encoder, text, 64, 64, 1, 30.0, 0)
+    with pytest.raises(UserError, match="64 x 48 pixels with a mask of 64 x 64"):
+        family.sample(transformer, encoder, text, 64, 48, 1, 30.0, 0, conditions=right)
+    with pytest.raises(UserError, match="knows no negative prompt; remove --n and --l"):
+        family.sample(transformer, encoder, text, 64, 64, 1, 30.0, 0, text, cfg=3.0, conditions=right)
