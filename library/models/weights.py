@@ -55,7 +55,7 @@ KeyMap = Mapping[str, Sequence[Piece]]
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """Where a tensor lies."""
 
     file: Path
@@ -78,7 +78,7 @@ class WeightFiles:
                 is not known.
         """
         self.path = Path(path)
-        self._tensors: dict[str, _Stored] = {}
+        self._tensors: dict[str, Stored] = {}
         files = weight_files(self.path)
         for file in files:
             header = read_safetensors_header(file)
@@ -91,7 +91,7 @@ class WeightFiles:
                 begin, end = (data_start + offset for offset in entry["data_offsets"])
                 if end > size:
                     raise UserError(f"{file}: the file ends before tensor {name!r}; download it again")
-                self._tensors[name] = _Stored(file, entry["dtype"], tuple(entry["shape"]), begin)
+                self._tensors[name] = Stored(file, entry["dtype"], tuple(entry["shape"]), begin)
         self.fp8 = detect_layout(self.path, files)
         for name in self.fp8.bookkeeping if self.fp8 is not None else ():
             del self._tensors[name]
@@ -183,13 +183,13 @@ def weight_files(path: Path) -> list[Path]:
     raise UserError(f"{path}: no .safetensors weights in this folder; download the model with its safetensors files")
 
 
-def read_config(folder: Path) -> dict:
-    """Return ``config.json`` of a model folder.
+def read_config(folder: Path, name: str = "config.json") -> dict:
+    """Return ``config.json`` (or the JSON file ``name``) of a model folder.
 
     Raises:
         UserError: it is missing or no JSON.
     """
-    path = folder / "config.json"
+    path = folder / name
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -65,6 +65,12 @@ def attend(
     alone = [Stream(query, key, value)]
     if backend == "auto" and mask is None and not causal and cpu_attention.fits(alone):
         return cpu_attention.attend_on_cpu(alone, scale=scale)
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if query.shape[1] == 1 and heads != kv_heads and (mask is None or mask.shape[1] == 1 or mask.ndim == 2):
+        # One token: the heads of a group are as many queries to one head of keys, which needs no copy of them.
+        grouped = query.reshape(query.shape[0], kv_heads, heads // kv_heads, -1).transpose(1, 2)
+        mixed = attend(grouped, key, value, mask=mask, scale=scale, backend=backend)
+        return mixed.transpose(1, 2).reshape(query.shape)
     arguments = _kernel_arguments(query, key, value, mask, causal, scale)
     if backend == "auto":
         output = F.scaled_dot_product_attention(*arguments[0], **arguments[1])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +90,28 @@ class MultiAxisRope(nn.Module):
         return multi_axis_table(positions, self.axes_dims, self.theta)
 
 
+class RopeTables:
+    """Tables of the positions 0, 1, 2, ... for all layers of a model, made when needed and doubled when outgrown."""
+
+    def __init__(self, dim: int, theta: float, scaling: Llama31Scaling | None = None) -> None:
+        self.dim, self.theta, self.scaling = dim, theta, scaling
+        self._tables: dict[torch.device, Table] = {}
+
+    def table(self, length: int, device: torch.device) -> Table:
+        """Return (cos, sin), each fp32 [at least ``length``, D/2], on ``device``."""
+        known = self._tables.get(device)
+        if known is None or known[0].shape[0] < length:
+            rows = 1 << (length - 1).bit_length()
+            # computed on the CPU: not every device has float64
+            with torch.device("cpu"):
+                frequencies = rope_frequencies(self.dim, self.theta, self.scaling)
+                cos, sin = rope_table(torch.arange(rows), frequencies)
+            known = self._tables[device] = (cos.to(device), sin.to(device))
+        return known
+
+
 def _broadcast(table: Table) -> Table:
-    """Insert the heads axis: [S, D/2] -> [S, 1, D/2] against x [B, S, H, D/2]."""
+    """Insert the heads axis: [..., S, D/2] -> [..., S, 1, D/2] against x [B, S, H, D/2]."""
     return table[0].unsqueeze(-2), table[1].unsqueeze(-2)
 
 
@@ -112,10 +133,35 @@ def rotate_interleaved(x: Tensor, table: Table) -> Tensor:
 
 
 def rotate_half_split(x: Tensor, table: Table) -> Tensor:
-    """Rotate pairs (i, i + D/2) of ``x`` [B, S, H, D] by ``table`` [S, D/2]; shape and dtype stay."""
+    """Rotate pairs (i, i + D/2) of ``x`` [B, S, H, D] by ``table``, [S, D/2] or [B, S, D/2]; shape and dtype stay."""
     cos, sin = _broadcast(table)
+    if torch.compiler.is_compiling():
+        real, imaginary = x.float().chunk(2, dim=-1)
+        turned = torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
+        return turned.to(x.dtype)
+    return _HalfSplitTurn.apply(x, cos, sin)
+
+
+class _HalfSplitTurn(torch.autograd.Function):
+    """The turn written into one new tensor; going back is turning the other way, so ``x`` is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn_halves(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn_halves(gradients[0], cos, -sin), None, None
+
+
+def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     real, imaginary = x.float().chunk(2, dim=-1)
-    turned = torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
+    turned = x.new_empty(x.shape, dtype=torch.float32)
+    first, second = turned.chunk(2, dim=-1)
+    torch.mul(real, cos, out=first).addcmul_(imaginary, sin, value=-1)
+    torch.mul(imaginary, cos, out=second).addcmul_(real, sin)
     return turned.to(x.dtype)
 
 

@@ -1,0 +1,246 @@
+"""What distinguishes one language model from another: a row of numbers and a few choices.
+
+GPT-2 (Radford et al. 2019) and Llama 2, 3, 3.1 and 3.2 (arXiv 2307.09288, 2407.21783) are the same decoder. The
+choices in which they differ are fields here, the published sizes are rows of ``PRESETS``; ``docs/llm.md`` walks from
+one to the next. A ``config.json`` in transformers' form is read by :func:`config_from_hf` and written by
+:func:`config_to_hf`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from library.errors import UserError, did_you_mean
+from library.nn.rope import Llama31Scaling
+
+LMFamily = Literal["gpt2", "llama"]
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """One language model.
+
+    Attributes:
+        family: "gpt2" is LayerNorm, GELU, learned positions and biases; "llama" is RMSNorm, SwiGLU, RoPE and no biases.
+        vocab_size: tokens that exist.
+        context: positions the model was made for; with learned positions it takes no more.
+        width, layers, heads, hidden: of the residual stream, of blocks, of queries, of the feed-forward's middle.
+        kv_heads: heads of keys and values; fewer than ``heads`` is grouped-query attention.
+        head_dim: usually width / heads.
+        norm_eps: epsilon of the norms.
+        tied: the output head is the embedding matrix.
+        rope_theta, rope_scaling: RoPE's base and Llama 3.1's stretching.
+        padded_vocab_size: rows of embedding and head; above ``vocab_size`` the rest are never targets.
+    """
+
+    family: LMFamily
+    vocab_size: int
+    context: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    head_dim: int
+    norm_eps: float = 1e-5
+    tied: bool = True
+    rope_theta: float = 10000.0
+    rope_scaling: Llama31Scaling | None = None
+    padded_vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        """Check what the blocks take for granted.
+
+        Raises:
+            UserError: heads do not divide into groups, a head is odd under RoPE, or GPT-2 has grouped keys.
+        """
+        if not self.padded_vocab_size:
+            object.__setattr__(self, "padded_vocab_size", self.vocab_size)
+        if self.heads % self.kv_heads:
+            raise UserError(f"{self.heads} heads are no multiple of {self.kv_heads} kv_heads; change one of them")
+        if self.family == "llama" and self.head_dim % 2:
+            raise UserError(f"RoPE turns pairs, a head of {self.head_dim} is odd; change width or heads")
+        if self.padded_vocab_size < self.vocab_size:
+            raise UserError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether positions are rotations (else they are learned vectors)."""
+        return self.family == "llama"
+
+    @property
+    def bias(self) -> bool:
+        """Whether linear layers have one."""
+        return self.family == "gpt2"
+
+    def padded(self, multiple: int) -> LMConfig:
+        """Return the same model with its vocabulary's matrices padded to a multiple of rows."""
+        return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
+
+    def cut(self) -> LMConfig:
+        """Return the same model without padding rows."""
+        return replace(self, padded_vocab_size=self.vocab_size)
+
+
+def gpt2(width: int, layers: int, heads: int, vocab_size: int = 50257, context: int = 1024) -> LMConfig:
+    """Return a GPT-2 of these sizes."""
+    return LMConfig("gpt2", vocab_size, context, width, layers, heads, heads, 4 * width, width // heads)
+
+
+def llama(
+    width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    vocab_size: int = 128256,
+    context: int = 8192,
+    **changes: Any,
+) -> LMConfig:
+    """Return a Llama of these sizes; defaults are Llama 3's."""
+    choices: dict[str, Any] = {"rope_theta": 500000.0, "tied": False} | changes
+    return LMConfig("llama", vocab_size, context, width, layers, heads, kv_heads, hidden, width // heads, **choices)
+
+
+_LLAMA2: dict[str, Any] = {"vocab_size": 32000, "context": 4096, "rope_theta": 10000.0}
+_LLAMA31: dict[str, Any] = {"context": 131072, "rope_scaling": Llama31Scaling()}
+_LLAMA32: dict[str, Any] = {"context": 131072, "rope_scaling": Llama31Scaling(factor=32.0), "tied": True}
+_TINY: dict[str, Any] = {"vocab_size": 8192, "context": 256}
+
+PRESETS: Mapping[str, LMConfig] = {
+    "gpt2-tiny": gpt2(384, 6, 6, **_TINY),
+    "gpt2-124m": gpt2(768, 12, 12),
+    "gpt2-355m": gpt2(1024, 24, 16),
+    "gpt2-774m": gpt2(1280, 36, 20),
+    "gpt2-1558m": gpt2(1600, 48, 25),
+    "llama-tiny": llama(384, 6, 6, 2, 1024, tied=True, **_TINY),
+    "llama2-7b": llama(4096, 32, 32, 32, 11008, **_LLAMA2),
+    "llama2-13b": llama(5120, 40, 40, 40, 13824, **_LLAMA2),
+    "llama3-8b": llama(4096, 32, 32, 8, 14336),
+    "llama3.1-8b": llama(4096, 32, 32, 8, 14336, **_LLAMA31),
+    "llama3.2-1b": llama(2048, 16, 32, 8, 8192, **_LLAMA32),
+    "llama3.2-3b": llama(3072, 28, 24, 8, 8192, **_LLAMA32),
+}
+
+
+def preset(name: str) -> LMConfig:
+    """Return the row ``name`` of ``PRESETS``.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in PRESETS:
+        raise UserError(f"no model {name!r}{did_you_mean(name, PRESETS)}; choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def config_from_hf(values: Mapping[str, Any]) -> LMConfig:
+    """Return the configuration of a transformers ``config.json`` for GPT-2 or Llama.
+
+    Raises:
+        UserError: another architecture, or a variant of these that is computed differently.
+    """
+    kind = values.get("model_type")
+    if kind not in ("gpt2", "llama"):
+        raise UserError(f"config.json: model_type {kind!r} is not supported; gpt2 and llama are")
+    try:
+        return _gpt2_from_hf(values) if kind == "gpt2" else _llama_from_hf(values)
+    except KeyError as error:
+        raise UserError(f"config.json: {error} is missing; download the model again") from None
+
+
+def _gpt2_from_hf(values: Mapping[str, Any]) -> LMConfig:
+    _expect(values, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True)
+    width, heads = values["n_embd"], values["n_head"]
+    config = gpt2(width, values["n_layer"], heads, values["vocab_size"], values.get("n_positions", 1024))
+    return replace(
+        config,
+        hidden=values.get("n_inner") or 4 * width,
+        norm_eps=values.get("layer_norm_epsilon", 1e-5),
+        tied=values.get("tie_word_embeddings", True),
+    )
+
+
+def _llama_from_hf(values: Mapping[str, Any]) -> LMConfig:
+    _expect(values, hidden_act="silu", attention_bias=False, mlp_bias=False)
+    heads = values["num_attention_heads"]
+    # transformers 5 writes rope_parameters; the published files have rope_theta and rope_scaling.
+    rope = values.get("rope_parameters") or (values.get("rope_scaling") or {})
+    return LMConfig(
+        family="llama",
+        vocab_size=values["vocab_size"],
+        context=values.get("max_position_embeddings", 2048),
+        width=values["hidden_size"],
+        layers=values["num_hidden_layers"],
+        heads=heads,
+        kv_heads=values.get("num_key_value_heads") or heads,
+        hidden=values["intermediate_size"],
+        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        norm_eps=values.get("rms_norm_eps", 1e-6),
+        tied=values.get("tie_word_embeddings", False),
+        rope_theta=rope.get("rope_theta") or values.get("rope_theta") or 10000.0,
+        rope_scaling=_scaling_from_hf(rope),
+    )
+
+
+def _scaling_from_hf(rope: Mapping[str, Any]) -> Llama31Scaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise UserError(f"config.json: rope_type {kind!r} is not supported; 'default' and 'llama3' are")
+    return Llama31Scaling(
+        rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    )
+
+
+def _expect(values: Mapping[str, Any], **wanted: Any) -> None:
+    for key, value in wanted.items():
+        if values.get(key, value) != value:
+            raise UserError(f"config.json: {key} = {values[key]!r} is not supported, only {value!r}; use another model")
+
+
+def config_to_hf(config: LMConfig) -> dict[str, Any]:
+    """Return ``config.json`` for transformers; padding rows are not part of it."""
+    if config.family == "gpt2":
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": "gelu_new",
+            "n_embd": config.width,
+            "n_head": config.heads,
+            "n_inner": config.hidden,
+            "n_layer": config.layers,
+            "n_positions": config.context,
+            "layer_norm_epsilon": config.norm_eps,
+            "tie_word_embeddings": config.tied,
+            "vocab_size": config.vocab_size,
+        }
+    values: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied,
+        "vocab_size": config.vocab_size,
+    }
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling
+        values["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return values

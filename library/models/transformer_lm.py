@@ -1,0 +1,208 @@
+"""One decoder for GPT-2 and Llama 2, 3, 3.1, 3.2, built from ``library.nn``.
+
+    tokens [B, S] -> embedding (+ learned positions) -> blocks -> norm -> head -> logits [B, S, V]
+    block: x + attention(norm(x)), then x + feed_forward(norm(x))
+
+Queries, keys and values come from one matrix, rows in that order; so do gate and up of a SwiGLU. No causal mask is
+stored, the attention kernel is told that attention is causal. RoPE tables belong to no layer: one object holds them
+for all, makes them on first use and doubles them when a longer text comes.
+
+Inference hands in a :class:`~library.nn.kv_cache.KVCache`; training hands in targets and gets the mean cross-entropy,
+computed a piece of the logits at a time, so that [B, S, V] never exists as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from library.errors import UserError
+from library.models.lm_config import LMConfig
+from library.nn.attention import attend
+from library.nn.cross_entropy import token_cross_entropy
+from library.nn.feedforward import FeedForward, GatedFeedForward
+from library.nn.kv_cache import KVCache
+from library.nn.norms import RMSNorm
+from library.nn.rope import RopeTables, Table, rotate_half_split
+
+_INIT_STD = 0.02  # of both papers' published code
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped keys and values."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.width, rows, bias=config.bias)
+        self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=config.bias)
+
+    def forward(
+        self, x: Tensor, rope: Table | None, cache: KVCache | None = None, layer: int = 0, mask: Tensor | None = None
+    ) -> Tensor:
+        """Map ``x`` [B, S, W]; ``rope`` is of the tokens' positions, ``mask`` of :meth:`KVCache.mask`."""
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).view(batch, length, -1, self.head_dim)
+        turning = self.heads + self.kv_heads
+        queries_keys, value = qkv[:, :, :turning], qkv[:, :, turning:]
+        if rope is not None:
+            queries_keys = rotate_half_split(queries_keys, rope)
+        query, key = queries_keys[:, :, : self.heads], queries_keys[:, :, self.heads :]
+        if cache is not None:
+            key, value = cache.extend(layer, key, value)
+        mixed = attend(query, key, value, mask=mask, causal=mask is None)
+        return self.out(mixed.reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each on the normed residual stream and added to it."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.feed_forward_norm = _norm(config)
+        kind = GatedFeedForward if config.family == "llama" else FeedForward
+        self.feed_forward = kind(config.width, config.hidden, config.bias)
+
+    def forward(
+        self, x: Tensor, rope: Table | None, cache: KVCache | None = None, layer: int = 0, mask: Tensor | None = None
+    ) -> Tensor:
+        """Map the residual stream ``x`` [B, S, W]; the rest is :class:`Attention`'s."""
+        x = x + self.attention(self.attention_norm(x), rope, cache, layer, mask)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class TransformerLM(nn.Module):
+    """The language model of a :class:`LMConfig`; its weights are random until loaded."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        rows, width = config.padded_vocab_size, config.width
+        self.embedding = nn.Embedding(rows, width)
+        self.positions = None if config.has_rope else nn.Embedding(config.context, width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = _norm(config)
+        self.lm_head = nn.Linear(width, rows, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.embedding.weight
+        self.rope = None
+        if config.has_rope:
+            self.rope = RopeTables(config.head_dim, config.rope_theta, config.rope_scaling)
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator | None = None) -> TransformerLM:
+        """Draw fresh weights: N(0, 0.02), those that add to the residual stream divided by sqrt(2 * layers) (GPT-2).
+
+        Each block adds twice to the stream; so divided, its variance does not grow with depth. Norms become 1 and
+        biases 0.
+        """
+        adding = _INIT_STD / math.sqrt(2 * self.config.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                std = adding if name.endswith(("attention.out.weight", "feed_forward.down.weight")) else _INIT_STD
+                parameter.normal_(0.0, std, generator=generator)
+        return self
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Return logits [B, S, padded V]; or with ``targets`` [B, S] the mean cross-entropy, fp32 [].
+
+        Args:
+            tokens: [B, S] int64; with ``cache``, those that follow what is in it.
+            targets: the token that should follow each; -100 counts for nothing.
+            cache: is extended by ``tokens``.
+
+        Raises:
+            UserError: more tokens than a model with learned positions has places for.
+        """
+        hidden = self.hidden(tokens, cache)
+        if targets is None:
+            return self.lm_head(hidden)
+        return token_cross_entropy(hidden, self.lm_head, targets, self.config.vocab_size)
+
+    def next_logits(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Return the logits [B, V] of what follows the last of ``tokens``, padding rows cut off."""
+        return self.lm_head(self.hidden(tokens, cache)[:, -1])[:, : self.config.vocab_size]
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return the normed residual stream [B, S, W] that the head reads; arguments as for :meth:`forward`."""
+        length, start = tokens.shape[1], cache.length if cache is not None else 0
+        self._check_length(start + length)
+        places, mask = (cache.positions(length), cache.mask(length)) if cache is not None else (None, None)
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            own = self.positions.weight[start : start + length] if places is None else self.positions(places)
+            x = x + own
+        rope = None
+        if self.rope is not None:
+            whole = self.rope.table(start + length, tokens.device)
+            rope = tuple(part[start : start + length] if places is None else part[places] for part in whole)
+        for layer, block in enumerate(self.blocks):
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, use_reentrant=False)
+            else:
+                x = block(x, rope, cache, layer, mask)
+        if cache is not None:
+            cache.advance(length)
+        return self.norm(x)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Compute blocks again in backward instead of keeping what they made."""
+        self.gradient_checkpointing = True
+
+    def new_cache(self, batch: int, capacity: int, padding: Tensor | None = None) -> KVCache:
+        """Return an empty cache for ``batch`` rows of ``capacity`` tokens, in the dtype of activations."""
+        config, weight = self.config, self.embedding.weight
+        dtype = weight.dtype
+        if torch.is_autocast_enabled(weight.device.type):
+            dtype = torch.get_autocast_dtype(weight.device.type)
+        sizes = (config.layers, batch, config.kv_heads, capacity, config.head_dim)
+        return KVCache(*sizes, dtype=dtype, device=weight.device, padding=padding)
+
+    def _check_length(self, length: int) -> None:
+        if self.positions is not None and length > self.config.context:
+            raise UserError(
+                f"{length} tokens do not fit into this model's {self.config.context} learned positions; shorten the "
+                "prompt or generate less"
+            )
+
+
+@torch.no_grad()
+def resize_vocabulary(model: TransformerLM, config: LMConfig) -> None:
+    """Give embedding and head the rows of ``config`` in place: old rows stay bit for bit, new ones are their mean.
+
+    The mean (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models") keeps a new token's
+    probability near the average instead of letting it win or lose every time. Tied matrices stay tied.
+
+    Args:
+        model: its ``config`` becomes ``config``.
+        config: the model's own with another ``vocab_size`` or ``padded_vocab_size``.
+    """
+    old, model.config = model.config, config
+    embedding = _resized(model.embedding.weight, old.vocab_size, config)
+    model.embedding.num_embeddings = model.lm_head.out_features = config.padded_vocab_size
+    tied = model.lm_head.weight is model.embedding.weight
+    model.embedding.weight = embedding
+    model.lm_head.weight = embedding if tied else _resized(model.lm_head.weight, old.vocab_size, config)
+
+
+def _resized(weight: Tensor, old_rows: int, config: LMConfig) -> nn.Parameter:
+    kept = min(old_rows, config.vocab_size)
+    rows = weight.new_empty(config.padded_vocab_size, weight.shape[1])
+    rows[:kept] = weight[:kept]
+    rows[kept:] = weight[:old_rows].float().mean(dim=0)
+    return nn.Parameter(rows, requires_grad=weight.requires_grad)
+
+
+def _norm(config: LMConfig) -> nn.Module:
+    if config.family == "llama":
+        return RMSNorm(config.width, eps=config.norm_eps)
+    return nn.LayerNorm(config.width, eps=config.norm_eps)

@@ -1,0 +1,62 @@
+"""Tiny random language models from transformers, in memory and on disk: what ours are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+_LLAMA31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama2": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "num_key_value_heads": 4},
+    "llama3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "num_key_value_heads": 2},
+    "llama3.1": {"rope_parameters": {**_LLAMA31, "rope_theta": 500000.0}, "num_key_value_heads": 2},
+    "llama3.2": {
+        "rope_parameters": {**_LLAMA31, "factor": 32.0, "rope_theta": 500000.0},
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+}
+NAMES = ["gpt2", *SIZES]
+VOCABULARY = 131  # odd, so that padding shows
+
+
+def reference(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return transformers' model in the manner of ``name``: 3 layers, width 48, 4 heads, weights of a trained size."""
+    torch.manual_seed(seed)
+    if name == "gpt2":
+        config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=48, n_layer=3, n_head=4, **changes)
+        model: PreTrainedModel = GPT2LMHeadModel(config)
+    else:
+        sizes = SIZES[name] | changes
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=48,
+                intermediate_size=80,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                max_position_embeddings=128,
+                rms_norm_eps=1e-5,
+                **sizes,
+            )
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():  # nothing stays at 0 or 1, where a mistake would not show
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def write_reference(folder: Path, name: str, **save: Any) -> PreTrainedModel:
+    """Write :func:`reference` as transformers does; return it."""
+    model = reference(name)
+    model.save_pretrained(folder, **save)
+    return model
