@@ -84,7 +84,8 @@ class KeyMap:
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], KeyRow, int | None]]:
-        templates: list[tuple[str, KeyRow, int | None]] = [(row.original, row, None) for row in self.rows]
+        renamed = [row for row in self.rows if row.original not in row.parts]  # the others' names say the part
+        templates: list[tuple[str, KeyRow, int | None]] = [(row.original, row, None) for row in renamed]
         templates += [(part, row, index) for row in self.rows for index, part in enumerate(row.parts)]
         return [
             (re.compile(re.escape(t.replace(".", "_")).replace(r"\{i\}", r"(\d+)")), row, part)

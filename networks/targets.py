@@ -9,6 +9,12 @@ single blocks is trained by default, attention, MLP and modulation alike; the la
 (image, time, vector, guidance and text input) only when ``in_dims`` gives them a rank; the final layer never.
 kohya's fused ``qkv`` and ``linear1`` are separate layers here, each with a LoRA of the full rank.
 
+The Qwen-Image row, for edit models too, trains attention and MLP of both streams. So musubi-tuner's
+``networks/lora_qwen_image.py`` means to: its pattern against modulation looks for ``_mod_`` and never matches
+``img_mod.1``, so that its LoRAs have modulation; ``img_mod_dim`` and ``txt_mod_dim`` train it here. Of the last block's
+text stream only keys, values and modulation reach the picture; the layers behind them get no gradient (under DDP a run
+would stop) and no LoRA.
+
 A family's text encoders are rows of their own in it. Where LoRAs of several networks are kept together, in a file
 or in :class:`~networks.network.LoraNetwork`, the transformer's modules have their plain names and a text encoder's
 begin with the component's: ``text_encoder.encoder.layers.0.mlp.fc1``.
@@ -18,12 +24,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from networks.flux_keys import FLUX_KEYS
 from networks.key_map import KeyMap
+from networks.qwen_keys import QWEN_KEYS
 from networks.text_keys import CLIP_KEYS, CLIP_PREFIXES, T5_KEYS, T5_PREFIXES
-from networks.weights import LoraWeights
+
+Weights = TypeVar("Weights")
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,10 @@ class LoraTargets:
         dim_lists: option name -> kinds whose ranks it lists, in order (kohya's ``in_dims``).
         keys: modules in diffusers' naming against the original checkpoint's.
         file_prefix: what diffusers' files put before a module's name; the transformer's component.
+        dead_ends: regular expression whose first group is the block's index; in the last block nothing that is
+            computed from these layers is used, so they get no gradient and no LoRA.
+        kohya_module, kohya_base: what kohya's metadata call the network module and the base (``ss_...``).
+        implementation: where the base's own code is, for ModelSpec.
         text_encoders: those that can be trained, in the order of ``text_encoder_lr``.
     """
 
@@ -81,6 +94,10 @@ class LoraTargets:
     dim_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     file_prefix: str = "transformer"
     text_encoders: tuple[TextEncoderTargets, ...] = ()
+    dead_ends: str = ""
+    kohya_module: str = "networks.lora_flux"
+    kohya_base: str = "flux1"
+    implementation: str = "https://github.com/black-forest-labs/flux"
 
     def kind_of(self, module_name: str) -> TargetKind | None:
         """Return the kind that ``module_name`` belongs to, or None if it is no target."""
@@ -98,9 +115,9 @@ class LoraTargets:
         encoder = self.text_encoder_of(module_name)
         return encoder.name if encoder else self.file_prefix
 
-    def by_component(self, weights: Mapping[str, LoraWeights]) -> dict[str, dict[str, LoraWeights]]:
+    def by_component(self, weights: Mapping[str, Weights]) -> dict[str, dict[str, Weights]]:
         """Return component -> its modules' weights, under the names they had."""
-        parts: dict[str, dict[str, LoraWeights]] = {}
+        parts: dict[str, dict[str, Weights]] = {}
         for name, module in weights.items():
             parts.setdefault(self.component_of(name), {})[name] = module
         return parts
@@ -164,4 +181,42 @@ FLUX_TARGETS = LoraTargets(
     text_encoders=(FLUX_CLIP, FLUX_T5),
 )
 
-TARGETS: Mapping[str, LoraTargets] = {targets.family: targets for targets in (FLUX_TARGETS,)}
+# Fill and Kontext have dev's layers; Fill's x_embedder is wider, which no option or key shows.
+FLUX_FILL_TARGETS = replace(FLUX_TARGETS, family="flux_fill")
+FLUX_KONTEXT_TARGETS = replace(FLUX_TARGETS, family="flux_kontext")
+
+QWEN_TARGETS = LoraTargets(
+    family="qwen_image",
+    kinds=(
+        TargetKind("img_attn", _DOUBLE + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
+        TargetKind("txt_attn", _DOUBLE + r"attn\.(add_q_proj|add_k_proj|add_v_proj|to_add_out)"),
+        TargetKind("img_mlp", _DOUBLE + r"img_mlp\.net\.(0\.proj|2)"),
+        TargetKind("txt_mlp", _DOUBLE + r"txt_mlp\.net\.(0\.proj|2)"),
+        TargetKind("img_mod", _DOUBLE + r"img_mod\.1", default=False),
+        TargetKind("txt_mod", _DOUBLE + r"txt_mod\.1", default=False),
+        TargetKind("img_in", r"img_in", default=False),
+        TargetKind("txt_in", r"txt_in", default=False),
+        TargetKind("time_in", r"time_text_embed\.timestep_embedder\.linear_[12]", default=False),
+    ),
+    block_options={"train_block_indices": r"transformer_blocks\.(\d+)\..*"},
+    keys=QWEN_KEYS,
+    dead_ends=r"transformer_blocks\.(\d+)\.(attn\.(add_q_proj|to_add_out)|txt_mlp\.net\.(0\.proj|2))",
+    kohya_module="networks.lora_qwen_image",
+    kohya_base="qwen_image",
+    implementation="https://github.com/QwenLM/Qwen-Image",
+)
+
+QWEN_EDIT_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit")
+QWEN_EDIT_PLUS_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit_plus")
+
+TARGETS: Mapping[str, LoraTargets] = {
+    targets.family: targets
+    for targets in (
+        FLUX_TARGETS,
+        FLUX_FILL_TARGETS,
+        FLUX_KONTEXT_TARGETS,
+        QWEN_TARGETS,
+        QWEN_EDIT_TARGETS,
+        QWEN_EDIT_PLUS_TARGETS,
+    )
+}

@@ -5,7 +5,8 @@ noise and sigma are functions of (seed, step, sample): see ``library.randomness`
 into the model; in bf16 neighbouring timesteps would fall together (8 bits: steps of 4 in a thousand).
 
 Densities and weights: Esser et al. 2024, "Scaling Rectified Flow Transformers" (arXiv 2403.03206), sections 3.1
-and 5.3.2; the resolution-dependent shift as in FLUX's own sampler (mu 0.5 at 256 tokens, 1.15 at 4096).
+and 5.3.2; the resolution-dependent shift as in the models' own samplers (FLUX: mu 0.5 at 256 tokens, 1.15 at 4096;
+Qwen-Image: 0.5 at 256, 0.9 at 8192).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def sample_sigmas(flow: FlowConfig, sample_ids: Tensor, tokens: int, *key: int |
     Args:
         flow: distribution and its parameters.
         sample_ids: [B] int64.
-        tokens: image tokens of the batch (h/2 * w/2), which flux_shift depends on.
+        tokens: image tokens of the batch (h/2 * w/2), which flux_shift and qwen_shift depend on.
         key: (seed, step).
 
     Returns:
@@ -67,6 +68,8 @@ def _raw_sigmas(flow: FlowConfig, normal: Tensor, uniform: Tensor, tokens: int) 
         return shift_sigmas(sigmas, flow.discrete_flow_shift)
     if flow.timestep_sampling == "flux_shift":
         return shift_sigmas(sigmas, math.exp(flux_mu(tokens)))
+    if flow.timestep_sampling == "qwen_shift":
+        return shift_sigmas(sigmas, math.exp(qwen_mu(tokens)))
     return sigmas
 
 
@@ -87,6 +90,11 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
 def flux_mu(tokens: int) -> float:
     """Return FLUX's log shift for a number of image tokens: a line through (256, 0.5) and (4096, 1.15)."""
     return 0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256)
+
+
+def qwen_mu(tokens: int) -> float:
+    """Return Qwen-Image's log shift for a number of image tokens: a line through (256, 0.5) and (8192, 0.9)."""
+    return 0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256)
 
 
 def add_noise(latents: Tensor, noise: Tensor, sigmas: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +122,7 @@ def sample_losses(flow: FlowConfig, prediction: Tensor, target: Tensor, mask: Te
 
     Args:
         prediction, target: [B, C, h, w].
-        mask: [B, 1, h, w] in 0..1, or None.
+        mask: weights [B, 1, h, w] (``library.training.region_loss``), or None.
     """
     difference = prediction.float() - target.float()
     if flow.loss_type == "l2":

@@ -65,7 +65,7 @@ def training_facts(config: TrainConfig, run: Run, data: TrainingData, begun: flo
         **_settings(config),
         **dataset_facts(data, processes * accumulated),
         **model_file_facts("sd_model", config.model.pretrained_model_name_or_path, memory),
-        **model_file_facts("vae", config.model.ae, memory),
+        **model_file_facts("vae", config.model.ae or config.model.vae, memory),
         "session_id": derive_seed("session", config.training.seed, str(begun)) % 2**32,
         "training_started_at": begun,
         "max_train_steps": run.total_steps,
@@ -133,6 +133,9 @@ def without_folders(sections: dict[str, dict[str, object]]) -> dict[str, dict[st
 _PATHS = {  # may be relative; what is absolute is known by itself
     "pretrained_model_name_or_path",
     "ae",
+    "vae",
+    "text_encoder",
+    "qwen_tokenizer",
     "clip_l",
     "t5xxl",
     "clip_l_tokenizer",
