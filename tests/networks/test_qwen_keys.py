@@ -1,0 +1,158 @@
+"""LoRAs of Qwen-Image: what is trained, and files that diffusers' pipeline loads to the same output."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from library.config.schema import NetworkConfig
+from library.models.flux_tokens import pack_latents
+from networks.formats import load_lora, save_lora
+from networks.injection import inject_lora
+from networks.network import LoraNetwork
+from networks.options import parse_network_args
+from networks.targets import QWEN_TARGETS, TARGETS
+from networks.weights import LoraWeights
+from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
+
+EVERYTHING = ("img_mod_dim=3", "txt_mod_dim=2", "img_in_dim=2", "txt_in_dim=2", "time_in_dim=2", "img_mlp_dim=6")
+
+
+def inject(model: nn.Module, *network_args: str) -> LoraNetwork:
+    """Inject a LoRA of rank 4 and alpha 3, and give it values."""
+    config = NetworkConfig(network_dim=4, network_alpha=3, network_args=list(network_args))
+    network = inject_lora(model, parse_network_args(config, QWEN_TARGETS), QWEN_TARGETS, seed=0)
+    random = torch.Generator().manual_seed(1)
+    for layer in network.modules.values():
+        layer.lora_B.weight.data.normal_(std=0.1, generator=random)
+    return network
+
+
+def run_qwen(model: nn.Module) -> Tensor:
+    """Run a transformer on fixed inputs."""
+    inputs = tiny_qwen_inputs()
+    return model(
+        hidden_states=pack_latents(inputs["latents"]),
+        timestep=inputs["sigmas"],
+        encoder_hidden_states=inputs["prompt_embeds"],
+        img_shapes=[[(1, 4, 4)]] * 2,
+        return_dict=False,
+    )[0]
+
+
+def reloaded(path: Path) -> QwenImageTransformer2DModel:
+    """Return the tiny transformer with the file loaded by diffusers' pipeline."""
+    pipeline = QwenImagePipeline(None, None, None, None, tiny_qwen_transformer())
+    pipeline.load_lora_weights(str(path))
+    return pipeline.transformer
+
+
+def test_attention_and_mlp_are_trained_by_default_and_modulation_where_asked() -> None:
+    network = inject(tiny_qwen_transformer())
+    kinds = {name: QWEN_TARGETS.kind_of(name) for name in network.modules}
+    assert {kind.name for kind in kinds.values() if kind} == {"img_attn", "txt_attn", "img_mlp", "txt_mlp"}
+    assert len(network.modules) == 2 * 12 - 4
+    wide = inject(tiny_qwen_transformer(), *EVERYTHING)
+    assert len(wide.modules) == 2 * 14 - 4 + 4
+    assert wide.modules["transformer_blocks.1.txt_mod.1"].rank == 2
+    assert len(inject(tiny_qwen_transformer(), "train_block_indices=0").modules) == 12
+
+
+@torch.enable_grad()
+def test_exactly_the_layers_without_a_gradient_are_left_out() -> None:
+    """The independent answer is autograd's: which of all linear layers in the blocks the loss reaches."""
+    model = tiny_qwen_transformer(blocks=3)
+    run_qwen(model).square().sum().backward()
+    linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    reached = {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
+    dead = {name.removesuffix(".weight") for name in linears if name not in reached}
+    assert len(dead) == 4
+    assert all(name.startswith("transformer_blocks.2.") for name in dead)
+    everything = {name for name in linears if not re.match(r"(proj_out|norm_out)", name)}
+    injected = set(inject(tiny_qwen_transformer(blocks=3), *EVERYTHING).modules)
+    assert injected == {name.removesuffix(".weight") for name in everything} - dead
+
+
+@pytest.mark.parametrize("save_format", ["diffusers", "kohya", "comfy"])
+@pytest.mark.parametrize("network_args", [(), EVERYTHING], ids=["default", "everything"])
+def test_diffusers_computes_from_every_format_what_our_network_computes(
+    save_format: str, network_args: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = tiny_qwen_transformer()
+    network = inject(model, *network_args)
+    save_lora(tmp_path / "lora.safetensors", network.weights(), QWEN_TARGETS, save_format)
+    with torch.no_grad():
+        ours, theirs = run_qwen(model), run_qwen(reloaded(tmp_path / "lora.safetensors"))
+        plain = run_qwen(tiny_qwen_transformer())
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)  # peft multiplies in another order
+    assert (ours - plain).abs().max() > 0.01
+    read = load_lora(tmp_path / "lora.safetensors", QWEN_TARGETS)
+    assert read.layout == save_format
+    for name, weights in network.weights().items():
+        assert torch.equal(read.weights[name].down, weights.down)
+        assert torch.equal(read.weights[name].up, weights.up)
+        assert read.weights[name].alpha == weights.alpha
+
+
+def test_files_have_the_published_keys(tmp_path: Path) -> None:
+    module = {"transformer_blocks.0.attn.to_out.0": LoraWeights(torch.ones(2, 64), torch.ones(64, 2), 1.0)}
+    wanted = {
+        "diffusers": "transformer.transformer_blocks.0.attn.to_out.0.lora_A.weight",
+        "kohya": "lora_unet_transformer_blocks_0_attn_to_out_0.lora_down.weight",
+        "comfy": "diffusion_model.transformer_blocks.0.attn.to_out.0.lora_down.weight",
+    }
+    for save_format, key in wanted.items():
+        save_lora(tmp_path / save_format, module, QWEN_TARGETS, save_format)
+        assert key in load_file(tmp_path / save_format)
+
+
+# as in lightx2v/Qwen-Image-Lightning, DiffSynth-Studio's LoRAs, AI toolkit's and musubi-tuner's
+PUBLISHED = {
+    "lightning": ("transformer_blocks.1.attn.add_k_proj{}.weight", ("lora_down", "lora_up")),
+    "diffsynth": ("transformer_blocks.1.attn.add_k_proj{}.default.weight", ("lora_A", "lora_B")),
+    "ai-toolkit": ("diffusion_model.transformer_blocks.1.attn.add_k_proj{}.weight", ("lora_A", "lora_B")),
+    "musubi-tuner": ("lora_unet_transformer_blocks_1_attn_add_k_proj{}.weight", ("lora_down", "lora_up")),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_layouts_are_read(kind: str, tmp_path: Path) -> None:
+    template, (down, up) = PUBLISHED[kind]
+    random = torch.Generator().manual_seed(2)
+    tensors = {
+        template.format(f".{down}"): torch.randn(4, 64, generator=random),
+        template.format(f".{up}"): torch.randn(64, 4, generator=random),
+    }
+    alpha = 2.0 if down == "lora_down" else 4.0
+    if down == "lora_down":
+        tensors[template.format("").removesuffix(".weight") + ".alpha"] = torch.tensor(alpha)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    (weights,) = load_lora(tmp_path / "lora.safetensors", QWEN_TARGETS).weights.items()
+    assert weights[0] == "transformer_blocks.1.attn.add_k_proj"
+    assert torch.equal(weights[1].down, tensors[template.format(f".{down}")])
+    assert weights[1].alpha == alpha
+
+
+def test_training_goes_on_from_a_file_that_has_the_dead_layers_too(tmp_path: Path) -> None:
+    """musubi-tuner trains them to nothing: their lora_up stays zero."""
+    model = tiny_qwen_transformer()
+    network = inject(model)
+    weights = network.weights()
+    dead = LoraWeights(torch.ones(4, 64), torch.zeros(64, 4), 3.0)
+    save_lora(tmp_path / "a", weights | {"transformer_blocks.1.attn.to_add_out": dead}, QWEN_TARGETS, "kohya")
+    fresh = inject(tiny_qwen_transformer())
+    fresh.load(load_lora(tmp_path / "a", QWEN_TARGETS).weights, "a")
+    assert all(torch.equal(fresh.weights()[name].up, weights[name].up) for name in weights)
+
+
+def test_edit_models_have_the_same_row() -> None:
+    for family in ("qwen_image_edit", "qwen_image_edit_plus"):
+        assert TARGETS[family].family == family
+        assert TARGETS[family].kinds is QWEN_TARGETS.kinds
+        assert TARGETS[family].kohya_module == "networks.lora_qwen_image"
