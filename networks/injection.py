@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -102,6 +102,8 @@ def select_modules(
         UserError: see :func:`inject_lora`.
     """
     kinds = {name: kind for name, _ in _linears(model) if (kind := targets.kind_of(name))}
+    for name in _dead_ends(kinds, targets):
+        del kinds[name]
     in_blocks = _in_chosen_blocks(list(kinds), options, targets)
     present = {kinds[name].name for name in in_blocks}
     for kind_name, option in options.dim_sources.items():
@@ -120,6 +122,12 @@ def select_modules(
     if not ranks:
         raise UserError("network_args: nothing is left to train; relax the *_dim, block or pattern options")
     return ranks, counts
+
+
+def _dead_ends(names: Iterable[str], targets: LoraTargets) -> list[str]:
+    """Return the layers of the last block that nothing is computed from."""
+    index = {name: int(match[1]) for name in names if (match := re.fullmatch(targets.dead_ends, name))}
+    return [name for name, block in index.items() if block == max(index.values())]
 
 
 def _in_chosen_blocks(names: list[str], options: NetworkOptions, targets: LoraTargets) -> list[str]:
