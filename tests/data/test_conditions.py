@@ -1,0 +1,342 @@
+"""Regions to fill and control pictures: from the dataset TOML to what a batch carries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from library.data.batches import Batch, Item, collate
+from library.data.dataset import TrainingData
+from library.data.inpaint_masks import MASK_KINDS, generated_mask
+from tests.data.folders import AverageEncoder, add_image, build, cache_all, make_old, picture, silent, write_toml
+
+BUCKETS = "enable_bucket = true\nbucket_reso_steps = 16\nmin_bucket_reso = 16"
+
+
+def pixels_of(path: Path) -> torch.Tensor:
+    return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def averaged(pixels: torch.Tensor) -> torch.Tensor:
+    """[C, H, W] -> [C, H/8, W/8], by reshaping: independent of the encoder's pooling."""
+    channels, height, width = pixels.shape
+    return pixels.reshape(channels, height // 8, 8, width // 8, 8).mean(dim=(2, 4))
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, atol=1e-6)  # fp32 means of 64 values in other order
+
+
+def save_mask(path: Path, mask: np.ndarray) -> None:
+    """Write a mask of 0 and 1 as black and white."""
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(mask.astype(np.uint8) * 255).save(path)
+    make_old(path)
+
+
+def half(size: tuple[int, int] = (64, 64)) -> np.ndarray:
+    mask = np.zeros(size[::-1], dtype=np.uint8)
+    mask[:, : size[0] // 4 * 3] = 1
+    return mask
+
+
+def items(data: TrainingData, epoch: int = 0) -> list[Item]:
+    return [data.train[(epoch, index)] for index in range(len(data.train))]
+
+
+def filling(folder: Path, keys: str, **arguments: object) -> TrainingData:
+    data = build(write_toml(folder, subset=f"image_dir = 'img'\n{keys}"), conditioning="fill", **arguments)  # type: ignore[arg-type]
+    cache_all(data)
+    return data
+
+
+def editing(folder: Path, keys: str = "control_directory = 'control'", dataset: str = "") -> TrainingData:
+    toml = write_toml(folder, dataset=dataset, subset=f"image_dir = 'img'\n{keys}")
+    data = build(toml, conditioning="references")
+    cache_all(data)
+    return data
+
+
+# --- regions to fill
+
+
+def test_masked_latents_are_the_encoders_of_the_picture_without_the_region(tmp_path: Path) -> None:
+    path = add_image(tmp_path / "img", "a.png")
+    save_mask(tmp_path / "masks" / "a.png", half())
+    (item,) = items(filling(tmp_path, "inpaint_mask_directory = 'masks'"))
+    mask = torch.from_numpy(half()).float()
+    assert item.conditions.mask is not None
+    assert item.conditions.masked_latents is not None
+    assert item.conditions.mask.dtype == torch.float32
+    assert torch.equal(item.conditions.mask, mask[None])
+    assert close(item.conditions.masked_latents, averaged(pixels_of(path) * (1 - mask)))
+    assert close(item.latents, averaged(pixels_of(path)))
+    assert item.mask is None
+
+
+def test_mask_files_are_resized_and_cropped_with_their_image_and_made_two_valued(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png", (128, 64))  # the centre crop begins at 32
+    ramp = np.repeat(np.arange(64, dtype=np.uint8)[None] * 4, 32, axis=0)  # half the image's size
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(ramp).save(tmp_path / "masks" / "a.webp", lossless=True)
+    (item,) = items(filling(tmp_path, "inpaint_mask_directory = 'masks'"))
+    assert item.conditions.mask is not None
+    # 128 is reached in column 32 of 64, which is column 64 of 128, 32 of the crop
+    assert item.conditions.mask.tolist() == [[[0.0] * 32 + [1.0] * 32] * 64]
+
+
+def test_transparency_says_what_to_fill_and_the_colours_under_it_are_trained_on(tmp_path: Path) -> None:
+    image = picture(64, 64).convert("RGBA")
+    image.putalpha(Image.fromarray((1 - half()) * 255))
+    (tmp_path / "img").mkdir()
+    image.save(tmp_path / "img" / "a.png")
+    (tmp_path / "img" / "a.txt").write_text("x")
+    (item,) = items(filling(tmp_path, "inpaint_alpha_mask = true"))
+    assert item.conditions.mask is not None
+    assert torch.equal(item.conditions.mask[0], torch.from_numpy(half()).float())
+    assert close(item.latents, averaged(pixels_of(tmp_path / "img" / "a.png")))
+
+
+def test_generated_masks_change_with_epoch_and_repeat_and_stay_among_the_variants(tmp_path: Path) -> None:
+    path = add_image(tmp_path / "img", "a.png")
+    data = filling(
+        tmp_path, "inpaint_masks = ['halves', 'borders']\ninpaint_mask_variants = 3\nnum_repeats = 2", seed=4
+    )
+    allowed = [generated_mask(("halves", "borders"), 64, 64, 4, "img\na.png", variant) for variant in range(3)]
+    seen: list[int] = []
+    for epoch in range(10):
+        for item in items(data, epoch):
+            mask = item.conditions.mask
+            assert mask is not None
+            assert item.conditions.masked_latents is not None
+            (which,) = [i for i, one in enumerate(allowed) if np.array_equal(one, mask[0].numpy())]
+            seen.append(which)
+            assert close(item.conditions.masked_latents, averaged(pixels_of(path) * (1 - mask)))
+    assert set(seen) == {0, 1, 2}
+    assert seen[::2] != seen[1::2]
+    again = build(tmp_path / "dataset.toml", conditioning="fill", seed=4)
+    assert again.missing_latents("vae-1") == 0
+    assert build(tmp_path / "dataset.toml", conditioning="fill", seed=5).missing_latents("vae-1") == 3
+
+
+def test_without_a_source_masks_of_all_kinds_are_generated_and_the_summary_says_so(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    data = filling(tmp_path, "")
+    line = data.describe().splitlines()[1]
+    kinds = "rectangles, borders, strokes, halves"
+    assert line == f"  img: 1 images x 1, generated masks by default ({kinds}; 4 an image)"
+    mask = items(data)[0].conditions.mask
+    assert mask is not None
+    of_all = [generated_mask(MASK_KINDS, 64, 64, 0, "img\na.png", variant) for variant in range(4)]
+    assert any(np.array_equal(one, mask[0].numpy()) for one in of_all)
+
+
+def test_a_mirrored_picture_has_a_mirrored_mask(tmp_path: Path) -> None:
+    path = add_image(tmp_path / "img", "a.png")
+    save_mask(tmp_path / "masks" / "a.png", half())
+    data = filling(tmp_path, "inpaint_mask_directory = 'masks'\nflip_aug = true")
+    straight, mask = pixels_of(path), torch.from_numpy(half()).float()[None]
+    seen = set()
+    for epoch in range(12):
+        (item,) = items(data, epoch)
+        flipped = close(item.latents, averaged(straight.flip(-1)))
+        seen.add(flipped)
+        expected = mask.flip(-1) if flipped else mask
+        assert item.conditions.mask is not None
+        assert item.conditions.masked_latents is not None
+        assert torch.equal(item.conditions.mask, expected)
+        pixels = straight.flip(-1) if flipped else straight
+        assert close(item.conditions.masked_latents, averaged(pixels * (1 - expected)))
+    assert seen == {True, False}  # twelve fair coins: all alike once in 2048
+
+
+def test_held_out_pictures_always_see_their_first_mask(tmp_path: Path) -> None:
+    for i in range(2):
+        add_image(tmp_path / "img", f"{i}.png", seed=i)
+    toml = write_toml(tmp_path, dataset="validation_split = 0.5")
+    data = build(toml, conditioning="fill")
+    cache_all(data)
+    assert data.validation is not None
+    name = Path(data.validation.samples[0].image.path).name
+    first = generated_mask(MASK_KINDS, 64, 64, 0, f"img\n{name}", 0)
+    for epoch in range(5):
+        mask = data.validation[(epoch, 0)].conditions.mask
+        assert mask is not None
+        assert np.array_equal(first, mask[0].numpy())
+
+
+def test_a_sample_without_a_loss_mask_among_others_with_counts_in_its_region(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    add_image(tmp_path / "other", "b.png", seed=1)
+    save_mask(tmp_path / "fill" / "a.png", half())
+    save_mask(tmp_path / "fill" / "b.png", half())
+    save_mask(tmp_path / "loss" / "b.png", np.ones((64, 64)))
+    fill = "inpaint_mask_directory = 'fill'\n"
+    toml = write_toml(tmp_path, subset=f"image_dir = 'img'\n{fill}")
+    toml.write_text(
+        f"{toml.read_text()}[[datasets.subsets]]\nimage_dir = 'other'\nconditioning_data_dir = 'loss'\n{fill}"
+    )
+    data = build(toml, masked_loss=True, conditioning="fill")
+    cache_all(data)
+    masks = collate(items(data)).masks
+    assert masks is not None
+    assert masks[:, 0].tolist() == [[[1.0] * 6 + [0.0] * 2] * 8, [[1.0] * 8] * 8]
+
+
+# --- control pictures
+
+
+def test_references_are_the_latents_of_the_control_pictures_in_their_order(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    paths = [add_image(tmp_path / "control", f"a_{i}.png", caption=None, seed=5 + i) for i in range(11)]
+    (item,) = items(editing(tmp_path))
+    assert len(item.conditions.references) == 11  # _10 comes after _9
+    for path, reference in zip(paths, item.conditions.references, strict=True):
+        assert close(reference, averaged(pixels_of(path)))
+    assert item.conditions.mask is None
+    assert item.conditions.masked_latents is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "size", "expected"),
+    [
+        ("", (200, 100), (64, 64)),  # as the image
+        ("control_resolution = 64", (200, 100), (96, 48)),  # sqrt(64 * 64 * 2) = 90.5, in patches of 16
+        ("control_resolution = [128, 64]", (70, 70), (96, 96)),  # sqrt(128 * 64) = 90.5
+        ("no_resize_control = true", (200, 100), (192, 96)),  # trimmed
+        ("no_resize_control = true\ncontrol_resolution = 64", (50, 40), (48, 32)),  # not larger than that
+        ("no_resize_control = true\ncontrol_resolution = 64", (200, 100), (96, 48)),
+    ],
+)
+def test_control_pictures_are_sized_as_musubi_tuners_keys_say(
+    tmp_path: Path, keys: str, size: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    add_image(tmp_path / "img", "a.png")
+    add_image(tmp_path / "control", "a.png", size, caption=None, seed=1)
+    (item,) = items(editing(tmp_path, dataset=keys))
+    assert item.conditions.references[0].shape == (3, expected[1] // 8, expected[0] // 8)
+
+
+def test_a_trimmed_control_picture_keeps_its_middle_unresized(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    path = add_image(tmp_path / "control", "a.png", (70, 50), caption=None, seed=1)
+    (item,) = items(editing(tmp_path, dataset="no_resize_control = true"))
+    assert close(item.conditions.references[0], averaged(pixels_of(path)[:, 1:49, 3:67]))
+
+
+def test_a_mirrored_picture_has_mirrored_references(tmp_path: Path) -> None:
+    path = add_image(tmp_path / "img", "a.png")
+    control = add_image(tmp_path / "control", "a.png", caption=None, seed=1)
+    data = editing(tmp_path, "control_directory = 'control'\nflip_aug = true")
+    seen = set()
+    for epoch in range(12):
+        (item,) = items(data, epoch)
+        flipped = close(item.latents, averaged(pixels_of(path).flip(-1)))
+        seen.add(flipped)
+        pixels = pixels_of(control).flip(-1) if flipped else pixels_of(control)
+        assert close(item.conditions.references[0], averaged(pixels))
+    assert seen == {True, False}
+
+
+def test_only_samples_with_references_of_the_same_sizes_share_a_batch(tmp_path: Path) -> None:
+    for i in range(6):
+        add_image(tmp_path / "img", f"{i}.png", seed=i)
+        add_image(tmp_path / "control", f"{i}.png", (96, 48) if i % 2 else (64, 64), caption=None, seed=i)
+    for i in (4, 5):
+        (tmp_path / "control" / f"{i}.png").rename(tmp_path / "control" / f"{i}_0.png")
+        add_image(tmp_path / "control", f"{i}_1.png", caption=None, seed=9)
+    data = editing(tmp_path, dataset="batch_size = 4\nno_resize_control = true")
+    shapes = []
+    for batch in data.batch_sampler():
+        stacked = collate([data.train[at] for at in batch])
+        assert all(len(reference) == len(stacked.latents) for reference in stacked.conditions.references)
+        shapes.append((len(batch), [tuple(reference.shape[2:]) for reference in stacked.conditions.references]))
+    assert sorted(shapes) == [
+        (1, [(6, 12), (8, 8)]),
+        (1, [(8, 8), (8, 8)]),
+        (2, [(6, 12)]),
+        (2, [(8, 8)]),
+    ]
+
+
+def test_json_lines_name_control_pictures(tmp_path: Path) -> None:
+    for i in range(2):
+        add_image(tmp_path / "img", f"{i}.png", caption=None, seed=i)
+    paths = [add_image(tmp_path / "refs", f"r{i}.png", caption=None, seed=7 + i) for i in range(3)]
+    lines: list[dict[str, str]] = [
+        {"image_path": "0.png", "caption": "x", "control_path": "refs/r0.png"},
+        {"image_path": "1.png", "caption": "x", "control_path_1": str(paths[2]), "control_path_0": "refs/r1.png"},
+    ]
+    (tmp_path / "meta.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = editing(tmp_path, "metadata_file = 'meta.jsonl'")
+    one, two = items(data)
+    assert close(one.conditions.references[0], averaged(pixels_of(paths[0])))
+    assert [close(r, averaged(pixels_of(p))) for r, p in zip(two.conditions.references, paths[1:], strict=True)] == [
+        True,
+        True,
+    ]
+    assert "1 or 2 control pictures an image" in data.describe()
+
+
+# --- both
+
+
+def test_a_changed_companion_is_encoded_again_and_shared_control_pictures_once(tmp_path: Path) -> None:
+    for i in range(2):
+        add_image(tmp_path / "img", f"{i}.png", seed=i)
+        add_image(tmp_path / "control", f"{i}.png", caption=None, seed=8)
+    data = build(
+        write_toml(tmp_path, subset="image_dir = 'img'\ncontrol_directory = 'control'"), conditioning="references"
+    )
+    assert data.missing_latents("vae-1") == 3  # two pictures, one control picture twice
+    cache_all(data)
+    add_image(tmp_path / "control", "1.png", caption=None, seed=10)
+    make_old(tmp_path / "control" / "1.png")
+    (tmp_path / "control" / "1.png").touch()
+    again = build(tmp_path / "dataset.toml", conditioning="references")
+    assert again.missing_latents("vae-1") == 1
+
+
+@pytest.mark.parametrize("kind", ["fill", "references"])
+def test_worker_processes_read_the_same_conditions(tmp_path: Path, kind: str) -> None:
+    for i in range(4):
+        add_image(tmp_path / "img", f"{i}.png", seed=i)
+        add_image(tmp_path / "control", f"{i}.png", caption=None, seed=9 - i)
+    general = "flip_aug = true"
+    subset = "image_dir = 'img'\n" + ("" if kind == "fill" else "control_directory = 'control'")
+    data = build(write_toml(tmp_path, "batch_size = 2", subset, general), conditioning=kind)  # type: ignore[arg-type]
+    cache_all(data)
+
+    def batches(workers: int) -> list[Batch]:
+        sampler = data.batch_sampler()
+        sampler.set_position(3)
+        return list(DataLoader(data.train, batch_sampler=sampler, collate_fn=collate, num_workers=workers))
+
+    for alone, shared in zip(batches(0), batches(2), strict=True):
+        for one, other in zip(tensors(alone), tensors(shared), strict=True):
+            assert torch.equal(one, other)
+
+
+def tensors(batch: Batch) -> list[torch.Tensor]:
+    given = batch.conditions
+    both = [tensor for tensor in (given.masked_latents, given.mask) if tensor is not None]
+    assert len(both) + len(given.references) in (1, 2)
+    return [*both, *given.references]
+
+
+def test_an_image_encoder_that_fails_on_conditions_is_told(tmp_path: Path) -> None:
+    class Broken(AverageEncoder):
+        def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+            latents = super().encode(pixels)
+            return torch.where(latents == 0, torch.nan, latents)  # only a blanked region is exactly 0
+
+    add_image(tmp_path / "img", "a.png")
+    data = build(write_toml(tmp_path), conditioning="fill")
+    with pytest.raises(ValueError, match=r"a\.png: its latents are not finite; encode images in bf16 or fp32$"):
+        data.cache_latents(Broken(), 1, silent)
