@@ -33,7 +33,8 @@ from library.training.network_plan import plan_network
 from library.training.preflight import check_before_loading
 from library.training.prepare import base_dtype, prepare_data, prepare_networks
 from library.training.progress import TrainingProgress, print_summary, run_summary
-from library.training.prompts import prompt_texts, read_prompts
+from library.training.prompt_pictures import check_pictures
+from library.training.prompts import read_prompts
 from library.training.run import prepare_run
 from library.training.sampling import build_sampler
 from library.training.validation import hold_out
@@ -67,13 +68,14 @@ def train(config: TrainConfig) -> RunEvents:
     fp8 = plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)
     text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
     prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple)
-    texts = prompt_texts(prompts)
+    check_pictures(prompts, family.conditioning)
     upload = build_upload(config.hub, accelerator, console)
 
     # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
     data = prepare_data(
-        config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, texts, console
-    )
+        config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, prompts, console,
+        family.conditioning,
+    )  # fmt: skip
     device, weights = accelerator.device, config.network.network_weights
     networks = prepare_networks(family, text_encoder, plan, weights, config.training, dtype, device, console, fp8)
     run = prepare_run(config, family, plan, networks, data, accelerator)

@@ -5,7 +5,10 @@
     python tools/generate.py image --model flux1-dev.safetensors --ae ae.safetensors --clip_l clip_l.safetensors \\
         --t5xxl t5xxl_fp16.safetensors --from_file prompts.toml
 
-Prompts are those of training samples: lines with --n --w --h --d --s --g --l, or a .txt, .toml or .json file of them.
+    python tools/generate.py image --model FLUX.1-Fill-dev --prompt "a red door" --ci house.png --mi door_mask.png
+
+Prompts are those of training samples: lines with --n --w --h --d --s --g --l --ci --mi, or a .txt, .toml or .json file
+of them.
 The same flags on the command line hold for every prompt that says nothing itself. A picture is never written over
 another one; each carries its prompt, model and LoRAs as PNG text.
 
@@ -29,17 +32,21 @@ from PIL.Image import Image
 from rich.console import Console
 
 from library.config.schema import ModelConfig, PrecisionConfig
+from library.data.controls import ControlSizing
+from library.data.text_cache import TextJob, encode_now
 from library.errors import UserError, exit_on_user_error
 from library.models.protocol import Family, TextEncoder
 from library.models.registry import FAMILIES, model_family
 from library.precision.loading import Fp8Loading
 from library.training.base_precision import describe_base, plan_fp8
-from library.training.prompts import SamplePrompt, parse_prompt, prompt_texts, read_prompts
+from library.training.prompt_pictures import PictureRules, check_pictures, encode_pictures, text_jobs
+from library.training.prompts import SamplePrompt, parse_prompt, read_prompts
 from library.training.sampling import save_picture
 from networks.formats import load_lora
 from networks.injection import attach_lora
 from networks.low_rank import combine_loras
 from networks.merge import LoraSource
+from networks.metadata import base_mismatch
 from networks.targets import TARGETS, LoraTargets
 from networks.weights import LoraWeights
 from tools.merge_lora import parse_source
@@ -57,6 +64,7 @@ def draw(
     device: torch.device,
     console: Console,
     fp8: Fp8Loading | None = None,
+    sizing: ControlSizing | None = None,
 ) -> Iterator[tuple[SamplePrompt, Image]]:
     """Yield each prompt with its picture.
 
@@ -68,36 +76,44 @@ def draw(
         device: where to compute.
         console: for what is to be known about model and LoRAs.
         fp8: which weights of the transformer become fp8; what its file has in fp8 stays so.
+        sizing: of reference pictures; by default they get the prompt's width and height.
 
     Raises:
-        UserError: a LoRA cannot be read or does not fit the model.
+        UserError: a LoRA cannot be read or does not fit the model; prompts lack the pictures that the model needs.
     """
+    check_pictures(prompts, family.conditioning)
     weights = read_loras(loras, family, console)  # before anything that takes time
     source = " + ".join(str(lora.path) for lora in loras)
     targets = TARGETS[family.name]
     image_encoder = family.load_image_encoder(dtype, device)
-    texts = prompt_texts(list(prompts))
-    embeddings = encode(family.load_text_encoder(dtype, device), texts, weights, targets, source)
+    text_encoder = family.load_text_encoder(dtype, device)
+    rules = PictureRules(family.conditioning, sizing or ControlSizing(), image_encoder.pixel_multiple)
+    texts: dict[str, TextJob] = {}
+    for prompt in prompts:
+        texts |= text_jobs(prompt, text_encoder.sees_references, rules)
+    embeddings = encode(text_encoder, texts, weights, targets, source)
+    conditions = [encode_pictures(prompt, image_encoder, rules) for prompt in prompts]
     fp8 = fp8 or Fp8Loading()
     transformer = family.load_transformer(dtype, device, fp8=fp8)
     if (layout := family.fp8_layout()) or fp8.recipe:
         console.print(f"base: {describe_base(layout, fp8, dtype)}")
     if own := weights.get(targets.file_prefix):
         attach_lora(transformer, own, targets, source)
-    for prompt in prompts:
+    for prompt, its_conditions in zip(prompts, conditions, strict=True):
         yield (
             prompt,
             family.sample(
                 transformer,
                 image_encoder,
-                embeddings[prompt.prompt],
+                embeddings[prompt.text_key(prompt.prompt)],
                 width=prompt.width,
                 height=prompt.height,
                 steps=prompt.steps,
                 guidance=prompt.guidance,
                 seed=prompt.seed,
-                negative_text=embeddings[prompt.negative] if prompt.cfg != 1.0 else None,
+                negative_text=embeddings[prompt.text_key(prompt.negative)] if prompt.cfg != 1.0 else None,
                 cfg=prompt.cfg,
+                conditions=its_conditions,
             ),
         )
 
@@ -113,37 +129,36 @@ def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) ->
     here = family.fingerprint() if any("tandem.base_fingerprint" in lora.metadata for _, lora in read) else None
     for source, lora in read:
         console.print(f"{source.path}: {lora.layout}, {len(lora.weights)} layers, strength {source.ratio:g}")
-        trained_on = lora.metadata.get("tandem.base_fingerprint")
-        if trained_on and trained_on != here:
-            console.print(f"note: {source.path}: trained on base {trained_on}, this one is {here}")
+        if here and (remark := base_mismatch(lora.metadata, here)):
+            console.print(f"note: {source.path}: {remark}")
     return targets.by_component(combine_loras([(lora.weights, source.ratio) for source, lora in read]))
 
 
 @torch.no_grad()
 def encode(
     text_encoder: TextEncoder,
-    texts: Sequence[str],
+    texts: Mapping[str, TextJob],
     loras: Mapping[str, Mapping[str, LoraWeights]],
     targets: LoraTargets,
     source: str,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return every text's embeddings, without a batch axis, on the CPU, as the encoders with their LoRAs give them.
+    """Return every text's embeddings by key, without a batch axis, on the CPU, as the encoders with their LoRAs give them.
 
     Args:
         text_encoder: is let go of afterwards.
-        texts: to encode.
+        texts: to encode, by ``SamplePrompt.text_key``.
         loras: component -> weights; the transformer's are not used.
         targets: the family's row.
         source: the files' names, for messages.
     """
-    embeddings = {text: text_encoder.encode([text])[0] for text in texts}
+    embeddings = {key: encode_now([job], text_encoder)[0] for key, job in texts.items()}
     text_encoder.release()
     for encoder in targets.text_encoders:
         if weights := loras.get(encoder.name):
             module = text_encoder.load_modules([encoder.name])
             attach_lora(module, weights, targets, source)
-            for text, cached in embeddings.items():
-                cached |= {name: rows[0].cpu() for name, rows in module([text]).items()}
+            for key, cached in embeddings.items():
+                cached |= {name: rows[0].cpu() for name, rows in module([texts[key].caption]).items()}
     return embeddings
 
 
@@ -162,7 +177,8 @@ def read_asked(options: argparse.Namespace, pixel_multiple: int) -> list[SampleP
     """
     if bool(options.prompt) == bool(options.from_file):
         raise UserError('give either --prompt "..." or --from_file FILE')
-    default = SamplePrompt("", options.n, options.w, options.h, options.d, options.s, options.g, options.l)
+    numbers = (options.w, options.h, options.d, options.s, options.g, options.l)
+    default = SamplePrompt("", options.n, *numbers, tuple(options.ci), options.mi)
     if options.from_file:
         return read_prompts(options.from_file, options.d, pixel_multiple, default, "--from_file")
     prompts = []
@@ -188,14 +204,23 @@ def image(options: argparse.Namespace) -> list[Path]:
         raise UserError("--fp8_granularity: has no effect without --fp8_scaled; remove it")
     asked = {key: value for key in _FP8_FLAGS if (value := getattr(options, key))}
     fp8 = plan_fp8(PrecisionConfig(**asked), family.fp8_layout(), 0, device)
+    sizing = ControlSizing(_both(options.control_resolution), options.no_resize_control)
     record = {"model": options.model, "loras": " ".join(options.lora)}
     written: list[Path] = []
-    for prompt, picture in draw(family, prompts, sources, dtype, device, console, fp8):
+    for prompt, picture in draw(family, prompts, sources, dtype, device, console, fp8, sizing):
         path = free_path(options.save_to, prompt)
         save_picture(picture, path, {"prompt": prompt.line(), **record})
         console.print(f"{path}: {prompt.line()}")
         written.append(path)
     return written
+
+
+def _both(sides: Sequence[int] | None) -> tuple[int, int] | None:
+    if sides is None:
+        return None
+    if len(sides) > 2 or min(sides) < 1:
+        raise UserError("--control_resolution: takes one number of pixels, or width and height")
+    return sides[0], sides[-1]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -226,6 +251,10 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--s", type=int, default=20, metavar="STEPS", help="steps (default: %(default)s)")
     what.add_argument("--g", type=float, default=3.5, metavar="X", help="guidance input of dev (default: %(default)s)")
     what.add_argument("--l", type=float, default=1.0, metavar="X", help="classifier-free guidance (default: off, 1)")
+    what.add_argument("--ci", nargs="+", default=[], metavar="FILE", help="picture to fill, or reference pictures")
+    what.add_argument("--mi", metavar="FILE", help="mask of the picture to fill, white where to fill")
+    what.add_argument("--control_resolution", type=int, nargs="+", metavar="PIXELS", help="area of reference pictures")
+    what.add_argument("--no_resize_control", action="store_true", help="reference pictures are only trimmed")
     sub.add_argument("--save_to", type=Path, default=Path("output/generated"), help="folder (default: %(default)s)")
     return top
 

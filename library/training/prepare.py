@@ -28,12 +28,15 @@ from library.training.base_precision import describe_base, leave_frozen_out_of_d
 from library.training.block_swap import swap_blocks
 from library.training.network_plan import NetworkPlan
 from library.training.progress import counting
-from networks.formats import load_lora
-from networks.injection import LoraNetwork, inject_lora
+from library.training.prompt_pictures import PictureRules, text_jobs
+from library.training.region_loss import check_seam
+from networks.injection import AdapterNetwork, inject_adapter
 
 if TYPE_CHECKING:
+    from library.conditions import ConditionKind
     from library.config.schema import DatasetArguments, FlowConfig, ModelConfig, TrainingConfig
     from library.models.protocol import Family, ImageEncoder, TextEncoder
+    from library.training.prompts import SamplePrompt
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,8 +54,9 @@ def prepare_data(
     image_encoder: ImageEncoder,
     text_encoder: TextEncoder,
     accelerator: Accelerator,
-    prompt_texts: Sequence[str],
+    prompts: Sequence[SamplePrompt],
     console: Console,
+    conditioning: ConditionKind = "none",
 ) -> TrainingData:
     """Read the dataset and make sure that every latent and text embedding it needs is cached.
 
@@ -63,8 +67,12 @@ def prepare_data(
         arguments, training, flow: settings.
         image_encoder, text_encoder: load their weights at the first use.
         accelerator: rank and barrier.
-        prompt_texts: further texts to encode, those of sample prompts.
+        prompts: sample prompts, whose texts are encoded too.
         console: where progress is shown.
+        conditioning: what the model is given besides a caption.
+
+    Raises:
+        UserError: see ``build_dataset``; a seam without masks.
     """
     data = build_dataset(
         arguments,
@@ -73,13 +81,17 @@ def prepare_data(
         latent_factor=image_encoder.latent_factor,
         prior_loss_weight=training.prior_loss_weight,
         masked_loss=flow.masked_loss,
+        conditioning=conditioning,
     )
+    check_seam(flow, data)
     console.print(data.describe())
     rank, world = accelerator.process_index, accelerator.num_processes
     with counting(console) as progress:
         data.cache_latents(image_encoder, arguments.vae_batch_size, progress, rank, world)
         image_encoder.release()
-        data.cache_text(text_encoder, prompt_texts, arguments.text_encoder_batch_size, progress, rank, world)
+        rules, sees = PictureRules.of(data), text_encoder.sees_references
+        texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
+        data.cache_text(text_encoder, texts, arguments.text_encoder_batch_size, progress, rank, world)
         text_encoder.release()
     accelerator.wait_for_everyone()
     return data
@@ -99,7 +111,7 @@ class Networks:
 
     transformer: nn.Module
     text_encoders: nn.Module | None
-    lora: LoraNetwork
+    lora: AdapterNetwork
     base_precision: str
     text_fingerprint: str | None
 
@@ -120,7 +132,8 @@ def prepare_networks(
     ``fp8`` says which of the transformer's weights become fp8.
 
     Raises:
-        UserError: see ``inject_lora`` and ``LoraNetwork.load``; an fp8 file is damaged, or does not suit ``fp8``.
+        UserError: see ``inject_adapter`` and ``load_file`` of its network; an fp8 file is damaged, or does not suit
+            ``fp8``.
     """
     lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
     fp8, layout = fp8 or Fp8Loading(), family.fp8_layout()
@@ -131,17 +144,17 @@ def prepare_networks(
         console.print(layout.describe())
     if layout is not None or fp8.recipe is not None:
         console.print(f"base: {base_precision}")
-    loras: list[LoraNetwork] = []
+    loras: list[AdapterNetwork] = []
     if plan.trains_transformer:
-        loras.append(inject_lora(transformer, plan.options, plan.targets, training.seed, lora_dtype))
+        loras.append(inject_adapter(transformer, plan.options, plan.targets, training.seed, lora_dtype))
     if plan.text_encoders:
         text_encoders = text_encoder.load_modules(plan.text_encoders)
         options = plan.options.for_text_encoders()
-        loras.append(inject_lora(text_encoders, options, plan.targets, training.seed, lora_dtype))
-    lora = functools.reduce(LoraNetwork.joined, loras)
+        loras.append(inject_adapter(text_encoders, options, plan.targets, training.seed, lora_dtype))
+    lora = functools.reduce(AdapterNetwork.joined, loras)
     console.print(lora.describe())
     if network_weights:
-        console.print(lora.load(load_lora(network_weights, plan.targets).weights, network_weights))
+        console.print(lora.load_file(network_weights))
     if plan.options.train_t5xxl:
         console.print("note: diffusers passes over T5's part of a LoRA file; ComfyUI and sd-scripts load it")
     if training.gradient_checkpointing:

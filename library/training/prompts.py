@@ -3,13 +3,16 @@
 * ``.txt`` (and any other name): a prompt a line,
   ``a cat in the rain --n blurry --w 1024 --h 1024 --d 42 --s 20 --g 3.5 --l 1.0``: negative prompt, width, height,
   seed, steps, guidance given to a guidance-distilled model, and classifier-free guidance proper (with a negative
-  prompt, at twice the cost). Empty lines and those that begin with ``#`` are skipped.
+  prompt, at twice the cost). ``--ci picture.png`` names the picture that a fill model completes, or a reference
+  picture of an edit model (several times for several), ``--mi mask.png`` the mask of a fill model, white where to
+  fill. Empty lines and those that begin with ``#`` are skipped.
 * ``.toml``: ``[prompt]`` with what all have in common, ``[[prompt.subset]]`` for each picture.
 * ``.json``: a list of objects, or of lines in the syntax above.
 
-TOML and JSON use the keys prompt, negative_prompt, width, height, seed, sample_steps, guidance_scale and scale (in
-musubi-tuner: cfg_scale). What the two trainers know and Tandem does not do is refused by its name: a sample drawn
-without its control image would be another sample.
+TOML and JSON use the keys prompt, negative_prompt, width, height, seed, sample_steps, guidance_scale, scale (in
+musubi-tuner: cfg_scale), control_image_path (one or a list) and mask_image_path. Relative paths of pictures are looked
+for beside the prompt file first, then in the working directory. What the two trainers know and Tandem does not do is
+refused by its name: a sample drawn without what it asks for would be another sample.
 """
 
 from __future__ import annotations
@@ -41,16 +44,25 @@ class SamplePrompt:
     steps: int = 20
     guidance: float = 3.5
     cfg: float = 1.0
+    control_images: tuple[str, ...] = ()
+    mask_image: str | None = None
 
     def texts(self) -> list[str]:
         """Return the texts whose embeddings this picture needs."""
         return [self.prompt, self.negative] if self.cfg != 1.0 else [self.prompt]
+
+    def text_key(self, text: str) -> str:
+        """Return what its embeddings of ``text`` go by: the text, and the pictures that may be seen with it."""
+        return "\n".join([text, *self.control_images])
 
     def line(self) -> str:
         """Return the picture as a line of a prompt file, with everything that is not left to a default."""
         words = [self.prompt, *(["--n", self.negative] if self.cfg != 1.0 else [])]
         for option in ("w", "h", "d", "s", "g", "l"):
             words += [f"--{option}", str(getattr(self, _FIELDS[option][0]))]
+        for path in self.control_images:
+            words += ["--ci", path]
+        words += ["--mi", self.mask_image] if self.mask_image else []
         return " ".join(words)
 
 
@@ -62,6 +74,8 @@ _FIELDS: dict[str, tuple[str, type]] = {
     "s": ("steps", int),
     "g": ("guidance", float),
     "l": ("cfg", float),
+    "ci": ("control_images", str),
+    "mi": ("mask_image", str),
 }
 _KEYS: dict[str, tuple[str, type]] = {
     "prompt": ("prompt", str),
@@ -73,14 +87,17 @@ _KEYS: dict[str, tuple[str, type]] = {
     "guidance_scale": ("guidance", float),
     "scale": ("cfg", float),
     "cfg_scale": ("cfg", float),
+    "control_image_path": ("control_images", str),
+    "mask_image_path": ("mask_image", str),
 }
 _SHIFT = "the model's own schedule decides the shift; remove it"
-_CONTROL = "samples are drawn from text alone; remove it"
+_CONTROL = "control networks and videos are not used; remove it"
 _NOT_TAKEN = {  # sd-scripts' and musubi-tuner's other options and keys, and why not
     **dict.fromkeys(("ss", "sample_sampler"), "the model's own Euler solver is used; remove it"),
     **dict.fromkeys(("fs", "flow_shift", "discrete_flow_shift"), _SHIFT),
     **dict.fromkeys(("cn", "controlnet_image", "control_video_path"), _CONTROL),
-    **dict.fromkeys(("ci", "control_image_path", "i", "image_path", "ei", "end_image_path"), _CONTROL),
+    **dict.fromkeys(("i", "image_path", "ei", "end_image_path"), "it belongs to videos; use --ci, or remove it"),
+    **dict.fromkeys(("cim", "control_image_mask_path"), "it belongs to FramePack; the mask of a fill model is --mi"),
     **dict.fromkeys(("ctr", "cfg_trunc_ratio", "rcfg", "renorm_cfg"), "it belongs to Lumina; remove it"),
     **dict.fromkeys(("of", "one_frame"), "it belongs to FramePack; remove it"),
     "am": "LoRA strengths are one for all pictures; remove it",
@@ -127,9 +144,10 @@ def read_prompts(
     for i, (where, item) in enumerate(items):
         default = replace(defaults or SamplePrompt(""), seed=seed + i)
         if isinstance(item, str):
-            prompts.append(parse_prompt(item, default, pixel_multiple, where))
+            prompt = parse_prompt(item, default, pixel_multiple, where)
         else:
-            prompts.append(_from_keys(item, default, pixel_multiple, where))
+            prompt = _from_keys(item, default, pixel_multiple, where)
+        prompts.append(_with_found_pictures(prompt, Path(path).parent, where))
     return prompts
 
 
@@ -157,6 +175,9 @@ def parse_prompt(line: str, default: SamplePrompt, pixel_multiple: int, where: s
         if low not in _FIELDS:
             raise UserError(f"{where}: unknown option --{name}; known are " + " ".join(f"--{k}" for k in _FIELDS))
         field, kind = _FIELDS[low]
+        if field == "control_images":
+            values[field] = (*values.get(field, ()), text)
+            continue
         try:
             values[field] = kind(text)
         except ValueError:
@@ -176,6 +197,9 @@ def _from_keys(item: Mapping[str, Any], default: SamplePrompt, pixel_multiple: i
         field, kind = _KEYS[key]
         if field in values:
             raise UserError(f"{where}: {key} says again what another key said; keep one")
+        if field == "control_images":
+            values[field] = _picture_list(value, key, where)
+            continue
         fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
         if not fits:
             raise UserError(f"{where}: {key} takes {_article(kind)}, not {value!r}; correct it")
@@ -183,6 +207,28 @@ def _from_keys(item: Mapping[str, Any], default: SamplePrompt, pixel_multiple: i
     if "prompt" not in values:
         raise UserError(f'{where}: no prompt; write prompt = "..."')
     return _checked(replace(default, **values), pixel_multiple, where)
+
+
+def _picture_list(value: Any, key: str, where: str) -> tuple[str, ...]:
+    listed = value if isinstance(value, list) else [value]
+    if not all(isinstance(path, str) for path in listed):
+        raise UserError(f"{where}: {key} takes a path or a list of paths, not {value!r}; correct it")
+    return tuple(listed)
+
+
+def _with_found_pictures(prompt: SamplePrompt, folder: Path, where: str) -> SamplePrompt:
+    """Return the prompt with the paths of its pictures as they are from the working directory."""
+
+    def found(path: str) -> str:
+        written = Path(path).expanduser()
+        places = [folder / written, written]
+        place = next((place for place in places if place.is_file()), None)
+        if place is None:
+            raise UserError(f"{where}: picture {path!r} does not exist; it is looked for beside the prompts' file")
+        return str(place)
+
+    images = tuple(found(path) for path in prompt.control_images)
+    return replace(prompt, control_images=images, mask_image=found(prompt.mask_image) if prompt.mask_image else None)
 
 
 def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePrompt:

@@ -1,8 +1,9 @@
 """Pictures drawn while training, by the model being trained, and the sheets that show them side by side.
 
 ``before_after.png`` has the first sampled step beside the last; ``over_time.png`` a column for each sampled step, or
-eight evenly chosen ones. Every picture carries its prompt, as a line of a prompt file, under the PNG key ``prompt``:
-that is how a resumed run recognises the pictures drawn before it was interrupted.
+eight evenly chosen ones. Of fill and edit models the first column is what they start from. Every picture carries its
+prompt, as a line of a prompt file, under the PNG key ``prompt``: that is how a resumed run recognises the pictures
+drawn before it was interrupted.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
 
+from library.conditions import Conditions
 from library.files import atomic_path
-from library.training.prompts import SamplePrompt, prompt_texts
+from library.training.prompt_pictures import PictureRules, encode_pictures, show_pictures, text_jobs
+from library.training.prompts import SamplePrompt
 
 if TYPE_CHECKING:
     from library.data.dataset import TrainingData
@@ -41,12 +44,16 @@ class Sampler:
         embeddings: dict[str, dict[str, Tensor]],
         folder: Path,
         text_encoders: nn.Module | None = None,
+        rules: PictureRules | None = None,
     ) -> None:
         """Keep what sampling needs.
 
-        ``embeddings`` maps every prompt text to its encoder outputs (no batch axis); those of ``text_encoders``, which
-        are in training, are computed when they are needed.
+        ``embeddings`` maps every prompt's text (its ``text_key``) to its encoder outputs (no batch axis); those of
+        ``text_encoders``, which are in training, are computed when they are needed. ``rules`` say what becomes of the
+        prompts' pictures; these are encoded once, when they are first needed.
         """
+        self._rules = rules or PictureRules()
+        self._conditions: dict[int, Conditions] = {}
         self._family, self._prompts, self._embeddings = family, prompts, embeddings
         self._text_encoders = text_encoders
         self._image_encoder, self._folder = image_encoder, folder
@@ -68,25 +75,28 @@ class Sampler:
         return paths
 
     def _draw(self, transformer: nn.Module, i: int, prompt: SamplePrompt, step: int) -> Path:
+        if i not in self._conditions:
+            self._conditions[i] = encode_pictures(prompt, self._image_encoder, self._rules)
         image = self._family.sample(
             transformer,
             self._image_encoder,
-            self._text(prompt.prompt),
+            self._text(prompt, prompt.prompt),
             width=prompt.width,
             height=prompt.height,
             steps=prompt.steps,
             guidance=prompt.guidance,
             seed=prompt.seed,
-            negative_text=self._text(prompt.negative) if prompt.cfg != 1.0 else None,
+            negative_text=self._text(prompt, prompt.negative) if prompt.cfg != 1.0 else None,
             cfg=prompt.cfg,
+            conditions=self._conditions[i],
         )
         path = self._path(step, i)
         save_picture(image, path, {"prompt": prompt.line()})
         return path
 
-    def _text(self, text: str) -> dict[str, Tensor]:
-        """Return the embeddings of a prompt, without a batch axis."""
-        cached = self._embeddings[text]
+    def _text(self, prompt: SamplePrompt, text: str) -> dict[str, Tensor]:
+        """Return the embeddings of one of a prompt's texts, without a batch axis."""
+        cached = self._embeddings[prompt.text_key(text)]
         if self._text_encoders is None:
             return cached
         was_training = self._text_encoders.training
@@ -120,9 +130,15 @@ class Sampler:
 
     def _write_sheet(self, path: Path, columns: dict[int, str]) -> Path:
         """Write one sheet; ``columns`` maps the steps to show to their titles."""
-        rows = [(p.prompt, [self.drawn[step][i] for step in columns]) for i, p in enumerate(self._prompts)]
+        titles, rows = list(columns.values()), []
+        for i, prompt in enumerate(self._prompts):
+            pictures: list[Path | Image.Image] = [self.drawn[step][i] for step in columns]
+            start = show_pictures(prompt, self._rules)
+            rows.append((prompt.prompt, pictures if start is None else [start, *pictures]))
+        if self._rules.conditioning != "none":
+            titles = ["input", *titles]
         with atomic_path(path) as temporary:
-            _sheet(list(columns.values()), rows).save(temporary, format="PNG")
+            _sheet(titles, rows).save(temporary, format="PNG")
         return path
 
 
@@ -162,11 +178,16 @@ def build_sampler(
     """Return the sampler of a run, or None where no prompts were given; embeddings come from the dataset's cache."""
     if not prompts:
         return None
-    embeddings = {text: data.text_embeddings(text) for text in prompt_texts(prompts)}
-    return Sampler(family, prompts, image_encoder, embeddings, folder, text_encoders)
+    rules = PictureRules.of(data)
+    embeddings = {
+        key: data.text_embeddings(job)
+        for prompt in prompts
+        for key, job in text_jobs(prompt, data.train.text_sees_references, rules).items()
+    }
+    return Sampler(family, prompts, image_encoder, embeddings, folder, text_encoders, rules)
 
 
-def _sheet(titles: list[str], rows: list[tuple[str, list[Path]]]) -> Image.Image:
+def _sheet(titles: list[str], rows: list[tuple[str, list[Path | Image.Image]]]) -> Image.Image:
     """Return one picture: a column a title, a row a prompt with the prompt under it; two prompts side by side."""
     across = 2 if len(rows) > 3 and len(titles) == 2 else 1
     block_width = len(titles) * (_CELL + 8) + 16
@@ -174,15 +195,15 @@ def _sheet(titles: list[str], rows: list[tuple[str, list[Path]]]) -> Image.Image
     sheet = Image.new("RGB", (across * block_width + 8, _HEADER + heights * (_CELL + _CAPTION) + 8), "white")
     draw = ImageDraw.Draw(sheet)
     title_font, font = ImageFont.load_default(16), ImageFont.load_default(13)
-    for i, (prompt, paths) in enumerate(rows):
+    for i, (prompt, pictures) in enumerate(rows):
         left, top = 12 + (i % across) * block_width, _HEADER + (i // across) * (_CELL + _CAPTION)
-        for column, (title, path) in enumerate(zip(titles, paths, strict=True)):
+        for column, (title, picture) in enumerate(zip(titles, pictures, strict=True)):
             x = left + column * (_CELL + 8)
             if i < across:
                 draw.text((x, 6), title, fill="black", font=title_font)
-            with Image.open(path) as image:
+            with picture if isinstance(picture, Image.Image) else Image.open(picture) as image:
                 factor = _CELL / max(image.size)
-                size = (round(image.width * factor), round(image.height * factor))
+                size = (round(image.width * factor), max(1, round(image.height * factor)))
                 sheet.paste(image.convert("RGB").resize(size, Image.Resampling.LANCZOS), (x, top))
         caption = "\n".join(textwrap.wrap(prompt, len(titles) * _CELL // 7)[:2])
         draw.multiline_text((left, top + _CELL + 4), caption, fill="#333333", font=font, spacing=2)

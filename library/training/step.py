@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from library.training.flow import add_noise, loss_weights, noise_for, sample_losses, sample_sigmas
+from library.training.region_loss import region_weights
 
 if TYPE_CHECKING:
     from library.config.schema import FlowConfig
@@ -41,23 +42,34 @@ class FlowStep:
         tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // self.family.patch_size**2
         sigmas = sample_sigmas(self.flow, batch.sample_ids, tokens, self.seed, step)
         noise = noise_for(batch.latents, batch.sample_ids, self.seed, step)
-        losses = self._losses(model, batch, self.text(batch), noise, sigmas)
+        losses = self._losses(model, batch, self.text(batch), noise, sigmas, region_weights(self.flow, batch))
         weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
         return (losses * weights).mean(), sigmas
 
     @torch.no_grad()
     def validation_losses(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
-        """Return each held-out sample's unweighted loss at each sigma, [len(sigmas) * B]; the noise never changes."""
-        text = self.text(batch)
+        """Return each held-out sample's unweighted loss at each sigma, [len(sigmas) * B]; the noise never changes.
+
+        Masks count, the seam's extra weight does not.
+        """
+        text, regions = self.text(batch), region_weights(self.flow, batch, seam=False)
         losses = []
         for sigma in sigmas:
             noise = noise_for(batch.latents, batch.sample_ids, "validation", round(sigma * 1e6))
             everywhere = torch.full((len(batch.sample_ids),), sigma)
-            losses.append(self._losses(model, batch, text, noise, everywhere))
+            losses.append(self._losses(model, batch, text, noise, everywhere, regions))
         return torch.cat(losses)
 
-    def _losses(self, model: nn.Module, batch: Batch, text: dict[str, Tensor], noise: Tensor, sigmas: Tensor) -> Tensor:
+    def _losses(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        text: dict[str, Tensor],
+        noise: Tensor,
+        sigmas: Tensor,
+        regions: Tensor | None,
+    ) -> Tensor:
         noisy, target = add_noise(batch.latents, noise, sigmas)
         sigmas = sigmas.to(noisy.device, non_blocking=True)
         velocity = self.family.predict_velocity(model, noisy, sigmas, text, self.flow.guidance_scale, batch.conditions)
-        return sample_losses(self.flow, velocity, target, batch.masks)
+        return sample_losses(self.flow, velocity, target, regions)
