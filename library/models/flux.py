@@ -11,8 +11,6 @@ noise (:meth:`FluxFamily.picture_tokens`) and which pipeline of diffusers draws 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.files import fingerprint
 from library.models import flux_layout
+from library.models.drawing import check_size, drawing_autocast, dtype_name, evaluating, unwrapped
 from library.models.flux_attention import swap_hot_paths
 from library.models.flux_files import FluxFiles, locate
 from library.models.flux_tokens import image_positions, pack_latents, unpack_latents
@@ -119,7 +118,7 @@ class FluxFamily:
         """
         path = self._files.vae
         used = torch.float32 if torch.device(device).type == "cpu" else dtype
-        mark = f"{fingerprint(path)}-mean-{_dtype_name(used)}"
+        mark = f"{fingerprint(path)}-mean-{dtype_name(used)}"
         return VaeImageEncoder(lambda: load_vae(path, used, device), vae_config(path), mark, self.patch_size)
 
     def load_text_encoder(
@@ -147,7 +146,7 @@ class FluxFamily:
             min(clip_positions(clip), clip_tokenizer.model_max_length),
             self._t5_length(t5_tokenizer.model_max_length),
         )
-        mark = f"{fingerprint(clip)}-{fingerprint(t5)}-{lengths[0]}-{lengths[1]}-{_dtype_name(dtype)}"
+        mark = f"{fingerprint(clip)}-{fingerprint(t5)}-{lengths[0]}-{lengths[1]}-{dtype_name(dtype)}"
         mark += f"-{recipe.describe()}" if recipe is not None else ""
         return FluxTextEncoder(
             lambda: load_clip(clip, dtype, device),
@@ -271,17 +270,15 @@ class FluxFamily:
             UserError: the size is not possible, the conditions are not those of this family, or it knows no negative
                 text.
         """
-        multiple = image_encoder.pixel_multiple
-        if width % multiple or height % multiple:
-            raise UserError(f"sample of {width} x {height} pixels: both must be multiples of {multiple}")
-        plain = _unwrapped(transformer)
+        check_size(width, height, image_encoder.pixel_multiple)
+        plain = unwrapped(transformer)
         pipeline: Any = self.pipeline(plain, self._scheduler(), conditions.to(plain.device))
         pipeline.vae_scale_factor = image_encoder.latent_factor  # read from the VAE otherwise, which stays outside
         pipeline.set_progress_bar_config(disable=True)
         inputs = self.pipeline_inputs(width, height, seed, cfg, conditions) | _pipeline_text(text, "", plain.device)
         if negative_text is not None:
             inputs |= _pipeline_text(negative_text, "negative_", plain.device)
-        with torch.no_grad(), _evaluating(plain), self._sampling_autocast(plain):
+        with torch.no_grad(), evaluating(plain), drawing_autocast(plain, self._dtype):
             packed = pipeline(
                 **inputs,
                 width=width,
@@ -294,13 +291,6 @@ class FluxFamily:
         factor = image_encoder.latent_factor
         pixels = image_encoder.decode(unpack_latents(packed, height // factor, width // factor))
         return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
-
-    def _sampling_autocast(self, transformer: Any) -> AbstractContextManager:
-        """Autocast to the base's dtype if that is a 16-bit one; else leave things as the caller has them."""
-        dtype = self._dtype or transformer.dtype
-        if dtype not in (torch.bfloat16, torch.float16):
-            return nullcontext()
-        return torch.autocast(transformer.device.type, dtype)
 
     def _scheduler(self) -> FlowMatchEulerDiscreteScheduler:
         """Return the folder's scheduler, or with single files the published one of dev or schnell."""
@@ -320,28 +310,3 @@ def _pipeline_text(text: dict[str, Tensor], prefix: str, device: torch.device) -
         f"{prefix}prompt_embeds": embeds.to(device, torch.float32),
         f"{prefix}pooled_prompt_embeds": pooled.to(device, torch.float32),
     }
-
-
-def _unwrapped(module: nn.Module) -> Any:
-    """Return the module inside DDP and compile wrappers."""
-    while True:
-        inner = module._modules.get("_orig_mod") or module._modules.get("module")
-        if inner is None:
-            return module
-        module = inner
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch every submodule to eval mode and back to the mode it was in."""
-    training = [child for child in module.modules() if child.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for child in training:
-            child.training = True
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
