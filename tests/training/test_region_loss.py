@@ -1,0 +1,174 @@
+"""Where the loss counts: the filled region, and the ring along its border, against a search cell by cell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from library.conditions import NO_CONDITIONS, Conditions
+from library.config import load_config
+from library.config.schema import FlowConfig
+from library.data.batches import Batch
+from library.errors import UserError
+from library.training.region_loss import border_ring, check_seam, region_weights
+from library.training.step import FlowStep
+from tests.data.folders import add_image, build, write_toml
+
+
+def batch(masks: Tensor | None = None, fill: Tensor | None = None, side: int = 8) -> Batch:
+    """A batch of random latents [B, 4, side, side] with loss masks and, in pixels, regions to fill."""
+    count = next((len(one) for one in (masks, fill) if one is not None), 2)
+    latents = torch.randn(count, 4, side, side, generator=torch.Generator().manual_seed(0))
+    conditions = NO_CONDITIONS if fill is None else Conditions(torch.zeros_like(latents), fill)
+    return Batch(latents, {}, torch.ones(count), masks, torch.arange(count), conditions=conditions)
+
+
+def regions(count: int = 3, side: int = 64) -> Tensor:
+    """Rectangles [B, 1, side, side] of pixels that end within latent cells."""
+    fill = torch.zeros(count, 1, side, side)
+    for i in range(count):
+        fill[i, :, 5 + 8 * i : 39 + 4 * i, 0 : 27 + 9 * i] = 1
+    return fill
+
+
+def cell_means(fill: Tensor) -> Tensor:
+    count, _, height, width = fill.shape
+    return fill.reshape(count, 1, height // 8, 8, width // 8, 8).mean(dim=(3, 5))
+
+
+def searched_ring(mask: Tensor, width: int) -> Tensor:
+    """The definition, cell by cell: a cell of the other side within ``width`` steps of a king."""
+    ring = torch.zeros_like(mask)
+    for at in torch.cartesian_prod(*(torch.arange(size) for size in mask.shape)).tolist():
+        b, c, y, x = at
+        others = (mask[b, c] >= 0.5) != (mask[b, c, y, x] >= 0.5)
+        near = others[max(0, y - width) : y + width + 1, max(0, x - width) : x + width + 1]
+        ring[b, c, y, x] = near.any()
+    return ring
+
+
+def test_the_ring_of_a_square_written_by_hand() -> None:
+    mask = torch.tensor(
+        [
+            [0, 0, 0, 0, 0, 0, 0],
+            [0, 0, 0, 0, 0, 0, 0],
+            [0, 0, 1, 1, 1, 1, 1],
+            [0, 0, 1, 1, 1, 1, 1],
+            [0, 0, 1, 1, 1, 1, 1],
+            [0, 0, 1, 1, 1, 1, 1],
+        ]
+    ).float()
+    assert border_ring(mask[None, None], 1)[0, 0].tolist() == [
+        [0, 0, 0, 0, 0, 0, 0],
+        [0, 1, 1, 1, 1, 1, 1],
+        [0, 1, 1, 1, 1, 1, 1],
+        [0, 1, 1, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0, 0, 0],  # the picture's edge is no border
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 9])
+def test_the_ring_is_what_a_search_finds(width: int) -> None:
+    blobs = torch.rand(4, 1, 9, 11, generator=torch.Generator().manual_seed(width)) - 0.15
+    blobs = torch.nn.functional.avg_pool2d(blobs, 3, stride=1, padding=1) * 1.3
+    assert 0.1 < (blobs >= 0.5).float().mean() < 0.9
+    assert torch.equal(border_ring(blobs, width), searched_ring(blobs, width))
+
+
+def test_without_masks_nothing_is_weighed() -> None:
+    assert region_weights(FlowConfig(), batch()) is None
+    assert region_weights(FlowConfig(), batch(fill=regions())) is None
+    assert region_weights(FlowConfig(seam_loss_weight=2.0), batch()) is None
+
+
+def test_masked_loss_of_a_fill_model_counts_the_region_alone() -> None:
+    fill = regions()
+    weights = region_weights(FlowConfig(masked_loss=True), batch(fill=fill))
+    assert weights is not None
+    torch.testing.assert_close(weights, cell_means(fill), rtol=0, atol=1e-7)  # a mean of 64 values in other order
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_seam_comes_on_top(masked: bool) -> None:
+    fill = regions()
+    mean = cell_means(fill)
+    flow = FlowConfig(masked_loss=masked, seam_loss_weight=2.5, seam_width=1)
+    weights = region_weights(flow, batch(fill=fill))
+    assert weights is not None
+    expected = (mean if masked else torch.ones_like(mean)) + 2.5 * searched_ring(mean, 1)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
+    without = region_weights(flow, batch(fill=fill), seam=False)
+    assert without is None if not masked else torch.allclose(without, mean)  # type: ignore[arg-type]
+
+
+def test_a_mask_of_its_own_weighs_and_the_region_to_fill_has_the_seam() -> None:
+    own, fill = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(1)), regions()
+    flow = FlowConfig(masked_loss=True, seam_loss_weight=1.0, seam_width=2)
+    weights = region_weights(flow, batch(own, fill))
+    assert weights is not None
+    torch.testing.assert_close(weights, own + searched_ring(cell_means(fill), 2))
+    alone = region_weights(flow, batch(own))
+    assert alone is not None
+    torch.testing.assert_close(alone, own + searched_ring(own, 2))
+
+
+class _Zero:
+    """A family whose network says zero, so that the pointwise loss is the squared target."""
+
+    patch_size = 2
+
+    def predict_velocity(self, model: object, noisy: Tensor, *_: object) -> Tensor:
+        return torch.zeros_like(noisy)
+
+
+def test_the_loss_is_the_weighted_mean_of_the_pointwise_loss() -> None:
+    """float64, from the loss of each cell alone: of a mask with one cell the loss is that cell's over all cells."""
+    side, cells = 4, 16
+    flow = FlowConfig(masked_loss=True, seam_loss_weight=3.0, seam_width=1)
+
+    def losses(one: Batch, settings: FlowConfig) -> Tensor:
+        step = FlowStep(_Zero(), settings, seed=0)  # type: ignore[arg-type]
+        return step.loss(torch.nn.Identity(), one, 0)[0].double()
+
+    alone = []
+    for i in range(cells):
+        mask = torch.zeros(1, 1, cells)
+        mask[..., i] = 1
+        alone.append(losses(batch(mask.reshape(1, 1, side, side), side=side), FlowConfig(masked_loss=True)))
+    fill = torch.zeros(1, 1, 8 * side, 8 * side)
+    fill[..., : 8 * 2] = 1  # the left half
+    expected = sum(weight * loss for weight, loss in zip([1.0, 4.0, 3.0, 0.0] * side, alone, strict=True))
+    # fp32 sums of 64 terms in another order
+    torch.testing.assert_close(losses(batch(fill=fill, side=side), flow), expected, rtol=1e-5, atol=0)
+
+
+def test_validation_counts_the_region_and_not_the_seam() -> None:
+    fill = regions(1)
+    step = FlowStep(_Zero(), FlowConfig(masked_loss=True, seam_loss_weight=5.0), seed=0)  # type: ignore[arg-type]
+    plain = FlowStep(_Zero(), FlowConfig(masked_loss=True), seed=0)  # type: ignore[arg-type]
+    model = torch.nn.Identity()
+    one = batch(fill=fill)
+    assert torch.equal(step.validation_losses(model, one, [0.3]), plain.validation_losses(model, one, [0.3]))
+    assert step.loss(model, one, 0)[0] > plain.loss(model, one, 0)[0]
+
+
+def test_a_seam_without_any_mask_is_refused(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    toml = write_toml(tmp_path)
+    flow = FlowConfig(seam_loss_weight=1.0)
+    with pytest.raises(UserError, match=r"^seam_loss_weight: no image has a mask, so there is no border; .*remove it$"):
+        check_seam(flow, build(toml))
+    check_seam(FlowConfig(), build(toml))
+    check_seam(flow, build(toml, conditioning="fill"))
+    check_seam(flow, build(write_toml(tmp_path, general="alpha_mask = true"), masked_loss=True))
+
+
+def test_a_width_without_a_seam_is_refused() -> None:
+    flags = ["--pretrained_model_name_or_path", "x", "--dataset_config", "y", "--seam_width", "3"]
+    with pytest.raises(UserError, match="seam_width: has no effect without seam_loss_weight; remove it"):
+        load_config(flags)
+    assert load_config([*flags, "--seam_loss_weight", "0.5"]).flow.seam_width == 3
