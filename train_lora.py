@@ -30,7 +30,7 @@ from library.training.hub import build_upload
 from library.training.loop import Trainer
 from library.training.metrics import MetricsStream
 from library.training.network_plan import plan_network
-from library.training.preflight import check_before_loading
+from library.training.preflight import check_against_model, check_before_loading
 from library.training.prepare import base_dtype, prepare_data, prepare_networks
 from library.training.progress import TrainingProgress, print_summary, run_summary
 from library.training.prompt_pictures import check_pictures
@@ -69,6 +69,7 @@ def train(config: TrainConfig) -> RunEvents:
     text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
     prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple)
     check_pictures(prompts, family.conditioning)
+    check_against_model(config, family, plan, text_encoder)
     upload = build_upload(config.hub, accelerator, console)
 
     # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.

@@ -271,15 +271,15 @@ class _Detector:
                 configs |= {self._full_name(layer): dict(config) for layer, config in layers.items()}
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise self._refuse("_quantization_metadata", "is not the JSON object ComfyUI writes") from None
-        for name, entry in self.entries.items():
-            layer, _, leaf = name.rpartition(".")
-            if leaf == "comfy_quant":
-                with safe_open(entry.file, "pt") as file:
+        markers = [name for name in self.entries if name.rpartition(".")[2] == "comfy_quant"]
+        for path in {self.entries[name].file for name in markers}:  # hundreds of markers: each file is opened once
+            with safe_open(path, "pt") as file:
+                for name in (name for name in markers if self.entries[name].file == path):
                     raw = file.get_tensor(name)
-                try:
-                    configs[layer] = dict(json.loads(bytes(raw.tolist())))
-                except (ValueError, TypeError):
-                    raise self._refuse(name, "is not the JSON object ComfyUI writes") from None
+                    try:
+                        configs[name.rpartition(".")[0]] = dict(json.loads(bytes(raw.tolist())))
+                    except (ValueError, TypeError):
+                        raise self._refuse(name, "is not the JSON object ComfyUI writes") from None
         return configs
 
     def _full_name(self, layer: str) -> str:

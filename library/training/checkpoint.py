@@ -155,6 +155,45 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
     return position, base
 
 
+def check_state(folder: str | Path, base: str, settings: Mapping[str, Any], total_steps: int | None) -> None:
+    """Look at a state before models are read: whether it is whole, fits this run, and leaves something to train.
+
+    Args:
+        folder: the state.
+        base: the fingerprint of this run's base model.
+        settings: of ``lasting_settings``.
+        total_steps: optimizer steps of this run, where they are known yet.
+
+    Raises:
+        UserError: with the reason.
+    """
+    position, saved_base = read_position(folder, settings)
+    _refuse_other_base(folder, saved_base, base)
+    if total_steps is not None:
+        refuse_finished(folder, position, total_steps)
+    for name in ("optimizer", "schedule"):
+        read_state(Path(folder) / name)
+    _read_weights(Path(folder))
+
+
+def _refuse_other_base(folder: str | Path, saved: str, base: str) -> None:
+    if saved != base:
+        raise UserError(f"resume: {folder} was trained on another base model; set the one it was trained on")
+
+
+def refuse_finished(folder: str | Path, position: Position, total_steps: int) -> None:
+    """Refuse a state with nothing left to train.
+
+    Raises:
+        UserError: it stands at the end of the run or behind it.
+    """
+    if position.step >= total_steps:
+        raise UserError(
+            f"resume: {folder} is at step {position.step} and the run ends at {total_steps}; "
+            "raise max_train_steps or max_train_epochs"
+        )
+
+
 def load_training_state(
     folder: str | Path,
     parameters: Mapping[str, Tensor],
@@ -170,8 +209,7 @@ def load_training_state(
     """
     folder = Path(folder)
     position, saved_base = read_position(folder, settings or {})
-    if saved_base != base:
-        raise UserError(f"resume: {folder} was trained on another base model; set the one it was trained on")
+    _refuse_other_base(folder, saved_base, base)
     _copy_weights(folder, parameters)
     for name, part in parts.items():
         state = read_state(folder / name)
@@ -185,13 +223,17 @@ def load_training_state(
     return position
 
 
-@torch.no_grad()
-def _copy_weights(folder: Path, parameters: Mapping[str, Tensor]) -> None:
+def _read_weights(folder: Path) -> dict[str, Tensor]:
     file = folder / "lora.safetensors"
     try:
-        weights = load_file(file)
+        return load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"resume: {file} cannot be read ({error}); resume from another state") from None
+
+
+@torch.no_grad()
+def _copy_weights(folder: Path, parameters: Mapping[str, Tensor]) -> None:
+    weights = _read_weights(folder)
     differing = sorted(weights.keys() ^ parameters.keys())
     differing += [n for n in weights.keys() & parameters.keys() if weights[n].shape != parameters[n].shape]
     if differing:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from library.errors import UserError
-from library.training.checkpoint import lasting_settings, read_position
+from library.training.checkpoint import check_state, lasting_settings, read_position
 from library.training.optimizers import check_optimizer
+from networks.formats import load_lora
 
 if TYPE_CHECKING:
     from library.config.schema import TrainConfig
+    from library.models.protocol import Family, TextEncoder
+    from library.training.network_plan import NetworkPlan
 
 
 def check_before_loading(config: TrainConfig) -> None:
@@ -31,6 +34,22 @@ def check_before_loading(config: TrainConfig) -> None:
     if resume:
         read_position(resume, lasting_settings(config))
     _check_writable(Path(config.saving.output_dir))
+
+
+def check_against_model(config: TrainConfig, family: Family, plan: NetworkPlan, text_encoder: TextEncoder) -> None:
+    """Look at the files a run goes on from, now that headers tell which model it is; no weights of it are read.
+
+    Raises:
+        UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` is damaged, was trained on
+            another base or with other text encoders, or has nothing left to train.
+    """
+    training = config.training
+    if config.network.network_weights:
+        load_lora(config.network.network_weights, plan.targets)
+    if training.resume:
+        trained_text = text_encoder.fingerprint if plan.text_encoders else None
+        steps = training.max_train_steps if training.max_train_epochs is None else None
+        check_state(training.resume, family.fingerprint(), lasting_settings(config, trained_text), steps)
 
 
 def _check_writable(folder: Path) -> None:

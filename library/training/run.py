@@ -13,8 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from library.errors import UserError
-from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state
+from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
 from library.training.network_plan import NetworkPlan
 from library.training.optimizers import averaged_weights, build_optimizer
 from library.training.prepare import Networks, total_steps, training_loader
@@ -71,11 +70,7 @@ class Run:
         """
         weights, base = self.network.state_dict(), self.base_fingerprint
         position = load_training_state(folder, weights, self.parts(), base, self.settings)
-        if position.step >= self.total_steps:
-            raise UserError(
-                f"resume: {folder} is at step {position.step} and the run ends at {self.total_steps}; "
-                "raise max_train_steps or max_train_epochs"
-            )
+        refuse_finished(folder, position, self.total_steps)
         return position
 
     @contextmanager

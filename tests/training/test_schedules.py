@@ -189,5 +189,13 @@ def test_prodigy_plus_without_its_averaging_takes_a_schedule() -> None:
         optimizer_args=["use_schedulefree=False"],
         lr_scheduler="cosine",
     )
-    optimizer = build_optimizer(config, [{"params": [nn.Parameter(torch.zeros(1))]}], full_bf16=False)
-    build_schedule(config, optimizer, TOTAL)
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    optimizer = build_optimizer(config, [{"params": [weight]}], full_bf16=False)
+    reference_optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    expected = reference.get_cosine_schedule_with_warmup(reference_optimizer, 0, TOTAL)
+    lr_schedule = build_schedule(config, optimizer, TOTAL)
+    for _ in range(TOTAL):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(reference_optimizer.param_groups[0]["lr"], abs=1e-12)
+        for stepped in (optimizer, lr_schedule, reference_optimizer, expected):
+            stepped.step()

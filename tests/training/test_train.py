@@ -38,9 +38,8 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a disc --w 64 --h 64 --s 2\nno disc --w 96 --h 64 --s 2 --l 2 --n disc\n")
     out = tmp_path / "out"
-    events = run(
-        base, dataset, out, sample_prompts=prompts, sample_at_first=True, save_every_n_steps=2, save_every_n_epochs=1
-    )
+    sampling = {"sample_prompts": prompts, "sample_at_first": True, "sample_every_n_steps": 2}
+    events = run(base, dataset, out, **sampling, save_every_n_steps=2, save_every_n_epochs=1)
     steps = [line for line in _metrics(out) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     expected = {"step", "epoch", "loss", "loss_ema", "lr/lora", "grad_norm", "sigma_mean", "s_per_it", "data_wait_s"}
@@ -53,6 +52,8 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
     with Image.open(out / "samples" / "step000004_01.png") as image:
         assert image.size == (96, 64)
     assert (out / "samples" / "before_after.png").exists()
+    with Image.open(out / "samples" / "over_time.png") as sheet:
+        assert sheet.width > 3 * 96  # a column for each of steps 0, 2 and 4
     again = run(base, dataset, tmp_path / "again", config_file=out / "config.toml", output_dir=tmp_path / "again")
     assert events.run.total_steps == again.run.total_steps
     assert all(torch.equal(a, b) for a, b in zip(lora(out).values(), lora(tmp_path / "again").values(), strict=True))

@@ -1,4 +1,4 @@
-"""The ``ss_*`` metadata against values worked out by hand from sd-scripts' definitions (train_network.py, train_util.py)."""
+"""The ``ss_*`` metadata against values worked out by hand from sd-scripts' own definitions."""
 
 from __future__ import annotations
 
