@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from library.errors import UserError
 from library.files import atomic_path
@@ -36,6 +36,7 @@ _GREY = "#555555"  # what a legend shows that stands for every colour
 _STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 _HELD_OUT: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": "white"}
 _HELD_OUT |= {"markeredgewidth": 0.8, "linewidth": 1.1, "linestyle": "--"}
+_BESIDE_TITLE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
 _POINTS = 2000  # drawn per line: two for each of a thousand pixels, the lowest and the highest
 _EMA_DECAY = 0.98  # where a run wrote no loss_ema
 _LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
@@ -105,6 +106,7 @@ def draw_runs(runs: Sequence[Run], log: LogAxes = "auto") -> Figure:
         first = figure.add_subplot(grid[:, 0])
         _draw_loss(first, runs, log)
         first.set_xlabel("optimizer step")
+        first.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for row, (title, prefix) in enumerate(panels):
         axes = figure.add_subplot(grid[row, -1], sharex=first)
         first = first or axes
@@ -112,6 +114,7 @@ def draw_runs(runs: Sequence[Run], log: LogAxes = "auto") -> Figure:
         axes.tick_params(labelbottom=row == len(panels) - 1)
         if row == len(panels) - 1:
             axes.set_xlabel("optimizer step")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     _head(figure, runs)
     return figure
 
@@ -136,7 +139,7 @@ def _draw_loss(axes: Axes, runs: Sequence[Run], log: LogAxes) -> None:
             shown.append(held_out[1])
     axes.set_title("Loss")
     _scale(axes, shown, log, margin=0.06)
-    axes.legend(handles=_loss_legend(runs), loc="upper right")
+    axes.legend(handles=_loss_legend(runs), ncols=3, **_BESIDE_TITLE)
 
 
 def _draw_noisy(axes: Axes, series: Series, average: Series | None, colour: str, with_steps: bool) -> list[Values]:
@@ -189,12 +192,7 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str, log: L
         _mark(axes, runs, prefix)
     if prefix == "lr/" and any(len(run.groups(key)) > 1 for run in runs for key in ("lr/", "d/")):
         handles = [Line2D([], [], color=_GREY, linestyle=_style(j), label=name) for j, name in enumerate(names)]
-        beside_title: dict[str, Any] = {
-            "loc": "lower right",
-            "bbox_to_anchor": (1.0, 1.0),
-            "borderaxespad": 0.1,
-        }
-        axes.legend(handles=handles, ncols=4, handlelength=2.6, **beside_title)
+        axes.legend(handles=handles, ncols=4, handlelength=2.6, **_BESIDE_TITLE)
 
 
 def _mark(axes: Axes, runs: Sequence[Run], prefix: str) -> None:

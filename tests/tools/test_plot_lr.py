@@ -158,3 +158,17 @@ def test_metrics_without_a_step_are_refused(tmp_path: Path, text: str) -> None:
 def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run to plot; name at least one output folder"):
         plot_runs([], tmp_path / "lr.png")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 200])
+def test_steps_are_whole_and_no_legend_lies_over_a_panel(tmp_path: Path, steps: int) -> None:
+    figure = draw_runs([read_run(write_run(tmp_path / "short", steps), "short")])
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        assert all(float(tick).is_integer() for tick in axes.get_xticks() if low <= tick <= high)
+        if (legend := axes.get_legend()) is not None:
+            assert legend.get_window_extent(renderer).y0 >= axes.get_window_extent(renderer).y1
+            title = axes._left_title.get_window_extent(renderer)
+            assert not legend.get_window_extent(renderer).overlaps(title)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from library.files import atomic_path, write_text
 from tools.tiny_models.painting import COLOURS, SHAPES, Picture, Rgb, coverage, paint, to_image
 from tools.tiny_models.scenes import PLACES, Scene, background
 
@@ -103,15 +104,15 @@ def write_demo_dataset(folder: Path, seed: int = 11) -> int:
     """Write `images/*.png` with a caption beside each, `dataset.toml` and `prompts.txt`; returns the image count."""
     rng = np.random.default_rng(seed)
     images = folder / "images"
-    images.mkdir(parents=True, exist_ok=True)
     sizes = [(128, 128)] * 14 + [(160, 96), (96, 160)]
     places = ["", "", "on the left", "", "on the right", "", "", "at the bottom"] * 2
     recent: list[str] = []  # no background colour twice in a row of eight
     for number, ((height, width), place) in enumerate(zip(sizes, places, strict=True)):
         scene = random_zorbo(rng, height, width, place if height == width else "", tuple(recent[-8:]))
         recent.append(next(word for word in reversed(scene.caption.split()) if word in COLOURS))
-        to_image(scene.picture).save(images / f"{TRIGGER}_{number:02d}.png", optimize=True)
-        (images / f"{TRIGGER}_{number:02d}.txt").write_text(scene.caption + "\n")
-    (folder / "dataset.toml").write_text(DATASET_TOML)
-    (folder / "prompts.txt").write_text(PROMPTS_TXT)
+        with atomic_path(images / f"{TRIGGER}_{number:02d}.png") as temporary:
+            to_image(scene.picture).save(temporary, "PNG", optimize=True)
+        write_text(images / f"{TRIGGER}_{number:02d}.txt", scene.caption + "\n")
+    write_text(folder / "dataset.toml", DATASET_TOML)
+    write_text(folder / "prompts.txt", PROMPTS_TXT)
     return len(sizes)

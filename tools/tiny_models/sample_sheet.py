@@ -7,6 +7,7 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image, ImageDraw
 
+from library.files import atomic_path
 from tools.tiny_models.latent_pool import Captions, tokenize
 from tools.tiny_models.text_to_image import TextToImage, sample
 
@@ -64,8 +65,8 @@ def write_sheet(
         pen.multiline_text(
             (left, top + CELL), "\n".join(textwrap.wrap(prompt, 24)), fill="black", font_size=9, spacing=0
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
+    with atomic_path(path) as temporary:
+        sheet.save(temporary, "PNG")
 
 
 @torch.no_grad()
