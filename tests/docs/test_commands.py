@@ -105,7 +105,9 @@ def test_every_dataset_toml_in_the_pages_is_valid(page: str, tmp_path: Path) -> 
     for text in tomls:
         (tmp_path / "dataset.toml").write_text(text.replace("/my/images", str(tmp_path / "photos")))
         arguments = DatasetArguments(dataset_config=str(tmp_path / "dataset.toml"))
-        data = build_dataset(arguments, 0, 16, 8, 1.0, masked_loss="conditioning_data_dir" in text)
+        kinds = [kind for key, kind in (("inpaint_", "fill"), ("control_", "references")) if key in text]
+        masked = "conditioning_data_dir" in text
+        data = build_dataset(arguments, 0, 16, 8, 1.0, masked, kinds[0] if kinds else "none")  # type: ignore[arg-type]
         assert len(data.train) > 0
 
 
