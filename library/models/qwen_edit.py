@@ -3,7 +3,7 @@
 The pictures come in twice: their latents stand behind the tokens of the picture that is painted, clean at every noise
 level, each picture with its own rows and columns; and the text encoder looks at them while it reads the caption. Edit
 takes one, Edit Plus any number (it was trained with up to three), of any sizes. The loss counts the painted picture
-alone. Edit-2511 is Edit Plus with ``zero_cond_t`` in its configuration: reference tokens are modulated as at timestep 0.
+alone. Edit-2511 is Edit Plus with ``zero_cond_t`` set: reference tokens are modulated as at timestep 0.
 """
 
 from __future__ import annotations
