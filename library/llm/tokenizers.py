@@ -1,0 +1,392 @@
+"""Text to tokens and back, from the files that models are published with. Nothing is ever downloaded.
+
+============================================  =====================================================================
+``tokenizer.json``                            Hugging Face, read by the ``tokenizers`` package; what ours are saved as
+``tokenizer.model``, text                     Llama 3: base64 tokens with their ranks, read by ``tiktoken``
+``vocab.bpe`` + ``encoder.json``              GPT-2 as OpenAI published it (``merges.txt`` + ``vocab.json`` at Hugging
+                                              Face): its ranks are computed and go to ``tiktoken`` too
+``tokenizer.model``, binary                   Llama 2: a SentencePiece model
+============================================  =====================================================================
+
+Special tokens (``<|eot_id|>``) are made from text only on request: text that a user typed must not be able to end its
+own turn. New ones get the numbers after the last token; ``added_tokens.json`` beside the file holds them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import sentencepiece
+import tiktoken
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from library.errors import UserError
+from library.files import atomic_path, write_text
+
+# What counts as a word, from openai/gpt-2 encoder.py and meta-llama/llama3 tokenizer.py.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+# In the order of their numbers from 128000 (Llama 3.1; 3.0 calls some of them reserved); 256 with the reserved ones.
+_LLAMA3_SPECIAL = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+_FIRST = ("<|begin_of_text|>", "<s>", "<|endoftext|>")
+_LAST = ("<|end_of_text|>", "</s>", "<|endoftext|>")
+_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>")
+_ADDED = "added_tokens.json"
+
+
+class Tokenizer(ABC):
+    """A vocabulary and the way text becomes tokens of it.
+
+    Attributes:
+        special: special token -> number.
+        bos, eos: the tokens that begin and end a text, where the vocabulary has them.
+    """
+
+    special: dict[str, int]
+    bos: int | None
+    eos: int | None
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of tokens, special ones included."""
+
+    @abstractmethod
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the tokens of ``text``; with ``special`` the names of special tokens in it become those tokens."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
+        """Return the text of ``tokens``; bytes that are no UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def save(self, folder: str | Path) -> None:
+        """Write what :func:`load_tokenizer` reads back into ``folder``."""
+
+    @abstractmethod
+    def _extend(self, names: Sequence[str]) -> None:
+        """Give the new names the numbers from ``vocab_size`` on."""
+
+    def add_special_tokens(self, names: Sequence[str]) -> list[int]:
+        """Add special tokens; return the numbers of all ``names``, those that existed too."""
+        self._extend([name for name in dict.fromkeys(names) if name not in self.special])
+        return [self.special[name] for name in names]
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end a text or a turn."""
+        names = [self.eos, *(self.special.get(name) for name in _TURN_ENDS)]
+        return tuple(dict.fromkeys(number for number in names if number is not None))
+
+    def _find_ends(self) -> None:
+        self.bos = next((self.special[name] for name in _FIRST if name in self.special), None)
+        self.eos = next((self.special[name] for name in _LAST if name in self.special), None)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Return the tokenizer in ``path``, a folder or one of the files above.
+
+    Raises:
+        UserError: there is none, or a file is damaged.
+    """
+    path = Path(path).expanduser()
+    found = _tokenizer_file(path) if path.is_dir() else path
+    if not found.is_file():
+        raise UserError(f"{path}: no such file; give a tokenizer's file or the folder it lies in")
+    try:
+        tokenizer = _read(found)
+    except UserError:
+        raise
+    except Exception as error:  # three packages read these files; one of them raises plain Exception
+        raise UserError(f"{found}: cannot be read as a tokenizer ({error}); download it again") from error
+    added = found.parent / _ADDED
+    if added.is_file() and found.name != "tokenizer.json":  # tokenizer.json holds its own
+        numbers: dict[str, int] = json.loads(added.read_text(encoding="utf-8"))
+        tokenizer.add_special_tokens(sorted(numbers, key=numbers.__getitem__))
+    return tokenizer
+
+
+def _tokenizer_file(folder: Path) -> Path:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(f"{folder}: no tokenizer in this folder; one of {', '.join(names)} is needed")
+
+
+def _read(file: Path) -> Tokenizer:
+    if file.suffix == ".json":
+        return HuggingFaceTokenizer.read(file)
+    if file.name in ("vocab.bpe", "merges.txt"):
+        return TiktokenTokenizer.read_gpt2(file)
+    with open(file, "rb") as raw:
+        beginning = raw.read(64)
+    # a line of Llama 3's file: base64, a blank, a number; SentencePiece's is a protobuf message
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", beginning):
+        return TiktokenTokenizer.read_llama3(file)
+    return SentencePieceTokenizer(file)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A ``tokenizer.json``; normaliser, splitting and decoder are as it says, its post-processor is not used."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self.inner = inner
+        self._refresh()
+
+    @classmethod
+    def read(cls, file: Path) -> HuggingFaceTokenizer:
+        """Read ``file`` and, where it lies beside it, what ``tokenizer_config.json`` says of first and last tokens."""
+        ours = cls(tokenizers.Tokenizer.from_file(str(file)))
+        config = file.with_name("tokenizer_config.json")
+        if config.is_file():
+            values = json.loads(config.read_text(encoding="utf-8"))
+            for kind in ("bos", "eos"):
+                name = values.get(f"{kind}_token")
+                name = name.get("content") if isinstance(name, dict) else name
+                if name in ours.special:
+                    setattr(ours, kind, ours.special[name])
+        return ours
+
+    def _refresh(self) -> None:
+        added = self.inner.get_added_tokens_decoder().items()
+        self.special = {token.content: number for number, token in added if token.special}
+        self._find_ends()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens: one more than the highest."""
+        return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the tokens of ``text``; see :class:`Tokenizer`."""
+        self.inner.encode_special_tokens = not special
+        return self.inner.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
+        """Return the text of ``tokens``; see :class:`Tokenizer`."""
+        return self.inner.decode(list(tokens), skip_special_tokens=skip_special)
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, which transformers reads too."""
+        self.inner.encode_special_tokens = False
+        write_text(Path(folder) / "tokenizer.json", self.inner.to_str(pretty=True))
+        names = {number: name for name, number in self.special.items()}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        for kind, number in (("bos", self.bos), ("eos", self.eos)):
+            if number is not None:
+                config[f"{kind}_token"] = names[number]
+        write_text(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+
+    def _extend(self, names: Sequence[str]) -> None:
+        bos, eos = self.bos, self.eos
+        self.inner.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
+        self._refresh()
+        self.bos, self.eos = bos if bos is not None else self.bos, eos if eos is not None else self.eos
+
+
+class TiktokenTokenizer(Tokenizer):
+    """Byte-level BPE by ranks, run by ``tiktoken``."""
+
+    def __init__(
+        self, ranks: dict[bytes, int], pattern: str, special: Mapping[str, int], files: Sequence[Path]
+    ) -> None:
+        self._ranks, self._pattern, self._files = ranks, pattern, list(files)
+        self._added: dict[str, int] = {}
+        self.special = dict(special)
+        self._build()
+
+    @classmethod
+    def read_llama3(cls, file: Path) -> TiktokenTokenizer:
+        """Read Llama 3's ``tokenizer.model``; its 256 special tokens are not in the file."""
+        lines = (line.split() for line in file.read_bytes().splitlines() if line)
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        special, reserved = {}, 0
+        for i in range(256):
+            name = _LLAMA3_SPECIAL.get(i)
+            if name is None:
+                name, reserved = f"<|reserved_special_token_{reserved}|>", reserved + 1
+            special[name] = len(ranks) + i
+        return cls(ranks, LLAMA3_PATTERN, special, [file])
+
+    @classmethod
+    def read_gpt2(cls, merges: Path) -> TiktokenTokenizer:
+        """Read GPT-2's merges and the numbers beside them."""
+        vocabulary = merges.with_name("encoder.json" if merges.name == "vocab.bpe" else "vocab.json")
+        if not vocabulary.is_file():
+            raise UserError(f"{vocabulary}: missing, {merges.name} is of no use without it; download it too")
+        characters = {character: byte for byte, character in _gpt2_characters().items()}
+        numbers: dict[str, int] = json.loads(vocabulary.read_text(encoding="utf-8"))
+        special = {name: number for name, number in numbers.items() if name == "<|endoftext|>"}
+        ranks = {
+            bytes(characters[character] for character in token): number
+            for token, number in numbers.items()
+            if token not in special
+        }
+        return cls(ranks, GPT2_PATTERN, special, [merges, vocabulary])
+
+    def _build(self) -> None:
+        self._encoding = tiktoken.Encoding(
+            "tandem", pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens=self.special
+        )
+        self._find_ends()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens: one more than the highest."""
+        return self._encoding.n_vocab
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the tokens of ``text``; see :class:`Tokenizer`."""
+        return self._encoding.encode(text, allowed_special="all" if special else set(), disallowed_special=())
+
+    def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
+        """Return the text of ``tokens``; see :class:`Tokenizer`."""
+        numbers = set(self.special.values()) if skip_special else set()
+        return self._encoding.decode([token for token in tokens if token not in numbers], errors="replace")
+
+    def save(self, folder: str | Path) -> None:
+        """Copy the files it came from, and write the special tokens that were added."""
+        _copy(self._files, self._added, Path(folder))
+
+    def _extend(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._added[name] = self.special[name] = self._encoding.n_vocab
+            self._build()
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model; special tokens that are added lie outside of it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        control = [i for i in range(self._model.vocab_size()) if self._model.is_control(i) or self._model.is_unknown(i)]
+        self.special = {self._model.id_to_piece(i): i for i in control}
+        self._added: dict[str, int] = {}
+        self._find_ends()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._model.vocab_size() + len(self._added)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the tokens of ``text``; see :class:`Tokenizer`."""
+        if not special:
+            return self._model.encode(text)
+        tokens: list[int] = []
+        for part in re.split("(" + "|".join(map(re.escape, self.special)) + ")", text):
+            tokens += [self.special[part]] if part in self.special else self._model.encode(part)
+        return tokens
+
+    def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
+        """Return the text of ``tokens``; see :class:`Tokenizer`."""
+        names = {number: name for name, number in self.special.items()}
+        text, run = "", []
+        for token in [*tokens, None]:
+            if token is not None and token not in names:
+                run.append(token)
+                continue
+            text, run = text + self._model.decode(run), []
+            if token is not None and not skip_special:
+                text += names[token]
+        return text
+
+    def save(self, folder: str | Path) -> None:
+        """Copy the model, and write the special tokens that were added."""
+        _copy([self._file], self._added, Path(folder))
+
+    def _extend(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._added[name] = self.special[name] = self.vocab_size
+
+
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, special: Sequence[str] = ("<|endoftext|>",)
+) -> HuggingFaceTokenizer:
+    """Return a byte-level BPE trained on ``texts``, split into words as Llama 3 does.
+
+    Args:
+        texts: any number of texts; read once.
+        vocab_size: tokens in all, at least 256 bytes and the special ones.
+        special: special tokens; they get the first numbers.
+
+    Raises:
+        UserError: ``vocab_size`` is too small.
+    """
+    if vocab_size < 256 + len(special):
+        raise UserError(f"vocab_size {vocab_size}: 256 bytes and {len(special)} special tokens need more; raise it")
+    inner = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return HuggingFaceTokenizer(inner)
+
+
+class IncrementalDecoder:
+    """Turns tokens into text as they come; holds back a character whose bytes are not complete."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0  # tokens whose text is out; a few of them are decoded again, as blanks depend on neighbours
+
+    def add(self, token: int) -> str:
+        """Return the text that ``token`` makes certain, maybe none."""
+        self._tokens.append(token)
+        text = self._pending()
+        if text.endswith("�") and len(self._tokens) - self._shown < 8:
+            return ""
+        self._tokens, self._shown = self._tokens[max(0, self._shown) :], len(self._tokens) - max(0, self._shown)
+        return text
+
+    def rest(self) -> str:
+        """Return what was held back."""
+        return self._pending()
+
+    def _pending(self) -> str:
+        before = self._tokenizer.decode(self._tokens[: self._shown], skip_special=True)
+        return self._tokenizer.decode(self._tokens, skip_special=True)[len(before) :]
+
+
+def _copy(files: Iterable[Path], added: Mapping[str, int], folder: Path) -> None:
+    for file in files:
+        with atomic_path(folder / file.name) as temporary:
+            shutil.copyfile(file, temporary)
+    if added:
+        write_text(folder / _ADDED, json.dumps(added, indent=2) + "\n")
+
+
+def _gpt2_characters() -> dict[int, str]:
+    """Return byte -> the printable character that stands for it in GPT-2's files (``bytes_to_unicode``)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others: Iterator[int] = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
