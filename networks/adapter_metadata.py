@@ -74,11 +74,11 @@ class AlphaTable:
         return alpha * rank**0.5 if self.rank_stabilised else alpha
 
 
-def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str) -> AlphaTable | None:
+def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str, dora: bool = False) -> AlphaTable | None:
     """Return the alphas stated by the metadata or by the ``adapter_config.json`` beside a PEFT file, if any.
 
     Raises:
-        UserError: the JSON is broken, or the adapter is no plain LoRA.
+        UserError: the JSON is broken, or the adapter is a DoRA and ``dora`` is not set.
     """
     beside = path.with_name("adapter_config.json")
     if text := metadata.get(ADAPTER_METADATA_KEY):
@@ -92,7 +92,7 @@ def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str) -> AlphaTa
         config = {key.removeprefix(f"{prefix}."): value for key, value in fields.items()}
     except (ValueError, AttributeError) as error:
         raise UserError(f"{source}: not a JSON object ({error}); save the LoRA again") from None
-    if config.get("use_dora"):
+    if config.get("use_dora") and not dora:
         raise UserError(f"{source}: this is a DoRA, which is more than a LoRA; it cannot be read")
     alpha = config.get("lora_alpha")
     return AlphaTable(alpha, config.get("alpha_pattern") or {}, bool(config.get("use_rslora")))

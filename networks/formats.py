@@ -34,6 +34,7 @@ from library.errors import UserError, did_you_mean
 from library.files import read_safetensors_header
 from library.safetensors_stream import stream_safetensors
 from networks.adapter_metadata import ADAPTER_METADATA_KEY, AlphaTable, adapter_metadata, read_alphas
+from networks.adapter_weights import TITLES, non_lora_kind
 from networks.fusing import fuse_parts, split_fused
 from networks.key_map import KeyPlace
 from networks.metadata import hash_metadata
@@ -85,6 +86,7 @@ _PREFIXES = (  # prefix -> the layout's name in reports; tried in this order
     ("base_model.model.", "peft"),
     ("lora_unet_", "kohya"),
     ("lora_transformer_", "kohya"),
+    ("lycoris_", "lycoris"),
     ("transformer.", "diffusers"),
     ("model.diffusion_model.", "comfy"),
     ("diffusion_model.", "comfy"),
@@ -137,8 +139,8 @@ def save_lora(
     layout = LAYOUTS[save_format]
     tensors: dict[str, Tensor] = {}
     for key, module in _by_key(weights, targets, save_format).items():
-        tensors[key + layout.down] = _for_file(path, key + layout.down, module.down, precision)
-        tensors[key + layout.up] = _for_file(path, key + layout.up, module.up, precision)
+        tensors[key + layout.down] = for_file(path, key + layout.down, module.down, precision)
+        tensors[key + layout.up] = for_file(path, key + layout.up, module.up, precision)
         if layout.alpha:
             tensors[key + ".alpha"] = torch.tensor(float(module.alpha))
     strings = {"format": "pt", **(metadata or {})}
@@ -167,6 +169,9 @@ def load_lora(path: str | Path, targets: LoraTargets) -> LoraFile:
     """
     path = _weight_file(Path(path))
     metadata = dict(read_safetensors_header(path).get("__metadata__") or {})
+    for key in read_safetensors_header(path):
+        if kind := non_lora_kind([key]):
+            raise UserError(f"{path}: is a {TITLES[kind]} ({key}), no LoRA; merge it into a model with merge_lora.py")
     found, layouts, unknown = _read_pairs(path, targets)
     if unknown:
         raise UserError(
@@ -198,10 +203,10 @@ def _by_key(weights: Mapping[str, LoraWeights], targets: LoraTargets, save_forma
         layout.prefix + (name.replace(".", "_") if layout.underscores else name): module
         for name, module in transformer.items()
     }
-    return keys | {_text_key(name, encoder, save_format): weights[name] for name, encoder in text.items()}
+    return keys | {text_key(name, encoder, save_format): weights[name] for name, encoder in text.items()}
 
 
-def _text_key(name: str, encoder: TextEncoderTargets, save_format: str) -> str:
+def text_key(name: str, encoder: TextEncoderTargets, save_format: str) -> str:
     """Return what stands before a key's suffix for a text encoder's module."""
     place = encoder.keys.find(name.removeprefix(f"{encoder.name}."))
     if place is None:
@@ -225,7 +230,7 @@ def _to_original(weights: Mapping[str, LoraWeights], targets: LoraTargets) -> di
     return {name: fuse_parts(place.row, parts) for name, (place, parts) in groups.items()}
 
 
-def _for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Tensor:
+def for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Tensor:
     """Return ``tensor`` in the file's dtype, refusing what is not finite there."""
     out = tensor.detach().to(PRECISIONS[precision])
     if not bool(torch.isfinite(out).all()):
@@ -241,7 +246,7 @@ def _weight_file(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class _Found:
+class FoundModule:
     """The module a key means: its text encoder (None: the transformer), its place, and the layout of the prefix."""
 
     encoder: TextEncoderTargets | None
@@ -251,16 +256,16 @@ class _Found:
 
 def _read_pairs(
     path: Path, targets: LoraTargets
-) -> tuple[dict[str, tuple[_Found, dict[str, Tensor]]], set[str], list[str]]:
+) -> tuple[dict[str, tuple[FoundModule, dict[str, Tensor]]], set[str], list[str]]:
     """Return key stem -> (module, role -> tensor), the layouts seen, and the keys that could not be mapped."""
-    found: dict[str, tuple[_Found, dict[str, Tensor]]] = {}
+    found: dict[str, tuple[FoundModule, dict[str, Tensor]]] = {}
     unknown: list[str] = []
     try:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (not a dict)
                 suffix = next((s for s in _ROLES if key.endswith(s)), "")
                 stem = key.removesuffix(suffix)
-                module = _find_place(stem, targets)
+                module = find_place(stem, targets)
                 if not suffix or module is None:
                     unknown.append(key)
                     continue
@@ -277,25 +282,25 @@ def _read_pairs(
     return found, layouts, unknown
 
 
-def _find_place(stem: str, targets: LoraTargets) -> _Found | None:
+def find_place(stem: str, targets: LoraTargets) -> FoundModule | None:
     """Return the module a key stem means."""
     for encoder in targets.text_encoders:
         for layout, prefixes in encoder.prefixes.items():
             for prefix in prefixes:
                 if stem.startswith(prefix) and (place := encoder.keys.find(stem.removeprefix(prefix))):
-                    return _Found(encoder, place, layout)
+                    return FoundModule(encoder, place, layout)
     for prefix, layout in _PREFIXES:
         if stem.startswith(prefix):
             name = stem.removeprefix(prefix)
             if layout == "peft":
                 name = name.removeprefix(targets.file_prefix + ".")
             if place := targets.keys.find(name):
-                return _Found(None, place, layout)
+                return FoundModule(None, place, layout)
     return None
 
 
 def _modules_of(
-    where: str, module: _Found, roles: Mapping[str, Tensor], stated: AlphaTable | None
+    where: str, module: FoundModule, roles: Mapping[str, Tensor], stated: AlphaTable | None
 ) -> dict[str, LoraWeights]:
     """Check one pair of tensors and return it under its diffusers names, split if it is fused."""
     if missing := [role for role in ("down", "up") if role not in roles]:

@@ -1,7 +1,7 @@
-"""Putting LoRA layers into a model.
+"""Putting adapter layers into a model.
 
-:func:`inject_lora` reads the model's linear layers, sorts them into the family's kinds, lets ranks, block
-choices and patterns decide, and swaps each chosen layer for a :class:`~networks.lora.LoRALinear` around it.
+:func:`inject_adapter` reads the model's linear layers, sorts them into the family's kinds, lets ranks, block
+choices and patterns decide, and swaps each chosen layer for an :class:`~networks.adapter.AdapterLinear` around it.
 An option that decides nothing is an error: a typing mistake in a pattern otherwise costs a day of training.
 
 A layer's initial weights depend on (seed, module name) alone, so that a pattern changes no other layer.
@@ -18,13 +18,52 @@ from torch import nn
 
 from library.errors import UserError
 from library.randomness import generator
+from networks.adapter import AdapterLinear
+from networks.kinds import make_layer
 from networks.lora import LoRALinear
-from networks.network import LoraNetwork
+from networks.lora_start import begin_at_weight
+from networks.network import AdapterNetwork, LoraNetwork
 from networks.options import NetworkOptions
 from networks.targets import LoraTargets
 from networks.weights import LoraWeights, names_in_short
 
-__all__ = ["LoraNetwork", "attach_lora", "inject_lora", "select_modules"]
+__all__ = ["AdapterNetwork", "LoraNetwork", "attach_lora", "inject_adapter", "inject_lora", "select_modules"]
+
+
+def inject_adapter(
+    model: nn.Module,
+    options: NetworkOptions,
+    targets: LoraTargets,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> AdapterNetwork:
+    """Wrap the chosen linear layers of ``model`` in place and freeze everything else.
+
+    Args:
+        model: a loaded model of the family, not yet compiled or wrapped.
+        options: from :func:`networks.options.parse_network_args`.
+        targets: the family's row.
+        seed: initial weights follow from it and the module's name.
+        dtype: of the trained weights; float32 under autocast, bfloat16 for pure bf16 training.
+
+    Raises:
+        UserError: an option or pattern matches nothing, a block does not exist, nothing is left to train.
+    """
+    ranks, counts = select_modules(model, options, targets)
+    model.requires_grad_(False)
+    layers: dict[str, AdapterLinear] = {}
+    for name, rank in ranks.items():
+        base = model.get_submodule(name)
+        layer = make_layer(base, rank, options, dtype, _device_of(base))
+        draws = generator(seed, "lora", name)
+        layer.initialise(draws)
+        if options.start != "default":
+            assert isinstance(layer, LoRALinear)
+            begin_at_weight(layer, name, options.start, draws)
+        layers[name] = layer
+    _swap_in(model, layers)
+    kind = LoraNetwork if options.kind == "lora" else AdapterNetwork
+    return kind(layers, targets, options, counts)  # type: ignore[arg-type]
 
 
 def inject_lora(
@@ -34,37 +73,10 @@ def inject_lora(
     seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> LoraNetwork:
-    """Wrap the chosen linear layers of ``model`` in place and freeze everything else.
-
-    Args:
-        model: a loaded model of the family, not yet compiled or wrapped.
-        options: from :func:`networks.options.parse_network_args`.
-        targets: the family's row.
-        seed: initial weights follow from it and the module's name.
-        dtype: of the LoRA weights; float32 under autocast, bfloat16 for pure bf16 training.
-
-    Raises:
-        UserError: an option or pattern matches nothing, a block does not exist, nothing is left to train.
-    """
-    ranks, counts = select_modules(model, options, targets)
-    model.requires_grad_(False)
-    layers: dict[str, LoRALinear] = {}
-    for name, rank in ranks.items():
-        base = model.get_submodule(name)
-        layer = LoRALinear(
-            base,
-            rank,
-            options.alpha,
-            dropout=options.dropout,
-            rank_dropout=options.rank_dropout,
-            module_dropout=options.module_dropout,
-            dtype=dtype,
-            device=_device_of(base),
-        )
-        layer.initialise(generator(seed, "lora", name))
-        layers[name] = layer
-    _swap_in(model, layers)
-    return LoraNetwork(layers, targets, options, counts)
+    """Return :func:`inject_adapter` of ``options`` whose kind is LoRA."""
+    network = inject_adapter(model, options, targets, seed, dtype)
+    assert isinstance(network, LoraNetwork)
+    return network
 
 
 def attach_lora(
@@ -99,7 +111,7 @@ def select_modules(
     """Return module name -> rank, and pattern -> how many modules it matched.
 
     Raises:
-        UserError: see :func:`inject_lora`.
+        UserError: see :func:`inject_adapter`.
     """
     kinds = {name: kind for name, _ in _linears(model) if (kind := targets.kind_of(name))}
     for name in _dead_ends(kinds, targets):
@@ -161,7 +173,7 @@ def _matching(option: str, patterns: tuple[str, ...], names: list[str], counts: 
     return matched
 
 
-def _swap_in(model: nn.Module, layers: Mapping[str, LoRALinear]) -> None:
+def _swap_in(model: nn.Module, layers: Mapping[str, AdapterLinear]) -> None:
     for name, layer in layers.items():
         layer.train(layer.base.training)
         model.set_submodule(name, layer)
@@ -170,8 +182,8 @@ def _swap_in(model: nn.Module, layers: Mapping[str, LoRALinear]) -> None:
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every layer with ``in_features`` and ``out_features``: nn.Linear and its fp8 relatives."""
     for name, module in model.named_modules():
-        if isinstance(module, LoRALinear):
-            raise ValueError(f"{name} has a LoRA already")
+        if isinstance(module, AdapterLinear):
+            raise ValueError(f"{name} has an adapter already")
         if hasattr(module, "in_features") and hasattr(module, "out_features"):
             yield name, module
 

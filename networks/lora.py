@@ -32,18 +32,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
+from networks.adapter import AdapterLinear, in_compute_dtype
 from networks.lora_product import Make, Update, can_fuse, fused
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(AdapterLinear):
     """A frozen layer with a trained low-rank update.
 
     Attributes:
         base: the wrapped layer. lora_A, lora_B: the trained layers, without bias.
-        rank, alpha: the update's scale is ``alpha / rank``.
+        rank, alpha: the update's scale is ``alpha / rank``, or ``alpha / sqrt(rank)`` if ``rank_stabilised``
+            (rsLoRA, https://arxiv.org/abs/2312.03732).
+        start_A, start_B: what A and B were begun from if that was no zero update (``networks.lora_start``); it is
+            taken off again, so that the layer begins as its base.
         multiplier: user strength of the update, 1.0 while training.
         enabled: False makes the layer its base.
     """
+
+    kind = "lora"
+    start_A: Tensor | None
+    start_B: Tensor | None
 
     def __init__(
         self,
@@ -54,18 +62,18 @@ class LoRALinear(nn.Module):
         dropout: float = 0.0,
         rank_dropout: float = 0.0,
         module_dropout: float = 0.0,
+        rank_stabilised: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
-        self.base = base
-        self.rank = rank
-        self.alpha = float(alpha)
+        super().__init__(base, rank, alpha)
+        self.rank_stabilised = rank_stabilised
         self.dropout = dropout
         self.rank_dropout = rank_dropout
         self.module_dropout = module_dropout
         self.multiplier = 1.0
-        self.enabled = True
+        self.register_buffer("start_A", None)
+        self.register_buffer("start_B", None)
         # skip_init: the default initialisation would draw from (and shift) the global generator
         self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device or "cpu")
         self.lora_B = skip_init(nn.Linear, rank, self.out_features, bias=False, dtype=dtype, device=device or "cpu")
@@ -79,34 +87,38 @@ class LoRALinear(nn.Module):
             self.lora_A.weight.copy_(values)
             self.lora_B.weight.zero_()
 
-    @property
-    def in_features(self) -> int:
-        """Input columns of the base."""
-        return self.base.in_features  # type: ignore[return-value]
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return A and B."""
+        return {"lora_A.weight": self.lora_A.weight, "lora_B.weight": self.lora_B.weight}
 
-    @property
-    def out_features(self) -> int:
-        """Output rows of the base."""
-        return self.base.out_features  # type: ignore[return-value]
-
-    @property
-    def weight(self) -> Tensor:
-        """The base's weight: diffusers reads its dtype in places."""
-        return self.base.weight  # type: ignore[return-value]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The base's bias."""
-        return self.base.bias  # type: ignore[return-value]
+    def kept(self) -> dict[str, Tensor]:
+        """Return A and B, and what they were begun from."""
+        start = {"start_A": self.start_A, "start_B": self.start_B}
+        return super().kept() | {name: tensor for name, tensor in start.items() if tensor is not None}
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
-        return self.alpha / self.rank
+        """alpha / rank, or alpha / sqrt(rank)."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+
+    @property
+    def width(self) -> int:
+        """Rows of :meth:`down`: the rank, twice where a start is taken off."""
+        return self.rank if self.start_A is None else 2 * self.rank
+
+    def down(self) -> Tensor:
+        """Return A, and below it the A of the start: [width, in]."""
+        weight = self.lora_A.weight
+        return weight if self.start_A is None else torch.cat([weight, self.start_A])
+
+    def up(self) -> Tensor:
+        """Return B, and beside it minus the B of the start: [out, width]."""
+        weight = self.lora_B.weight
+        return weight if self.start_B is None else torch.cat([weight, -self.start_B], dim=1)
 
     def delta_weight(self) -> Tensor:
-        """Return ``scale * B @ A``, ``[out, in]`` in fp32, without the multiplier."""
-        return torch.mm(self.lora_B.weight.float(), self.lora_A.weight.float()).mul_(self.scale)
+        """Return the update, ``[out, in]`` in fp32, without the multiplier."""
+        return torch.mm(self.up().float(), self.down().float()).mul_(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
@@ -133,17 +145,17 @@ class LoRALinear(nn.Module):
             and not any(map(LoRALinear._drops, layers))
             and can_fuse([m.base for m in layers])
         ):
-            updates = [Update(layer.base, layer.rank, layer.scale * layer.multiplier) for layer in layers]
-            downs, ups = [m.lora_A.weight for m in layers], [m.lora_B.weight for m in layers]
+            updates = [Update(layer.base, layer.width, layer.scale * layer.multiplier) for layer in layers]
+            downs, ups = [m.down() for m in layers], [m.up() for m in layers]
             return fused(updates, downs, ups, make or _itself, x, *more)
         x = make(x, *more) if make else x
         if not active:
             return [layer.base(x) for layer in layers]
-        x = _in_compute_dtype(x)
+        x = in_compute_dtype(x)
         rows = x.reshape(-1, x.shape[-1])  # [N, in]: base outputs are then no views and may be added to in place
-        stacked = [layer.lora_A.weight.to(x.dtype) for layer in active]
+        stacked = [layer.down().to(x.dtype) for layer in active]
         low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # [N, sum of ranks]
-        parts = iter(low.split([layer.rank for layer in active], dim=-1))
+        parts = iter(low.split([layer.width for layer in active], dim=-1))
         outputs = []
         for layer in layers:
             out = layer.base(rows)  # [N, out]
@@ -157,12 +169,12 @@ class LoRALinear(nn.Module):
         return self.training and max(self.dropout, self.rank_dropout, self.module_dropout) > 0
 
     def _add_update(self, out: Tensor, low: Tensor, shape: torch.Size) -> Tensor:
-        """Add ``scale * low @ B.T`` in place: ``out`` [N, out], ``low`` [N, rank]; ``shape`` is that of x."""
+        """Add ``scale * low @ B.T`` in place: ``out`` [N, out], ``low`` [N, width]; ``shape`` is that of x."""
         scale = self.scale * self.multiplier
         if self.training:
             low = self._drop(low, shape)
             scale = scale / (1 - self.rank_dropout)
-        return out.addmm_(low.to(out.dtype), self.lora_B.weight.to(out.dtype).t(), alpha=scale)
+        return out.addmm_(low.to(out.dtype), self.up().to(out.dtype).t(), alpha=scale)
 
     def _drop(self, low: Tensor, shape: torch.Size) -> Tensor:
         """Apply the three dropouts to ``low`` [N, rank]."""
@@ -188,9 +200,3 @@ class LoRALinear(nn.Module):
 
 def _itself(x: Tensor) -> Tensor:
     return x
-
-
-def _in_compute_dtype(x: Tensor) -> Tensor:
-    """Return ``x`` in autocast's dtype where autocast is on: cast once here or once per product later."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

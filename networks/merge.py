@@ -2,6 +2,9 @@
 
     W' = round(W + sum_k ratio_k * alpha_k / rank_k * B_k @ A_k)          in fp32, rounded once
 
+Other kinds (DoRA, LoKr, LoHa, OFT, BOFT) change a weight by their own formula, ``networks.adapter_weights``; those that
+depend on the weight see it as the files before them left it.
+
 The base is a diffusers folder (a pipeline or its transformer alone, in one file or in shards) or a single
 file in the original layout, with or without ComfyUI's ``model.diffusion_model.`` in front, or in diffusers'
 names. The result has the base's layout. A fused original module (qkv) takes each part's update in that
@@ -29,13 +32,17 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import fingerprint
 from library.safetensors_stream import stream_safetensors
+from networks.adapter_files import read_updates
+from networks.adapter_weights import AdapterWeights
 from networks.base_files import Base, BaseFile, check_target, folder_copy, open_base
 from networks.base_modules import find_modules
-from networks.formats import PRECISIONS, LoraFile, load_lora
+from networks.formats import PRECISIONS, LoraFile
 from networks.key_map import KeyMap
+from networks.metadata import base_mismatch
 from networks.targets import LoraTargets
 from networks.weights import LoraWeights, names_in_short
 
+Updates = Mapping[str, LoraWeights | AdapterWeights]  # by module name
 _STALE_METADATA = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
 
 
@@ -49,17 +56,19 @@ class LoraSource:
 
 @dataclass(frozen=True)
 class Update:
-    """One module's update and the rows of the base tensor it goes to; ``swap`` exchanges its row halves."""
+    """One module's update and the rows of the base tensor it goes to; ``swap`` exchanges their halves."""
 
-    weights: LoraWeights
+    weights: LoraWeights | AdapterWeights
     ratio: float
     rows: slice
     swap: bool
 
-    def delta(self) -> Tensor:
-        """Return the update in fp32, [rows, in]."""
-        delta = self.weights.delta(torch.float32).mul_(self.ratio)
-        return torch.cat(delta.chunk(2)[::-1]) if self.swap else delta
+    def apply(self, weight: Tensor) -> Tensor:
+        """Return the rows' new weight, fp32 [rows, in]."""
+        if not self.swap:
+            return self.weights.apply(weight, self.ratio)
+        changed = self.weights.apply(torch.cat(weight.chunk(2)[::-1]), self.ratio)
+        return torch.cat(changed.chunk(2)[::-1])
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,8 @@ def merge_loras(
         raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
     dtype = PRECISIONS[precision] if precision else None
     base = open_base(model)
-    loras = [(source, load_lora(source.path, targets)) for source in sources]
+    read = [(source, *read_updates(source.path, targets)) for source in sources]
+    loras = [(source, weights) for source, weights, _ in read]
     components = _components(base, loras, targets, transformer_only)
     check_target(base, save_to, dtype)
     total = sum(len(file.tensors) for component in components for file in component.files)
@@ -119,7 +129,10 @@ def merge_loras(
             write(components[0], folder)
             for component in components[1:]:
                 write(component, folder.parent / component.name)
-    notes = [*_base_notes(base.weights, loras), *(_left_out_notes(loras, targets) if transformer_only else ())]
+    notes = [
+        *_base_notes(base.weights, [(source, file) for source, _, file in read]),
+        *(_left_out_notes(loras, targets) if transformer_only else ()),
+    ]
     return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
 
 
@@ -133,14 +146,14 @@ class _Component:
 
 
 def _components(
-    base: Base, loras: Sequence[tuple[LoraSource, LoraFile]], targets: LoraTargets, transformer_only: bool
+    base: Base, loras: Sequence[tuple[LoraSource, Updates]], targets: LoraTargets, transformer_only: bool
 ) -> list[_Component]:
     """Return the transformer, and the text encoders that the LoRAs change, with their updates.
 
     Raises:
         UserError: the base has no such text encoder, or see :func:`plan_updates`.
     """
-    split = [(source, targets.by_component(lora.weights)) for source, lora in loras]
+    split = [(source, targets.by_component(weights)) for source, weights in loras]
     name = targets.file_prefix
     updates = plan_updates(base.files, [(s, parts.get(name, {})) for s, parts in split], targets.keys, targets.family)
     components = [_Component(name, base.files, updates)]
@@ -163,7 +176,7 @@ def _components(
 
 def plan_updates(
     files: Sequence[BaseFile],
-    loras: Sequence[tuple[LoraSource, Mapping[str, LoraWeights]]],
+    loras: Sequence[tuple[LoraSource, Updates]],
     keys: KeyMap,
     model_name: str,
 ) -> dict[str, list[Update]]:
@@ -182,9 +195,9 @@ def plan_updates(
         problems = []
         for name, weights in modules.items():
             place = places[name]
-            shape = place.shape
-            if shape != (weights.up.shape[0], weights.down.shape[1]):
-                made_for = f"{weights.up.shape[0]}x{weights.down.shape[1]}"
+            shape, (rows, columns) = place.shape, weights.shape
+            if shape != (rows, columns or shape[1]):
+                made_for = f"{rows}x{columns or 'any'}"
                 problems.append(f"{name} is for {made_for}, the base has {shape[0]}x{shape[1]}")
             updates.setdefault(place.tensor, []).append(Update(weights, source.ratio, place.rows, place.swapped))
         if problems:
@@ -193,13 +206,13 @@ def plan_updates(
 
 
 def merge_tensor(tensor: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
-    """Return ``tensor`` plus its updates, summed in fp32 and rounded once to ``dtype``."""
+    """Return ``tensor`` with its updates, one after the other, in fp32 and rounded once to ``dtype``."""
     if not updates:
         return tensor.to(dtype)
     total = tensor.float()
     total = total.clone() if total is tensor else total
     for update in updates:
-        total[update.rows] += update.delta()
+        total[update.rows] = update.apply(total[update.rows])
     return total.to(dtype)
 
 
@@ -234,19 +247,18 @@ def _merged_metadata(file: BaseFile, sources: Sequence[LoraSource]) -> dict[str,
     return {"format": "pt", **kept, "tandem.merged_loras": json.dumps(merged)}
 
 
-def _left_out_notes(loras: Sequence[tuple[LoraSource, LoraFile]], targets: LoraTargets) -> Iterator[str]:
+def _left_out_notes(loras: Sequence[tuple[LoraSource, Updates]], targets: LoraTargets) -> Iterator[str]:
     """Yield a remark for every LoRA whose text encoder layers were left out."""
-    for source, lora in loras:
-        text = sorted(name for name in lora.weights if targets.text_encoder_of(name))
+    for source, weights in loras:
+        text = sorted(name for name in weights if targets.text_encoder_of(name))
         if text:
             yield f"{source.path}: {len(text)} text encoder modules left out ({names_in_short(text)})"
 
 
 def _base_notes(weights: Path, loras: Sequence[tuple[LoraSource, LoraFile]]) -> Iterator[str]:
     """Yield a remark for every LoRA that says it was trained on other weights."""
-    stated = [(s, lora.metadata.get("tandem.base_fingerprint")) for s, lora in loras]
-    if any(trained_on for _, trained_on in stated):
+    if any("tandem.base_fingerprint" in lora.metadata for _, lora in loras):
         here = fingerprint(weights)
-        for source, trained_on in stated:
-            if trained_on and trained_on != here:
-                yield f"{source.path}: trained on base {trained_on}, this one is {here} (other weights or file)"
+        for source, lora in loras:
+            if remark := base_mismatch(lora.metadata, here):
+                yield f"{source.path}: {remark}"

@@ -1,27 +1,38 @@
-"""The LoRA layers of a model and of its text encoders, held by their original names.
+"""The adapter layers of a model and of its text encoders, held by their original names.
 
 Whatever wraps the model later (DDP, compile, checkpointing), the names here stay the ones diffusers has, so
 that saving, loading and reporting need to know nothing about wrappers. Layers of text encoders, where they are
 trained, stand in the same table; their names begin with the component's (``text_encoder.``).
+
+:class:`AdapterNetwork` is what training knows, whatever the kind of adapter; :class:`LoraNetwork` has what is LoRA's
+alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from library.errors import UserError
+from networks.adapter import AdapterLinear
+from networks.adapter_files import layer_tensors, load_adapter, save_adapter, take_tensors
+from networks.adapter_weights import TITLES
+from networks.formats import load_lora, save_lora
 from networks.lora import LoRALinear
 from networks.options import NetworkOptions
 from networks.targets import LoraTargets
 from networks.weights import LoraWeights, names_in_short
 
+Layer = TypeVar("Layer", bound=AdapterLinear)
 
-class LoraNetwork:
-    """The LoRA layers of one run.
+
+class AdapterNetwork(Generic[Layer]):
+    """The adapter layers of one run.
 
     Attributes:
         modules: module name -> layer, in the model's order.
@@ -31,7 +42,7 @@ class LoraNetwork:
 
     def __init__(
         self,
-        modules: Mapping[str, LoRALinear],
+        modules: Mapping[str, Layer],
         targets: LoraTargets,
         options: NetworkOptions,
         pattern_counts: Mapping[str, int] | None = None,
@@ -42,44 +53,36 @@ class LoraNetwork:
         self._pattern_counts = dict(pattern_counts or {})
 
     def parameters(self) -> list[nn.Parameter]:
-        """All trained parameters, A before B, in the model's order."""
-        return [p for layer in self.modules.values() for p in (layer.lora_A.weight, layer.lora_B.weight)]
+        """All trained parameters, a layer's together (A before B), in the model's order."""
+        return [p for layer in self.modules.values() for p in layer.trained().values()]
 
-    def joined(self, other: LoraNetwork) -> LoraNetwork:
+    def joined(self, other: Self) -> Self:
         """Return this network and ``other``, a network of further components, as one."""
         counts = self._pattern_counts | other._pattern_counts
-        return LoraNetwork(self.modules | other.modules, self.targets, self.options, counts)
+        return type(self)(self.modules | other.modules, self.targets, self.options, counts)
 
-    def component(self, name: str) -> LoraNetwork:
+    def component(self, name: str) -> Self:
         """Return the part that lies in one component: "transformer", "text_encoder"."""
         modules = {key: layer for key, layer in self.modules.items() if self.targets.component_of(key) == name}
-        return LoraNetwork(modules, self.targets, self.options, self._pattern_counts)
+        return type(self)(modules, self.targets, self.options, self._pattern_counts)
 
     def parameter_groups(self, lr: float, loraplus_ratio: float | None = None, name: str = "lora") -> list[dict]:
         """Return optimizer groups with ``params``, ``lr`` and ``name``.
 
-        One group, called ``name``. With a LoRA+ ratio (Hayou et al. 2024) two, ``<name>_A`` and ``<name>_B``, the
-        second at ``lr * loraplus_ratio``.
+        One group, called ``name``. With a LoRA+ ratio (Hayou et al. 2024), which only LoRAs have, two, ``<name>_A``
+        and ``<name>_B``, the second at ``lr * loraplus_ratio``.
         """
         if loraplus_ratio is None:
             return [{"params": self.parameters(), "lr": lr, "name": name}]
-        layers = self.modules.values()
+        trained = [layer.trained() for layer in self.modules.values()]
         return [
-            {"params": [layer.lora_A.weight for layer in layers], "lr": lr, "name": f"{name}_A"},
-            {
-                "params": [layer.lora_B.weight for layer in layers],
-                "lr": lr * loraplus_ratio,
-                "name": f"{name}_B",
-            },
+            {"params": [layer["lora_A.weight"] for layer in trained], "lr": lr, "name": f"{name}_A"},
+            {"params": [layer["lora_B.weight"] for layer in trained], "lr": lr * loraplus_ratio, "name": f"{name}_B"},
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return ``<module>.lora_A.weight`` and ``<module>.lora_B.weight``, detached, where they lie."""
-        return {
-            f"{name}.{part}.weight": getattr(layer, part).weight.detach()
-            for name, layer in self.modules.items()
-            for part in ("lora_A", "lora_B")
-        }
+        """Return ``<module>.<parameter>`` (``.lora_A.weight``), detached, where they lie."""
+        return {f"{name}.{part}": t for name, layer in self.modules.items() for part, t in layer.kept().items()}
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
@@ -99,12 +102,71 @@ class LoraNetwork:
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
+    def save(self, path: str | Path, save_format: str, precision: str, metadata: Mapping[str, str]) -> None:
+        """Write the present weights as a file; see :func:`networks.adapter_files.save_adapter`."""
+        adapters = {name: layer_tensors(layer, save_format) for name, layer in self.modules.items()}
+        save_adapter(path, adapters, self.targets, save_format, precision, metadata)
+
+    def load_file(self, path: str | Path) -> str:
+        """Copy the weights of a file of the same kind into the layers (``network_weights``); say what was loaded.
+
+        Raises:
+            UserError: the file is of another kind, or has other layers, shapes or alphas.
+        """
+        adapters = load_adapter(path, self.targets)
+        if alone := sorted(adapters.keys() ^ self.modules.keys()):
+            raise UserError(f"{path}: layers differ from those trained here ({names_in_short(alone)}); choose the same")
+        for name, layer in self.modules.items():
+            take_tensors(layer, adapters[name], f"{path}: {name}")
+        return f"{path}: {len(adapters)} modules loaded"
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Make the model its base inside the block: for samples without the LoRA."""
+        before = {name: layer.enabled for name, layer in self.modules.items()}
+        try:
+            for layer in self.modules.values():
+                layer.enabled = False
+            yield
+        finally:
+            for name, layer in self.modules.items():
+                layer.enabled = before[name]
+
+    def describe(self) -> str:
+        """Return a table of what is trained: kinds, ranks, parameters, and what each pattern matched."""
+        rows: dict[tuple[str, int, float], list[Layer]] = {}
+        for name, layer in self.modules.items():
+            kind = self.targets.kind_of(name)
+            rows.setdefault((kind.name if kind else "other", layer.rank, layer.alpha), []).append(layer)
+        dtype = str(self.parameters()[0].dtype).removeprefix("torch.")
+        total = sum(p.numel() for p in self.parameters())
+        title = f"{TITLES[self.options.kind]} on {self.targets.family}"
+        lines = [f"{title}: {len(self.modules)} modules, {total:,} parameters, {dtype}"]
+        for (kind_name, rank, alpha), layers in rows.items():
+            count = sum(p.numel() for layer in layers for p in layer.trained().values())
+            lines.append(f"  {kind_name:<12}{len(layers):>4} modules  rank {rank:<4} alpha {alpha:<6g}{count:>13,}")
+        lines += [f"  {pattern}: {count} modules" for pattern, count in self._pattern_counts.items()]
+        return "\n".join(lines)
+
+
+class LoraNetwork(AdapterNetwork[LoRALinear]):
+    """The LoRA layers of one run; see :class:`AdapterNetwork`."""
+
+    @torch.no_grad()
     def weights(self) -> dict[str, LoraWeights]:
-        """Return module name -> weights, as :func:`networks.formats.save_lora` takes them."""
-        return {
-            name: LoraWeights(layer.lora_A.weight.detach(), layer.lora_B.weight.detach(), layer.alpha)
-            for name, layer in self.modules.items()
-        }
+        """Return module name -> weights, as :func:`networks.formats.save_lora` takes them.
+
+        A layer that takes its start off again is a LoRA of twice the rank. alpha is what makes alpha / rank the scale.
+        """
+        return {name: _weights_of(layer) for name, layer in self.modules.items()}
+
+    def save(self, path: str | Path, save_format: str, precision: str, metadata: Mapping[str, str]) -> None:
+        """Write the present weights as a LoRA file; see :func:`networks.formats.save_lora`."""
+        save_lora(path, self.weights(), self.targets, save_format, precision, metadata)
+
+    def load_file(self, path: str | Path) -> str:
+        """Copy the weights of a LoRA file into the layers; see :meth:`load`."""
+        return self.load(load_lora(path, self.targets).weights, str(path))
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, LoraWeights], source: str) -> str:
@@ -167,30 +229,8 @@ class LoraNetwork:
         for layer in self.modules.values():
             layer.multiplier = multiplier
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Make the model its base inside the block: for samples without the LoRA."""
-        before = {name: layer.enabled for name, layer in self.modules.items()}
-        try:
-            for layer in self.modules.values():
-                layer.enabled = False
-            yield
-        finally:
-            for name, layer in self.modules.items():
-                layer.enabled = before[name]
 
-    def describe(self) -> str:
-        """Return a table of what is trained: kinds, ranks, parameters, and what each pattern matched."""
-        rows: dict[tuple[str, int, float], list[LoRALinear]] = {}
-        for name, layer in self.modules.items():
-            kind = self.targets.kind_of(name)
-            rows.setdefault((kind.name if kind else "other", layer.rank, layer.alpha), []).append(layer)
-        dtype = str(self.parameters()[0].dtype).removeprefix("torch.")
-        total = sum(p.numel() for p in self.parameters())
-        title = f"LoRA on {self.targets.family}: {len(self.modules)} modules, {total:,} parameters, {dtype}"
-        lines = [title]
-        for (kind_name, rank, alpha), layers in rows.items():
-            count = sum(layer.lora_A.weight.numel() + layer.lora_B.weight.numel() for layer in layers)
-            lines.append(f"  {kind_name:<12}{len(layers):>4} modules  rank {rank:<4} alpha {alpha:<6g}{count:>13,}")
-        lines += [f"  {pattern}: {count} modules" for pattern, count in self._pattern_counts.items()]
-        return "\n".join(lines)
+def _weights_of(layer: LoRALinear) -> LoraWeights:
+    """Return one layer's weights; the alpha it was given, where that is the scale's numerator as it stands."""
+    plain = layer.width == layer.rank and not layer.rank_stabilised
+    return LoraWeights(layer.down().detach(), layer.up().detach(), layer.alpha if plain else layer.scale * layer.width)

@@ -16,6 +16,8 @@
                                    diffusers has them. With include_patterns only what matches one of them
                                    is trained; exclude_patterns then take away
 
+    factor, decompose_both         of network_type lokr, see ``networks.lycoris``
+
 alpha is the same for every rank, as in kohya's: a layer's scale is ``network_alpha / its rank``. Ranks by kind,
 block choices and patterns are the transformer's; text encoders take ``network_dim`` everywhere, as in kohya's.
 """
@@ -25,10 +27,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
+from networks.lora_start import LoraStart
 from networks.targets import LoraTargets
 
 _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
@@ -43,6 +46,7 @@ _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
     "ggpo_sigma": "gradient-guided perturbation is not available; remove it",
 }
 _PLAIN_KEYS = ("rank_dropout", "module_dropout", "loraplus_lr_ratio", "include_patterns", "exclude_patterns")
+_LOKR_KEYS = ("factor", "decompose_both")
 _TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
 
 
@@ -52,6 +56,10 @@ class NetworkOptions:
 
     Attributes:
         dim, alpha: rank and alpha of every layer that no other option speaks of.
+        kind: of adapter, see ``networks.adapter``.
+        rank_stabilised: the scale is alpha / sqrt(rank).
+        start: "default", "pissa" or "olora", see ``networks.lora_start``.
+        factor, decompose_both: how lokr cuts a layer, see ``networks.lycoris``.
         dropout, rank_dropout, module_dropout: probabilities, see ``networks.lora``.
         dims: kind -> rank (0: left out), from the ``*_dim`` options and lists such as ``in_dims``.
         dim_sources: kind -> the option its rank came from, for messages.
@@ -75,6 +83,11 @@ class NetworkOptions:
     loraplus_lr_ratio: float | None = None
     loraplus_text_encoder_lr_ratio: float | None = None
     train_t5xxl: bool = False
+    kind: str = "lora"
+    rank_stabilised: bool = False
+    start: LoraStart = "default"
+    factor: int = -1
+    decompose_both: bool = False
 
     def of_transformer(self) -> str | None:
         """Return an option that only a transformer follows, if one is set."""
@@ -83,8 +96,18 @@ class NetworkOptions:
         return set_ones[0] if set_ones else None
 
     def for_text_encoders(self) -> NetworkOptions:
-        """Return what of these options speaks of text encoders too: rank, alpha and dropouts."""
-        return NetworkOptions(self.dim, self.alpha, self.dropout, self.rank_dropout, self.module_dropout)
+        """Return what of these options speaks of text encoders too: the kind, its rank, alpha and dropouts."""
+        return replace(
+            self,
+            dims={},
+            dim_sources={},
+            blocks={},
+            include_patterns=(),
+            exclude_patterns=(),
+            loraplus_lr_ratio=None,
+            loraplus_text_encoder_lr_ratio=None,
+            train_t5xxl=False,
+        )
 
 
 def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:
@@ -95,8 +118,9 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
     """
     dim_options = targets.dim_options()
     text_keys = _TEXT_KEYS if targets.text_encoders else ()
-    known = (*_PLAIN_KEYS, *text_keys, *dim_options, *targets.dim_lists, *targets.block_options)
+    known = (*_PLAIN_KEYS, *_LOKR_KEYS, *text_keys, *dim_options, *targets.dim_lists, *targets.block_options)
     values = _split_pairs(config.network_args, known)
+    _check_kind(config, values)
     dims: dict[str, int] = {}
     sources: dict[str, str] = {}
     blocks: dict[str, tuple[range, ...] | None] = {}
@@ -128,7 +152,45 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
             loraplus_lr_ratio=_ratio("loraplus_lr_ratio", transformer_ratio),
             loraplus_text_encoder_lr_ratio=_ratio("loraplus_text_encoder_lr_ratio", text_ratio),
             train_t5xxl=_flag("train_t5xxl", values.get("train_t5xxl", "False")),
+            kind=config.network_type,
+            rank_stabilised=config.use_rslora,
+            start=config.init_lora_weights,
+            factor=_factor(values.get("factor", "-1")),
+            decompose_both=_flag("decompose_both", values.get("decompose_both", "False")),
         )
+
+
+def _check_kind(config: NetworkConfig, values: Mapping[str, str]) -> None:
+    """Refuse options that the kind of adapter, or the way it begins, has no meaning for.
+
+    Raises:
+        UserError: with the option to remove.
+    """
+    kind, start = config.network_type, config.init_lora_weights
+    low_rank = kind in ("lora", "dora")
+    dropouts = {
+        "network_dropout": config.network_dropout > 0,
+        "rank_dropout": "rank_dropout" in values,
+        "module_dropout": "module_dropout" in values,
+    }
+    for option, given in dropouts.items():
+        if given and not (low_rank and (kind == "lora" or option != "module_dropout")):
+            raise UserError(f"{option}: network_type {kind} has no such dropout; remove it")
+        if given and start != "default":
+            raise UserError(f"{option}: would drop the start of init_lora_weights {start} as well; remove one of them")
+    for key in values:
+        if key.startswith("loraplus_") and not low_rank:
+            raise UserError(f"network_args: {key}: network_type {kind} has no A and B; remove it")
+        if key in _LOKR_KEYS and kind != "lokr":
+            raise UserError(f"network_args: {key}: has no effect on network_type {kind}, only on lokr; remove it")
+    if config.use_rslora and not low_rank:
+        raise UserError(f"use_rslora: is about the scale of a LoRA or DoRA, not of network_type {kind}; remove it")
+    if start != "default" and kind != "lora":
+        raise UserError(f"init_lora_weights: {start} is for network_type lora, not {kind}; remove it")
+    if start != "default" and config.network_weights:
+        raise UserError(f"init_lora_weights: {start} and network_weights are two ways to begin; remove one of them")
+    if kind in ("oft", "boft") and "network_alpha" in config.model_fields_set:
+        raise UserError(f"network_alpha: network_type {kind} rotates weights and has no scale; remove it")
 
 
 def _split_pairs(pairs: list[str], known: tuple[str, ...]) -> dict[str, str]:
@@ -177,6 +239,12 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise UserError(f"{option}={text}: must be a number") from None
+
+
+def _factor(text: str) -> int:
+    if not re.fullmatch(r"-1|[1-9]\d*", text):
+        raise UserError(f"factor={text}: must be a whole number of at least 1, or -1 for one near the square root")
+    return int(text)
 
 
 def _rank(option: str, text: str) -> int:

@@ -28,6 +28,11 @@ class LoraWeights:
         return self.down.shape[0]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Output rows and input columns of the layer."""
+        return self.up.shape[0], self.down.shape[1]
+
+    @property
     def scale(self) -> float:
         """alpha / rank."""
         return self.alpha / self.rank
@@ -35,6 +40,10 @@ class LoraWeights:
     def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the update, [out, in], computed in ``dtype``."""
         return torch.mm(self.up.to(dtype), self.down.to(dtype)).mul_(self.scale)
+
+    def apply(self, weight: Tensor, strength: float) -> Tensor:
+        """Return ``weight`` [out, in] fp32 plus ``strength`` times the update."""
+        return weight + self.delta(torch.float32).mul_(strength)
 
 
 def names_in_short(names: Sequence[str], shown: int = 5) -> str:

@@ -107,17 +107,27 @@ class DatasetArguments(Section):
 
 
 class NetworkConfig(Section):
-    """The LoRA."""
+    """The LoRA, or another kind of adapter."""
 
-    network_dim: Positive = Field(16, description="rank")
-    network_alpha: Annotated[float, Field(gt=0)] = Field(1.0, description="scale is alpha / rank")
+    network_type: Literal["lora", "dora", "lokr", "loha", "oft", "boft"] = Field(
+        "lora",
+        description="kind of adapter; dora is saved for diffusers or ComfyUI, lokr, loha, oft, boft for ComfyUI alone",
+    )
+    network_dim: Positive = Field(16, description="rank; of oft and boft the size of a block")
+    network_alpha: Annotated[float, Field(gt=0)] = Field(1.0, description="scale is alpha / rank; oft, boft have none")
+    use_rslora: bool = Field(False, description="scale is alpha / sqrt(rank) instead (rsLoRA); lora and dora")
+    init_lora_weights: Literal["default", "pissa", "olora"] = Field(
+        "default",
+        description="what a LoRA begins from: chance, or the weights' largest directions (pissa: singular value "
+        "decomposition, olora: QR); the file of these has twice the rank",
+    )
     network_dropout: Fraction = Field(0.0, description="neuron dropout: on the down-projection's output")
     network_args: list[str] = Field(
         [],
         description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
         "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
         "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, "
-        "train_double_block_indices, train_single_block_indices",
+        "train_double_block_indices, train_single_block_indices; factor, decompose_both (lokr)",
     )
     network_weights: str | None = Field(None, description="LoRA file to go on from")
     network_train_text_encoder_only: bool = Field(

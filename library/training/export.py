@@ -14,7 +14,6 @@ from library import __version__
 from library.files import write_text
 from library.training.checkpoint import Position
 from library.training.training_facts import save_facts, training_facts, without_folders
-from networks.formats import save_lora
 from networks.metadata import build_metadata
 
 if TYPE_CHECKING:
@@ -71,6 +70,6 @@ def lora_writer(
             config_json=config_json,
             version=__version__,
         )
-        save_lora(path, run.network.weights(), run.network.targets, saving.save_format, precision, metadata)
+        run.network.save(path, saving.save_format, precision, metadata)
 
     return write

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from library.config.optimizer_conflicts import effective_learning_rate
 from library.errors import UserError
 from library.training.optimizers import check_rates
-from networks.network import LoraNetwork
+from networks.network import AdapterNetwork
 from networks.options import NetworkOptions, parse_network_args
 from networks.targets import LoraTargets
 
@@ -56,7 +56,7 @@ class NetworkPlan:
             found |= {rate, rate * (ratio or 1.0)}
         return found
 
-    def parameter_groups(self, network: LoraNetwork) -> list[dict]:
+    def parameter_groups(self, network: AdapterNetwork) -> list[dict]:
         """Return the optimizer's groups, each with its learning rate: ``lora``, and one for each text encoder."""
         groups = []
         if self.trains_transformer:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from library.errors import UserError
 from library.training.checkpoint import check_state, lasting_settings, read_position
 from library.training.optimizers import check_optimizer
-from networks.formats import load_lora
+from networks.adapter_files import check_save_format, read_updates
 
 if TYPE_CHECKING:
     from library.config.schema import TrainConfig
@@ -28,6 +28,7 @@ def check_before_loading(config: TrainConfig) -> None:
             settings, an ``output_dir`` that cannot be written to.
     """
     check_optimizer(config.optimizer)
+    check_save_format(config.network.network_type, config.saving.save_format)
     weights, resume = config.network.network_weights, config.training.resume
     if weights and not Path(weights).exists():
         raise UserError(f"network_weights: {weights} does not exist; check the path")
@@ -45,7 +46,7 @@ def check_against_model(config: TrainConfig, family: Family, plan: NetworkPlan, 
     """
     training = config.training
     if config.network.network_weights:
-        load_lora(config.network.network_weights, plan.targets)
+        read_updates(config.network.network_weights, plan.targets)
     if training.resume:
         trained_text = text_encoder.fingerprint if plan.text_encoders else None
         steps = training.max_train_steps if training.max_train_epochs is None else None

@@ -20,7 +20,7 @@ from library.training.prepare import Networks, total_steps, training_loader
 from library.training.schedules import build_schedule
 from library.training.step import FlowStep
 from library.training.weight_average import WeightAverage
-from networks.injection import LoraNetwork
+from networks.injection import AdapterNetwork
 
 if TYPE_CHECKING:
     from library.config.schema import TrainConfig
@@ -37,7 +37,7 @@ class Run:
     step: FlowStep
     transformer: nn.Module  # with its LoRA, out of any wrapper
     model: nn.Module  # the same as the engine runs it; ``step`` has the text encoders as the engine runs them
-    network: LoraNetwork
+    network: AdapterNetwork
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     loader: DataLoader[Any]  # of Batch

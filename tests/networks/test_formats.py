@@ -312,7 +312,7 @@ FIRST = "transformer.transformer_blocks.1.attn.to_q"
          "1 keys are no LoRA weights of flux's transformer or text encoders: lora_te1_text_projection.lora_down"),
         ({"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.ones(4, 8)},
          "lora_te1_text_model_encoder_layers_0_mlp_fc1 has no up-projection"),
-        ({f"{FIRST}.lora_magnitude_vector": torch.ones(32)}, "to_q.lora_magnitude_vector"),
+        ({f"{FIRST}.lora_magnitude_vector": torch.ones(32)}, "to_q.lora_magnitude_vector), no LoRA; merge it"),
         ({f"{FIRST}.dora_scale": torch.ones(32, 1)}, "to_q.dora_scale"),
         ({"lora_unet_double_blocks_0_img_attn_qkv.lokr_w1": torch.ones(4, 4)}, "img_attn_qkv.lokr_w1"),
         ({"transformer.transformer_blocks.0.attn.norm_q.lora_A.weight": torch.ones(4, 8)}, "attn.norm_q.lora_A"),

@@ -207,7 +207,7 @@ def test_in_dims_for_a_layer_the_model_lacks_is_refused() -> None:
 def test_injecting_twice_is_a_bug() -> None:
     model = make_flux()
     inject(model)
-    with pytest.raises(ValueError, match="has a LoRA already"):
+    with pytest.raises(ValueError, match="has an adapter already"):
         inject(model)
 
 

@@ -78,7 +78,7 @@ def test_a_file_of_no_known_family_is_shown_key_by_key(tmp_path: Path) -> None:
     as_matrix = torch.ones(5, 2) @ convolution.reshape(2, -1)
     assert norms["model.layers.7.q"] == pytest.approx(as_matrix.norm().item(), rel=1e-5)
     assert sorted(report.others) == ["alone.lora_A.weight", "layer.lokr_w1"]
-    assert "keys are no LoRA weights of flux" in report.notes[0]
+    assert "is a LoKr (" in report.notes[0]
 
 
 def test_a_dora_is_shown_with_the_reason_why_it_cannot_be_loaded(network: LoraNetwork, tmp_path: Path) -> None:
