@@ -3,9 +3,11 @@
 ::
 
     data = build_dataset(config.dataset, seed, pixel_multiple=16, latent_factor=8, prior_loss_weight=1.0,
-    masked_loss=False, conditioning="none") print(data.describe()) if data.missing_latents(fingerprint):
-    data.cache_latents(image_encoder, batch_size, progress) if data.missing_text(fingerprint, prompts):
-    data.cache_text(text_encoder, prompts, batch_size, progress) sampler = data.batch_sampler(num_processes)
+                         masked_loss=False, conditioning="none")
+    print(data.describe())
+    data.cache_latents(image_encoder, batch_size, progress)     # of images, and of what they are painted from
+    data.cache_text(text_encoder, prompts, batch_size, progress)
+    sampler = data.batch_sampler(num_processes)
     loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=collate)
 
 With several processes each encodes its share; the caller waits for all of them before reading.

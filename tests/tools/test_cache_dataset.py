@@ -1,0 +1,37 @@
+"""A dataset cached ahead leaves training nothing to encode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from library.config import load_config
+from library.models.text_encoders import FluxTextEncoder
+from library.models.vae import VaeImageEncoder
+from tests.runs import arguments, run, write_dataset
+from tests.tiny import tiny_flux_pipeline
+from tools.cache_dataset import cache_dataset
+
+
+def test_training_after_it_encodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny_flux_pipeline(tmp_path / "base")
+    dataset = write_dataset(tmp_path, images=2, flip_aug=True)
+    (tmp_path / "prompts.txt").write_text("a prompt --w 32 --h 32 --s 1")
+    settings = {"sample_prompts": tmp_path / "prompts.txt", "max_train_steps": 1}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    cache_dataset(load_config(arguments(base, dataset, tmp_path / "unused", **settings)))
+    assert not (tmp_path / "unused").exists()
+    cache = tmp_path / "images" / ".tandem_cache"
+    files = sorted(cache.rglob("*.safetensors"))
+    assert len(files) == 2 * 2 + 2 + 1  # latents of both orientations, captions, the prompt
+
+    def encode(*_: object) -> None:
+        raise AssertionError("everything is cached")
+
+    monkeypatch.setattr(VaeImageEncoder, "encode", encode)
+    monkeypatch.setattr(FluxTextEncoder, "encode", encode)
+    run(base, dataset, tmp_path / "run", **settings)
+    assert sorted(cache.rglob("*.safetensors")) == files
+    assert len(list((tmp_path / "run" / "samples").glob("*.png"))) == 1

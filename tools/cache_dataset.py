@@ -1,0 +1,63 @@
+"""Cache a dataset ahead of training: latents, conditions and text embeddings, the sample prompts' too.
+
+    python tools/cache_dataset.py --config_file configs/flux_lora.toml --dataset_config my_dataset.toml
+    torchrun --nproc-per-node 2 tools/cache_dataset.py --config_file ...
+
+Takes the flags of train_lora.py and does what it does before it loads the transformer; nothing is written but caches.
+Training with the same settings then finds everything there and loads no encoder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+
+from library.accelerator import build_accelerator
+from library.config import TrainConfig, load_config
+from library.config.kohya import Note, summary
+from library.data.dataset import TrainingData
+from library.errors import exit_on_user_error
+from library.models.registry import model_family
+from library.training.base_precision import text_encoder_recipe
+from library.training.prepare import base_dtype, prepare_data
+from library.training.prompt_pictures import check_pictures
+from library.training.prompts import read_prompts
+
+
+def cache_dataset(config: TrainConfig) -> TrainingData:
+    """Encode whatever training as ``config`` says needs and is not cached yet.
+
+    Raises:
+        UserError: anything wrong with dataset, prompts or the encoders' files.
+    """
+    accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
+    console = Console(quiet=not accelerator.is_main_process, markup=False)
+    family = model_family(config.model)
+    dtype = base_dtype(config.model, config.training)
+    image_encoder = family.load_image_encoder(dtype, accelerator.device)
+    text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
+    prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple)
+    check_pictures(prompts, family.conditioning)
+    return prepare_data(
+        config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, prompts, console,
+        family.conditioning,
+    )  # fmt: skip
+
+
+@exit_on_user_error
+def main() -> None:
+    """Cache one dataset from the command line."""
+    notes: list[Note] = []
+    config = load_config(sys.argv[1:], notes)
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(summary(notes)), end="\n" if notes else "")
+    cache_dataset(config)
+
+
+if __name__ == "__main__":
+    main()
