@@ -1,0 +1,163 @@
+"""From files to batches: what is in the shards, who reads which window, and that a position says it all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from library.errors import UserError
+from library.llm.documents import find_files, read_documents
+from library.llm.token_batches import TokenBatches, held_out_batches
+from library.llm.token_shards import TokenShards
+from library.llm.tokenizers import load_tokenizer
+from tools.prepare_text import parser, prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [f"Document {i}: " + "the cat sat on the mat and 12 dogs ran. " * (i % 7 + 1) for i in range(60)]
+
+
+def write_corpus(folder: Path) -> list[Path]:
+    """Write the documents as text, jsonl and parquet; return the paths in order."""
+    import pyarrow
+    import pyarrow.parquet
+
+    (folder / "texts").mkdir(parents=True)
+    for i, text in enumerate(DOCUMENTS[:20]):
+        (folder / "texts" / f"{i:02d}.txt").write_text(text)
+    lines = [json.dumps({"body": text, "other": 1}) for text in DOCUMENTS[20:40]]
+    (folder / "b.jsonl").write_text("\n".join(lines) + "\n\n")
+    pyarrow.parquet.write_table(pyarrow.table({"body": [*DOCUMENTS[40:], None]}), folder / "c.parquet")
+    return [folder / "texts", folder / "b.jsonl", folder / "c.parquet"]
+
+
+def run(folder: Path, *flags: str) -> Path:
+    """Prepare the corpus of ``folder``; return where the shards are."""
+    paths = [*map(str, write_corpus(folder / "in"))] if not (folder / "in").exists() else [str(folder / "in")]
+    defaults = ["--text_key", "body", "--save_to", str(folder / "out"), "--workers", "0", "--validation_share", "0.2"]
+    prepare(parser().parse_args([*paths, "--train_tokenizer", "300", *defaults, *flags]))
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("corpus"), "--shard_tokens", "700")
+
+
+def documents_of(folder: Path, split: str) -> list[str]:
+    """Return the texts of a split by its document ends alone."""
+    shards, tokenizer = TokenShards(folder, split), load_tokenizer(folder)
+    ends = [0, *shards.document_ends().tolist()]
+    found = []
+    for start, end in itertools.pairwise(ends):
+        tokens = shards.read(int(start), int(end) - int(start)).tolist()
+        assert tokens.pop() == tokenizer.eos
+        found.append(tokenizer.decode(tokens))
+    assert len(found) == shards.documents
+    assert ends[-1] == shards.tokens
+    return found
+
+
+def test_every_document_is_whole_and_in_one_split(corpus: Path) -> None:
+    train, held_out = documents_of(corpus, "train"), documents_of(corpus, "validation")
+    assert sorted(train + held_out) == sorted(DOCUMENTS)
+    assert train == sorted(train, key=DOCUMENTS.index)  # in order
+    assert 3 <= len(held_out) <= 24  # 20 % of 60; four standard deviations are 12.4
+    assert len(list(corpus.glob("train_*.bin"))) > 2
+    assert max(file.stat().st_size for file in corpus.glob("train_*.bin")) <= 700 * 2
+
+
+def test_worker_processes_write_the_same_shards(corpus: Path, tmp_path: Path) -> None:
+    other = run(tmp_path, "--shard_tokens", "700", "--workers", "2")
+    names = sorted(file.name for file in corpus.iterdir())
+    assert names == sorted(file.name for file in other.iterdir())
+    assert all((corpus / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+def test_an_epoch_is_every_window_once_whatever_the_number_of_processes(corpus: Path) -> None:
+    shards = TokenShards(corpus, "train")
+    whole = shards.read(0, shards.tokens)
+
+    def windows(world: int, size: int) -> list[tuple[int, ...]]:
+        ranks = [TokenBatches(shards, 16, size, seed=5, rank=rank, world=world) for rank in range(world)]
+        steps = ranks[0].windows // (world * size)
+        return [tuple(row.tolist()) for step in range(steps) for rank in ranks for row in rank.batch(step)]
+
+    alone = windows(1, 1)
+    assert windows(2, 3) == alone[: len(windows(2, 3))]
+    starts = [i for i in range(16) if tuple(whole[i : i + 17]) in set(alone)]
+    assert len(starts) == 1  # one offset
+    expected = {tuple(whole[i : i + 17].tolist()) for i in range(starts[0], starts[0] + len(alone) * 16, 16)}
+    assert set(alone) == expected
+    assert alone != sorted(alone, key=lambda row: int(np.argmax(whole == row[0])))
+
+
+def test_a_batch_is_a_function_of_the_position(corpus: Path) -> None:
+    shards = TokenShards(corpus, "train")
+    batches = TokenBatches(shards, 16, 4, seed=1)
+    straight = batches.from_position(0)
+    seen = [next(straight) for _ in range(3 * batches.windows // 4 // 2)]  # beyond the first epoch
+    assert batches.epoch(len(seen)) >= 1
+    resumed = TokenBatches(shards, 16, 4, seed=1).from_position(7)
+    for expected in seen[7:]:
+        assert torch.equal(next(resumed), expected)
+    assert not torch.equal(TokenBatches(shards, 16, 4, seed=2).batch(0), seen[0])
+
+
+def test_held_out_windows_are_shared_out_in_order(corpus: Path) -> None:
+    shards = TokenShards(corpus, "validation")
+    alone = torch.cat(list(held_out_batches(shards, 16, 3, 10**9)))
+    assert torch.equal(alone[:, :-1].flatten(), torch.from_numpy(shards.read(0, alone.shape[0] * 16)))
+    shared = [torch.cat(list(held_out_batches(shards, 16, 3, 10**9, rank, 2))) for rank in range(2)]
+    assert torch.equal(shared[0], alone[::2])
+    assert torch.equal(shared[1], alone[1::2])
+    assert len(torch.cat(list(held_out_batches(shards, 16, 3, 64)))) == 4
+
+
+def test_a_separator_divides_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo<|endoftext|>three\n<|endoftext|>\n\n<|endoftext|>four")
+    texts = list(read_documents(tmp_path / "a.txt", separator="<|endoftext|>"))
+    assert texts == ["one\ntwo", "three\n", "four"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{', "a.jsonl:2: no JSON"),
+        ("a.jsonl", '{"content": "x"}', "a.jsonl:1: no key 'text'; set --text_key"),
+        ("a.jsonl", '{"text": 3}', "a.jsonl:1: 'text' holds no text"),
+        ("a.parquet", "x", "not a readable parquet file"),
+        ("a.csv", "x", "not one of .txt, .md, .jsonl, .parquet"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        [list(read_documents(file)) for file in find_files([tmp_path / name])]
+
+
+def test_a_corpus_is_not_replaced_by_mistake_and_damage_is_found(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("|".join(DOCUMENTS))
+    folder = run(tmp_path, "--separator", "|")
+    with pytest.raises(UserError, match="holds a prepared corpus"):
+        run(tmp_path)
+    run(tmp_path, "--separator", "|", "--overwrite")
+    shard = folder / "train_00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"train_00000\.bin: missing or of another size"):
+        TokenShards(folder, "train")
+
+
+def test_the_tool_ends_with_one_line_where_nothing_is_found(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools/prepare_text.py"), str(tmp_path), "--train_tokenizer", "300"]
+    done = subprocess.run([*command, "--save_to", str(tmp_path / "x")], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "no .txt, .md, .jsonl, .parquet file in it" in done.stderr

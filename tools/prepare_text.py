@@ -1,0 +1,102 @@
+"""Turn texts into token shards for train_llm.py.
+
+    python tools/prepare_text.py my_texts --train_tokenizer 8192 --save_to data/mine
+    python tools/prepare_text.py corpus.jsonl more/*.parquet --tokenizer Llama-3.2-1B --save_to data/llama
+
+Texts are .txt and .md files (one document each, or several with --separator), .jsonl (a document a line), .parquet (a
+document a row) and folders of these. The folder that is written holds the tokenizer too, so it is all that training
+needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from library.errors import UserError, exit_on_user_error
+from library.llm.documents import find_files, read_documents
+from library.llm.token_shards import INDEX, Split, SplitIndex
+from library.llm.tokenise import write_corpus
+from library.llm.tokenizers import load_tokenizer, train_bpe
+
+
+def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
+    """Tokenise what the command line names; return what was written.
+
+    Raises:
+        UserError: see ``find_files``, ``read_documents`` and ``write_corpus``; the folder holds a corpus already.
+    """
+    files = find_files(options.texts)
+    folder: Path = options.save_to
+    if (folder / INDEX).exists() and not options.overwrite:
+        raise UserError(f"{folder}: holds a prepared corpus; choose another folder, or give --overwrite")
+    if not 0 <= options.validation_share < 1:
+        raise UserError(f"--validation_share: {options.validation_share:g} is no share; give 0 to 1, such as 0.01")
+    for old in [folder / INDEX, *folder.glob("train_*.*"), *folder.glob("validation_*.*")]:
+        old.unlink(missing_ok=True)
+    console = Console(markup=False, highlight=False)
+
+    def documents() -> Iterator[str]:
+        for file in files:
+            yield from read_documents(file, options.text_key, options.separator)
+            bar.advance(task, file.stat().st_size)
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        size = sum(file.stat().st_size for file in files)
+        if options.tokenizer is None:
+            task = bar.add_task("training the tokenizer", total=size)
+            tokenizer = train_bpe(documents(), options.train_tokenizer)
+        else:
+            tokenizer = load_tokenizer(options.tokenizer)
+        tokenizer.save(folder)
+        task = bar.add_task("tokenising", total=size)
+        share, seed, workers = options.validation_share, options.seed, options.workers
+        written = write_corpus(documents(), folder, folder, share, seed, workers, options.shard_tokens)
+    for name, split in written.items():
+        console.print(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {len(split.shards)} shards")
+    console.print(f"{folder / INDEX}")
+    return written
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser.add_argument("texts", nargs="+", metavar="PATH", help="files and folders")
+    parser.add_argument("--save_to", type=Path, required=True, metavar="FOLDER", help="where the shards go")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's file, or the folder of it or its model")
+    which.add_argument("--train_tokenizer", type=int, metavar="N", help="train a BPE of N tokens on these texts")
+    parser.add_argument("--text_key", default="text", help="jsonl key or parquet column (default: %(default)s)")
+    parser.add_argument("--separator", metavar="TEXT", help="divides text files into documents, e.g. '<|endoftext|>'")
+    parser.add_argument("--validation_share", type=float, default=0.01, metavar="X", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of held-out documents")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; 0: this one")
+    parser.add_argument("--shard_tokens", type=int, default=100_000_000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--overwrite", action="store_true", help="replace a corpus that is there")
+    return parser
+
+
+@exit_on_user_error
+def main() -> None:
+    """Parse the command line and prepare."""
+    prepare(parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()
