@@ -2,7 +2,7 @@
 
     python tools/make_tiny_models.py --stage all                 # everything: three hours on two CPU cores
     python tools/make_tiny_models.py --stage dit --resume        # go on where a stage was stopped
-    python tools/make_tiny_models.py --stage all --smoke --out /tmp/tiny-flux --demo_out /tmp/demo
+    python tools/make_tiny_models.py --stage all --smoke --out /tmp/tiny-flux --fill_out /tmp/fill --demo_out /tmp/demo
 
 The stages, in order:
     vae      train the autoencoder on painted pictures                       → <state>/vae.pt

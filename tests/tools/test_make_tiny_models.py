@@ -125,7 +125,7 @@ def test_a_resumed_run_gives_the_same_weights(tmp_path: Path) -> None:
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     places = [f"--out={folder / 'pipeline'}", f"--demo_out={folder / 'demo'}", f"--state={folder / 'state'}"]
-    main(["--smoke", f"--threads={torch.get_num_threads()}", *places])
+    main(["--smoke", f"--threads={torch.get_num_threads()}", f"--fill_out={folder / 'fill'}", *places])
     return folder
 
 
@@ -136,7 +136,7 @@ def test_all_stages_make_a_pipeline_that_loads_and_paints(smoke_run: Path) -> No
     image = pipeline("a red circle", **arguments).images[0]
     assert image.size == (160, 96)
     assert np.asarray(image).std() > 0
-    assert len(list((smoke_run / "state/sheets").glob("*.png"))) == 3  # dit, distill, export
+    assert len(list((smoke_run / "state/sheets").glob("*.png"))) == 4  # dit, distill, export, fill
     assert not list(smoke_run.glob("*.partial"))
 
 
