@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from library.config.schema import ModelConfig
 from library.models.flux import FluxFamily
@@ -29,3 +30,20 @@ def model_family(config: ModelConfig) -> Family:
         UserError: a path is missing or leads to another kind of model.
     """
     return FAMILIES[config.model_type](config)
+
+
+def with_transformer(config: ModelConfig, path: Path) -> ModelConfig:
+    """Return the config of the model in ``path``: a folder with everything, or a file beside ``config``'s other parts.
+
+    For a second model of the same family, such as the fp8 file of a bf16 folder.
+    """
+    whole = Path(config.pretrained_model_name_or_path).expanduser()
+    values = {"pretrained_model_name_or_path": str(path)}
+    if path.is_file() and whole.is_dir():
+        flux = config.model_type.startswith("flux")
+        parts = ("ae", "clip_l", "t5xxl") if flux else ("vae", "text_encoder")
+        values |= {name: str(whole) for name in parts if getattr(config, name) is None}
+        two = {"clip_l_tokenizer": whole / "tokenizer", "t5xxl_tokenizer": whole / "tokenizer_2"}
+        tokenizers = two if flux else {"qwen_tokenizer": whole / "tokenizer"}
+        values |= {name: str(folder) for name, folder in tokenizers.items() if folder.is_dir()}
+    return config.model_copy(update=values)

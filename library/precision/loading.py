@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from library.errors import UserError
 from library.precision.checkpoint_layouts import Fp8Layout, RowRange
 from library.precision.formats import format_of, holds_nan_or_inf
-from library.precision.fp8_linear import Fp8Compute
+from library.precision.fp8_linear import Fp8Compute, Fp8Linear
 from library.precision.quantize import Quantized, dequantize
 from library.precision.recipe import Fp8Recipe, install
+from library.precision.serving import ActivationRounding, serve_in_fp8
 
 
 @dataclass
@@ -29,11 +30,13 @@ class Fp8Loading:
     Attributes:
         recipe: how bf16 weights become fp8, or None to leave them.
         compute, fp8_input_gradient: see ``Fp8Linear``.
+        activations: how the inputs of fp8 layers are rounded, see ``library.precision.serving``; None: not at all.
     """
 
     recipe: Fp8Recipe | None = None
     compute: Fp8Compute = "auto"
     fp8_input_gradient: bool = False
+    activations: ActivationRounding | None = None
     read: int = field(default=0, init=False)
     quantized: int = field(default=0, init=False)
     kept: int = field(default=0, init=False)
@@ -90,6 +93,12 @@ class Fp8Loading:
         module.get_submodule(layer).bias = bias  # the loader fills it next
         return None
 
+    def serve(self, module: nn.Module) -> None:
+        """Let the fp8 layers of a loaded ``module`` round their inputs, if they are to; before a LoRA is put in."""
+        if self.activations is not None:
+            layers = [name for name, layer in module.named_modules() if isinstance(layer, Fp8Linear)]
+            serve_in_fp8(module, dict.fromkeys(layers), self.activations)
+
     def describe(self) -> str:
         """Return what was done, in a line; empty if nothing was."""
         parts = []
@@ -99,6 +108,8 @@ class Fp8Loading:
             parts.append(f"{self.quantized} quantised ({self.recipe.describe()})")
         if self.kept:
             parts.append(f"{self.kept} kept high")
+        if self.activations is not None:
+            parts.append(f"activations rounded to fp8 ({self.activations})")
         return ", ".join(parts)
 
 

@@ -43,17 +43,19 @@ def plan_fp8(config: PrecisionConfig, layout: Fp8Layout | None, seed: int, devic
             remedy = 'use "auto" or "dequant"' if key == "fp8_compute" else "remove it"
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
             raise UserError(f"{key}: products in fp8 need an Ada, Hopper or newer GPU, which {name} is not; {remedy}")
+    activations = None if config.fp8_activations == "none" else config.fp8_activations
+    compute = "dequant" if activations else config.fp8_compute  # rounded once, where the server rounds
     if layout is None:
         if not (config.fp8_base or config.fp8_scaled):
-            for key in ("fp8_compute", "fp8_input_gradient"):
+            for key in ("fp8_compute", "fp8_input_gradient", "fp8_activations"):
                 if key in config.model_fields_set:
                     raise UserError(f"{key}: has no effect, the model has no fp8 weights; set fp8_base or fp8_scaled")
-        return Fp8Loading(transformer_recipe(config, seed), config.fp8_compute, config.fp8_input_gradient)
+        return Fp8Loading(transformer_recipe(config, seed), compute, config.fp8_input_gradient, activations)
     unused = ("fp8_scaled", "fp8_format", "fp8_keep", "fp8_keep_patterns", "fp8_rounding")
     for key in unused:
         if key in config.model_fields_set and (key != "fp8_scaled" or config.fp8_scaled):
             raise UserError(f"{key}: {layout.path} is in fp8 already and is trained on as it is; remove {key}")
-    return Fp8Loading(None, config.fp8_compute, config.fp8_input_gradient)
+    return Fp8Loading(None, compute, config.fp8_input_gradient, activations)
 
 
 def transformer_recipe(config: PrecisionConfig, seed: int) -> Fp8Recipe | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from library.config.schema import FlowConfig
     from library.data.batches import Batch
     from library.models.protocol import Family
+    from library.training.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class FlowStep:
     flow: FlowConfig
     seed: int
     text_encoders: nn.Module | None = None  # those that are trained, as prepared
+    teacher: Teacher | None = None  # whose velocity is learnt instead of the data's, or with it
 
     def text(self, batch: Batch) -> dict[str, Tensor]:
         """Return the batch's text embeddings: as cached, those of encoders in training computed now."""
@@ -42,7 +44,7 @@ class FlowStep:
         tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // self.family.patch_size**2
         sigmas = sample_sigmas(self.flow, batch.sample_ids, tokens, self.seed, step)
         noise = noise_for(batch.latents, batch.sample_ids, self.seed, step)
-        losses = self._losses(model, batch, self.text(batch), noise, sigmas, region_weights(self.flow, batch))
+        losses = self._losses(model, batch, self.text(batch), noise, sigmas, region_weights(self.flow, batch), step)
         weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
         return (losses * weights).mean(), sigmas
 
@@ -68,8 +70,12 @@ class FlowStep:
         noise: Tensor,
         sigmas: Tensor,
         regions: Tensor | None,
+        taught_at: int | None = None,
     ) -> Tensor:
+        """Return each sample's loss, [B]; ``taught_at`` is the step whose teacher's answers count, None for none."""
         noisy, target = add_noise(batch.latents, noise, sigmas)
+        if self.teacher is not None and taught_at is not None:
+            target = self.teacher.blend(target, batch.sample_ids, taught_at)
         sigmas = sigmas.to(noisy.device, non_blocking=True)
         velocity = self.family.predict_velocity(model, noisy, sigmas, text, self.flow.guidance_scale, batch.conditions)
         return sample_losses(self.flow, velocity, target, regions)

@@ -1,0 +1,125 @@
+"""A LoRA on an fp8 base that learns what the bf16 model with its LoRA answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from library.config.schema import FlowConfig, ModelConfig
+from library.errors import UserError
+from library.models.registry import model_family
+from library.precision.fp8_linear import Fp8Linear
+from library.precision.serving import ServedLinear
+from library.training.flow import add_noise, noise_for, sample_sigmas
+from networks.formats import load_lora
+from networks.injection import attach_lora
+from networks.targets import FLUX_TARGETS
+from tests.runs import largest_difference, lora, pipeline_forward, run
+
+Settings = dict[str, object]
+FP8: Settings = {"fp8_scaled": True, "fp8_granularity": "tensor", "fp8_keep": []}
+
+
+@pytest.fixture(scope="module")
+def liked(base: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA trained in high precision, strong enough to be seen."""
+    folder = tmp_path_factory.mktemp("liked")
+    run(base, dataset, folder, learning_rate=2e-2, network_alpha=4, max_train_steps=6)
+    return folder / "lora.safetensors"
+
+
+def taught(base: Path, liked: Path) -> Settings:
+    return FP8 | {"parity_teacher": base, "network_weights": liked, "network_alpha": 4}
+
+
+def test_the_answers_are_the_bf16_models_at_the_runs_own_noise(
+    base: Path, dataset: Path, liked: Path, tmp_path: Path
+) -> None:
+    settings = taught(base, liked) | {"max_train_steps": 2, "gradient_accumulation_steps": 2}
+    events = run(base, dataset, tmp_path, **settings)
+    answers = sorted((tmp_path / "teacher").rglob("*.safetensors"))
+    family = model_family(ModelConfig(pretrained_model_name_or_path=str(base)))
+    teacher = family.load_transformer(torch.float32)
+    attach_lora(teacher, load_lora(liked, FLUX_TARGETS).weights, FLUX_TARGETS, "liked")
+    batches = events.run.batches
+    plan = []
+    for epoch in range(2):  # of two batches each
+        batches.set_position(epoch)
+        plan += list(batches)
+    assert len(answers) == sum(map(len, plan[:4]))
+    for step in range(2):
+        for index in (index for items in plan[2 * step : 2 * step + 2] for index in items):
+            item = events.run.loader.dataset[index]
+            sample = torch.tensor([item.sample_id])
+            latents = item.latents[None]
+            sigmas = sample_sigmas(FlowConfig(), sample, latents.shape[-1] * latents.shape[-2] // 4, 3, step)
+            noisy, _ = add_noise(latents, noise_for(latents, sample, 3, step), sigmas)
+            text = {name: tensor[None] for name, tensor in item.text.items()}
+            with torch.no_grad():
+                expected = pipeline_forward(teacher, noisy, sigmas, text)[0]
+            found = load_file(answers[0].parents[1] / f"{step:08d}" / f"{item.sample_id:016x}.safetensors")
+            torch.testing.assert_close(found["velocity"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_learnt_is_the_mixture_of_data_and_teacher(
+    base: Path, dataset: Path, liked: Path, tmp_path: Path
+) -> None:
+    """On the teacher's own base and LoRA its answers are right already: alone they leave nothing to learn."""
+    start = {"network_weights": liked, "network_alpha": 4, "parity_teacher": base, "max_train_steps": 1}
+    sgd: Settings = {"optimizer_type": "torch.optim.SGD", "learning_rate": 1.0, "max_grad_norm": 0.0}
+    before = load_file(liked)
+    moved = {}
+    for weight in (1.0, 0.5, 0.25):
+        run(base, dataset, tmp_path / f"{weight}", **start, **sgd, parity_weight=weight)
+        after = lora(tmp_path / f"{weight}")
+        moved[weight] = torch.cat([(after[name] - before[name]).flatten() for name in before])
+    data = {key: value for key, value in start.items() if key != "parity_teacher"}
+    run(base, dataset, tmp_path / "data", **data, **sgd)
+    from_data = torch.cat([(lora(tmp_path / "data")[name] - before[name]).flatten() for name in before])
+    size = from_data.abs().max()
+    # The gradient of the mixture is the mixture of the gradients; the teacher's is zero here. fp32 noise of the two.
+    assert moved[1.0].abs().max() < 1e-4 * size
+    for weight in (0.5, 0.25):
+        torch.testing.assert_close(moved[weight], (1 - weight) * from_data, rtol=1e-3, atol=float(1e-4 * size))
+
+
+def test_a_second_run_and_a_resumed_one_find_the_answers(
+    base: Path, dataset: Path, liked: Path, tmp_path: Path
+) -> None:
+    settings = taught(base, liked) | {"max_train_steps": 4, "parity_cache": tmp_path / "answers"}
+    run(base, dataset, tmp_path / "straight", **settings)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "answers").rglob("*.safetensors")}
+    assert len({path.parent.name for path in times}) == 4
+    run(base, dataset, tmp_path / "parts", **settings, save_every_n_steps=2, save_state=True)
+    (tmp_path / "parts" / "lora.safetensors").unlink()
+    run(base, dataset, tmp_path / "parts", **settings, resume=tmp_path / "parts" / "lora-step00000002-state")
+    assert largest_difference(lora(tmp_path / "parts"), lora(tmp_path / "straight")) == 0
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+def test_activations_are_rounded_in_training_as_the_server_will(base: Path, dataset: Path, tmp_path: Path) -> None:
+    events = run(base, dataset, tmp_path, **FP8, fp8_activations="row", max_train_steps=2)
+    served = [module for module in events.run.transformer.modules() if isinstance(module, ServedLinear)]
+    fp8 = [module for module in events.run.transformer.modules() if isinstance(module, Fp8Linear)]
+    assert len(served) == len(fp8) == 36
+    run(base, dataset, tmp_path / "plain", **FP8, max_train_steps=2)
+    assert largest_difference(lora(tmp_path), lora(tmp_path / "plain")) > 1e-3  # it is another forward pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parity_weight": 0.5}, "parity_weight: has no effect without parity_teacher; remove it"),
+        ({"parity_teacher": "x"}, "parity_teacher: it needs the LoRA as it was trained in bf16; set network_weights"),
+        ({"parity_teacher": "x", "parity_lora": "y", "loss_type": "huber"}, "learns by the squared error, not huber"),
+        ({"fp8_activations": "row"}, "fp8_activations: has no effect, the model has no fp8 weights; set fp8_base"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    settings: Settings, message: str, base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+        run(base, dataset, tmp_path, **settings)

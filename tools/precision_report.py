@@ -1,0 +1,133 @@
+"""Explain what fp8 does to a model with a LoRA: layer by layer, step by step, along the seam of a filled region.
+
+    python tools/precision_report.py --model FLUX.1-Fill-dev --model_type flux_fill --deploy fill-fp8.safetensors \\
+        --lora mine.safetensors --dataset_config dataset.toml --save_to report
+    python tools/precision_report.py --model flux1-dev.safetensors --ae ae.safetensors --clip_l clip_l.safetensors \\
+        --t5xxl t5xxl_fp16.safetensors --deploy cast+all --deploy_lora stochastic --activations unit --paste end \\
+        --lora mine.safetensors --dataset_config dataset.toml
+
+The reference is ``--model`` with the LoRA beside it, as it was trained. The deployment is described by the other flags;
+each of them is one cause, and each is also looked at alone. Both run on the same images, noise, noise levels and masks.
+``report.html`` holds words, pictures and tables, ``report.json`` every figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from rich.console import Console
+
+from library.config.schema import ModelConfig
+from library.errors import UserError, exit_on_user_error
+from library.models.registry import FAMILIES
+from library.training.calibration import CalibrationOptions
+from tools.generate import read_loras
+from tools.merge_lora import parse_source
+from tools.report.deployments import Models, Variant, parse_deployment
+from tools.report.measure import Asked, measure
+from tools.report.page import verdict_lines, write_report
+
+_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
+_PARTS = ("ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "vae", "text_encoder")
+_LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = top.add_argument_group("the reference")
+    model.add_argument("--model", required=True, help="bf16 model: diffusers folder, or transformer file")
+    model.add_argument("--model_type", choices=list(FAMILIES), default="flux", help="architecture family")
+    for name in _PARTS:
+        if name in ModelConfig.model_fields:
+            model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
+    model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRAs, of any layout")
+    model.add_argument("--mixed_precision", choices=list(_DTYPES), help="default: bf16 on a GPU, no on a CPU")
+    deployment = top.add_argument_group("the deployment, a cause a flag")
+    deployment.add_argument("--deploy", required=True, metavar="FILE|RECIPE", help="fp8 model, or cast, tensor, row, "
+                            "block64, block128, with e5m2: before and +all after it")  # fmt: skip
+    deployment.add_argument("--deploy_merged", action="store_true", help="the LoRA is in that file already")
+    deployment.add_argument("--deploy_lora", choices=["beside", "nearest", "stochastic"], default="beside",
+                            help="beside the weights, or rounded into them; ComfyUI: stochastic")  # fmt: skip
+    deployment.add_argument("--deploy_strength", type=float, default=1.0, metavar="X", help="of the LoRA")
+    deployment.add_argument("--activations", choices=["row", "tensor", "unit", "static"],
+                            help="rounded to fp8 before products; unit: ComfyUI --fast")  # fmt: skip
+    deployment.add_argument("--fp8_text_encoder", action="store_true", help="text encoder in fp8")
+    deployment.add_argument("--fp8_vae", action="store_true", help="VAE in fp8, cast")
+    for name in ("timestep", "positions"):
+        deployment.add_argument(f"--{name}", choices=list(_LOW), default="fp32", help=f"dtype of {name}")
+    deployment.add_argument("--paste", choices=["steps", "end"], help="known region put back each step, or at the end")
+    probe = top.add_argument_group("what they run on")
+    probe.add_argument("--dataset_config", required=True, metavar="TOML", help="dataset as in training")
+    probe.add_argument("--images", type=int, default=8, help="images (default: %(default)s)")
+    probe.add_argument("--sigmas", type=float, nargs="+", default=[0.95, 0.75, 0.5, 0.25], help="noise levels")
+    probe.add_argument("--steps", type=int, default=12, help="of a sampling run; 0 for none (default: %(default)s)")
+    probe.add_argument("--guidance_scale", type=float, default=3.5, help="guidance input (default: %(default)s)")
+    probe.add_argument("--seed", type=int, default=0, help="chooses images and noise (default: %(default)s)")
+    probe.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
+    probe.add_argument("--no_benefits", action="store_true", help="skip measuring each layer's return to bf16")
+    top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")
+    return top
+
+
+def variant_of(options: argparse.Namespace) -> Variant:
+    """Return the deployment that the command line describes.
+
+    Raises:
+        UserError: flags that exclude each other.
+    """
+    merge = None if options.deploy_lora == "beside" else options.deploy_lora
+    if merge and options.deploy_merged:
+        raise UserError("--deploy_lora: the LoRA is in the file already (--deploy_merged); remove one of the two")
+    if options.deploy_strength != 1.0 and options.deploy_merged:
+        raise UserError("--deploy_strength: a merged file has its strength in it; remove one of the two flags")
+    if not options.lora and (merge or options.deploy_merged or options.deploy_strength != 1.0):
+        raise UserError("--deploy_lora, --deploy_merged, --deploy_strength: there is no LoRA; give --lora")
+    return Variant(
+        weights=True,
+        merge=merge,
+        strength=options.deploy_strength,
+        activations=options.activations,
+        text=options.fp8_text_encoder,
+        vae=options.fp8_vae,
+        timestep=_LOW[options.timestep],
+        positions=_LOW[options.positions],
+        paste=options.paste,
+    )
+
+
+@exit_on_user_error
+def main() -> None:
+    """Parse the command line, measure, write the report."""
+    options = parser().parse_args()
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    variant = variant_of(options)
+    deployed = parse_deployment(options.deploy, options.deploy_merged)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = _DTYPES[options.mixed_precision or ("bf16" if device.type == "cuda" else "no")]
+    parts = {name: value for name in _PARTS if (value := getattr(options, name, None)) is not None}
+    config = ModelConfig(pretrained_model_name_or_path=options.model, model_type=options.model_type, **parts)
+    models = Models(config, deployed, {}, dtype, device)
+    models.loras = read_loras([parse_source(text) for text in options.lora], models.family, console)
+    calibration = CalibrationOptions(
+        options.dataset_config,
+        images=options.images,
+        sigmas=options.sigmas,
+        seed=options.seed,
+        guidance_scale=options.guidance_scale,
+        masked_loss=options.masked_loss,
+    )
+    asked = Asked(variant, calibration, options.steps, not options.no_benefits)
+    report = measure(models, asked, console)
+    paths = write_report(report, options.save_to)
+    console.print("\n".join(verdict_lines(report)))
+    console.print("\n".join(str(path) for path in paths))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""What makes the difference: one cause on at a time, and rules that name it.
+
+Two questions are kept apart. *What makes the error?* is answered by size: each cause alone, and all without it. *What
+puts it on the border?* is answered by the step of the error across the mask's border and the ring's error over the
+interior's: a cause may change little in all and everything there.
+
+Causes in the weights show in the layers. A format's own rounding error is known (``layers.LayerRow``), so a layer that
+errs more was damaged, scaled wrongly, merged at another strength, lost its update to rounding, or is another model's.
+The thresholds are wide of what rounding does: it moves a gain by under 0.01 and a weight error by a few percent of
+itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median, pstdev
+from typing import Any
+
+from library.precision.parity.survival import FLAGGED
+from tools.report.deployments import Variant
+from tools.report.differences import Differences
+from tools.report.layers import LayerRow
+
+CAUSES = {
+    "weights": "rounding of the weights to fp8",
+    "wrong_base": "the deployed file is not this model in fp8",
+    "wrong_scale": "weights with a wrong scale",
+    "ruined_layer": "a damaged layer",
+    "sensitive_layer": "a layer that does not bear fp8",
+    "delta_lost": "the LoRA's update was rounded away in the merge",
+    "strength": "the LoRA runs at another strength",
+    "merge": "rounding the LoRA into the weights",
+    "activations": "rounding of activations to fp8",
+    "activation_scale": "a scale of the activations that does not fit them",
+    "text": "the text encoder in low precision",
+    "vae": "the VAE in low precision",
+    "timestep": "timesteps in low precision",
+    "positions": "position tables (RoPE) in low precision",
+    "paste": "known pixels pasted over the model's own",
+}
+REMEDIES = {
+    "weights": "retarget the LoRA to this file (tools/retarget_lora.py), or keep the first layers of the table in bf16",
+    "wrong_base": "deploy the fp8 file that was made from the reference, or train on the one you deploy",
+    "wrong_scale": "make the file again with tools/quantize_model.py; its scales do not belong to its weights",
+    "ruined_layer": "make or download the file again; the named layers are not the reference's",
+    "sensitive_layer": "keep the named layers in bf16 (tools/quantize_model.py --keep_pattern)",
+    "delta_lost": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
+    "strength": "set the strength to the one it was trained for; one minute's test: 1 / survival",
+    "merge": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
+    "activations": "multiply in bf16 (in ComfyUI without --fast fp8_matrix_mult), or train with fp8_activations",
+    "activation_scale": "use dynamic scales, or calibrate the input scales again on pictures like yours",
+    "text": "run the text encoder in bf16, or with scales in blocks",
+    "vae": "run the VAE in bf16: it is 0.2 GB",
+    "timestep": "carry timesteps in fp32",
+    "positions": "compute cosines and sines in fp32",
+    "paste": "leave the model's own pixels near the border, or blend over two latent cells",
+}
+_CHANGED_ERROR = 1.5  # times the format's own rounding error; rounding differs from itself by a few percent
+_CHANGED_GAIN = 0.03
+_MOST = 0.5
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """One cause: the figures with it alone, and of the deployment without it."""
+
+    cause: str
+    alone: Differences
+    without: Differences | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause that was found.
+
+    Attributes:
+        cause: key of ``CAUSES``. share: of the squared error, as far as causes add up.
+        layers: that show it; empty where it is not about layers.
+        evidence: the figures that speak for it, in words.
+    """
+
+    cause: str
+    share: float
+    layers: tuple[str, ...]
+    evidence: str
+
+    def sentence(self) -> str:
+        """Return cause, evidence and remedy in words."""
+        return f"{CAUSES[self.cause]}: {self.evidence}. {REMEDIES[self.cause]}."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self) | {"title": CAUSES[self.cause], "remedy": REMEDIES[self.cause]}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the figures name: findings by their share, and what puts the error on the border (None: nothing does)."""
+
+    findings: tuple[Finding, ...]
+    border: Finding | None
+
+    @property
+    def cause(self) -> str:
+        """The one cause to look at first."""
+        return self.border.cause if self.border else self.findings[0].cause
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        border = self.border.as_json() if self.border else None
+        return {"cause": self.cause, "border": border, "findings": [f.as_json() for f in self.findings]}
+
+
+def judge(
+    variant: Variant,
+    full: Differences,
+    attributions: Sequence[Attribution],
+    layers: Sequence[LayerRow],
+    input_scales: Mapping[str, float] | None = None,
+) -> Verdict:
+    """Return what makes the difference.
+
+    Args:
+        variant: the deployment.
+        full: its figures.
+        attributions: one for each of its causes.
+        layers: the deployed layers against the reference.
+        input_scales: layer -> static scale of its activations.
+    """
+    total = sum(_error(each.alone) ** 2 for each in attributions) or 1.0
+    findings: list[Finding] = []
+    for each in attributions:
+        share = _error(each.alone) ** 2 / total
+        if each.cause == "weights":
+            findings += _in_weights(share, layers, _error(each.alone))
+        elif each.cause == "merge":
+            findings += _in_merge(share, layers, _error(each.alone))
+        elif each.cause == "activations":
+            findings.append(_in_activations(share, each, variant, layers, input_scales or {}))
+        else:
+            findings.append(Finding(each.cause, share, (), _alone(each)))
+    findings.sort(key=lambda finding: -finding.share)
+    return Verdict(tuple(findings), _on_the_border(full, attributions))
+
+
+def _in_weights(share: float, layers: Sequence[LayerRow], error: float) -> list[Finding]:
+    """Say what is wrong with the weights, by their layers; the share goes to what explains it."""
+    rounded = [row for row in layers if row.expected_error > 0 or row.weight_error > 0]
+    changed = [row for row in rounded if row.weight_error > _CHANGED_ERROR * row.expected_error + 1e-3]
+    merged = [row for row in layers if row.survival is not None]
+    if merged and (found := _strength(share, merged)):
+        return [found]
+    scaled = [
+        row for row in changed if abs(row.gain - 1) > _CHANGED_GAIN and row.error_after_gain < 0.5 * row.weight_error
+    ]
+    others = [row for row in changed if row not in scaled]
+    if rounded and len(others) > _MOST * len(rounded):
+        typical = median(row.weight_error for row in others)
+        text = f"{len(others)} of {len(rounded)} layers differ from the reference by {typical:.0%}"
+        return [Finding("wrong_base", share, (), text)]
+    if scaled:
+        worst = max(scaled, key=lambda row: abs(math.log(abs(row.gain) or 1e-9)))
+        text = f"{len(scaled)} layers are the reference's times a factor ({worst.name}: {worst.gain:.3g})"
+        return [Finding("wrong_scale", share, _names(scaled), text)]
+    if others:
+        worst = max(others, key=lambda row: row.weight_error)
+        usual = f"{worst.expected_error:.1%} would be rounding"
+        text = f"{worst.name} differs from the reference by {worst.weight_error:.0%}, {usual}"
+        return [Finding("ruined_layer", share, _names(others), text)]
+    if merged and (found := _lost(share, merged)):
+        return [found]
+    return [_rounding(share, layers, error)]
+
+
+def _rounding(share: float, layers: Sequence[LayerRow], error: float) -> Finding:
+    benefits = sorted(((row.benefit or 0.0, row) for row in layers), key=lambda pair: -pair[0])
+    total = sum(benefit for benefit, _ in benefits)
+    if total and benefits[0][0] > _MOST * total:
+        row = benefits[0][1]
+        text = f"{row.name} alone makes {benefits[0][0] / total:.0%} of the error that rounding the weights makes"
+        return Finding("sensitive_layer", share, (row.name,), text)
+    text = f"every layer errs as its format must; together the output is {error:.1%} off"
+    return Finding("weights", share, (), text)
+
+
+def _strength(share: float, merged: Sequence[LayerRow]) -> Finding | None:
+    """A merge at another strength: the same share of the update in every layer, and not 1."""
+    gains = [row.survival for row in merged if row.survival is not None]
+    middle = median(gains)
+    if abs(middle - 1) < 0.08 or pstdev(gains) > 0.04 * max(1.0, abs(middle)):
+        return None
+    return Finding("strength", share, (), f"every layer holds {middle:.2f} of the LoRA's update")
+
+
+def _lost(share: float, merged: Sequence[LayerRow]) -> Finding | None:
+    lost = [row for row in merged if row.survival is not None and row.survival < FLAGGED]
+    if not lost:
+        return None
+    worst = min(lost, key=lambda row: row.survival or 0.0)
+    gains = sorted(row.survival for row in merged if row.survival is not None)
+    text = (
+        f"{len(lost)} of {len(merged)} layers hold less than {FLAGGED:.0%} of the update: "
+        f"{median(gains):.2f} in the median, {worst.survival:.2f} in the worst ({worst.name})"
+    )
+    return Finding("delta_lost", share, _names(lost), text)
+
+
+def _in_merge(share: float, layers: Sequence[LayerRow], error: float) -> list[Finding]:
+    merged = [row for row in layers if row.survival is not None]
+    lost = _lost(share, merged) if merged else None
+    return [lost or Finding("merge", share, (), f"the merge alone puts the output {error:.1%} off")]
+
+
+def _in_activations(
+    share: float,
+    each: Attribution,
+    variant: Variant,
+    layers: Sequence[LayerRow],
+    scales: Mapping[str, float],
+) -> Finding:
+    """Blame the scale where it clips what the layers are given, or is far too coarse for it."""
+    unfit: list[str] = []
+    for row in layers:
+        scale = (
+            scales.get(row.name) if variant.activations == "static" else 1.0 if variant.activations == "unit" else None
+        )
+        if scale is None or not row.activations.rms:
+            continue
+        clips, drowns = 448 * scale < 0.9 * row.activations.largest, 2**-6 * scale > row.activations.rms
+        if clips or drowns:
+            unfit.append(row.name)
+    if unfit:
+        text = f"{len(unfit)} layers are given more than their scale can hold, or far less ({unfit[0]}); {_alone(each)}"
+        return Finding("activation_scale", share, tuple(unfit), text)
+    return Finding("activations", share, (), _alone(each))
+
+
+def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Finding | None:
+    """Return the cause without which the border is no longer worse than the interior, if it is."""
+    sharp = _border(full)
+    if not sharp > 1.5:
+        return None
+    others = [(each, _border(each.without)) for each in attributions if each.without is not None and each.without.seam]
+    if not others:
+        return None
+    best, left = min(others, key=lambda pair: pair[1])
+    if not left < 1 + _MOST * (sharp - 1):
+        return None
+    text = f"the error's step across the border is {sharp:.1f} times the interior's, {left:.1f} without it"
+    return Finding(best.cause, 1.0, (), text)
+
+
+def _border(differences: Differences | None) -> float:
+    """How much worse the border is than the interior: steps of the error across it, of picture or latents."""
+    if differences is None:
+        return math.nan
+    steps = [seam["step"] for seam in (differences.picture_seam, differences.seam) if seam]
+    return max((step for step in steps if math.isfinite(step)), default=math.nan)
+
+
+def _error(differences: Differences) -> float:
+    """The error people see: of the decoded picture, else of the latents, else of the velocity."""
+    for value in (differences.picture, differences.latents, differences.velocity):
+        if math.isfinite(value):
+            return value
+    return 0.0
+
+
+def _alone(each: Attribution) -> str:
+    return f"alone it puts the output {_error(each.alone):.2%} off"
+
+
+def _names(rows: Sequence[LayerRow]) -> tuple[str, ...]:
+    return tuple(row.name for row in rows)

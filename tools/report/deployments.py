@@ -1,0 +1,273 @@
+"""The reference, the deployment, and everything between: which weights run, and what else is rounded.
+
+The reference is the high-precision model with the LoRA beside it, as it was trained. A deployment differs in some of
+these ways, each of which can be switched on alone:
+
+- *weights*: the fp8 file's, or those a recipe makes;
+- *merging*: the LoRA is rounded into the weights instead of running beside them;
+- *strength* of the LoRA;
+- *activations* rounded to fp8 on their way into a product;
+- *text encoder* and *VAE* in fp8;
+- *timestep* and *position tables* in low precision;
+- *pasting* of the known region, in every step or at the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from library.config.schema import ModelConfig
+from library.errors import UserError
+from library.models.protocol import Family, ImageEncoder
+from library.models.registry import model_family, with_transformer
+from library.nn.rope import MultiAxisRope
+from library.precision.formats import format_named, format_of
+from library.precision.fp8_linear import Fp8Linear
+from library.precision.loading import Fp8Loading
+from library.precision.quantize import GRANULARITIES, Granularity, Quantized, quantize
+from library.precision.recipe import Fp8Recipe
+from library.precision.serving import ActivationRounding, rounded_positions, serve_in_fp8
+from library.randomness import derive_seed
+from networks.injection import attach_lora
+from networks.targets import TARGETS
+from networks.weights import LoraWeights
+
+Merge = Literal["nearest", "stochastic"]
+Paste = Literal["steps", "end"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of running the model; the default is the reference.
+
+    Attributes:
+        weights: the deployed weights run instead of the reference's.
+        merge: how the LoRA is rounded into the weights; None leaves it beside them.
+        strength: of the LoRA.
+        activations: how inputs of fp8 layers are rounded; None leaves them.
+        text, vae: the text encoder, the image decoder in fp8.
+        timestep, positions: dtype that timesteps and position tables are carried in.
+        paste: the known region is put back after every step, or into the finished picture; None leaves it.
+    """
+
+    weights: bool = False
+    merge: Merge | None = None
+    strength: float = 1.0
+    activations: ActivationRounding | None = None
+    text: bool = False
+    vae: bool = False
+    timestep: torch.dtype = torch.float32
+    positions: torch.dtype = torch.float32
+    paste: Paste | None = None
+
+    def changes(self) -> dict[str, Any]:
+        """Return the fields that are not the reference's, with their values."""
+        return {name: value for name, value in vars(self).items() if value != getattr(REFERENCE, name)}
+
+    def only(self, cause: str) -> Variant:
+        """Return the reference with one field of this variant; rounding a LoRA in needs weights to round it into."""
+        values = {cause: getattr(self, cause)} | ({"weights": self.weights} if cause == "merge" else {})
+        return replace(REFERENCE, **values)
+
+    def without(self, cause: str) -> Variant:
+        """Return this variant with one field as in the reference; without its weights nothing is rounded in."""
+        fields = (cause, "merge", "activations") if cause == "weights" else (cause,)
+        return replace(self, **{name: getattr(REFERENCE, name) for name in fields})
+
+
+REFERENCE = Variant()
+
+
+@dataclass(frozen=True)
+class DeployedWeights:
+    """An fp8 file, or a recipe by which one would be made; ``merged``: the LoRA is in the file already."""
+
+    path: Path | None
+    recipe: Fp8Recipe | None
+    merged: bool = False
+
+    def describe(self) -> str:
+        """Return a name for people."""
+        inside = ", LoRA merged in" if self.merged else ""
+        return f"{self.path.name if self.path else self.recipe.describe() if self.recipe else ''}{inside}"
+
+
+def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
+    """Return what ``--deploy`` names: a path, or a recipe such as ``cast``, ``row``, ``e5m2:tensor``, ``block64+all``.
+
+    ``+all`` rounds embedders and the final layer too, as most published plain casts have it.
+
+    Raises:
+        UserError: there is no such file and no such recipe.
+    """
+    path = Path(text).expanduser()
+    if path.exists():
+        return DeployedWeights(path, None, merged)
+    match = re.fullmatch(r"(?:(e4m3fn|e5m2):)?(\w+?)(\+all)?", text)
+    if match is None or match[2] not in GRANULARITIES:
+        known = ", ".join(GRANULARITIES)
+        raise UserError(
+            f"--deploy {text}: no such file, and no recipe; recipes are {known}, as in e5m2:row or cast+all"
+        )
+    if merged:
+        raise UserError(f"--deploy_merged: {text} is a recipe for the base; name the merged file, or use --deploy_lora")
+    granularity: Granularity = match[2]
+    keep = () if match[3] else ("embedders", "final")
+    return DeployedWeights(None, Fp8Recipe(granularity, format_named(match[1] or "e4m3fn"), keep))
+
+
+class Models:
+    """Loads the transformer and the encoders of any variant.
+
+    Attributes:
+        family: of the reference.
+        deployed_family: of the deployed file; the reference's where a recipe makes the weights.
+        loras: component -> module -> weights, of all LoRAs together.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        deployed: DeployedWeights,
+        loras: Mapping[str, Mapping[str, LoraWeights]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Find and check all files; nothing is loaded.
+
+        Raises:
+            UserError: a path is missing, or leads to another kind of model.
+        """
+        self.family: Family = model_family(config)
+        self.deployed = deployed
+        path = deployed.path
+        self.deployed_family = model_family(with_transformer(config, path)) if path else self.family
+        self.targets = TARGETS[self.family.name]
+        self.loras = loras
+        self.dtype, self.device = dtype, device
+        self._fp8_layers: frozenset[str] | None = None
+
+    @property
+    def transformer_lora(self) -> Mapping[str, LoraWeights]:
+        """The transformer's part of the LoRAs."""
+        return self.loras.get(self.targets.file_prefix, {})
+
+    @contextmanager
+    def transformer(self, variant: Variant) -> Iterator[nn.Module]:
+        """Yield the transformer of ``variant`` with its LoRA, in eval mode; it is let go of afterwards."""
+        if variant.activations is not None and self._fp8_layers is None:
+            self.base(deployed=True)  # which layers a server multiplies in fp8
+        model = self.base(variant.weights)
+        own = self.transformer_lora if not (variant.weights and self.deployed.merged) else {}
+        if own and variant.merge is not None:
+            self._merge(model, own, variant)
+        if variant.activations is not None:
+            serve_in_fp8(model, self._served(variant.activations), variant.activations)
+        if own and variant.merge is None:
+            attach_lora(model, own, self.targets, "the LoRAs").set_multiplier(variant.strength)
+        if variant.positions == torch.float32:
+            yield model.eval()
+            return
+        with rounded_positions(model, MultiAxisRope, variant.positions):
+            yield model.eval()
+
+    def base(self, deployed: bool) -> nn.Module:
+        """Load the reference's or the deployed transformer without a LoRA."""
+        if not deployed:
+            return self.family.load_transformer(self.dtype, self.device)
+        fp8 = Fp8Loading(self.deployed.recipe, "dequant")
+        model = self.deployed_family.load_transformer(self.dtype, self.device, fp8=fp8)
+        self._fp8_layers = frozenset(name for name, m in model.named_modules() if isinstance(m, Fp8Linear))
+        return model
+
+    def image_encoder(self, variant: Variant) -> ImageEncoder:
+        """Return the VAE, its matrices and filters rounded to e4m3fn if the variant's is in fp8."""
+        encoder = self.family.load_image_encoder(self.dtype, self.device)
+        if variant.vae:
+            with torch.no_grad():
+                for parameter in encoder.vae.parameters():
+                    if parameter.ndim > 1:
+                        rounded = parameter.clamp(-448, 448).to(torch.float8_e4m3fn)
+                        parameter.copy_(rounded.to(parameter.dtype))
+        return encoder
+
+    def _merge(self, model: nn.Module, loras: Mapping[str, LoraWeights], variant: Variant) -> None:
+        """Round the LoRA into ``model``'s weights.
+
+        A deployed file takes it as ComfyUI does: added to the numbers that the codes stand for, and rounded into the
+        same kind of fp8, with a fresh scale where there is one. Where a recipe makes the weights, it is added to the
+        reference's, and the sum is rounded once.
+        """
+        high = self.family.load_transformer(self.dtype, self.device) if self.deployed.path is None else model
+        for name, update in loras.items():
+            layer: Any = model.get_submodule(name)
+            source: Any = high.get_submodule(name)
+            weight = _numbers(source).float() + variant.strength * update.delta().to(_numbers(source).device)
+            if not isinstance(layer, Fp8Linear):
+                layer.weight.data.copy_(weight)
+                continue
+            made = round_like(layer.quantized(), weight, variant.merge or "nearest", derive_seed("merge", name))
+            layer.weight.data.copy_(made.codes)
+            if made.scale is not None and layer.scale is not None:
+                layer.scale.copy_(made.scale)
+
+    def _served(self, how: ActivationRounding) -> dict[str, Tensor | None]:
+        """Return the layers whose input a server rounds, with their static scales."""
+        assert self._fp8_layers is not None
+        scales = self.input_scales() if how == "static" else {}
+        return {name: scales.get(name) for name in sorted(self._fp8_layers)}
+
+    def served_weights(self, variant: Variant) -> nn.Module:
+        """Return the transformer whose weights are served, a merged LoRA in them, without one beside them."""
+        model = self.base(variant.weights)
+        if variant.merge is not None and not self.deployed.merged:
+            self._merge(model, self.transformer_lora, variant)
+        return model.eval()
+
+    def input_scales(self) -> dict[str, Tensor]:
+        """Return module -> calibrated scale of its input, of the deployed file."""
+        scales: dict[str, Tensor] = {}
+        files = [self.deployed.path] if self.deployed.path and self.deployed.path.is_file() else []
+        for path in files:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (not a dict)
+                    layer, _, leaf = key.removeprefix("model.diffusion_model.").rpartition(".")
+                    place = self.targets.keys.find(layer) if leaf in ("input_scale", "scale_input") else None
+                    if place is not None:
+                        scales |= dict.fromkeys(place.modules, file.get_tensor(key).float())
+        if not scales:
+            raise UserError(f"--activations static: {self.deployed.describe()} has no input scales; use row or unit")
+        return scales
+
+
+def round_like(kind: Quantized, weight: Tensor, how: Merge, seed: int) -> Quantized:
+    """Return ``weight`` [out, in] in the fp8 format and granularity of ``kind``, with fresh scales."""
+    fp8 = format_of(kind.codes.dtype)
+    assert fp8 is not None
+    random = torch.Generator(weight.device).manual_seed(seed) if how == "stochastic" else None
+    return quantize(weight, granularity_of(kind), fp8, stochastic=how == "stochastic", generator=random)
+
+
+def granularity_of(quantized: Quantized) -> Granularity:
+    """Return what shares a scale; runs of inputs other than 64 and 128 are told as rows."""
+    scale = quantized.scale
+    if scale is None:
+        return "cast"
+    if scale.shape[1] > 1:
+        size = quantized.codes.shape[1] // scale.shape[1]
+        return "block64" if size == 64 else "block128" if size == 128 else "row"
+    return "row" if scale.shape[0] > 1 else "tensor"
+
+
+def _numbers(layer: Any) -> Tensor:
+    """Return a linear layer's weight as the numbers it stands for."""
+    return layer.dequantized(torch.float32) if isinstance(layer, Fp8Linear) else layer.weight.detach()
