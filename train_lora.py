@@ -34,9 +34,10 @@ from library.training.preflight import check_against_model, check_before_loading
 from library.training.prepare import base_dtype, prepare_data, prepare_networks
 from library.training.progress import TrainingProgress, print_summary, run_summary
 from library.training.prompt_pictures import check_pictures
-from library.training.prompts import read_prompts
+from library.training.prompts import SamplePrompt, read_prompts
 from library.training.run import prepare_run
 from library.training.sampling import build_sampler
+from library.training.teacher import prepare_teacher
 from library.training.validation import hold_out
 from networks.targets import TARGETS
 
@@ -67,7 +68,8 @@ def train(config: TrainConfig) -> RunEvents:
     image_encoder = family.load_image_encoder(dtype, accelerator.device)
     fp8 = plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)
     text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
-    prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple)
+    usual = SamplePrompt("", guidance=family.sample_guidance)
+    prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple, usual)
     check_pictures(prompts, family.conditioning)
     check_against_model(config, family, plan, text_encoder)
     upload = build_upload(config.hub, accelerator, console)
@@ -77,9 +79,10 @@ def train(config: TrainConfig) -> RunEvents:
         config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, prompts, console,
         family.conditioning,
     )  # fmt: skip
+    teacher = prepare_teacher(config, data, accelerator, console)
     device, weights = accelerator.device, config.network.network_weights
     networks = prepare_networks(family, text_encoder, plan, weights, config.training, dtype, device, console, fp8)
-    run = prepare_run(config, family, plan, networks, data, accelerator)
+    run = prepare_run(config, family, plan, networks, data, accelerator, teacher)
     held_out = hold_out(data, run.step, config.validation)
     names = OutputNames(Path(config.saving.output_dir), config.saving.output_name)
     sampler = build_sampler(family, prompts, image_encoder, data, names.folder / "samples", networks.text_encoders)

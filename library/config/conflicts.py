@@ -18,6 +18,7 @@ def find_conflicts(config: TrainConfig) -> Iterator[str]:
         _model,
         _precision,
         _fp8,
+        _parity,
         _flow,
         _saving,
         _sampling,
@@ -68,6 +69,8 @@ def _fp8(config: TrainConfig) -> Iterator[str]:
     yield from _unused(fp8, ("fp8_granularity",), not fp8.fp8_scaled, "without fp8_scaled")
     recipe = ("fp8_format", "fp8_keep", "fp8_keep_patterns", "fp8_rounding")
     yield from _unused(fp8, recipe, not quantises, "without fp8_base or fp8_scaled")
+    if fp8.fp8_activations != "none" and (fp8.fp8_compute == "scaled_mm" or fp8.fp8_input_gradient):
+        yield "fp8_activations: products in fp8 round them already; remove fp8_compute and fp8_input_gradient"
     dequantises = fp8.fp8_compute == "dequant"
     yield from _unused(fp8, ("fp8_input_gradient",), dequantises, 'with fp8_compute = "dequant"')
     for key, wanted in (
@@ -80,6 +83,24 @@ def _fp8(config: TrainConfig) -> Iterator[str]:
             yield f'{key}: {fp8.fp8_format} weights cannot be multiplied in fp8; set fp8_format = "e4m3fn"'
     if fp8.fp8_text_encoder and config.training.mixed_precision == "fp16":
         yield 'fp8_text_encoder: T5 leaves the range of fp16; set mixed_precision = "bf16" or remove it'
+
+
+def _parity(config: TrainConfig) -> Iterator[str]:
+    parity = config.parity
+    teacher = parity.parity_teacher is not None
+    keys = ("parity_lora", "parity_weight", "parity_cache")
+    yield from _unused(parity, keys, not teacher, "without parity_teacher")
+    if not teacher:
+        return
+    if not (parity.parity_lora or config.network.network_weights):
+        yield "parity_teacher: it needs the LoRA as it was trained in bf16; set network_weights to that LoRA"
+    if config.flow.loss_type != "l2":
+        yield f'parity_teacher: learns by the squared error, not {config.flow.loss_type}; set loss_type = "l2"'
+    if any(rate > 0 for rate in config.optimizer.text_encoder_lr):
+        yield (
+            "parity_teacher: its answers are to cached text, which text encoders in training change; remove "
+            "text_encoder_lr"
+        )
 
 
 def _flow(config: TrainConfig) -> Iterator[str]:

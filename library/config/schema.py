@@ -54,8 +54,8 @@ class ModelConfig(Section):
     )
     zero_cond_t: bool | None = Field(
         None,
-        description="qwen_image_edit_plus: reference pictures are modulated as at timestep 0, as Edit-2511 was trained; "
-        "default: as the model's files say",
+        description="qwen_image_edit_plus: reference pictures are modulated as at timestep 0, as Edit-2511 was trained "
+        "with; default: as the model's files say",
     )
     base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="dtype of the frozen weights; auto follows mixed_precision"
@@ -87,7 +87,27 @@ class PrecisionConfig(Section):
         "(Ada, Hopper or newer; one scale a tensor or row); auto takes fp8 products where GPU and weight allow",
     )
     fp8_input_gradient: bool = Field(False, description="fp8 products for the input gradient too, not only in forward")
+    fp8_activations: Literal["none", "row", "tensor", "unit"] = Field(
+        "none",
+        description="round what fp8 layers are given as the server's fp8 products will, with the gradient passed "
+        "through: a scale a token (row), an input (tensor), or none (unit, ComfyUI's --fast fp8_matrix_mult)",
+    )
     fp8_text_encoder: bool = Field(False, description="quantise T5 or Qwen2.5-VL to fp8, block64, as it is loaded")
+
+
+class ParityConfig(Section):
+    """Learning on an fp8 base what the bf16 model answers, so that both paint the same picture."""
+
+    parity_teacher: str | None = Field(
+        None, description="bf16 model, folder or file, whose velocity the LoRA learns on this base"
+    )
+    parity_lora: str | None = Field(None, description="LoRA beside the teacher; default: network_weights")
+    parity_weight: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="weight of the teacher's velocity against the data's; 1 learns from the teacher alone"
+    )
+    parity_cache: str | None = Field(
+        None, description="folder for the teacher's answers; default: teacher in output_dir"
+    )
 
 
 class DatasetArguments(Section):
@@ -278,7 +298,7 @@ class SamplingConfig(Section):
     """Sample images before, during and after training."""
 
     sample_prompts: str | None = Field(
-        None, description="prompts: text (--n --w --h --d --l --s --g), TOML or JSON, as kohya's"
+        None, description="prompts: text (--n --w --h --d --l --s --g --ci --mi), TOML or JSON, as kohya's"
     )
     sample_every_n_steps: Positive | None = Field(None, description="sample every so many optimizer steps")
     sample_every_n_epochs: Positive | None = Field(None, description="sample every so many epochs")
@@ -323,6 +343,7 @@ class TrainConfig(Section):
 
     model: ModelConfig
     precision: PrecisionConfig = PrecisionConfig()
+    parity: ParityConfig = ParityConfig()
     dataset: DatasetArguments
     network: NetworkConfig = NetworkConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

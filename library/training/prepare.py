@@ -139,6 +139,7 @@ def prepare_networks(
     fp8, layout = fp8 or Fp8Loading(), family.fp8_layout()
     loaded_to = torch.device("cpu") if training.blocks_to_swap else device
     transformer, text_encoders = family.load_transformer(dtype, loaded_to, fp8=fp8), None
+    fp8.serve(transformer)
     base_precision = describe_base(layout, fp8, dtype)
     if layout is not None:
         console.print(layout.describe())

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from library.data.dataset import TrainingData
     from library.data.order import EpochBatchSampler
     from library.models.protocol import Family
+    from library.training.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def prepare_run(
     networks: Networks,
     data: TrainingData,
     accelerator: Accelerator,
+    teacher: Teacher | None = None,
 ) -> Run:
     """Build optimizer and schedule, and let accelerate wrap and compile the networks."""
     training, lora = config.training, networks.lora
@@ -102,7 +104,7 @@ def prepare_run(
         model = accelerator.prepare_model(networks.transformer, device_placement=False, evaluation_mode=True)
     return Run(
         accelerator=accelerator,
-        step=FlowStep(family, config.flow, training.seed, text_encoders),
+        step=FlowStep(family, config.flow, training.seed, text_encoders, teacher),
         transformer=networks.transformer,
         model=model,
         network=lora,
