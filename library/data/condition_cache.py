@@ -97,11 +97,15 @@ def _fill_mask(sample: Sample, alpha: Image.Image | None, variant: int, seed: in
     else:
         path, remedy = sample.image.path, "inpaint_alpha_mask fills what is transparent: erase some, or remove it"
         picture = None if alpha is None else ImageChops.invert(alpha)
-    mask = np.zeros((1, 1), np.uint8) if picture is None else np.asarray(fitted(picture, sample, flipped=False))
-    mask = (mask >= _HALF_WHITE).astype(np.uint8)
-    if not mask.any():
+    mask = None if picture is None else to_fill_mask(fitted(picture, sample, flipped=False))
+    if mask is None or not mask.any():
         raise UserError(f"{path}: nothing to fill in what is trained on; {remedy}")
     return mask
+
+
+def to_fill_mask(picture: Image.Image) -> Mask:
+    """Return the region [H, W] that a mask of mode L shows: 1, to be filled, from half white on."""
+    return (np.asarray(picture) >= _HALF_WHITE).astype(np.uint8)
 
 
 def fill_variant(sample: Sample, seed: int, epoch: int, sample_id: int) -> int:

@@ -75,7 +75,8 @@ def find_sources(
 def _with_controls(subset: Subset, found: list[Source], index: FileIndex, warnings: list[str]) -> list[Source]:
     if subset.control_dir is not None:
         without = [source for source in found if not source.controls]
-        controls = find_controls(subset.where, subset.control_dir, [s.name for s in without], index, warnings)
+        told = [] if subset.metadata_file else warnings  # a metadata file may list part of what lies there
+        controls = find_controls(subset.where, subset.control_dir, [s.name for s in without], index, told)
         of_folder = {source.name: files for source, files in zip(without, controls, strict=True)}
         found = [replace(source, controls=source.controls or of_folder[source.name]) for source in found]
     missing = [source.name for source in found if not source.controls]

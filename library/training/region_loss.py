@@ -52,8 +52,8 @@ def region_weights(flow: FlowConfig, batch: Batch, seam: bool = True) -> Tensor 
         batch: masks [B, 1, h, w] or None; conditions with a mask [B, 1, H, W] or None.
         seam: whether seam_loss_weight counts; validation leaves it out, so that runs can be compared.
     """
-    factor = 0 if batch.conditions.mask is None else batch.conditions.mask.shape[-1] // batch.latents.shape[-1]
-    region = batch.masks if batch.conditions.mask is None else avg_pool2d(batch.conditions.mask, factor)
+    fill = batch.conditions.mask
+    region = batch.masks if fill is None else avg_pool2d(fill, fill.shape[-1] // batch.latents.shape[-1])
     mask = region if batch.masks is None else batch.masks
     weights = mask if flow.masked_loss else None
     if not seam or not flow.seam_loss_weight or region is None:

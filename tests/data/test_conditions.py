@@ -284,6 +284,21 @@ def test_json_lines_name_control_pictures(tmp_path: Path) -> None:
     assert "1 or 2 control pictures an image" in data.describe()
 
 
+def test_relative_control_paths_start_at_control_directory_where_there_is_one(tmp_path: Path) -> None:
+    for i in range(2):
+        add_image(tmp_path / "img", f"{i}.png", caption=None, seed=i)
+    paths = [add_image(tmp_path / "control", f"{name}.png", caption=None, seed=7) for name in ("other", "1", "unused")]
+    lines = [
+        {"image_path": "0.png", "caption": "x", "control_path": "other.png"},
+        {"image_path": "1.png", "caption": "x"},  # found by its name
+    ]
+    (tmp_path / "meta.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = editing(tmp_path, "metadata_file = 'meta.jsonl'\ncontrol_directory = 'control'")
+    for item, path in zip(items(data), paths[:2], strict=True):
+        assert close(item.conditions.references[0], averaged(pixels_of(path)))
+    assert data.warnings == []
+
+
 # --- both
 
 
