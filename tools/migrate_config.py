@@ -30,7 +30,7 @@ from library.data.config import DatasetSettings, SubsetSettings
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from networks.options import parse_network_args
-from networks.targets import FLUX_TARGETS
+from networks.targets import TARGETS
 
 SOURCES = ("train_data_dir", "reg_data_dir", "in_json", "dataset_repeats")  # keys that say where images are
 Tables = dict[str, Any]
@@ -101,13 +101,14 @@ def _toml_value(value: Any) -> str:
 def _without_refused_args(translation: Translation, config: TrainConfig) -> TrainConfig:
     """Take out the network arguments that the LoRA refuses: a run would stop there."""
     kept: list[str] = []
+    targets = TARGETS[config.model.model_type]
     for pair in config.network.network_args:
         try:
-            parse_network_args(config.network.model_copy(update={"network_args": [pair]}), FLUX_TARGETS)
+            parse_network_args(config.network.model_copy(update={"network_args": [pair]}), targets)
             kept.append(pair)
         except UserError as error:
             translation.note("network_args", "refused", str(error).removeprefix("network_args: "))
-    if config.model.model_type != "flux" or kept == config.network.network_args:
+    if kept == config.network.network_args:
         return config
     translation.values["network_args"] = kept
     return validated(translation.values, translation.origins)

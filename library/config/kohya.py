@@ -194,5 +194,8 @@ def _tell(result: Translation, known: Known) -> None:
     if result.tool == "sd-scripts":
         if "model_prediction_type" not in noted:
             result.note("model_prediction_type", "told", "unset, so sigma_scaled in sd-scripts; here it is always raw")
-    elif "mixed_precision" not in result.values:
+        return
+    text = "modulation is left out, as musubi-tuner means to and does not; img_mod_dim and txt_mod_dim train it"
+    result.note("network_args", "told", text)
+    if "mixed_precision" not in result.values:
         result.note("mixed_precision", "told", "unset, so that of accelerate launch in musubi-tuner; here it is no")

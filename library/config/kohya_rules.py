@@ -91,6 +91,48 @@ def _learning_rate(result: Translation, known: Known) -> None:
         result.place("learning_rate", rate, "unet_lr")
 
 
+_MODEL_VERSIONS = {  # musubi-tuner's model_version -> model_type
+    "original": "qwen_image",
+    "edit": "qwen_image_edit",
+    "edit-2509": "qwen_image_edit_plus",
+    "edit-2511": "qwen_image_edit_plus",
+}
+
+
+def _model(result: Translation, known: Known) -> None:
+    """musubi-tuner names the kind of Qwen-Image; its older switches count where it does not."""
+    switches = {key: not is_off(result.take(key)) for key in ("edit", "edit_plus") if key in result.values}
+    version = result.take("model_version")
+    source = "model_version" if version else "edit_plus" if switches.get("edit_plus") else "edit"
+    named = str(version).lower() if version else {"edit_plus": "edit-2509"}.get(source, source)
+    for key in switches:
+        if key != source or not switches[key]:
+            result.note(key, "left out", "has no effect there beside the others" if any(switches.values()) else "off")
+    if not version and not any(switches.values()):
+        return
+    if named not in _MODEL_VERSIONS:
+        text = f"not taken: {named!r} is not a model family of this version; set one of {', '.join(_MODEL_VERSIONS)}"
+        result.note(source, "refused", text)
+        return
+    result.place("model_type", _MODEL_VERSIONS[named], source)
+    result.note(source, "renamed", f"becomes model_type = {_MODEL_VERSIONS[named]}", "model_type")
+    if named == "edit-2511":
+        result.place("zero_cond_t", True, source)
+        result.note("zero_cond_t", "default", "true, which is what tells edit-2511 from edit-2509")
+
+
+def _vae(result: Translation, known: Known) -> None:
+    """Qwen-Image's VAE is vae; FLUX's is ae, also where sd-scripts' common option vae names it."""
+    qwen = str(result.values.get("model_type", "")).startswith("qwen")
+    if result.tool == "sd-scripts" and "vae" in result.values and not qwen:
+        path = result.take("vae")
+        if "ae" in result.values:
+            result.note("vae", "left out", "ae is set too and counts")
+        else:
+            result.place("ae", path, "vae")
+            result.note("vae", "renamed", "becomes ae; the VAE", "ae")
+
+
 def _text_encoders(result: Translation, known: Known) -> None:
     """sd-scripts trains CLIP-L, at learning_rate unless text_encoder_lr is set, if it is not told to leave it."""
     if result.tool != "sd-scripts":
@@ -125,10 +167,17 @@ def _network_args(result: Translation, known: Known) -> None:
     if not result.tool or not isinstance(result.values.get("network_args"), list):
         return
     kept: list[str] = []
+    excludes = any(str(pair).strip().startswith("exclude_patterns") for pair in result.values["network_args"])
     for pair in result.values["network_args"]:
         key, _, value = (part.strip() for part in str(pair).partition("="))
         text = ""
-        if key == "train_blocks" and value in ("all", "single", "double"):
+        if key == "include_patterns" and result.tool == "musubi-tuner":
+            if excludes:
+                reason = "it brings back what exclude_patterns take there, here it restricts; narrow exclude_patterns"
+                result.note("network_args", "refused", f"not taken: {pair}: {reason}")
+                continue
+            text = "left out, it has no effect there without exclude_patterns"
+        elif key == "train_blocks" and value in ("all", "single", "double"):
             other = {"single": "double", "double": "single"}.get(value)
             text = f"train_{other}_block_indices=none" if other else "left out, it is what happens"
             kept += [text] if other else []
@@ -262,6 +311,8 @@ def _images(result: Translation, known: Known) -> None:
 
 
 RULES: tuple[Callable[[Translation, Known], None], ...] = (
+    _model,
+    _vae,
     _text_encoders,  # before learning_rate becomes unet_lr
     _learning_rate,
     _alpha,

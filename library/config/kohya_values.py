@@ -68,13 +68,12 @@ REFUSED_VALUES: Mapping[tuple[str, str], str] = {  # refused unless the schema t
     ("lr_scheduler", "cosine_warmup_with_min_lr"): "use cosine with lr_scheduler_min_lr_ratio",
     ("lr_scheduler", "adafactor"): "it comes with Adafactor's relative_step=True only; use constant_with_warmup",
     ("model_type", "chroma"): "Chroma is not a model family of this version; train FLUX.1",
-    ("timestep_sampling", "qwen_shift"): "use shift with discrete_flow_shift = 2.2, which it is at 1328x1328",
     ("timestep_sampling", "logsnr"): "use sigmoid, which is logSNR at mean 0 and standard deviation 2",
     ("timestep_sampling", "flux2_shift"): "it belongs to FLUX.2; use flux_shift or shift",
     ("timestep_sampling", "ideogram4_shift"): "it belongs to Ideogram; use flux_shift or shift",
     ("timestep_sampling", "krea2_shift"): "it belongs to Krea; use flux_shift or shift",
     ("timestep_sampling", "qinglong_flux"): "use flux_shift",
-    ("timestep_sampling", "qinglong_qwen"): "use shift with discrete_flow_shift = 2.2",
+    ("timestep_sampling", "qinglong_qwen"): "use qwen_shift",
 }
 
 
@@ -90,6 +89,7 @@ class Inert:
 INERT: tuple[Inert, ...] = (
     Inert(("discrete_flow_shift",), "timestep_sampling", ("shift", "sigma")),
     Inert(("sigmoid_scale",), "timestep_sampling", ("sigmoid", "shift", "flux_shift", "qwen_shift")),
+    Inert(("guidance_scale",), "model_type", ("flux", "flux_fill", "flux_kontext")),
     Inert(("logit_mean", "logit_std"), "weighting_scheme", ("logit_normal",)),
     Inert(("mode_scale",), "weighting_scheme", ("mode",)),
     Inert(("huber_c",), "loss_type", ("huber", "smooth_l1")),

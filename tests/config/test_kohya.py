@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pytest
 from pydantic.fields import FieldInfo
@@ -28,14 +28,6 @@ FLUX_EXAMPLE = _words("""--pretrained_model_name_or_path=flux1-dev.safetensors -
 --save_every_n_epochs=1 --mixed_precision=fp16 --gradient_checkpointing --guidance_scale=1.0
 --timestep_sampling=flux_shift --model_prediction_type=raw --blocks_to_swap=18 --cache_text_encoder_outputs
 --cache_latents""")
-
-# docs/qwen_image.md of musubi-tuner, "Standard Qwen-Image Training"
-QWEN_EXAMPLE = _words("""--dit dit.safetensors --vae vae.safetensors --text_encoder qwen_2.5_vl_7b.safetensors
---model_version original --dataset_config data.toml --sdpa --mixed_precision bf16 --timestep_sampling shift
---weighting_scheme none --discrete_flow_shift 2.2 --optimizer_type adamw8bit --learning_rate 5e-5
---gradient_checkpointing --max_data_loader_n_workers 2 --persistent_data_loader_workers
---network_module networks.lora_qwen_image --network_dim 16 --max_train_epochs 16 --save_every_n_epochs 1 --seed 42
---output_dir out --output_name name-of-lora""")
 
 PLAIN = ["--pretrained_model_name_or_path", "base", "--dataset_config", "data.toml"]
 KOHYA = [*PLAIN, "--network_module", "networks.lora_flux", "--model_prediction_type", "raw"]
@@ -114,42 +106,6 @@ def test_the_same_settings_as_toml_without_its_suffix_mean_the_same(tmp_path: Pa
     assert from_toml == from_flags
 
 
-@pytest.mark.skipif("qwen_image" in get_args(fields()["model_type"][1].annotation), reason="this version has it")
-def test_the_example_of_musubi_tuner_is_refused_in_one_line() -> None:
-    assert _problem(QWEN_EXAMPLE) == (
-        "--network_module: Qwen-Image is not a model family of this version, which has: flux; "
-        "train this configuration with musubi-tuner"
-    )
-
-
-def test_the_example_of_musubi_tuner_runs_where_the_schema_has_the_family() -> None:
-    known = {
-        **_schema_with(text_encoder=FieldInfo(annotation=str)),
-        "model_type": ("model", FieldInfo(annotation=Literal["flux", "qwen_image"])),
-    }
-    argv = iter(QWEN_EXAMPLE)
-    values: dict[str, Any] = {}
-    for word in argv:
-        key = word.removeprefix("--")
-        takes_none = key in ("sdpa", "gradient_checkpointing", "persistent_data_loader_workers")
-        values[key] = True if takes_none else next(argv)
-    translation = translate(values, {}, known)
-    assert translation.tool == "musubi-tuner"
-    assert translation.problems() == []
-    taken = {
-        "pretrained_model_name_or_path": "dit.safetensors",
-        "vae" if "vae" in known else "ae": "vae.safetensors",
-        "text_encoder": "qwen_2.5_vl_7b.safetensors",
-        "model_type": "qwen_image",
-        "discrete_flow_shift": "2.2",
-        "timestep_sampling": "shift",
-        "weighting_scheme": "none",
-        "save_format": "kohya",
-    }
-    assert {key: translation.values[key] for key in taken} == taken
-    assert not {"dit", "sdpa", "model_version", "network_module"} & set(translation.values)
-
-
 def test_a_flag_that_the_schema_has_is_taken_whatever_the_table_says() -> None:
     known = _schema_with(blocks_to_swap=FieldInfo(annotation=int, default=0), fp8_base=FieldInfo(annotation=bool))
     translation = translate({"blocks_to_swap": "18", "fp8_base_unet": True}, {}, known)
@@ -212,7 +168,7 @@ def test_single_flags_of_kohyas_leave_tandems_defaults_alone() -> None:
         (["--network_args", "train_blocks=all", "split_qkv=True", "rank_dropout=0.1"],
          {"network_args": ["rank_dropout=0.1"]}),
         (["--max_validation_steps", "5"], {"max_validation_images": 5}),
-        (["--vae", "v.safetensors"], {"vae" if "vae" in fields() else "ae": "v.safetensors"}),
+        (["--vae", "v.safetensors"], {"ae": "v.safetensors"}),
     ],
 )  # fmt: skip
 def test_values_mean_what_they_mean_there(argv: list[str], expected: dict[str, Any]) -> None:

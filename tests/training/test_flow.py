@@ -15,10 +15,12 @@ from library.training.flow import (
     flux_mu,
     loss_weights,
     noise_for,
+    qwen_mu,
     sample_losses,
     sample_sigmas,
     shift_sigmas,
 )
+from tests.tiny_qwen import tiny_qwen_scheduler
 
 IDS = torch.arange(20000)
 
@@ -68,6 +70,25 @@ def test_flux_shift_uses_the_pipelines_own_mu() -> None:
     mu = calculate_shift(4096, 256, 4096, 0.5, 1.15)
     reference = math.exp(mu) / (math.exp(mu) + (1 / plain - 1))  # FlowMatchEulerDiscreteScheduler.time_shift
     assert _same_distribution(sample_sigmas(FlowConfig(), IDS, 4096, 0, 0), reference)
+
+
+@pytest.mark.parametrize("tokens", [256, 1024, 4096, 6889])
+def test_qwen_shift_is_the_shift_of_qwen_images_pipeline_and_scheduler(tokens: int) -> None:
+    scheduler = tiny_qwen_scheduler()
+    config = scheduler.config
+    mu = calculate_shift(
+        tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    )
+    assert qwen_mu(tokens) == pytest.approx(mu)
+    plain = torch.rand(100, generator=torch.Generator().manual_seed(1)) * 0.98 + 0.01
+    shifted = shift_sigmas(plain, math.exp(qwen_mu(tokens)))
+    torch.testing.assert_close(shifted, scheduler.time_shift(mu, 1.0, plain), rtol=1e-5, atol=1e-6)
+    draws = {
+        kind: sample_sigmas(FlowConfig(timestep_sampling=kind), IDS, tokens, 0, 0) for kind in ("qwen_shift", "sigmoid")
+    }
+    torch.testing.assert_close(
+        draws["qwen_shift"], scheduler.time_shift(mu, 1.0, draws["sigmoid"]), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("scheme", ["none", "logit_normal", "mode"])
