@@ -12,28 +12,28 @@ from typing import Any, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from library.config.keys import fields, sections
+from library.config.keys import LORA, Script, fields, sections
 from library.config.kohya_flags import FLAGS
 from library.errors import UserError, nearest_of
 
 
-def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def parse_flags(argv: Sequence[str], script: Script = LORA) -> tuple[dict[str, Any], list[str]]:
     """Return the flags in ``argv`` with their values, and the words that are none.
 
     Raises:
         UserError: a flag lacks its value.
     """
-    parsed, unknown = _parser().parse_known_args(argv)
+    parsed, unknown = _parser(script).parse_known_args(argv)
     return vars(parsed), unknown
 
 
-def unknown_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def unknown_flags(words: Sequence[str], script: Script = LORA) -> Iterator[tuple[str, str | None]]:
     """Yield, of words that belong to no flag, a line for each mistake and the key that was probably meant."""
     flag = False  # whether a word may be the value of an unknown flag before it
     for word in words:
         if word.startswith("--"):
             flag, name = True, word.split("=")[0]
-            meant = nearest_of(name.lstrip("-"), fields())
+            meant = nearest_of(name.lstrip("-"), fields(script))
             remedy = f"did you mean {meant!r}?" if meant else "see --help"
             yield f"command line: {name}: unknown flag; {remedy}", meant
         elif not flag:
@@ -47,22 +47,22 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"command line: {message}; see --help")
 
 
-def _parser() -> _Parser:
+def _parser(script: Script) -> _Parser:
     """Build the command line from the schema: a group a section, a flag a key."""
     parser = _Parser(
-        prog="train_lora.py",
-        usage="train_lora.py --config_file TOML [--key value ...]",
-        description="Train a LoRA. Every flag is also a key of the TOML file; flags win.",
+        prog=script.name,
+        usage=f"{script.name} --config_file TOML [--key value ...]",
+        description=f"{script.purpose} Every flag is also a key of the TOML file; flags win.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.HelpFormatter,
     )
     parser.add_argument("--config_file", metavar="TOML", default=None, help="training TOML with any of the keys below")
-    for name, section in sections().items():
+    for name, section in sections(script).items():
         group = parser.add_argument_group(name, (section.__doc__ or "").strip().split("\n")[0])
         for key, field in section.model_fields.items():
             _add_flag(group, key, field)
-    for name in FLAGS.keys() - fields().keys():
+    for name in FLAGS.keys() - fields(script).keys() if script.takes_kohya else ():
         _add_kohya_flag(parser, name, FLAGS[name].takes)
     return parser
 

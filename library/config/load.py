@@ -23,8 +23,7 @@ import toml
 from pydantic import ValidationError
 
 from library.config.command_line import parse_flags, unknown_flags
-from library.config.conflicts import find_conflicts
-from library.config.keys import fields, sections
+from library.config.keys import LORA, Script, fields, sections
 from library.config.kohya import Note, is_known, translate
 from library.config.schema import TrainConfig
 from library.errors import UserError, did_you_mean, nearest_of
@@ -75,16 +74,25 @@ def load_config(argv: Sequence[str], notes: list[Note] | None = None) -> TrainCo
     return config
 
 
-def read_arguments(argv: Sequence[str]) -> Given:
+def load_for(script: Script, argv: Sequence[str]) -> Any:
+    """Return the validated configuration of a script that takes no keys of kohya's; raises as :func:`load_config`."""
+    given = read_arguments(argv, script)
+    config, problems = _validate(given.values, given.origins, given.meant, script)
+    if config is None or given.problems or problems:
+        raise UserError("\n".join([*given.problems, *problems]))
+    return config
+
+
+def read_arguments(argv: Sequence[str], script: Script = LORA) -> Given:
     """Return the keys of the TOML file and the flags together, flags winning.
 
     Raises:
         UserError: a file that cannot be read, a flag without its value.
     """
-    arguments, unknown = parse_flags(argv)
+    arguments, unknown = parse_flags(argv, script)
     config_file = arguments.pop("config_file")
-    given = read_toml(config_file) if config_file else Given()
-    for problem, meant in unknown_flags(unknown):
+    given = read_toml(config_file, script) if config_file else Given()
+    for problem, meant in unknown_flags(unknown, script):
         given.problems.append(problem)
         given.meant |= {meant} if meant else set()
     for key, value in arguments.items():
@@ -92,7 +100,7 @@ def read_arguments(argv: Sequence[str]) -> Given:
     return given
 
 
-def read_toml(path: str | Path) -> Given:
+def read_toml(path: str | Path, script: Script = LORA) -> Given:
     """Return the keys of a training TOML, table headings dissolved.
 
     The suffix may be left out, as with kohya's trainers.
@@ -117,30 +125,30 @@ def read_toml(path: str | Path) -> Given:
     except (toml.TomlDecodeError, IndexError) as error:  # toml 0.10 raises IndexError on some broken lines
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
-    known, given = fields(), Given()
+    known, given = fields(script), Given()
     for key, value in _flattened(tables, set(known)):
         where = f"{path}:{_line_of(key, text)}: {key}"
-        if key not in known and not is_known(key):
-            given.problems.append(f"{where}: {_unknown(key, value)}")
+        if key not in known and not (script.takes_kohya and is_known(key)):
+            given.problems.append(f"{where}: {_unknown(key, value, script)}")
             given.meant |= {nearest_of(key, known) or ""}
             continue
         if key in given.values:
             given.problems.append(f"{where}: stands in this file twice; keep one")
         given.values[key], given.origins[key] = value, where
     for name in (name for name, value in tables.items() if isinstance(value, dict) and name not in known):
-        if name not in sections() and (meant := nearest_of(name, sections(), _SAME_HEADING)):
+        if name not in sections(script) and (meant := nearest_of(name, sections(script), _SAME_HEADING)):
             where = f"{path}:{_line_of(name, text, heading=True)}: [{name}]"
             given.notes.append(Note(name, "told", f"no section has this name; did you mean {meant!r}?", where))
     return given
 
 
-def _unknown(key: str, value: Any) -> str:
+def _unknown(key: str, value: Any, script: Script) -> str:
     """Return what to say of a key that is none."""
-    if key in _OF_DATASETS:
+    if key in _OF_DATASETS and script is LORA:
         return "describes images; put it into the file that dataset_config names"
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return f"is a list of tables; write [{key}] in single brackets"
-    return f"unknown key{did_you_mean(key, fields()) or '; see train_lora.py --help'}"
+    return f"unknown key{did_you_mean(key, fields(script)) or f'; see {script.name} --help'}"
 
 
 def _flattened(table: dict[str, Any], known: set[str]) -> list[tuple[str, Any]]:
@@ -175,8 +183,8 @@ def validated(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
 
 
 def _validate(
-    values: dict[str, Any], origins: dict[str, str], uncertain: Collection[str] = ()
-) -> tuple[TrainConfig | None, list[str]]:
+    values: dict[str, Any], origins: dict[str, str], uncertain: Collection[str] = (), script: Script = LORA
+) -> tuple[Any, list[str]]:
     """Return the configuration, None where values do not fit, and a line for everything that is wrong.
 
     Options are compared with each other even if some values do not fit: without those, and without what would be said
@@ -187,30 +195,30 @@ def _validate(
         uncertain: keys that were set under wrong names, or to what is not taken.
     """
     try:
-        config = TrainConfig.model_validate(_sorted(values))
+        config = script.schema.model_validate(_sorted(values, script))
     except ValidationError as error:
         items = [item for item in error.errors() if item["type"] != "missing" or item["loc"][1] not in uncertain]
         problems = [_problem(item, origins) for item in items]
         unfit = {str(item["loc"][1]) for item in error.errors()}
         rest = {key: value for key, value in values.items() if key not in unfit}
-        required = {key: "?" for key, (_, field) in fields().items() if field.is_required() and key not in rest}
-        fitting = TrainConfig.model_validate(_sorted(rest | required))
-        return None, [*problems, *_conflicts(fitting, unfit | set(uncertain))]
-    return config, list(_conflicts(config, uncertain))
+        required = {key: "?" for key, (_, field) in fields(script).items() if field.is_required() and key not in rest}
+        fitting = script.schema.model_validate(_sorted(rest | required, script))
+        return None, [*problems, *_conflicts(fitting, unfit | set(uncertain), script)]
+    return config, list(_conflicts(config, uncertain, script))
 
 
-def _sorted(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _sorted(values: dict[str, Any], script: Script) -> dict[str, dict[str, Any]]:
     """Return ``values`` by section."""
-    known = fields()
-    tree: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+    known = fields(script)
+    tree: dict[str, dict[str, Any]] = {name: {} for name in sections(script)}
     for key, value in values.items():
         tree[known[key][0]][key] = value
     return tree
 
 
-def _conflicts(config: TrainConfig, uncertain: Collection[str]) -> Iterator[str]:
+def _conflicts(config: Any, uncertain: Collection[str], script: Script) -> Iterator[str]:
     """Yield the conflicts that say nothing about ``uncertain`` keys."""
-    for conflict in find_conflicts(config):
+    for conflict in script.conflicts(config):
         if not set(uncertain) & set(re.findall(r"\w+", conflict)):
             yield conflict
 
