@@ -169,15 +169,16 @@ def free_path(folder: Path, prompt: SamplePrompt) -> Path:
     return folder / f"{max(numbers, default=-1) + 1:04d}_{words}_seed{prompt.seed}.png"
 
 
-def read_asked(options: argparse.Namespace, pixel_multiple: int) -> list[SamplePrompt]:
-    """Return the prompts that the command line asks for.
+def read_asked(options: argparse.Namespace, pixel_multiple: int, guidance: float) -> list[SamplePrompt]:
+    """Return the prompts that the command line asks for; ``guidance`` is for those that say nothing about it.
 
     Raises:
         UserError: neither or both of --prompt and --from_file, or a prompt that is not right.
     """
     if bool(options.prompt) == bool(options.from_file):
         raise UserError('give either --prompt "..." or --from_file FILE')
-    numbers = (options.w, options.h, options.d, options.s, options.g, options.l)
+    given_guidance = guidance if options.g is None else options.g
+    numbers = (options.w, options.h, options.d, options.s, given_guidance, options.l)
     default = SamplePrompt("", options.n, *numbers, tuple(options.ci), options.mi)
     if options.from_file:
         return read_prompts(options.from_file, options.d, pixel_multiple, default, "--from_file")
@@ -198,7 +199,8 @@ def image(options: argparse.Namespace) -> list[Path]:
         raise UserError("--mixed_precision: fp16 needs a GPU; on a CPU use bf16 or no")
     console = Console(highlight=False, soft_wrap=True, markup=False)
     dtype = _DTYPES[precision]
-    prompts = read_asked(options, family.load_image_encoder(dtype, device).pixel_multiple)
+    multiple = family.load_image_encoder(dtype, device).pixel_multiple
+    prompts = read_asked(options, multiple, family.sample_guidance)
     sources = [parse_source(text) for text in options.lora]
     if options.fp8_granularity and not options.fp8_scaled:
         raise UserError("--fp8_granularity: has no effect without --fp8_scaled; remove it")
@@ -249,7 +251,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--h", type=int, default=1024, metavar="PIXELS", help="height (default: %(default)s)")
     what.add_argument("--d", type=int, default=0, metavar="SEED", help="seed of the first prompt; the next has d + 1")
     what.add_argument("--s", type=int, default=20, metavar="STEPS", help="steps (default: %(default)s)")
-    what.add_argument("--g", type=float, default=3.5, metavar="X", help="guidance input of dev (default: %(default)s)")
+    what.add_argument("--g", type=float, metavar="X", help="guidance input (default: 3.5; Fill 30, Kontext 2.5)")
     what.add_argument("--l", type=float, default=1.0, metavar="X", help="classifier-free guidance (default: off, 1)")
     what.add_argument("--ci", nargs="+", default=[], metavar="FILE", help="picture to fill, or reference pictures")
     what.add_argument("--mi", metavar="FILE", help="mask of the picture to fill, white where to fill")
