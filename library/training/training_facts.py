@@ -61,7 +61,7 @@ def training_facts(config: TrainConfig, run: Run, data: TrainingData, begun: flo
     memory = data.text_folder / "file_hashes.json"
     return {
         **_OFF,
-        **(_FLUX if config.model.model_type == "flux" else {}),
+        **(_FLUX if config.model.model_type.startswith("flux") else {}),
         **_settings(config),
         **dataset_facts(data, processes * accumulated),
         **model_file_facts("sd_model", config.model.pretrained_model_name_or_path, memory),
