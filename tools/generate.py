@@ -142,7 +142,7 @@ def encode(
     targets: LoraTargets,
     source: str,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return every text's embeddings by key, without a batch axis, on the CPU, as the encoders with their LoRAs give them.
+    """Return every text's embeddings by key, without a batch axis, on the CPU, from the encoders with their LoRAs.
 
     Args:
         text_encoder: is let go of afterwards.
