@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,6 +154,7 @@ def _components(
     Raises:
         UserError: the base has no such text encoder, or see :func:`plan_updates`.
     """
+    _refuse_text_encoder_alone(base, targets)
     split = [(source, targets.by_component(weights)) for source, weights in loras]
     name = targets.file_prefix
     updates = plan_updates(base.files, [(s, parts.get(name, {})) for s, parts in split], targets.keys, targets.family)
@@ -172,6 +174,26 @@ def _components(
         updates = plan_updates(files, inside, encoder.keys, f"{targets.family}'s {encoder.name}")
         components.append(_Component(encoder.name, files, updates))
     return components
+
+
+def _refuse_text_encoder_alone(base: Base, targets: LoraTargets) -> None:
+    """Refuse a base that is no transformer but one of its text encoders, such as ComfyUI's clip_l file.
+
+    Raises:
+        UserError: with what to give instead.
+    """
+
+    def holds(keys: KeyMap) -> bool:
+        with suppress(UserError):
+            return bool(find_modules(base.files, keys, targets.family))
+        return False
+
+    alone = [encoder.name for encoder in targets.text_encoders if holds(encoder.keys)]
+    if alone and not holds(targets.keys):
+        raise UserError(
+            f"{base.path}: holds {alone[0]} alone; a text encoder is merged as part of a diffusers pipeline folder: "
+            "give that folder to --model"
+        )
 
 
 def plan_updates(

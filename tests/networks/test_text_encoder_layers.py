@@ -16,7 +16,7 @@ from networks.formats import LAYOUTS, load_lora, save_lora
 from networks.merge import LoraSource, merge_loras
 from networks.targets import FLUX_TARGETS
 from networks.weights import LoraWeights
-from tests.tiny import TEXT_WIDTH, tiny_flux_pipeline
+from tests.tiny import TEXT_WIDTH, save_single_files, tiny_flux_pipeline
 
 CLIP = "text_encoder.encoder.layers.1"
 T5 = "text_encoder_2.encoder.block.0.layer"
@@ -186,3 +186,14 @@ def test_a_base_without_text_encoders_is_refused_or_told(
         report = merge_loras(model, source, target, FLUX_TARGETS, transformer_only=True)
         assert report.changed == 1
         assert "5 text encoder modules left out" in report.notes[0]
+
+
+def test_a_text_encoders_own_file_is_refused_as_a_base(
+    whole: dict[str, LoraWeights], base: Path, tmp_path: Path
+) -> None:
+    save_lora(tmp_path / "a.safetensors", whole, FLUX_TARGETS)
+    files = save_single_files(base, tmp_path / "single")
+    for file, name in ((files.clip_l, "text_encoder"), (files.t5xxl, "text_encoder_2")):
+        with pytest.raises(UserError, match=f"holds {name} alone; a text encoder is merged as part of a diffusers"):
+            merge_loras(file, [LoraSource(tmp_path / "a.safetensors", 1.0)], tmp_path / "m.safetensors", FLUX_TARGETS)
+    assert not (tmp_path / "m.safetensors").exists()
