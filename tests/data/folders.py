@@ -14,6 +14,7 @@ from torch import Tensor
 
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
+from library.data.batches import CachedDataset, Item
 from library.data.dataset import TrainingData, build_dataset
 
 LONG_AGO = time.time() - 3600  # files younger than two seconds are not remembered
@@ -118,3 +119,19 @@ def cache_all(data: TrainingData, image_batch: int = 2) -> tuple[AverageEncoder,
     data.cache_latents(images, image_batch, silent)
     data.cache_text(texts, [], 4, silent)
     return images, texts
+
+
+def pixels_of(path: Path) -> Tensor:
+    """Return a picture [3, H, W] in [-1, 1]."""
+    return torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def averaged(pixels: Tensor) -> Tensor:
+    """[C, H, W] -> [C, H/8, W/8], by reshaping: independent of the encoder's pooling."""
+    channels, height, width = pixels.shape
+    return pixels.reshape(channels, height // 8, 8, width // 8, 8).mean(dim=(2, 4))
+
+
+def items(data: CachedDataset, epoch: int = 0) -> list[Item]:
+    """Return every sample of an epoch."""
+    return [data[(epoch, index)] for index in range(len(data))]
