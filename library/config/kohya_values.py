@@ -12,41 +12,30 @@ from typing import Any
 
 from library.config.kohya_flags import Tool
 
+_BOTH: Mapping[str, Any] = {
+    "network_dim": 4,
+    "network_alpha": 1.0,
+    "learning_rate": 2e-6,
+    "max_train_steps": 1600,
+    "max_grad_norm": 1.0,
+    "optimizer_type": "AdamW",
+    "lr_scheduler": "constant",
+    "timestep_sampling": "sigma",
+    "sigmoid_scale": 1.0,
+    "weighting_scheme": "none",
+    "save_format": "kohya",
+}
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "sd-scripts": {
-        "network_dim": 4,
-        "network_alpha": 1.0,
-        "learning_rate": 2e-6,
-        "max_train_steps": 1600,
-        "max_grad_norm": 1.0,
-        "optimizer_type": "AdamW",
-        "lr_scheduler": "constant",
+        **_BOTH,
         "mixed_precision": "no",
-        "timestep_sampling": "sigma",
         "discrete_flow_shift": 3.0,
-        "sigmoid_scale": 1.0,
-        "weighting_scheme": "none",
         "guidance_scale": 3.5,
         "loss_type": "l2",
         "huber_c": 0.1,
         "prior_loss_weight": 1.0,
-        "save_format": "kohya",
     },
-    "musubi-tuner": {
-        "network_dim": 4,
-        "network_alpha": 1.0,
-        "learning_rate": 2e-6,
-        "max_train_steps": 1600,
-        "max_grad_norm": 1.0,
-        "optimizer_type": "AdamW",
-        "lr_scheduler": "constant",
-        "timestep_sampling": "sigma",
-        "discrete_flow_shift": 1.0,
-        "sigmoid_scale": 1.0,
-        "weighting_scheme": "none",
-        "guidance_scale": 1.0,
-        "save_format": "kohya",
-    },
+    "musubi-tuner": {**_BOTH, "discrete_flow_shift": 1.0, "guidance_scale": 1.0},
 }  # what an unset key means there, where training or its result depends on it (their parsers' defaults)
 
 FAMILIES: Mapping[str, tuple[str, str]] = {  # network_module -> (model_type, its name)

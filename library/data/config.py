@@ -184,6 +184,8 @@ def load_dataset_config(
     source = _Source(file, conditioning, REFUSED_KEYS | refused_condition_keys(conditioning))
     general = _checked(source, "[general]", file.tables.get("general", {}))
     tables = file.tables.get("datasets")
+    if isinstance(tables, dict):
+        raise UserError(f"{file.path}: [datasets] is one table of several; write it in double brackets: [[datasets]]")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise UserError(f"{file.path}: no [[datasets]] table; add one with a [[datasets.subsets]] below it")
     datasets = tuple(_read_dataset(source, number, general, defaults) for number in range(len(tables)))
