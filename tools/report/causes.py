@@ -88,7 +88,8 @@ class Finding:
 
     def sentence(self) -> str:
         """Return cause, evidence and remedy in words."""
-        return f"{CAUSES[self.cause]}: {self.evidence}. {REMEDIES[self.cause]}."
+        remedy = REMEDIES[self.cause]
+        return f"{CAUSES[self.cause]}: {self.evidence}. {remedy[0].upper()}{remedy[1:]}."
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -129,14 +130,15 @@ def judge(
         layers: the deployed layers against the reference.
         input_scales: layer -> static scale of its activations.
     """
-    total = sum(_error(each.alone) ** 2 for each in attributions) or 1.0
+    sizes = _own_sizes(attributions)
+    total = sum(sizes.values()) or 1.0
     findings: list[Finding] = []
     for each in attributions:
-        share = _error(each.alone) ** 2 / total
+        share = sizes[each.cause] / total
         if each.cause == "weights":
-            findings += _in_weights(share, layers, _error(each.alone))
+            findings.append(_in_weights(share, layers, _error(each.alone), variant.merge is None))
         elif each.cause == "merge":
-            findings += _in_merge(share, layers, _error(each.alone))
+            findings.append(_in_merge(share, layers, math.sqrt(sizes["merge"])))
         elif each.cause == "activations":
             findings.append(_in_activations(share, each, variant, layers, input_scales or {}))
         else:
@@ -145,13 +147,21 @@ def judge(
     return Verdict(tuple(findings), _on_the_border(full, attributions))
 
 
-def _in_weights(share: float, layers: Sequence[LayerRow], error: float) -> list[Finding]:
-    """Say what is wrong with the weights, by their layers; the share goes to what explains it."""
+def _own_sizes(attributions: Sequence[Attribution]) -> dict[str, float]:
+    """Return each cause's squared error; a merge is rounded into fp8 weights, whose own error is not its doing."""
+    sizes = {each.cause: _error(each.alone) ** 2 for each in attributions}
+    if "merge" in sizes and "weights" in sizes:
+        sizes["merge"] = max(0.0, sizes["merge"] - sizes["weights"])
+    return sizes
+
+
+def _in_weights(share: float, layers: Sequence[LayerRow], error: float, merged_file: bool) -> Finding:
+    """Say what is wrong with the weights, by their layers; ``merged_file``: a LoRA in them came with the file."""
     rounded = [row for row in layers if row.expected_error > 0 or row.weight_error > 0]
     changed = [row for row in rounded if row.weight_error > _CHANGED_ERROR * row.expected_error + 1e-3]
-    merged = [row for row in layers if row.survival is not None]
+    merged = [row for row in layers if row.survival is not None] if merged_file else []
     if merged and (found := _strength(share, merged)):
-        return [found]
+        return found
     scaled = [
         row for row in changed if abs(row.gain - 1) > _CHANGED_GAIN and row.error_after_gain < 0.5 * row.weight_error
     ]
@@ -159,19 +169,19 @@ def _in_weights(share: float, layers: Sequence[LayerRow], error: float) -> list[
     if rounded and len(others) > _MOST * len(rounded):
         typical = median(row.weight_error for row in others)
         text = f"{len(others)} of {len(rounded)} layers differ from the reference by {typical:.0%}"
-        return [Finding("wrong_base", share, (), text)]
+        return Finding("wrong_base", share, (), text)
     if scaled:
         worst = max(scaled, key=lambda row: abs(math.log(abs(row.gain) or 1e-9)))
         text = f"{len(scaled)} layers are the reference's times a factor ({worst.name}: {worst.gain:.3g})"
-        return [Finding("wrong_scale", share, _names(scaled), text)]
+        return Finding("wrong_scale", share, _names(scaled), text)
     if others:
         worst = max(others, key=lambda row: row.weight_error)
         usual = f"{worst.expected_error:.1%} would be rounding"
         text = f"{worst.name} differs from the reference by {worst.weight_error:.0%}, {usual}"
-        return [Finding("ruined_layer", share, _names(others), text)]
+        return Finding("ruined_layer", share, _names(others), text)
     if merged and (found := _lost(share, merged)):
-        return [found]
-    return [_rounding(share, layers, error)]
+        return found
+    return _rounding(share, layers, error)
 
 
 def _rounding(share: float, layers: Sequence[LayerRow], error: float) -> Finding:
@@ -207,10 +217,10 @@ def _lost(share: float, merged: Sequence[LayerRow]) -> Finding | None:
     return Finding("delta_lost", share, _names(lost), text)
 
 
-def _in_merge(share: float, layers: Sequence[LayerRow], error: float) -> list[Finding]:
+def _in_merge(share: float, layers: Sequence[LayerRow], error: float) -> Finding:
     merged = [row for row in layers if row.survival is not None]
     lost = _lost(share, merged) if merged else None
-    return [lost or Finding("merge", share, (), f"the merge alone puts the output {error:.1%} off")]
+    return lost or Finding("merge", share, (), f"beyond the weights' own rounding it puts the output {error:.1%} off")
 
 
 def _in_activations(
