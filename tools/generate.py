@@ -1,9 +1,11 @@
-"""Draw pictures with a base model and any number of LoRAs.
+"""Draw pictures with a base model and any number of LoRAs; or let a language model write (``text --help``).
 
     python tools/generate.py image --model FLUX.1-dev --lora style.safetensors:0.8 face.safetensors \\
         --prompt "a cat in the rain" "a dog --w 768 --d 7" --w 1024 --h 1024 --save_to pictures
     python tools/generate.py image --model flux1-dev.safetensors --ae ae.safetensors --clip_l clip_l.safetensors \\
         --t5xxl t5xxl_fp16.safetensors --from_file prompts.toml
+
+    python tools/generate.py text --model Llama-3.2-1B --prompt "Once upon a time" --top_p 0.9
 
     python tools/generate.py image --model FLUX.1-Fill-dev --prompt "a red door" --ci house.png --mi door_mask.png
 
@@ -49,6 +51,7 @@ from networks.merge import LoraSource
 from networks.metadata import base_mismatch
 from networks.targets import TARGETS, LoraTargets
 from networks.weights import LoraWeights
+from tools.generation.text import add_text_command
 from tools.merge_lora import parse_source
 
 _MODEL_FLAGS = ("model_type", "ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "t5xxl_max_token_length")
@@ -258,6 +261,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--control_resolution", type=int, nargs="+", metavar="PIXELS", help="area of reference pictures")
     what.add_argument("--no_resize_control", action="store_true", help="reference pictures are only trimmed")
     sub.add_argument("--save_to", type=Path, default=Path("output/generated"), help="folder (default: %(default)s)")
+    add_text_command(commands)
     return top
 
 

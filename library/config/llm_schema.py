@@ -165,6 +165,8 @@ def find_llm_conflicts(config: LLMConfig) -> Iterator[str]:
                 yield f"{key}: has no effect with init_from, whose weights have their size; remove it"
     if config.training.full_bf16 and config.training.mixed_precision != "no":
         yield 'full_bf16: weights are bf16 already; set mixed_precision = "no"'
+    if config.training.full_bf16 and optimizer.optimizer_type.lower() == "muon":
+        yield 'full_bf16: is not made for Muon; set mixed_precision = "bf16" instead'
     if sampling.sample_every_n_steps and not sampling.sample_prompts:
         yield "sample_every_n_steps: has no effect without sample_prompts; set them or remove it"
     if sampling.sample_temperature == 0 and "sample_top_p" in sampling.model_fields_set:

@@ -115,7 +115,7 @@ def save_training_state(
         for name, part in parts.items():
             write_state(temporary / name, part.state_dict())
         write_text(temporary / "position.json", json.dumps(about))
-        _replace_folder(temporary, folder)
+        replace_folder(temporary, folder)
     except OSError as error:
         raise UserError(
             f"{folder}: cannot be written ({error.strerror}); free space, earlier states are kept"
@@ -124,7 +124,7 @@ def save_training_state(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _replace_folder(new: Path, folder: Path) -> None:
+def replace_folder(new: Path, folder: Path) -> None:
     """Put ``new`` in the place of ``folder``; at every moment one of the two is there under some name."""
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     if folder.exists():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,6 @@ from library.llm.token_shards import TokenShards
 from library.llm.tokenizers import load_tokenizer
 from tools.prepare_text import parser, prepare
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [f"Document {i}: " + "the cat sat on the mat and 12 dogs ran. " * (i % 7 + 1) for i in range(60)]
 
 
@@ -155,9 +152,6 @@ def test_a_corpus_is_not_replaced_by_mistake_and_damage_is_found(tmp_path: Path)
         TokenShards(folder, "train")
 
 
-def test_the_tool_ends_with_one_line_where_nothing_is_found(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools/prepare_text.py"), str(tmp_path), "--train_tokenizer", "300"]
-    done = subprocess.run([*command, "--save_to", str(tmp_path / "x")], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "no .txt, .md, .jsonl, .parquet file in it" in done.stderr
+def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no .txt, .md, .jsonl, .parquet file in it"):
+        find_files([tmp_path])

@@ -1,0 +1,151 @@
+"""From the configuration to what is trained: the model, its parameter groups, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from library.accelerator import build_accelerator
+from library.config.llm_schema import LLMConfig, LLMDataConfig, LLMModelConfig, LLMOptimizerConfig
+from library.config.schema import SavingConfig, TrainingConfig
+from library.errors import UserError
+from library.llm.token_shards import TokenShards
+from library.models.lm_config import LMConfig, preset
+from library.models.lm_files import load_lm
+from library.models.transformer_lm import TransformerLM
+from library.randomness import generator
+from library.training.muon import MuonWithAdamW
+from library.training.optimizers import build_optimizer, parse_optimizer_args
+
+
+def pretraining_accelerator(config: LLMConfig) -> Accelerator:
+    """Return the process's accelerator; raises as ``library.accelerator.build_accelerator``."""
+    if config.training.allow_tf32:
+        torch.set_float32_matmul_precision("high")
+    training = TrainingConfig(mixed_precision=config.training.mixed_precision)
+    saving = SavingConfig(output_dir=config.saving.output_dir)
+    return build_accelerator(config.accelerate, training, saving, config.logging)
+
+
+def accumulation_for(config: LLMDataConfig, context: int, world: int) -> int:
+    """Return how many forward passes of each process make an optimizer step.
+
+    Raises:
+        UserError: ``tokens_per_batch`` is no multiple of the tokens of one forward pass of every process.
+    """
+    once = config.train_batch_size * context * world
+    wanted = config.tokens_per_batch or once
+    if wanted % once:
+        nearest = max(1, round(wanted / once)) * once
+        raise UserError(
+            f"tokens_per_batch: {wanted} is no multiple of {once} (train_batch_size {config.train_batch_size} x "
+            f"context {context} x {world} processes); set {nearest}"
+        )
+    return wanted // once
+
+
+def build_model(config: LLMConfig, vocab_size: int, device: torch.device) -> TransformerLM:
+    """Return the model to train, on ``device``, in fp32 (or bf16 with ``full_bf16``).
+
+    Args:
+        config: sections ``model`` and ``training`` are read.
+        vocab_size: of the corpus; a preset takes it over, a published model must have it.
+        device: where it goes; fresh weights are drawn on the CPU, so that they are the same everywhere.
+
+    Raises:
+        UserError: the preset is unknown, its changed sizes do not fit together, or the published model has another
+            vocabulary or fewer positions.
+    """
+    dtype = torch.bfloat16 if config.training.full_bf16 else torch.float32
+    if config.model.init_from is not None:
+        model = load_lm(config.model.init_from, dtype, device, pad_vocabulary_to=config.model.pad_vocabulary_to)
+        if model.config.vocab_size < vocab_size:
+            raise UserError(
+                f"init_from: {config.model.init_from} has {model.config.vocab_size} tokens, the corpus was made with "
+                f"{vocab_size}; prepare it with the model's own tokenizer"
+            )
+        model.requires_grad_(True)
+    else:
+        model = TransformerLM(fresh_config(config.model, vocab_size))
+        model.initialise(generator(config.training.seed, "weights")).to(device, dtype)
+    context = training_context(config.model, model.config)
+    if not model.config.has_rope and context > model.config.context:
+        raise UserError(f"context: {context} is more than the model's {model.config.context} positions; lower it")
+    if config.training.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    return model.train()
+
+
+def fresh_config(config: LLMModelConfig, vocab_size: int) -> LMConfig:
+    """Return the preset with the keys that change it and the corpus's vocabulary.
+
+    Raises:
+        UserError: the preset is unknown, or sizes do not fit together.
+    """
+    assert config.preset is not None
+    base = preset(config.preset)
+    changes: dict[str, Any] = {key: value for key in ("width", "layers") if (value := getattr(config, key))}
+    heads = config.heads or base.heads
+    width = config.width or base.width
+    kv_heads = config.kv_heads or (heads if base.kv_heads == base.heads else min(base.kv_heads, heads))
+    if base.family == "gpt2" and kv_heads != heads:
+        raise UserError(f"kv_heads: {config.preset} has as many as heads; remove it, or choose a llama preset")
+    if width % heads:
+        raise UserError(f"width: {width} does not divide into {heads} heads; change one of them")
+    hidden = config.hidden or (base.hidden if width == base.width else round(base.hidden * width / base.width))
+    changes |= {"heads": heads, "kv_heads": kv_heads, "hidden": hidden, "head_dim": width // heads}
+    changes |= {"context": config.context or base.context, "vocab_size": vocab_size, "padded_vocab_size": 0}
+    return replace(base, **changes).padded(config.pad_vocabulary_to)
+
+
+def training_context(config: LLMModelConfig, model: LMConfig) -> int:
+    """Return the tokens of a training window."""
+    return config.context or model.context
+
+
+def check_corpus(shards: TokenShards, model: LMConfig) -> None:
+    """Raise a UserError if the corpus holds tokens that the model has not."""
+    if shards.vocab_size > model.vocab_size:
+        raise UserError(
+            f"{shards.folder}: {shards.vocab_size} tokens, the model has {model.vocab_size}; prepare it again"
+        )
+
+
+def build_pretraining_optimizer(config: LLMOptimizerConfig, model: nn.Module, full_bf16: bool, seed: int) -> Optimizer:
+    """Return the optimizer over two groups, matrices with weight decay and all others without.
+
+    Raises:
+        UserError: as ``library.training.optimizers.build_optimizer``.
+    """
+    shared = config.shared()
+    groups = parameter_groups(model, config.weight_decay)
+    if config.optimizer_type.lower() != "muon":
+        return build_optimizer(shared, groups, full_bf16, seed)
+    arguments: Mapping[str, Any] = parse_optimizer_args(shared.optimizer_args)
+    hidden = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("blocks.")}
+    return MuonWithAdamW(groups, hidden, lr=config.learning_rate, **_muon_arguments(arguments))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return matrices (embeddings among them) and vectors as torch's parameter groups; tied matrices once."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    return [
+        {"params": matrices, "weight_decay": weight_decay, "name": "matrices"},
+        {"params": vectors, "weight_decay": 0.0, "name": "vectors"},
+    ]
+
+
+def _muon_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    known = ("momentum", "nesterov", "ns_steps", "betas")
+    for key in arguments:
+        if key not in known:
+            raise UserError(f"optimizer_args: Muon takes no {key!r}; it takes {', '.join(known)}")
+    return dict(arguments)

@@ -1,0 +1,124 @@
+"""A pretraining state on disk: weights, optimizer, schedule and position; from it a run goes on bit for bit.
+
+The position says which tokens come next, what is random is a function of it, so nothing else needs saving. A folder is
+written under a temporary name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from library.config.llm_schema import LLMConfig
+from library.errors import UserError
+from library.files import write_safetensors, write_text
+from library.training.checkpoint import Stateful, replace_folder
+from library.training.state_file import read_state, write_state
+
+_WEIGHTS, _POSITION = "weights.safetensors", "position.json"
+
+
+@dataclass
+class PretrainingPosition:
+    """Where a run stands."""
+
+    step: int = 0  # optimizer steps done
+    windows: int = 0  # training windows seen, over all processes
+    loss_ema: float = 0.0
+
+
+def lasting_settings(config: LLMConfig) -> dict[str, Any]:
+    """Return the settings that a state goes on with; a resumed run that changed one is refused."""
+    return {
+        "preset": config.model.preset,
+        "context": config.model.context,
+        "optimizer_type": config.optimizer.optimizer_type,
+        "optimizer_args": sorted(config.optimizer.optimizer_args),
+        "learning_rate": config.optimizer.learning_rate,
+        "weight_decay": config.optimizer.weight_decay,
+        "full_bf16": config.training.full_bf16,
+        "seed": config.training.seed,
+    }
+
+
+def save_state(
+    folder: Path,
+    model: nn.Module,
+    parts: Mapping[str, Stateful],
+    position: PretrainingPosition,
+    settings: Mapping[str, Any],
+) -> None:
+    """Write a state folder in one step, replacing an older one of the same name; raises a UserError if it cannot."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        write_safetensors(temporary / _WEIGHTS, dict(model.named_parameters()))
+        for name, part in parts.items():
+            write_state(temporary / name, part.state_dict())
+        write_text(temporary / _POSITION, json.dumps({**asdict(position), "settings": dict(settings)}))
+        replace_folder(temporary, folder)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); free space, earlier states are kept"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@torch.no_grad()
+def load_state(
+    folder: str | Path,
+    model: nn.Module,
+    parts: Mapping[str, Stateful],
+    settings: Mapping[str, Any],
+    total_steps: int,
+) -> PretrainingPosition:
+    """Put a saved state back into ``model`` and ``parts``; return the position to go on from.
+
+    Raises:
+        UserError: ``folder`` is no state or damaged, has no step left, or was written by a run with other settings or
+            another model.
+    """
+    folder = Path(folder)
+    try:
+        saved = json.loads((folder / _POSITION).read_text(encoding="utf-8"))
+        then = saved.pop("settings")
+        position = PretrainingPosition(**saved)
+        weights = load_file(folder / _WEIGHTS)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"resume: {folder} is no pretraining state ({error}); give a folder save_state wrote") from None
+    if position.step >= total_steps:
+        raise UserError(f"resume: {folder} is at step {position.step} of {total_steps}; raise max_train_steps")
+    for key in sorted(then.keys() & settings.keys()):
+        if then[key] != settings[key]:
+            raise UserError(
+                f"resume: {folder} was trained with {key} = {json.dumps(then[key])}, now it is "
+                f"{json.dumps(settings[key])}; set that again, or start a new run with init_from"
+            )
+    parameters = dict(model.named_parameters())
+    differing = [n for n in weights.keys() | parameters.keys() if _shape(weights, n) != _shape(parameters, n)]
+    if differing:
+        raise UserError(f"resume: {folder} holds another model ({sorted(differing)[0]} differs); use its settings")
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+    for name, part in parts.items():
+        state = read_state(folder / name)
+        try:
+            part.load_state_dict(state)
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"resume: {folder}: the saved {name} does not fit this run's ({error})") from error
+    return position
+
+
+def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None

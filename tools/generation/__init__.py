@@ -1,0 +1,1 @@
+"""What tools/generate.py makes besides pictures."""

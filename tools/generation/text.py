@@ -1,0 +1,138 @@
+"""``tools/generate.py text``: prompts go on, several in one batch, one shown while it is written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from library.config.schema import PrecisionConfig
+from library.errors import UserError
+from library.files import write_text
+from library.llm.chat import Message, chat_tokens
+from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
+from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer
+from library.models.lm_files import load_lm, open_lm
+from library.models.transformer_lm import TransformerLM
+from library.training.base_precision import plan_fp8
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DEFAULTS = SamplingSettings()
+
+
+def text(options: argparse.Namespace) -> list[str]:
+    """Run the subcommand; return what was written for each prompt.
+
+    Raises:
+        UserError: no prompt, a model or tokenizer that cannot be read, or settings without meaning.
+    """
+    prompts = read_prompts(options)
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    settings = SamplingSettings(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+        stop_tokens=tokenizer.stop_tokens,
+    )
+    given = [prompt_tokens(tokenizer, prompt, options.chat, options.system) for prompt in prompts]
+    model = load(options.model, options.dtype, options.fp8_scaled)
+    if len(prompts) == 1:
+        texts = [_streamed(model, tokenizer, given[0], settings, "" if options.chat else prompts[0])]
+    else:
+        written = generate_tokens(model, given, settings)
+        texts = [tokenizer.decode(tokens, skip_special=True) for tokens in written]
+        for prompt, made in zip(prompts, texts, strict=True):
+            print(f"--- {prompt}\n{made}\n")
+    if options.save_to is not None:
+        lines = [json.dumps({"prompt": p, "text": t}, ensure_ascii=False) for p, t in zip(prompts, texts, strict=True)]
+        write_text(options.save_to, "\n".join(lines) + "\n")
+    return texts
+
+
+def load(folder: str, dtype: str | None, fp8_scaled: bool) -> TransformerLM:
+    """Return the model on the device there is; fp32 on a CPU and bf16 on a GPU unless ``dtype`` says otherwise."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = dtype or ("bf16" if device.type == "cuda" else "fp32")
+    layout = open_lm(Path(folder).expanduser())[1].fp8
+    fp8 = plan_fp8(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
+    return load_lm(folder, _DTYPES[name], device, fp8=fp8)
+
+
+def read_prompts(options: argparse.Namespace) -> list[str]:
+    """Return the prompts that the command line names; raises a UserError if there are none, or --system is in vain."""
+    if bool(options.prompt) == bool(options.from_file):
+        raise UserError('give either --prompt "..." or --from_file FILE')
+    if options.system and not options.chat:
+        raise UserError("--system: has no effect without --chat; add it")
+    if options.prompt:
+        return list(options.prompt)
+    try:
+        lines = Path(options.from_file).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"--from_file: {options.from_file}: {error.strerror}; check the path") from None
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"--from_file: {options.from_file} holds no prompt; write one a line")
+    return prompts
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, chat: bool, system: str | None) -> list[int]:
+    """Return the tokens of a prompt: a text's beginning, or a message in Llama 3's template."""
+    if chat:
+        messages = [Message("system", system)] if system else []
+        return chat_tokens(tokenizer, [*messages, Message("user", prompt)])[0]
+    first = [] if tokenizer.bos is None else [tokenizer.bos]
+    return first + tokenizer.encode(prompt)
+
+
+def _streamed(
+    model: TransformerLM, tokenizer: Tokenizer, tokens: Sequence[int], settings: SamplingSettings, beginning: str
+) -> str:
+    """Print the text while it is made; return it."""
+    decoder, made = IncrementalDecoder(tokenizer), ""
+    print(beginning, end="", flush=True)
+    for (token,) in stream_tokens(model, [tokens], settings):
+        if token is not None:
+            part = decoder.add(token)
+            made += part
+            print(part, end="", flush=True)
+    rest = decoder.rest()
+    print(rest)
+    return made + rest
+
+
+def add_text_command(commands: Any) -> None:
+    """Add the subcommand to ``tools/generate.py``'s."""
+    sub = commands.add_parser("text", help="text, with a language model", allow_abbrev=False)
+    sub.set_defaults(run=text)
+    model = sub.add_argument_group("model")
+    model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
+    model.add_argument("--tokenizer", metavar="PATH", help="default: the one in the model's folder")
+    model.add_argument("--dtype", choices=list(_DTYPES), help="of the weights; default: bf16 on a GPU, fp32 on a CPU")
+    model.add_argument("--fp8_scaled", action="store_true", help="quantise linear weights to fp8 as they are loaded")
+    what = sub.add_argument_group("prompts")
+    what.add_argument(
+        "--prompt", nargs="+", metavar="TEXT", help="one is shown while it is written; several are a batch"
+    )
+    what.add_argument("--from_file", metavar="FILE", help="a prompt a line")
+    what.add_argument("--chat", action="store_true", help="prompts are messages, in Llama 3's chat template")
+    what.add_argument("--system", metavar="TEXT", help="system message of --chat")
+    how = sub.add_argument_group("sampling")
+    how.add_argument("--max_new_tokens", type=int, default=_DEFAULTS.max_new_tokens, metavar="N")
+    how.add_argument(
+        "--temperature", type=float, default=_DEFAULTS.temperature, metavar="X", help="0: most likely token"
+    )
+    how.add_argument("--top_k", type=int, metavar="N", help="draw among the N most likely tokens")
+    how.add_argument("--top_p", type=float, metavar="X", help="draw among the most likely tokens of probability X")
+    how.add_argument("--min_p", type=float, metavar="X", help="draw among tokens X times as likely as the likeliest")
+    how.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X", help="above 1: repeat less")
+    how.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--save_to", type=Path, metavar="FILE", help="write prompts and texts as jsonl")

@@ -1,0 +1,125 @@
+"""Pretrain a language model on a corpus that tools/prepare_text.py made.
+
+    python train_llm.py --config_file configs/llm/llama_tiny.toml
+    torchrun --nproc-per-node 2 train_llm.py --config_file ...
+
+``train`` reads from top to bottom: corpus and model, optimizer and schedule, what happens between steps, the loop, the
+summary.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import toml
+from rich.console import Console
+
+from library.config.llm_schema import LLMConfig, load_llm_config
+from library.errors import exit_on_user_error
+from library.files import write_text
+from library.llm.token_batches import TokenBatches
+from library.llm.token_shards import TokenShards
+from library.llm.tokenizers import load_tokenizer
+from library.training.metrics import MetricsStream
+from library.training.pretraining.build import (
+    accumulation_for,
+    build_model,
+    build_pretraining_optimizer,
+    check_corpus,
+    pretraining_accelerator,
+    training_context,
+)
+from library.training.pretraining.events import PretrainingEvents, held_out_source, summary
+from library.training.pretraining.loop import Pretrainer, StepPlan
+from library.training.pretraining.speed import flops_per_token, peak_flops
+from library.training.pretraining.state import PretrainingPosition, lasting_settings, load_state
+from library.training.progress import TrainingProgress, print_summary
+from library.training.schedules import build_schedule, resolve_steps
+
+
+@exit_on_user_error
+def main() -> None:
+    """Run one training from the command line."""
+    train(load_llm_config(sys.argv[1:]))
+
+
+def train(config: LLMConfig) -> PretrainingEvents:
+    """Train as ``config`` says; leave the model, metrics and samples in ``output_dir``.
+
+    Raises:
+        UserError: anything in the configuration, the corpus or the model files that a user can put right.
+    """
+    begun, seed = time.time(), config.training.seed
+    shards, tokenizer = TokenShards(config.data.data_dir, "train"), load_tokenizer(config.data.data_dir)
+    accelerator = pretraining_accelerator(config)
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    console = Console(quiet=not accelerator.is_main_process, markup=False, highlight=False)
+    bare = build_model(config, shards.vocab_size, device)
+    check_corpus(shards, bare.config)
+    context = training_context(config.model, bare.config)
+    batches = TokenBatches(shards, context, config.data.train_batch_size, seed, rank, world)
+    plan = step_plan(config, context, world)
+    console.print(f"{sum(p.numel() for p in bare.parameters()):,} parameters, {shards.tokens:,} tokens to train on")
+    console.print(f"{plan.tokens:,} tokens a step, {plan.total * plan.windows / batches.windows:.2f} epochs")
+
+    optimizer = build_pretraining_optimizer(config.optimizer, bare, config.training.full_bf16, seed)
+    schedule = build_schedule(config.optimizer.shared(), optimizer, plan.total)
+    model, optimizer = accelerator.prepare(bare, optimizer)
+    parts, settings = {"optimizer": optimizer, "schedule": schedule}, lasting_settings(config)
+    position = PretrainingPosition()
+    if config.training.resume:
+        position = load_state(config.training.resume, bare, parts, settings, plan.total)
+    folder = Path(config.saving.output_dir)
+    if accelerator.is_main_process:
+        write_text(folder / "config.toml", toml.dumps(config.model_dump(exclude_none=True)))
+    metrics = MetricsStream(folder / "metrics.jsonl", accelerator, config.logging, position.step)
+
+    with TrainingProgress(console, plan.total, position.step) as progress:
+        events = PretrainingEvents(
+            accelerator=accelerator,
+            model=bare,
+            tokenizer=tokenizer,
+            parts=parts,
+            settings=settings,
+            saving=config.saving,
+            sampling=config.sampling,
+            validate_every=config.validation.validate_every_n_steps,
+            held_out=held_out_source(config, context, rank, world),
+            metrics=metrics,
+            progress=progress,
+            console=console,
+            seed=seed,
+        )
+        events.at_start(position)
+        speed = flops_per_token(bare, context), peak_flops(device)
+        Pretrainer(
+            accelerator, model, optimizer, schedule, batches, position, plan, metrics, progress, events, *speed
+        ).run()
+        events.at_end(position)
+    if accelerator.is_main_process:
+        print_summary(console, summary(events, position, time.time() - begun))
+    accelerator.wait_for_everyone()  # a process that leaves early takes the process group from under the others
+    metrics.close()
+    return events
+
+
+def step_plan(config: LLMConfig, context: int, world: int) -> StepPlan:
+    """Return what an optimizer step consists of, and how many there are."""
+    accumulation, optimizer = accumulation_for(config.data, context, world), config.optimizer
+    windows, total = accumulation * config.data.train_batch_size * world, config.training.max_train_steps
+    warmup = resolve_steps(optimizer.shared().lr_warmup_steps, total)
+    return StepPlan(
+        total=total,
+        accumulation=accumulation,
+        windows=windows,
+        tokens=windows * context,
+        max_grad_norm=optimizer.max_grad_norm,
+        clip_from=0 if optimizer.clip_during_warmup else warmup,
+        log_every=config.logging.log_every_n_steps,
+    )
+
+
+if __name__ == "__main__":
+    main()
