@@ -68,7 +68,7 @@ def load_config(argv: Sequence[str], notes: list[Note] | None = None) -> TrainCo
     config, problems = _validate(translation.values, translation.origins, uncertain)
     problems = [*given.problems, *translation.problems(), *problems]
     if config is None or problems:
-        raise UserError("\n".join(problems))
+        raise UserError("\n".join([*problems, *(note.line() for note in given.notes)]))
     if notes is not None:
         notes.extend([*given.notes, *translation.notes])
     return config

@@ -87,6 +87,7 @@ def test_all_that_is_wrong_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         output_name = "out/cat"
         [datasets]
         resolution = 64
+        [trainin]
         """
     path = _toml(tmp_path, text)
     problem = _problem(["--config_file", path, "--dataset_config", "d.toml", "--foo", "3", "--netwrk_dim=4"])
@@ -104,6 +105,7 @@ def test_all_that_is_wrong_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         f"{path}:11: output_name: 'out/cat' does not fit: it is a file's name alone; put the folder into output_dir",
         f"discrete_flow_shift: has no effect with {sampling} (shift and sigma use it); remove it",
         "lr_scheduler_power has no effect with lr_scheduler 'constant'; remove it or choose one of: polynomial",
+        f"{path}:14: [trainin]: no section has this name; did you mean 'training'?",
     ]  # full_bf16 would want another mixed_precision, save_last_n_steps a save_every_n_steps: both are told above
 
 
