@@ -20,15 +20,16 @@ sys.path.insert(0, str(ROOT))
 
 from library.config.kohya_flags import FLAGS, Flag, Tool
 from library.config.kohya_values import DEFAULTS, INERT
-from library.config.load import fields, sections
+from library.config.keys import LORA, Script, fields, sections
+from library.config.llm_schema import LLM
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 
 
-def json_schema() -> str:
+def json_schema(script: Script = LORA) -> str:
     """Return the JSON schema: every key allowed at the top level and under its section's heading."""
     properties: dict[str, Any] = {}
-    for name, section in sections().items():
+    for name, section in sections(script).items():
         schema = section.model_json_schema()
         keys = schema["properties"]
         for key in keys.values():
@@ -37,20 +38,20 @@ def json_schema() -> str:
         properties[name] = {"type": "object", "description": description, "properties": keys}
         properties[name]["additionalProperties"] = False
         properties |= keys
-    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Tandem: train_lora.py"}
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": f"Tandem: {script.name}"}
     schema |= {"type": "object", "properties": properties}
     return json.dumps(schema, indent=1) + "\n"
 
 
-def options_page() -> str:
+def options_page(script: Script = LORA) -> str:
     """Return the Markdown page of all options, a table a section."""
     lines = [
-        "# Options of train_lora.py",
+        f"# Options of {script.name}",
         "",
-        "Every option is a key of the training TOML and a flag of the same name (`--network_dim 32`); flags win. Table",
+        "Every option is a key of the training TOML and a flag of the same name (`--learning_rate 1e-3`); flags win. Table",
         "headings are for the reader: a key may stand under any heading or none. This page is written by `make docs`.",
     ]
-    for name, section in sections().items():
+    for name, section in sections(script).items():
         lines += ["", f"## {name}", "", (section.__doc__ or "").strip().split("\n")[0], ""]
         lines += ["| key | type | default | what it does |", "|---|---|---|---|"]
         keys = section.model_json_schema()["properties"]
@@ -154,6 +155,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 2 if a file is out of date")
     check = parser.parse_args().check
     pages = {ROOT / "configs/train_lora.schema.json": json_schema(), ROOT / "docs/options.md": options_page()}
+    pages |= {
+        ROOT / "configs/llm/train_llm.schema.json": json_schema(LLM),
+        ROOT / "docs/llm_options.md": options_page(LLM),
+    }
     pages[ROOT / "docs/kohya_flags.md"] = kohya_page()
     for path, text in pages.items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
