@@ -78,6 +78,21 @@ def build_metadata(
     return metadata | {f"tandem.{key}": value for key, value in own.items() if value}
 
 
+def base_mismatch(metadata: Mapping[str, str], here: str) -> str | None:
+    """Return a remark if a LoRA's metadata name other base weights than those with the fingerprint ``here``.
+
+    A LoRA that was retargeted to an fp8 file corrects the rounding of that file: beside another one it is worse than
+    the LoRA it was made from.
+    """
+    meant = metadata.get("tandem.base_fingerprint")
+    if not meant or meant == here:
+        return None
+    if "tandem.retargeted" in metadata:
+        name = metadata.get("tandem.base_name", "an fp8 file")
+        return f"fitted to {name} ({meant}), this base is {here}; retarget the original LoRA to this one"
+    return f"trained on base {meant}, this one is {here} (other weights or file)"
+
+
 def hash_metadata(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
     """Return the hash entries for ``tensors`` that will be saved with ``metadata``."""
     training = {key: value for key, value in metadata.items() if key.startswith("ss_")}
