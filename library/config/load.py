@@ -135,8 +135,11 @@ def read_toml(path: str | Path, script: Script = LORA) -> Given:
         if key in given.values:
             given.problems.append(f"{where}: stands in this file twice; keep one")
         given.values[key], given.origins[key] = value, where
-    for name in (name for name, value in tables.items() if isinstance(value, dict) and name not in known):
-        if name not in sections(script) and (meant := nearest_of(name, sections(script), _SAME_HEADING)):
+    headings = (name for name, value in tables.items() if isinstance(value, dict) and name not in known)
+    for name in headings:
+        if name not in (*sections(script), *_OF_DATASETS) and (
+            meant := nearest_of(name, sections(script), _SAME_HEADING)
+        ):
             where = f"{path}:{_line_of(name, text, heading=True)}: [{name}]"
             given.notes.append(Note(name, "told", f"no section has this name; did you mean {meant!r}?", where))
     return given
