@@ -21,7 +21,7 @@ from torch import Tensor
 from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
 from library.models.flux import FluxFamily
-from library.models.flux_tokens import image_positions, pack_latents, pack_mask
+from library.models.flux_tokens import pack_latents, pack_mask
 
 
 class FluxFillFamily(FluxFamily):
@@ -40,11 +40,9 @@ class FluxFillFamily(FluxFamily):
                 f"the region to fill is for {tuple(masked.shape)} latents, mask {tuple(mask.shape)}, the picture has "
                 f"{tuple(latents.shape)}; use one size for the picture and its mask"
             )
-        cells = pack_mask(mask, mask.shape[-2] // height)
-        parts = [pack_latents(latents), pack_latents(masked), cells]
-        return torch.cat([part.to(latents.dtype) for part in parts], dim=-1), image_positions(
-            height // 2, width // 2, latents.device
-        )
+        noise, positions = super().picture_tokens(latents, conditions)
+        known = (pack_latents(masked), pack_mask(mask, mask.shape[-2] // height))
+        return torch.cat([noise, *(part.to(noise.dtype) for part in known)], dim=-1), positions
 
     def pipeline(
         self, transformer: FluxTransformer2DModel, scheduler: FlowMatchEulerDiscreteScheduler, conditions: Conditions
