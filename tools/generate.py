@@ -33,6 +33,7 @@ import torch
 from PIL.Image import Image
 from rich.console import Console
 
+from library.config.conflicts import model_conflicts
 from library.config.schema import ModelConfig, PrecisionConfig
 from library.data.controls import ControlSizing
 from library.data.text_cache import TextJob, encode_now
@@ -54,7 +55,8 @@ from networks.weights import LoraWeights
 from tools.generation.text import add_text_command
 from tools.merge_lora import parse_source
 
-_MODEL_FLAGS = ("model_type", "ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "t5xxl_max_token_length")
+_MODEL_FILES = ("ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "vae", "text_encoder", "qwen_tokenizer")
+_MODEL_FLAGS = ("model_type", *_MODEL_FILES, "t5xxl_max_token_length", "zero_cond_t")
 _FP8_FLAGS = ("fp8_base", "fp8_scaled", "fp8_granularity")
 _DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -195,7 +197,10 @@ def read_asked(options: argparse.Namespace, pixel_multiple: int, guidance: float
 def image(options: argparse.Namespace) -> list[Path]:
     """Run the subcommand ``image``; return the pictures written."""
     given = {name: value for name in _MODEL_FLAGS if (value := getattr(options, name)) is not None}
-    family = model_family(ModelConfig(pretrained_model_name_or_path=options.model, **given))
+    config = ModelConfig(pretrained_model_name_or_path=options.model, **given)
+    for problem in model_conflicts(config):
+        raise UserError(problem)
+    family = model_family(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = options.mixed_precision or ("bf16" if device.type == "cuda" else "no")
     if precision == "fp16" and device.type == "cpu":
@@ -237,9 +242,11 @@ def parser() -> argparse.ArgumentParser:
     model = sub.add_argument_group("model")
     model.add_argument("--model", required=True, help="diffusers folder, or transformer file")
     model.add_argument("--model_type", choices=list(FAMILIES), help="architecture family")
-    for name in _MODEL_FLAGS[1:-1]:
+    for name in _MODEL_FILES:
         model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
     model.add_argument("--t5xxl_max_token_length", type=int, metavar="N", help="T5 tokens per prompt")
+    zero_cond_t = ModelConfig.model_fields["zero_cond_t"].description
+    model.add_argument("--zero_cond_t", action="store_true", default=None, help=zero_cond_t)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRA files, of any layout")
     model.add_argument("--mixed_precision", choices=list(_DTYPES), help="default: bf16 on a GPU, no on a CPU")
     quantised = model.add_mutually_exclusive_group()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
-from library.config.schema import FlowConfig, LoggingConfig, Section, TrainConfig
+from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, Section, TrainConfig
 
 
 def find_conflicts(config: TrainConfig) -> Iterator[str]:
@@ -42,14 +42,21 @@ _FLUX_KEYS = ("ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "t
 _QWEN_KEYS = ("vae", "text_encoder", "qwen_tokenizer", "zero_cond_t")
 
 
-def _model(config: TrainConfig) -> Iterator[str]:
-    model, kind = config.model, config.model.model_type
+def model_conflicts(model: ModelConfig) -> Iterator[str]:
+    """Yield a complaint for each file or setting that belongs to another family than ``model_type``."""
+    kind = model.model_type
     qwen = kind.startswith("qwen_image")
     yield from _unused(model, _FLUX_KEYS, qwen, f'with model_type = "{kind}", whose files are vae and text_encoder')
     yield from _unused(model, _QWEN_KEYS, not qwen, f'with model_type = "{kind}", whose files are ae, clip_l and t5xxl')
     edits = kind == "qwen_image_edit_plus"
     yield from _unused(model, ("zero_cond_t",), qwen and not edits, f'with model_type = "{kind}"')
-    yield from _unused(config.flow, ("guidance_scale",), qwen, f'with model_type = "{kind}", which takes no guidance')
+
+
+def _model(config: TrainConfig) -> Iterator[str]:
+    yield from model_conflicts(config.model)
+    kind = config.model.model_type
+    reason = f'with model_type = "{kind}", which takes no guidance'
+    yield from _unused(config.flow, ("guidance_scale",), kind.startswith("qwen_image"), reason)
 
 
 def _precision(config: TrainConfig) -> Iterator[str]:

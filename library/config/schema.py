@@ -147,7 +147,7 @@ class NetworkConfig(Section):
         description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
         "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
         "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, "
-        "train_double_block_indices, train_single_block_indices; factor, decompose_both (lokr)",
+        "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image); factor, decompose_both (lokr)",
     )
     network_weights: str | None = Field(None, description="LoRA file to go on from")
     network_train_text_encoder_only: bool = Field(
@@ -206,7 +206,9 @@ class TrainingConfig(Section):
     gradient_accumulation_steps: Positive = Field(1, description="batches per optimizer step")
     gradient_checkpointing: bool = Field(False, description="recompute blocks in backward: less memory, more time")
     blocks_to_swap: Annotated[int, Field(ge=0)] = Field(
-        0, description="blocks whose frozen weights stay in host memory and are copied in as they run; FLUX: up to 35"
+        0,
+        description="blocks whose frozen weights stay in host memory and are copied in as they run; at most 35 of "
+        "FLUX, 58 of Qwen-Image",
     )
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     full_bf16: bool = Field(False, description="LoRA weights in bf16 too, updated with stochastic rounding")
