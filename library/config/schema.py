@@ -147,7 +147,8 @@ class NetworkConfig(Section):
         description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
         "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
         "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, "
-        "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image); factor, decompose_both (lokr)",
+        "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image); factor, "
+        "decompose_both (lokr)",
     )
     network_weights: str | None = Field(None, description="LoRA file to go on from")
     network_train_text_encoder_only: bool = Field(
