@@ -53,6 +53,10 @@ def lora_writer(
     saving = config.saving
     precision = saving.save_precision or ("bf16" if config.training.full_bf16 else "fp32")
     facts = training_facts(config, run, data, begun) if run.accelerator.is_main_process else {}  # it alone writes
+    targets = run.network.targets
+    in_lora_layout = config.network.network_type in ("lora", "dora")
+    module = targets.kohya_module if in_lora_layout else "lycoris.kohya"
+    facts |= {"network_module": module, "base_model_version": targets.kohya_base}
     config_json = json.dumps(without_folders(config.model_dump(exclude_none=True)))
 
     def write(path: Path, position: Position) -> None:
@@ -62,6 +66,7 @@ def lora_writer(
             title=saving.output_name,
             timestamp=now,
             architecture=architecture,
+            implementation=targets.implementation,
             resolution=data.config.datasets[0].resolution,
             description=saving.training_comment,
             base_fingerprint=run.base_fingerprint,
