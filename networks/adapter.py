@@ -9,8 +9,7 @@ Kinds differ in the change:
     oft    R W, R orthogonal in blocks                 networks.orthogonal
     boft   R_m ... R_1 W, blocks in butterfly order    networks.orthogonal
 
-None of them forms or reads the [out, in] weight in a step but LoHa, which forms its change: the base may be fp8, or lie
-elsewhere between forward and backward.
+None of them keeps anything of the weight's size for backward: the base may be fp8, or lie elsewhere between the two.
 """
 
 from __future__ import annotations

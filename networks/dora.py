@@ -11,7 +11,8 @@ so all of LoRA's fast paths serve here too. |V| is had without forming V:
 
     |v_i|^2 = |w_i|^2 + 2 s b_i . (A w_i) + s^2 b_i (A A^T) b_i^T
 
-of which A W^T is the frozen layer applied to the rows of A. |w_i|^2 is computed once.
+in fp32. |w_i|^2 is computed once; A W^T anew in every forward, a product with as many columns as the rank, for which a
+weight in bf16 or fp8 is there in fp32 for a moment.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class DoRALinear(LoRALinear):
             device=device,
         )
         self.register_buffer("squares", base_weight(base).square().sum(dim=1).to(device or "cpu"), persistent=False)
-        self.magnitude = new_parameter(self.out_features, dtype=dtype, device=device)
+        # fp32 always: rounded to bf16, the layer would not begin as its base, and small steps would be lost
+        self.magnitude = new_parameter(self.out_features, dtype=torch.float32, device=device)
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw A as a LoRA does, set B to zero and m to the row lengths of the base."""
@@ -74,15 +76,9 @@ class DoRALinear(LoRALinear):
     @torch.no_grad()
     def row_lengths(self) -> Tensor:
         """Return |V|, [out] fp32."""
-        down, up = self.lora_A.weight, self.lora_B.weight.float()
-        device = down.device.type
-        rows = down if self.weight is None or self.weight.element_size() == 1 else down.to(self.weight.dtype)
-        with torch.autocast(device, enabled=False):
-            through = self.base(rows).float()  # A W^T + b, [rank, out]
-            if self.bias is not None:
-                through -= self.bias.float()
-            down = down.float()
-            crossed = (up * through.t()).sum(dim=1)
+        down, up = self.lora_A.weight.float(), self.lora_B.weight.float()
+        with torch.autocast(down.device.type, enabled=False):
+            crossed = (up * (base_weight(self.base) @ down.t())).sum(dim=1)
             own = ((up @ (down @ down.t())) * up).sum(dim=1)
         scale = self.scale
         return (self.squares + 2 * scale * crossed + scale**2 * own).clamp_min(0).sqrt()

@@ -36,6 +36,18 @@ from networks.adapter import AdapterLinear, in_compute_dtype
 from networks.lora_product import Make, Update, can_fuse, fused
 
 
+class LoraStart(nn.Module):
+    """What a LoRA was begun from; not among the layer's own tensors, so that swapped blocks leave it on the device."""
+
+    A: Tensor
+    B: Tensor
+
+    def __init__(self, down: Tensor, up: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("A", down)
+        self.register_buffer("B", up)
+
+
 class LoRALinear(AdapterLinear):
     """A frozen layer with a trained low-rank update.
 
@@ -43,15 +55,13 @@ class LoRALinear(AdapterLinear):
         base: the wrapped layer. lora_A, lora_B: the trained layers, without bias.
         rank, alpha: the update's scale is ``alpha / rank``, or ``alpha / sqrt(rank)`` if ``rank_stabilised``
             (rsLoRA, https://arxiv.org/abs/2312.03732).
-        start_A, start_B: what A and B were begun from if that was no zero update (``networks.lora_start``); it is
-            taken off again, so that the layer begins as its base.
+        start: what A and B were begun from if that was no zero update (``networks.lora_start``); it is taken off
+            again, so that the layer begins as its base.
         multiplier: user strength of the update, 1.0 while training.
         enabled: False makes the layer its base.
     """
 
     kind = "lora"
-    start_A: Tensor | None
-    start_B: Tensor | None
 
     def __init__(
         self,
@@ -72,8 +82,7 @@ class LoRALinear(AdapterLinear):
         self.rank_dropout = rank_dropout
         self.module_dropout = module_dropout
         self.multiplier = 1.0
-        self.register_buffer("start_A", None)
-        self.register_buffer("start_B", None)
+        self.start: LoraStart | None = None
         # skip_init: the default initialisation would draw from (and shift) the global generator
         self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device or "cpu")
         self.lora_B = skip_init(nn.Linear, rank, self.out_features, bias=False, dtype=dtype, device=device or "cpu")
@@ -93,8 +102,7 @@ class LoRALinear(AdapterLinear):
 
     def kept(self) -> dict[str, Tensor]:
         """Return A and B, and what they were begun from."""
-        start = {"start_A": self.start_A, "start_B": self.start_B}
-        return super().kept() | {name: tensor for name, tensor in start.items() if tensor is not None}
+        return super().kept() | ({} if self.start is None else {"start_A": self.start.A, "start_B": self.start.B})
 
     @property
     def scale(self) -> float:
@@ -104,17 +112,17 @@ class LoRALinear(AdapterLinear):
     @property
     def width(self) -> int:
         """Rows of :meth:`down`: the rank, twice where a start is taken off."""
-        return self.rank if self.start_A is None else 2 * self.rank
+        return self.rank if self.start is None else 2 * self.rank
 
     def down(self) -> Tensor:
         """Return A, and below it the A of the start: [width, in]."""
         weight = self.lora_A.weight
-        return weight if self.start_A is None else torch.cat([weight, self.start_A])
+        return weight if self.start is None else torch.cat([weight, self.start.A])
 
     def up(self) -> Tensor:
         """Return B, and beside it minus the B of the start: [out, width]."""
         weight = self.lora_B.weight
-        return weight if self.start_B is None else torch.cat([weight, -self.start_B], dim=1)
+        return weight if self.start is None else torch.cat([weight, -self.start.B], dim=1)
 
     def delta_weight(self) -> Tensor:
         """Return the update, ``[out, in]`` in fp32, without the multiplier."""

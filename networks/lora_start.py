@@ -20,14 +20,14 @@ from torch import Tensor
 
 from library.errors import UserError
 from networks.adapter import base_weight
-from networks.lora import LoRALinear
+from networks.lora import LoRALinear, LoraStart
 from networks.spectrum import decompose
 
-LoraStart = Literal["default", "pissa", "olora"]
+StartName = Literal["default", "pissa", "olora"]
 
 
 @torch.no_grad()
-def begin_at_weight(layer: LoRALinear, name: str, start: LoraStart, generator: torch.Generator) -> None:
+def begin_at_weight(layer: LoRALinear, name: str, start: StartName, generator: torch.Generator) -> None:
     """Set A and B of ``layer`` from its base's weight and let the layer take them off again.
 
     Args:
@@ -48,8 +48,7 @@ def begin_at_weight(layer: LoRALinear, name: str, start: LoraStart, generator: t
     down, up = _pissa(weight, layer, generator) if start == "pissa" else _olora(weight, layer.rank)
     layer.lora_A.weight.copy_(down)
     layer.lora_B.weight.copy_(up)
-    layer.start_A = layer.lora_A.weight.detach().clone()
-    layer.start_B = layer.lora_B.weight.detach().clone()
+    layer.start = LoraStart(layer.lora_A.weight.detach().clone(), layer.lora_B.weight.detach().clone())
 
 
 def _pissa(weight: Tensor, layer: LoRALinear, generator: torch.Generator) -> tuple[Tensor, Tensor]:

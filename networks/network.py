@@ -69,15 +69,19 @@ class AdapterNetwork(Generic[Layer]):
     def parameter_groups(self, lr: float, loraplus_ratio: float | None = None, name: str = "lora") -> list[dict]:
         """Return optimizer groups with ``params``, ``lr`` and ``name``.
 
-        One group, called ``name``. With a LoRA+ ratio (Hayou et al. 2024), which only LoRAs have, two, ``<name>_A``
-        and ``<name>_B``, the second at ``lr * loraplus_ratio``.
+        One group, called ``name``. With a LoRA+ ratio (Hayou et al. 2024) two, ``<name>_A`` and ``<name>_B``, the
+        second, of all ``lora_B``, at ``lr * loraplus_ratio``.
         """
         if loraplus_ratio is None:
             return [{"params": self.parameters(), "lr": lr, "name": name}]
-        trained = [layer.trained() for layer in self.modules.values()]
+        fast: list[nn.Parameter] = []
+        slow: list[nn.Parameter] = []
+        for layer in self.modules.values():
+            for part, parameter in layer.trained().items():
+                (fast if part == "lora_B.weight" else slow).append(parameter)
         return [
-            {"params": [layer["lora_A.weight"] for layer in trained], "lr": lr, "name": f"{name}_A"},
-            {"params": [layer["lora_B.weight"] for layer in trained], "lr": lr * loraplus_ratio, "name": f"{name}_B"},
+            {"params": slow, "lr": lr, "name": f"{name}_A"},
+            {"params": fast, "lr": lr * loraplus_ratio, "name": f"{name}_B"},
         ]
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@
     train_t5xxl                    "True": T5 is trained too, at the second value of text_encoder_lr
     <kind>_dim                     rank of one kind of layers (``img_attn_dim``, ...); 0 leaves the kind out
     in_dims                        ranks of the input layers, [img,time,vector,guidance,txt]; 0 leaves one out
-    train_double_block_indices, train_single_block_indices
+    train_double_block_indices, train_single_block_indices (FLUX), train_block_indices (Qwen-Image)
                                    "0-3,8", "all" or "none"
     include_patterns, exclude_patterns
                                    regular expression, or a Python list of them, on whole module names as
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
-from networks.lora_start import LoraStart
+from networks.lora_start import StartName
 from networks.targets import LoraTargets
 
 _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
@@ -85,7 +85,7 @@ class NetworkOptions:
     train_t5xxl: bool = False
     kind: str = "lora"
     rank_stabilised: bool = False
-    start: LoraStart = "default"
+    start: StartName = "default"
     factor: int = -1
     decompose_both: bool = False
 

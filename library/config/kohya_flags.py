@@ -142,7 +142,7 @@ _ACCEPTED = [
     *_flags(
         "network_module", "accepted", BOTH, "the trainer's LoRA for the model",
         only=("networks.lora_flux", "networks.lora_qwen_image"),
-        instead="other kinds than LoRA are not in this version; set networks.lora_flux",
+        instead="set networks.lora_flux; network_type chooses another kind (dora, lokr, loha, oft, boft)",
     ),
     *_flags(
         "model_prediction_type", "accepted", SD, "the prediction is the velocity, taken raw", only=("raw",),

@@ -220,4 +220,5 @@ def test_a_state_of_another_kind_is_not_gone_on_with(
     kind, output, _ = trained
     with pytest.raises(UserError, match=f'was trained with network_type = "{kind}", now it is "lora"'):
         state = output / f"lora-step{STEPS - 2:08d}-state"
-        train(files, tmp_path, "lora", resume=state, learning_rate=RATES.get(kind, 0.02))
+        alpha = 1.0 if kind in ("oft", "boft") else 3.0
+        train(files, tmp_path, "lora", resume=state, learning_rate=RATES.get(kind, 0.02), network_alpha=alpha)

@@ -1,0 +1,89 @@
+"""PiSSA and OLoRA against peft's layers, which take the start off the weight itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from library.precision.fp8_linear import Fp8Linear
+from library.precision.quantize import quantize
+from networks.lora import LoRALinear
+from networks.lora_start import begin_at_weight
+from networks.network import _weights_of
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def linear(out_features: int = 40, in_features: int = 24) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(in_features, out_features).requires_grad_(False)
+
+
+def begun(base: nn.Module, start: str, rslora: bool = False) -> LoRALinear:
+    layer = LoRALinear(base, 4, 3.0, rank_stabilised=rslora)
+    begin_at_weight(layer, "inner", start, torch.Generator().manual_seed(0))
+    return layer
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_it_begins_and_learns_as_pefts(start: str, shape: tuple[int, int], rslora: bool) -> None:
+    base = linear(*shape)
+    ours = begun(base, start, rslora)
+    holder = Holder(copy.deepcopy(base))
+    config = LoraConfig(r=4, lora_alpha=3.0, init_lora_weights=start, use_rslora=rslora, target_modules=["inner"])
+    inject_adapter_in_model(config, holder)
+    theirs = holder.inner
+    parameters = theirs.lora_A["default"].weight, theirs.lora_B["default"].weight
+    own = ours.lora_A.weight, ours.lora_B.weight
+    # singular vectors and columns of Q have a sign of their own: the products have none
+    start_product = parameters[1] @ parameters[0]
+    torch.testing.assert_close(own[1] @ own[0], start_product, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own[0].abs(), parameters[0].abs(), rtol=1e-3, atol=1e-4)
+    for mine, other in zip(own, parameters, strict=True):  # the same signs, then a step of training
+        mine.data.copy_(other)
+    ours.start.A.copy_(parameters[0].data)
+    ours.start.B.copy_(parameters[1].data)
+    x = torch.randn(5, shape[1], generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        outputs = ours(x), theirs(x)
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)  # fp32, W - c B A against W and - c B A
+        for out in outputs:
+            out.square().sum().backward()
+        for mine, other in zip(own, parameters, strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-3)  # gradients of size 10
+            for parameter in (mine, other):
+                parameter.data -= 1e-3 * parameter.grad
+                parameter.grad = None
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_layer_begins_as_its_base_and_its_file_is_a_plain_lora(start: str) -> None:
+    base = linear()
+    layer = begun(base, start)
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(layer(x), base(x), rtol=1e-5, atol=1e-5)  # B A - B_0 A_0 cancels in fp32
+    with torch.no_grad():
+        layer.lora_B.weight += 0.1
+    weights = _weights_of(layer)
+    assert (weights.rank, weights.alpha) == (8, 6.0)
+    expected = x @ (base.weight + weights.delta()).t() + base.bias
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_fp8_base_is_decomposed_as_the_weight_it_stands_for() -> None:
+    base = linear()
+    fp8 = Fp8Linear(quantize(base.weight, "row"), base.bias.data)
+    high = copy.deepcopy(base)
+    high.weight.data = fp8.dequantized(torch.float32)
+    assert torch.equal(begun(fp8, "pissa").lora_A.weight, begun(high, "pissa").lora_A.weight)
