@@ -218,7 +218,7 @@ def test_a_state_of_another_kind_is_not_gone_on_with(
     files: tuple[Path, Path], trained: tuple[str, Path, RunEvents], tmp_path: Path
 ) -> None:
     kind, output, _ = trained
+    state = output / f"lora-step{STEPS - 2:08d}-state"
+    alpha = 1.0 if kind in ("oft", "boft") else 3.0
     with pytest.raises(UserError, match=f'was trained with network_type = "{kind}", now it is "lora"'):
-        state = output / f"lora-step{STEPS - 2:08d}-state"
-        alpha = 1.0 if kind in ("oft", "boft") else 3.0
         train(files, tmp_path, "lora", resume=state, learning_rate=RATES.get(kind, 0.02), network_alpha=alpha)
