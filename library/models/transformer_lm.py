@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +27,7 @@ from library.nn.cross_entropy import token_cross_entropy
 from library.nn.feedforward import FeedForward, GatedFeedForward
 from library.nn.kv_cache import KVCache
 from library.nn.norms import RMSNorm
-from library.nn.rope import RopeTables, Table, rotate_half_split
+from library.nn.rope import RopeTables, Table, rotate_half_split, turn_token, whole_head
 
 _INIT_STD = 0.02  # of both papers' published code
 
@@ -46,6 +47,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Map ``x`` [B, S, W]; ``rope`` is of the tokens' positions, ``mask`` of :meth:`KVCache.mask`."""
         batch, length, _ = x.shape
+        if length == 1 and cache is not None and not torch.is_grad_enabled():
+            return self._next_token(x, rope, cache, layer, mask)
         qkv = self.qkv(x).view(batch, length, -1, self.head_dim)
         turning = self.heads + self.kv_heads
         queries_keys, value = qkv[:, :, :turning], qkv[:, :, turning:]
@@ -56,6 +59,21 @@ class Attention(nn.Module):
             key, value = cache.extend(layer, key, value)
         mixed = attend(query, key, value, mask=mask, causal=mask is None)
         return self.out(mixed.reshape(batch, length, -1))
+
+    def _next_token(self, x: Tensor, rope: Table | None, cache: KVCache, layer: int, mask: Tensor | None) -> Tensor:
+        """Do the same for one token a row, with few calls: at this size they are what time goes to.
+
+        The heads of a group are as many queries to one head of keys, which needs no copy of keys and no causality.
+        """
+        batch, turning = x.shape[0], self.heads + self.kv_heads
+        queries_keys, value = self.qkv(x).view(batch, -1, self.head_dim).split((turning, self.kv_heads), dim=1)
+        if rope is not None:
+            queries_keys = turn_token(queries_keys, rope)
+        query, key = queries_keys.split((self.heads, self.kv_heads), dim=1)
+        keys, values = cache.append(layer, key, value)
+        grouped = query.reshape(batch, self.kv_heads, -1, self.head_dim)
+        mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+        return self.out(mixed.reshape(batch, 1, -1))
 
 
 class Block(nn.Module):
@@ -145,6 +163,8 @@ class TransformerLM(nn.Module):
         if self.rope is not None:
             whole = self.rope.table(start + length, tokens.device)
             rope = tuple(part[start : start + length] if places is None else part[places] for part in whole)
+            if length == 1 and cache is not None and not torch.is_grad_enabled():
+                rope = whole_head(rope)
         for layer, block in enumerate(self.blocks):
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, use_reentrant=False)

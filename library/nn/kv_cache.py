@@ -53,6 +53,18 @@ class KVCache:
         values[:, :, self.length : end] = value.transpose(1, 2)
         return keys[:, :, :end].transpose(1, 2), values[:, :, :end].transpose(1, 2)
 
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one token a row, ``key`` and ``value`` [B, Hkv, D]; return all of the layer's, [B, Hkv, T, D].
+
+        As :meth:`extend`, in the layout of attention kernels.
+        """
+        assert self.length < self.capacity, f"cache of {self.capacity} columns is full"
+        keys, values = self._keys[layer], self._values[layer]
+        keys.select(2, self.length).copy_(key)
+        values.select(2, self.length).copy_(value)
+        end = self.length + 1
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+
     def advance(self, tokens: int) -> None:
         """Count ``tokens`` new columns as filled."""
         self.length += tokens

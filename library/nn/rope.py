@@ -165,6 +165,23 @@ def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
+def whole_head(table: Table) -> Table:
+    """Return the half-split ``table`` of one token, [1, D/2] or [B, 1, D/2], as :func:`turn_token` takes it, [..., D]."""
+    cos, sin = table
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def turn_token(x: Tensor, table: Table) -> Tensor:
+    """Rotate pairs (i, i + D/2) of ``x`` [B, H, D], one token a row, by a table of :func:`whole_head`; no gradient.
+
+    The same as :func:`rotate_half_split` in three operations on the whole head: a decoding step makes them once a layer
+    for each token, and there calling counts for more than computing.
+    """
+    cos, sin = table
+    wide = x.float()
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
+
+
 def half_split_order(dim: int) -> Tensor:
     """Return the permutation [dim] that makes of interleaved ``x`` the half-split ``x[..., order]``."""
     return torch.cat((torch.arange(0, dim, 2), torch.arange(1, dim, 2)))

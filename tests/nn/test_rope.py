@@ -104,3 +104,29 @@ def test_llama_3_1_scaling_is_that_of_transformers(factor: float) -> None:
 def test_odd_width_is_refused() -> None:
     with pytest.raises(ValueError, match="even"):
         rope.rope_frequencies(7)
+
+
+def test_one_token_is_turned_like_many() -> None:
+    x = random(2, 1, 3, 32)
+    tables = rope.RopeTables(32, 500000.0)
+    cos, sin = (part[torch.tensor([[7], [3]])] for part in tables.table(8, torch.device("cpu")))  # a position a row
+    ours = rope.turn_token(x[:, 0], rope.whole_head((cos, sin)))
+    for row, position in enumerate((7, 3)):
+        table = rope.rope_table(torch.tensor([position]), rope.rope_frequencies(32, 500000.0))
+        expected = rope.rotate_interleaved(x[row : row + 1][..., _interleaving(32)], table)[
+            ..., rope.half_split_order(32)
+        ]
+        torch.testing.assert_close(ours[row : row + 1][:, None], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_tables_grow_when_a_longer_text_comes() -> None:
+    tables = rope.RopeTables(16, 10000.0)
+    short = tables.table(5, torch.device("cpu"))
+    assert tables.table(8, torch.device("cpu"))[0] is short[0]  # one table for all layers
+    long = tables.table(100, torch.device("cpu"))
+    assert long[0].shape == (128, 8)
+    assert torch.equal(long[1][:5], short[1][:5])
+
+
+def _interleaving(dim: int) -> torch.Tensor:
+    return torch.argsort(rope.half_split_order(dim))

@@ -1,0 +1,91 @@
+"""Training steps of small language models: Tandem, transformers and a textbook implementation, side by side.
+
+GPT-2 and Llama of 13 million weights (DESIGN: vocabulary 8192, 256 tokens, 6 layers, width 384), batch 8, clipped at 1,
+fused AdamW, in fp32 and under bf16 autocast. Time as ``bench.measure`` takes it; memory is the peak of a process that
+took two steps, gradients and optimizer included.
+
+    python bench/llm_train.py [--json PATH] [--rounds 5] [--family gpt2 llama]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from bench.llm_peers import SIZES, build, loss_of
+from bench.measure import Case, measure_memory, measure_time, write_report
+from library.errors import exit_on_user_error
+
+WHO = ("tandem", "transformers", "textbook")
+PRECISIONS = ("fp32", "autocast bf16")
+
+
+class LMStepper:
+    """One model and its optimizer; a step is a batch."""
+
+    base_bytes = 0  # nothing is frozen
+
+    def __init__(self, who: str, family: str, precision: str, batch: int = 8, length: int = 256) -> None:
+        self.model = build(who, family)
+        self._loss, self._autocast = loss_of(who, self.model), precision != "fp32"
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self._tokens = torch.randint(0, 8192, (batch, length + 1), generator=torch.Generator().manual_seed(0))
+
+    def step(self) -> float:
+        """Take one training step; return its loss."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
+            loss = self._loss(self._tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.item()
+
+
+def run(families: list[str], rounds: int) -> tuple[list[dict], dict[str, float]]:
+    """Return a row a case, and the ratios of ours to the best of the others."""
+    rows, ratios = [], {}
+    for family in families:
+        for precision in PRECISIONS:
+            cases: dict[str, Case] = {who: (LMStepper, (who, family, precision)) for who in WHO}
+            seconds = {who: statistics.median(taken) for who, taken in measure_time(cases, rounds).items()}
+            memory = {who: measure_memory(who, case)["peak_mib"] for who, case in cases.items()}
+            for who in WHO:
+                row = {"model": family, "precision": precision, "implementation": who}
+                rows.append(row | {"tokens_per_cpu_s": round(8 * 256 / seconds[who]), "peak_mib": round(memory[who])})
+            others = WHO[1:]
+            name = f"{family} {precision}"
+            ratios[f"speed_over_best {name}"] = round(min(seconds[w] for w in others) / seconds["tandem"], 3)
+            ratios[f"memory_over_least {name}"] = round(memory["tandem"] / min(memory[w] for w in others), 3)
+    return rows, ratios
+
+
+@exit_on_user_error
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each case")
+    parser.add_argument("--family", nargs="+", choices=list(SIZES), default=list(SIZES))
+    options = parser.parse_args()
+    rows, ratios = run(options.family, options.rounds)
+    print(f"{'model':<8}{'precision':<15}{'implementation':<16}{'tokens/CPU s':>13}{'peak MiB':>10}")
+    for row in rows:
+        print(
+            f"{row['model']:<8}{row['precision']:<15}{row['implementation']:<16}{row['tokens_per_cpu_s']:>13}"
+            f"{row['peak_mib']:>10}"
+        )
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio}")
+    if options.json:
+        write_report(options.json, rows, ratios)
+
+
+if __name__ == "__main__":
+    main()
