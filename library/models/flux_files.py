@@ -84,7 +84,8 @@ def _locate_in_folder(root: Path, config: ModelConfig) -> FluxFiles:
     transformer_config = read_config(root / "transformer")
     kind = transformer_config.get("_class_name")
     if kind != "FluxTransformer2DModel":
-        raise UserError(f"{root / 'transformer'}: {kind!r}, not FluxTransformer2DModel; give a FLUX.1 folder")
+        remedy = 'set model_type = "qwen_image"' if str(kind).startswith("Qwen") else "give a FLUX.1 folder"
+        raise UserError(f"{root / 'transformer'}: {kind!r}, not FluxTransformer2DModel; {remedy}")
     own_clip, own_t5 = config.clip_l is None, config.t5xxl is None
     return FluxFiles(
         transformer=root / "transformer",

@@ -88,7 +88,7 @@ def refuse_other_architectures(weights: WeightFiles) -> None:
     elif any("joint_blocks." in name for name in names):
         what = "a Stable Diffusion 3 checkpoint"
     elif any("img_mod.1." in name for name in names):
-        what = "a Qwen-Image checkpoint"
+        raise UserError(f'{weights.path}: a Qwen-Image checkpoint, not FLUX.1; set model_type = "qwen_image"')
     elif bfl_prefix(weights) is None and "single_transformer_blocks.0.attn.to_q.weight" not in weights:
         what = "of no known layout (no double_blocks.0.img_attn.qkv, no single_transformer_blocks.0)"
     if what:

@@ -81,6 +81,12 @@ def test_files_of_other_models_are_refused_by_what_they_are(files: SplitFiles, f
     )
 
 
+def test_a_forgotten_model_type_is_named(files: SplitFiles, folder: Path) -> None:
+    unset = {"model_type": "flux"}
+    refuses('a Qwen-Image checkpoint, not FLUX.1; set model_type = "qwen_image"', files.model_config(**unset))
+    refuses('not FluxTransformer2DModel; set model_type = "qwen_image"', in_folder(folder, **unset))
+
+
 def test_comfyuis_marker_makes_a_file_edit_2511(files: SplitFiles, tmp_path: Path) -> None:
     weights = load_file(files.transformer)
     marked = {f"model.diffusion_model.{name}": tensor for name, tensor in weights.items()}
