@@ -10,6 +10,13 @@
 A LoRA may be in any layout; ``:0.8`` after its name is its strength, 1.0 without. Its text encoder layers go into the
 folder's text encoders; where the base is a single file, ``--transformer_only`` leaves them out.
 
+Into fp8, from a bf16 model or into a model that is in fp8 (docs/precision.md):
+
+    python tools/merge_lora.py --model FLUX.1-dev --lora a.safetensors --save_to merged --save_precision fp8 \\
+        --dataset_config my_dataset.toml
+
+What rounding leaves of each layer's update is printed first; with a dataset it is rounded so that all is left.
+
 Without ``--model`` the result is a LoRA, in the first one's layout. ``concat`` puts the factors side by side: exactly
 the sum, at the sum of the ranks. ``svd`` is the closest LoRA of rank ``--new_rank`` to it.
 """
@@ -22,11 +29,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rich.console import Console
+
 from library.errors import UserError, exit_on_user_error
 from networks.formats import LAYOUTS, PRECISIONS, load_lora
 from networks.merge import LoraSource, MergeReport, merge_loras
 from networks.resizing import join_loras
 from networks.targets import TARGETS, LoraTargets
+from tools.fp8_merging import FP8_PRECISIONS, add_fp8_arguments, goes_into_fp8, merge_to_fp8
 from tools.lora_output import check_output, widest_precision, write_lora
 
 _OF_A_MODEL = ("transformer_only",)
@@ -117,7 +127,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="diffusers folder or safetensors file; without it the LoRAs are one")
     parser.add_argument("--lora", required=True, nargs="+", metavar="FILE[:STRENGTH]", help="LoRA files")
     parser.add_argument("--save_to", required=True, type=Path, help="new folder, or .safetensors file")
-    parser.add_argument("--save_precision", choices=list(PRECISIONS), help="default: as in --model, or the LoRAs")
+    parser.add_argument(
+        "--save_precision", choices=[*PRECISIONS, *FP8_PRECISIONS], help="default: as in --model, or the LoRAs"
+    )
     parser.add_argument("--model_type", choices=list(TARGETS), default="flux", help="architecture family")
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
     lora = parser.add_argument_group("without --model")
@@ -125,8 +137,13 @@ def main() -> None:
     lora.add_argument("--new_rank", type=int, metavar="N", help="rank of --method svd")
     lora.add_argument("--save_format", choices=list(LAYOUTS), help="key layout (default: the first LoRA's)")
     lora.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    add_fp8_arguments(parser)
     options = parser.parse_args()
     targets = TARGETS[options.model_type]
+    if goes_into_fp8(options):
+        sources = [parse_source(text) for text in options.lora]
+        merge_to_fp8(options, sources, targets, Console(highlight=False, markup=False))
+        return
     if options.model is None:
         print(merge_into_lora(options, targets))
         return

@@ -34,6 +34,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import read_safetensors_header
 from library.precision.formats import FORMATS
+from library.precision.quantize import Granularity
 
 LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "musubi"]
 
@@ -139,6 +140,23 @@ class Fp8Layout:
             for scale, (_, rows) in zip(scales, parts, strict=True)
         ]
         return torch.cat(wide)
+
+    def granularity_of(self, weight: str) -> Granularity:
+        """Return the granularity of a weight's scales.
+
+        Raises:
+            UserError: its blocks are of a size that cannot be written.
+        """
+        if weight not in self.scales:
+            return "cast"
+        rows, blocks = self._scale_shape(weight)
+        if blocks == 1:
+            return "row" if rows > 1 else "tensor"
+        size = self._entries[weight].shape[1] // blocks
+        found: dict[int, Granularity] = {64: "block64", 128: "block128"}
+        if size not in found:
+            raise UserError(f"{self.path}: {weight!r} has scales per {size} inputs; 64 and 128 can be written")
+        return found[size]
 
     def _rows_scale(self, piece: RowRange) -> tuple[Tensor | None, int]:
         rows = self._entries[piece.source].shape[0] if self._entries[piece.source].shape else 1

@@ -9,16 +9,20 @@ of two elements; ``full_precision_matrix_mult``), because that is what training 
 rounds activations on GPUs that have fp8 products; ``fp8_matmul`` leaves the mark out. Scales are stored in
 fp32, musubi-tuner's in the dtype of the weight as it does; codes are then made for the scale as stored, so
 nothing is lost between the two.
+
+A merge writes through here too: it changes weights as they are read, brings weights that it has rounded itself, and may
+start from a file that is in fp8 already. What it leaves alone in such a file keeps its codes and scales bit for bit.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -26,9 +30,9 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import read_safetensors_header
-from library.precision.checkpoint_layouts import LayoutKind, detect_layout
+from library.precision.checkpoint_layouts import Fp8Layout, LayoutKind, detect_layout
 from library.precision.formats import E4M3FN
-from library.precision.quantize import Granularity, block_size, fitting_granularity
+from library.precision.quantize import Granularity, Quantized, block_size, fitting_granularity
 from library.precision.recipe import Fp8Recipe
 from library.safetensors_stream import DTYPES, stream_safetensors, tensor_bytes
 
@@ -80,6 +84,32 @@ class _Source:
     shape: tuple[int, ...]
 
 
+class StoredTensor(Protocol):
+    """A tensor of a file, by its header."""
+
+    @property
+    def name(self) -> str:
+        """Name in the file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it is stored."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it is stored."""
+
+
+class WeightChanges(Protocol):
+    """What a merge does to the weights while they are written."""
+
+    def rounded(self, name: str) -> Quantized | None:
+        """Return the weight ``name`` as fp8; None for the recipe's rounding of what the source holds."""
+
+    def high(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor ``name``, which is not in fp8, in its own dtype; ``read`` gives the source's."""
+
+
 def write_fp8_checkpoint(
     source: str | Path,
     files: Sequence[Path],
@@ -89,6 +119,8 @@ def write_fp8_checkpoint(
     *,
     fp8_matmul: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    merge: WeightChanges | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> WrittenFp8:
     """Write the model in ``files`` to ``target`` with its linear weights in fp8.
 
@@ -100,6 +132,8 @@ def write_fp8_checkpoint(
         recipe: format, scales, what is kept.
         fp8_matmul: let ComfyUI multiply in fp8.
         progress: called with (weights done, weights in all).
+        merge: what changes on the way; a source in fp8 is taken only with it, and ``kind`` must be the source's.
+        metadata: strings to add to the source's.
 
     Raises:
         UserError: the layout cannot hold what the recipe asks for, the source is fp8 already or is no model,
@@ -107,12 +141,17 @@ def write_fp8_checkpoint(
             is not finite, a pattern matches nothing.
     """
     _check_layout(kind, recipe)
-    if detect_layout(source, files) is not None:
+    layout = detect_layout(source, files)
+    if layout is not None and merge is None:
         raise UserError(f"{source}: is in fp8 already; quantise the bf16 or fp16 file of the model")
-    sources, metadata = _read_headers(source, files)
-    linears = [s.name.removesuffix(".weight") for s in sources if _is_matrix(s, sources)]
-    recipe.check_patterns(linears)
-    chosen = {name for name in linears if recipe.kept_as(name) is None}
+    sources, strings = _read_headers(source, files)
+    sources = [s for s in sources if layout is None or s.name not in layout.bookkeeping]
+    linears = linear_weights(sources, layout)
+    if layout is None:
+        recipe.check_patterns(linears)
+        chosen = {name for name in linears if recipe.kept_as(name) is None}
+    else:
+        chosen = {name for name in linears if f"{name}.weight" in layout.dtypes}
     if not chosen:
         raise UserError(f"{source}: no linear weight is left to quantise; keep fewer layers high, or give a model file")
     plan: dict[str, _Planned] = {}
@@ -121,12 +160,12 @@ def write_fp8_checkpoint(
         for s in sources:
             read = partial(opened[s.file].get_tensor, s.name)
             if s.name.removesuffix(".weight") in chosen and s.name.endswith(".weight"):
-                plan |= _quantized_tensors(s, read, kind, recipe, fp8_matmul)
+                plan |= _quantized_tensors(s, _rounding(s, read, recipe, kind, merge), kind, recipe, fp8_matmul)
             else:
-                plan[s.name] = _Planned(s.dtype, s.shape, read)
+                plan[s.name] = _Planned(s.dtype, s.shape, read if merge is None else partial(merge.high, s.name, read))
         if kind == "comfy_scaled":
             plan |= _marker(sources, fp8_matmul)
-        metadata["fp8_recipe"] = recipe.describe()
+        strings |= {"fp8_recipe": recipe.describe(), **(metadata or {})}
         made = iter(range(1, len(plan) + 1))
 
         def make(name: str) -> Tensor:
@@ -135,7 +174,7 @@ def write_fp8_checkpoint(
             return plan[name].make()
 
         specs = {name: (planned.dtype, planned.shape) for name, planned in plan.items()}
-        stream_safetensors(target, specs, make, metadata)
+        stream_safetensors(target, specs, make, strings)
     before = sum(tensor_bytes(s.dtype, s.shape) for s in sources)
     after = sum(tensor_bytes(dtype, shape) for dtype, shape in specs.values())
     return WrittenFp8(Path(target), len(chosen), len(linears) - len(chosen), before, after)
@@ -167,17 +206,45 @@ def _read_headers(source: str | Path, files: Sequence[Path]) -> tuple[list[_Sour
     return sources, metadata
 
 
-def _is_matrix(tensor: _Source, everything: Sequence[_Source]) -> bool:
-    """Return whether ``tensor`` is the weight of a linear layer, in an all-in-one file of the transformer's."""
-    if not tensor.name.endswith(".weight") or len(tensor.shape) != 2 or tensor.dtype not in _HIGH:
-        return False
-    all_in_one = any(other.name.startswith(_COMFY_PREFIX) for other in everything)
-    inside = not all_in_one or tensor.name.startswith(_COMFY_PREFIX)
-    return inside and Fp8Recipe(keep=()).kept_as(tensor.name.removesuffix(".weight")) is None
+def linear_weights(sources: Sequence[StoredTensor], layout: Fp8Layout | None) -> list[str]:
+    """Return the linear layers among ``sources``, by name; of an all-in-one file the transformer's alone."""
+    all_in_one = any(s.name.startswith(_COMFY_PREFIX) for s in sources)
+    in_fp8 = layout.dtypes if layout is not None else {}
+
+    def is_linear(tensor: StoredTensor) -> bool:
+        if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
+            return False
+        inside = not all_in_one or tensor.name.startswith(_COMFY_PREFIX)
+        layer = tensor.name.removesuffix(".weight")
+        return (tensor.dtype in _HIGH or tensor.name in in_fp8) and inside and Fp8Recipe(keep=()).kept_as(layer) is None
+
+    return [s.name.removesuffix(".weight") for s in sources if is_linear(s)]
+
+
+def _rounding(
+    tensor: _Source, read: Callable[[], Tensor], recipe: Fp8Recipe, kind: LayoutKind, merge: WeightChanges | None
+) -> Callable[[], Quantized]:
+    """Return what makes codes and scale of the weight ``tensor``."""
+    layer = tensor.name.removesuffix(".weight")
+    scale_dtype = stored_scale_dtype(kind, tensor.dtype)
+
+    def make() -> Quantized:
+        if merge is not None and (made := merge.rounded(tensor.name)) is not None:
+            return made
+        return recipe.quantize(layer, read(), scale_dtype)
+
+    return make
+
+
+def stored_scale_dtype(kind: LayoutKind, weight: torch.dtype) -> torch.dtype:
+    """Return the dtype a layout stores scales in: musubi-tuner's take the weight's, bf16 where that is fp8 already."""
+    if kind != "musubi":
+        return torch.float32
+    return weight if weight in _HIGH else torch.bfloat16
 
 
 def _quantized_tensors(
-    tensor: _Source, read: Callable[[], Tensor], kind: LayoutKind, recipe: Fp8Recipe, fp8_matmul: bool
+    tensor: _Source, quantized: Callable[[], Quantized], kind: LayoutKind, recipe: Fp8Recipe, fp8_matmul: bool
 ) -> dict[str, _Planned]:
     """Return what stands for the weight ``tensor``: codes, scale, marker.
 
@@ -185,15 +252,13 @@ def _quantized_tensors(
     reads the source twice and keeps nothing.
     """
     layer = tensor.name.removesuffix(".weight")
-    scale_dtype = tensor.dtype if kind == "musubi" else torch.float32
-    planned = {
-        tensor.name: _Planned(recipe.fp8.dtype, tensor.shape, lambda: recipe.quantize(layer, read(), scale_dtype).codes)
-    }
+    scale_dtype = stored_scale_dtype(kind, tensor.dtype)
+    planned = {tensor.name: _Planned(recipe.fp8.dtype, tensor.shape, lambda: quantized().codes)}
     if kind != "plain":
         shape = _musubi_shape(tensor.shape, recipe.granularity) if kind == "musubi" else ()
 
         def scale() -> Tensor:
-            found = recipe.scale(read(), scale_dtype)
+            found = quantized().scale
             assert found is not None
             return found.to(scale_dtype).reshape(shape)
 

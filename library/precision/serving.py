@@ -119,12 +119,14 @@ def timestep_rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return what a trainer or server does to sigmas that carries timesteps in ``dtype``.
 
     The timestep is rounded, multiplied by 1000 and rounded again before its sines are taken: in bf16 0.711 becomes
-    712 / 1000. fp32 changes nothing.
+    712 / 1000. In fp8, which ends at 448, it is rounded once, before. fp32 changes nothing.
     """
 
     def rounded(sigmas: Tensor) -> Tensor:
         if dtype == torch.float32:
             return sigmas
+        if dtype.itemsize == 1:
+            return sigmas.to(dtype).to(sigmas.dtype)
         return ((sigmas.to(dtype) * 1000).to(dtype).float() / 1000).to(sigmas.dtype)
 
     return rounded

@@ -11,6 +11,7 @@ from library.precision.parity.compensated import merge_into_fp8, quantize_compen
 from library.precision.parity.survival import saturated, survival
 from library.precision.quantize import GRANULARITIES, Granularity, quantize
 from tests.precision.layers import make_layer
+from tests.precision.test_survival import comfyui
 
 
 def by_the_textbook(weight: Tensor, moment: Tensor, scale: Tensor | None, fp8: Fp8Format) -> Tensor:
@@ -122,6 +123,16 @@ def test_it_goes_into_a_file_that_is_fp8_already(granularity: Granularity) -> No
     assert layer.output_error(ours - wanted) < 0.4 * layer.output_error(theirs - wanted)
     if merged.scale is not None and base.scale is not None:
         assert bool((merged.scale != base.scale).any())  # fresh, never reused
+
+
+def test_a_merge_has_at_most_half_the_error_of_comfyuis_into_the_same_kind_of_file() -> None:
+    """The project's target: at most 0.5 of the stochastic merge into the scales as they were."""
+    for seed in (0, 1):
+        layer = make_layer(384, 384, seed=seed)
+        wanted, base = layer.weight + layer.update, quantize(layer.weight, "tensor")
+        theirs = comfyui(base, layer.update).dequantize(torch.float32)
+        ours = quantize_compensated(wanted, layer.inputs.moment, "tensor").dequantize(torch.float32)
+        assert layer.output_error(ours - wanted) < 0.5 * layer.output_error(theirs - wanted)
 
 
 def test_inputs_that_were_never_seen_are_no_obstacle() -> None:

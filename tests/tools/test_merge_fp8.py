@@ -1,0 +1,190 @@
+"""merge_lora.py into fp8: what is left of the update, what is written, what is refused."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from networks.formats import load_lora, save_lora
+from networks.targets import FLUX_TARGETS
+from networks.weights import LoraWeights
+from tests.runs import ROOT
+from tests.tiny import bfl_state_dict
+from tools import merge_lora, quantize_model
+
+BASE = ROOT / "assets" / "tiny-flux"
+PARTS = {
+    "ae": BASE, "clip_l": BASE, "t5xxl": BASE,
+    "clip_l_tokenizer": BASE / "tokenizer", "t5xxl_tokenizer": BASE / "tokenizer_2",
+}  # fmt: skip
+MODULES = ("transformer_blocks.0.attn.to_k", "transformer_blocks.1.ff.net.2", "single_transformer_blocks.0.proj_mlp")
+TENSORS = ("double_blocks.0.img_attn.qkv.weight", "double_blocks.1.img_mlp.2.weight", "single_blocks.0.linear1.weight")
+
+
+class Files:
+    """The tiny model as BFL's single file in bf16, fp8 files of it, and a LoRA of 1 % of three of its layers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ROOT / "assets" / "demo_dataset", folder / "data")
+        self.dataset = folder / "data" / "dataset.toml"
+        self.state = load_file(BASE / "transformer" / "diffusion_pytorch_model.safetensors")
+        self.high = {name: tensor.bfloat16() for name, tensor in bfl_state_dict(self.state).items()}
+        self.model = folder / "flux1.safetensors"
+        save_file(self.high, self.model)
+        random = torch.Generator().manual_seed(0)
+        self.lora = {}
+        for name in MODULES:
+            weight = self.state[f"{name}.weight"].float()
+            up, down = (torch.randn(s, generator=random) for s in ((weight.shape[0], 4), (4, weight.shape[1])))
+            size = (0.01 * weight.norm() / (up @ down).norm()).sqrt()
+            self.lora[name] = LoraWeights(down * size, up * size, 4.0)
+        self.lora_file = folder / "lora.safetensors"
+        save_lora(self.lora_file, self.lora, FLUX_TARGETS)
+
+    def updates(self) -> dict[str, Tensor]:
+        """Return tensor -> update, in BFL's stacking."""
+        deltas = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in self.state.items()}
+        for name, weights in self.lora.items():
+            deltas[f"{name}.weight"] = weights.up @ weights.down
+        return {name: tensor for name, tensor in bfl_state_dict(deltas).items() if name in TENSORS}
+
+    def fp8(self, layout: str, *flags: str) -> Path:
+        target = self.folder / f"{layout}.safetensors"
+        if not target.exists():
+            command(quantize_model, model=self.model, save_to=target, layout=layout)
+        return target
+
+
+def command(tool: object, **flags: object) -> None:
+    before = sys.argv
+    words = [w for key, value in flags.items() for w in (f"--{key}", *([] if value is True else [str(value)]))]
+    sys.argv = ["tool", *words]
+    try:
+        tool.main()  # type: ignore[attr-defined]
+    finally:
+        sys.argv = before
+
+
+def numbers(path: Path) -> dict[str, Tensor]:
+    """Return weight -> what its codes stand for, by the formats' definitions alone."""
+    raw, found = load_file(path), {}
+    for name in TENSORS:
+        layer = name.removesuffix(".weight")
+        scale = raw.get(f"{layer}.scale_weight", raw.get(f"{layer}.weight_scale"))
+        values = raw[name].float()
+        if scale is not None and scale.ndim == 3:
+            values = (values.view(*scale.shape[:2], -1) * scale.float()).view(values.shape)
+        elif scale is not None:
+            values = values * scale.float()
+        found[name] = values
+    return found
+
+
+def gain(merged: Tensor, base: Tensor, update: Tensor) -> float:
+    return float(((merged - base).double() * update.double()).sum() / update.double().square().sum())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("merge_fp8"))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_scaled", "fp8_block64"])
+def test_a_bf16_model_keeps_the_update_under_every_rounding(files: Files, precision: str, tmp_path: Path) -> None:
+    """The tiny layers have 26 to 180 thousand entries and rounding noise of 3 times the update: spread up to 0.02."""
+    for rounding in ("nearest", "stochastic") if precision == "fp8_scaled" else ("nearest",):
+        out = tmp_path / f"{rounding}.safetensors"
+        command(
+            merge_lora, model=files.model, lora=files.lora_file, save_to=out, save_precision=precision,
+            rounding=rounding, seed=1,
+        )  # fmt: skip
+        stored, updates = numbers(out), files.updates()
+        for name in TENSORS:
+            high = files.high[name].float()
+            error = (stored[name] - high - updates[name]).norm() / high.norm()
+            assert float(error) < (0.06 if rounding == "stochastic" else 0.04)
+        together = [torch.cat([d[n].flatten() for n in TENSORS]) for d in (stored, files.high, updates)]
+        assert gain(*together) == pytest.approx(1, abs=0.05)
+
+
+def test_rounding_into_an_fp8_file_is_refused_by_the_layers_names(files: Files, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(SystemExit) as stopped:
+        command(merge_lora, model=files.fp8("comfy_scaled"), lora=files.lora_file, save_to=out)
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert "lose more than 5 % of the update of" in printed.err
+    assert all(name.removesuffix(".weight") in printed.err for name in TENSORS)
+    assert "left by rounding nearest" in printed.out
+    assert not out.exists()
+    assert not list(tmp_path.iterdir())  # no spool left behind
+
+
+def test_compensated_rounding_brings_the_whole_effect_into_an_fp8_file(files: Files, tmp_path: Path, capsys) -> None:
+    base, out = files.fp8("comfy_scaled"), tmp_path / "out.safetensors"
+    command(
+        merge_lora, model=base, lora=files.lora_file, save_to=out, dataset_config=files.dataset,
+        calibration_images=3, calibration_sigmas=0.6, **PARTS,
+    )  # fmt: skip
+    before, after, updates = numbers(base), numbers(out), files.updates()
+    near = tmp_path / "near.safetensors"
+    command(merge_lora, model=base, lora=files.lora_file, save_to=near, accept_loss=True)
+    nearest = numbers(near)
+    raw, new = load_file(base), load_file(out)
+    for name in TENSORS:
+        kept, lost = (gain(one[name], before[name], updates[name]) for one in (after, nearest))
+        assert lost < 0.75
+        assert kept > lost + 0.15
+    for name in raw:  # what has no update keeps its bits
+        layer = name.rpartition(".")[0]
+        if f"{layer}.weight" not in TENSORS:
+            assert torch.equal(raw[name].view(torch.uint8), new[name].view(torch.uint8))
+    table = capsys.readouterr().out.partition("compensated")[2]
+    shown = [float(line.split()[3]) for line in table.splitlines() if line.strip().startswith(("double", "single"))]
+    assert shown[:3] == pytest.approx(
+        [1, 1, 1], abs=0.05
+    )  # of what it does to the outputs, on the images of the calibration
+
+
+def test_a_correction_lora_undoes_a_part_of_the_rounding(files: Files, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    command(
+        merge_lora, model=files.model, lora=files.lora_file, save_to=out, save_precision="fp8",
+        dataset_config=files.dataset, calibration_images=3, calibration_sigmas=0.6, correction_rank=4,
+        rounding="nearest", **PARTS,
+    )  # fmt: skip
+    correction = load_lora(tmp_path / "out-correction.safetensors", FLUX_TARGETS)
+    assert all(weights.rank == 4 and weights.scale == 1 for weights in correction.weights.values())
+    assert set(MODULES) <= set(correction.weights)
+    stored, updates = numbers(out), files.updates()
+    name, module = TENSORS[1], MODULES[1]
+    error = files.high[name].float() + updates[name] - stored[name]
+    left = error - correction.weights[module].delta()
+    # fitted where the inputs are, which in plain norm still is no loss for a layer of 160 outputs
+    assert float((left * error).sum() / error.square().sum()) < 1
+    with safe_open(tmp_path / "out-correction.safetensors", "pt") as file:
+        assert file.metadata()["tandem.base_name"] == "out.safetensors"
+
+
+def test_what_does_not_go_together_is_refused(files: Files, tmp_path: Path, capsys) -> None:
+    model, fp8, lora, out = files.model, files.fp8("comfy_scaled"), files.lora_file, tmp_path / "out.safetensors"
+    cases = {
+        "a LoRA in fp8 is mostly zeros": {"lora": lora, "save_precision": "fp8"},
+        "has no effect here": {"model": model, "lora": lora, "rounding": "nearest"},
+        "look at activations": {"model": model, "lora": lora, "save_precision": "fp8", "rounding": "compensated"},
+        "is in fp8 and stays as it is": {"model": fp8, "lora": lora, "save_precision": "fp8_block64"},
+        "must be at least 1": {"model": fp8, "lora": lora, "correction_rank": -1, "dataset_config": "x"},
+    }
+    for message, given in cases.items():
+        with pytest.raises(SystemExit):
+            command(merge_lora, save_to=out, **given)
+        assert message in capsys.readouterr().err
+    assert not out.exists()
