@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     probe.add_argument("--steps", type=int, default=12, help="of a sampling run; 0 for none (default: %(default)s)")
     probe.add_argument("--guidance_scale", type=float, default=3.5, help="guidance input (default: %(default)s)")
     probe.add_argument("--seed", type=int, default=0, help="chooses images and noise (default: %(default)s)")
+    probe.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
     probe.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
     probe.add_argument("--no_benefits", action="store_true", help="skip measuring each layer's return to bf16")
     top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")
@@ -121,6 +122,7 @@ def main() -> None:
         seed=options.seed,
         guidance_scale=options.guidance_scale,
         masked_loss=options.masked_loss,
+        cache_directory=options.cache_directory,
     )
     asked = Asked(variant, calibration, options.steps, not options.no_benefits)
     report = measure(models, asked, console)

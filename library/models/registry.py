@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from library.config.schema import ModelConfig
+from library.errors import UserError
 from library.models.flux import FluxFamily
 from library.models.flux_fill import FluxFillFamily
 from library.models.flux_kontext import FluxKontextFamily
@@ -33,11 +34,19 @@ def model_family(config: ModelConfig) -> Family:
 
 
 def with_transformer(config: ModelConfig, path: Path) -> ModelConfig:
-    """Return the config of the model in ``path``: a folder with everything, or a file beside ``config``'s other parts.
+    """Return the config of the model in ``path``: a pipeline, or a transformer beside ``config``'s other parts.
 
     For a second model of the same family, such as the fp8 file of a bf16 folder.
+
+    Raises:
+        UserError: a folder that is no pipeline holds no weights, or several files of them.
     """
     whole = Path(config.pretrained_model_name_or_path).expanduser()
+    if path.is_dir() and not (path / "model_index.json").is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise UserError(f"{path}: {len(files)} safetensors files; give one file, or a whole pipeline folder")
+        path = files[0]
     values = {"pretrained_model_name_or_path": str(path)}
     if path.is_file() and whole.is_dir():
         flux = config.model_type.startswith("flux")

@@ -60,6 +60,9 @@ REMEDIES = {
 _CHANGED_ERROR = 1.5  # times the format's own rounding error; rounding differs from itself by a few percent
 _CHANGED_GAIN = 0.03
 _MOST = 0.5
+_ONE_LAYER = 0.65
+_WORTH_MENDING = 0.05
+_SHARP = 1.8  # times the interior's step: rounding alone gives 0.9 to 1.5 with a picture's own edges at the border
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,15 @@ class Verdict:
 
     @property
     def cause(self) -> str:
-        """The one cause to look at first."""
-        return self.border.cause if self.border else self.findings[0].cause
+        """The one cause to look at first: what is at the border, then what can be had for nothing.
+
+        Rounding that is as it must be is the price of the format. Anything else that makes a twentieth of the error is
+        a defect, and mended first.
+        """
+        if self.border:
+            return self.border.cause
+        defects = (each for each in self.findings if each.cause != "weights" and each.share >= _WORTH_MENDING)
+        return next(defects, self.findings[0]).cause
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -187,7 +197,7 @@ def _in_weights(share: float, layers: Sequence[LayerRow], error: float, merged_f
 def _rounding(share: float, layers: Sequence[LayerRow], error: float) -> Finding:
     benefits = sorted(((row.benefit or 0.0, row) for row in layers), key=lambda pair: -pair[0])
     total = sum(benefit for benefit, _ in benefits)
-    if total and benefits[0][0] > _MOST * total:
+    if total and benefits[0][0] > _ONE_LAYER * total:
         row = benefits[0][1]
         text = f"{row.name} alone makes {benefits[0][0] / total:.0%} of the error that rounding the weights makes"
         return Finding("sensitive_layer", share, (row.name,), text)
@@ -250,7 +260,7 @@ def _in_activations(
 def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Finding | None:
     """Return the cause without which the border is no longer worse than the interior, if it is."""
     sharp = _border(full)
-    if not sharp > 1.5:
+    if not sharp > _SHARP:
         return None
     others = [(each, _border(each.without)) for each in attributions if each.without is not None and each.without.seam]
     if not others:
@@ -264,10 +274,13 @@ def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Fi
 
 def _border(differences: Differences | None) -> float:
     """How much worse the border is than the interior: steps of the error across it, of picture or latents."""
-    if differences is None:
+    seams = [] if differences is None else [seam for seam in (differences.picture_seam, differences.seam) if seam]
+    if differences is None or not seams:
         return math.nan
-    steps = [seam["step"] for seam in (differences.picture_seam, differences.seam) if seam]
-    return max((step for step in steps if math.isfinite(step)), default=math.nan)
+    step = seams[0]["step"]
+    if math.isfinite(step):
+        return step
+    return math.inf if _error(differences) else 1.0  # an interior without an error beside a border with one
 
 
 def _error(differences: Differences) -> float:

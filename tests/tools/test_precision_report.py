@@ -1,0 +1,161 @@
+"""The report names what was planted: one fault at a time in a deployment that is otherwise an honest fp8 file."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.runs import ROOT, run, write_dataset
+from tests.tiny import save_single_files, tiny_flux_pipeline
+from tools import precision_report, quantize_model
+
+LAYER = "double_blocks.0.img_mlp.0"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random tiny FLUX Fill in bf16, a LoRA for it, its ComfyUI fp8 file, and pictures with masks."""
+    folder = tmp_path_factory.mktemp("report")
+    base = tiny_flux_pipeline(folder / "base", model_type="flux_fill", dtype=torch.bfloat16)
+    files = save_single_files(base, folder / "single")
+    dataset = write_dataset(folder / "data", images=4, inpaint_masks='["rectangles"]')
+    settings = {"learning_rate": 3e-2, "network_alpha": 4, "max_train_steps": 6}
+    run(base, dataset, folder / "lora", model_type="flux_fill", **settings)
+    call(quantize_model, "--model", files.comfy_transformer, "--save_to", folder / "fp8.safetensors")
+    return folder
+
+
+def call(tool: object, *words: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tool", *map(str, words)])
+        tool.main()  # type: ignore[attr-defined]
+
+
+def report(place: Path, deploy: object, *flags: object, model: Path | None = None, strength: float = 1.0) -> dict:
+    """Run the tool; return report.json."""
+    save_to = place / "report"
+    words = ["--model", model or place / "base", "--model_type", "flux_fill", "--deploy", deploy]
+    words += ["--dataset_config", place / "data" / "dataset.toml", "--cache_directory", place / f"cache{bool(model)}"]
+    words += [] if model else ["--lora", f"{place / 'lora' / 'lora.safetensors'}:{strength}"]
+    words += ["--images", "2", "--steps", "3", "--sigmas", "0.5", "--save_to", save_to, *flags]
+    call(precision_report, *words)
+    return json.loads((save_to / "report.json").read_text())
+
+
+def changed(place: Path, name: str, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """Return a copy of the fp8 file with tensors changed in place."""
+    path = place / f"{name}.safetensors"
+    tensors = load_file(place / "fp8.safetensors")
+    with safe_open(place / "fp8.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    change(tensors)
+    save_file(tensors, path, metadata)
+    return path
+
+
+def key(tensors: dict[str, Tensor], layer: str, leaf: str) -> str:
+    return next(name for name in tensors if name.endswith(f"{layer}.{leaf}"))
+
+
+def test_an_honest_file_is_named_as_rounding(place: Path) -> None:
+    found = report(place, place / "fp8.safetensors")
+    assert found["verdict"]["cause"] == "weights"
+    assert found["verdict"]["border"] is None
+
+
+def spoil(tensors: dict[str, Tensor]) -> None:
+    name = key(tensors, LAYER, "weight")
+    codes = tensors[name].view(torch.uint8)
+    noise = torch.randint(0, 8, codes.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    noise[(codes & 0x78) == 0x78] = 0  # with the largest exponent a mantissa may spell NaN
+    tensors[name] = (codes ^ noise).view(tensors[name].dtype)
+
+
+def quadruple(tensors: dict[str, Tensor]) -> None:
+    tensors[key(tensors, LAYER, "scale_weight")].mul_(4)
+
+
+def small_input_scales(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith(".scale_weight")]:
+        tensors[name.replace("scale_weight", "scale_input")] = torch.tensor(1e-4)
+
+
+def test_a_damaged_layer_is_named(place: Path) -> None:
+    found = report(place, changed(place, "spoilt", spoil))
+    assert found["verdict"]["cause"] == "ruined_layer"
+    assert found["verdict"]["findings"][0]["layers"] == ["transformer_blocks.0.ff.net.0.proj"]
+
+
+def test_a_scale_that_is_not_the_weights_is_named_with_its_factor(place: Path) -> None:
+    found = report(place, changed(place, "scaled", quadruple))
+    assert found["verdict"]["cause"] == "wrong_scale"
+    assert found["verdict"]["findings"][0]["layers"] == ["transformer_blocks.0.ff.net.0.proj"]
+    assert re.search(r"proj: 4\)", found["verdict"]["findings"][0]["evidence"])
+
+
+def test_another_models_file_is_named(place: Path) -> None:
+    other = tiny_flux_pipeline(place / "other", model_type="flux_fill", dtype=torch.bfloat16, seed=7)
+    call(quantize_model, "--model", other, "--save_to", place / "other-fp8")
+    assert report(place, place / "other-fp8")["verdict"]["cause"] == "wrong_base"
+
+
+def test_activation_scales_that_clip_are_named(place: Path) -> None:
+    deploy = changed(place, "clipping", small_input_scales)
+    assert report(place, deploy, "--activations", "static")["verdict"]["cause"] == "activation_scale"
+
+
+def test_a_lora_at_another_strength_is_named(place: Path) -> None:
+    assert report(place, place / "fp8.safetensors", "--deploy_strength", "0.5")["verdict"]["cause"] == "strength"
+
+
+def test_a_vae_in_fp8_is_named(place: Path) -> None:
+    found = report(place, "block64", "--fp8_vae")
+    assert found["verdict"]["cause"] == "vae"
+
+
+@pytest.mark.parametrize("what", ["timestep", "positions"])
+def test_timesteps_and_positions_in_low_precision_are_named(what: str, place: Path) -> None:
+    """On the trained model: one of random weights looks at neither."""
+    fill = ROOT / "assets" / "tiny-flux-fill"
+    found = report(place, "block128", f"--{what}", "fp8", "--no_benefits", model=fill)
+    assert found["verdict"]["cause"] == what
+
+
+def test_pasted_pixels_are_named_for_the_border(place: Path) -> None:
+    found = report(place, place / "fp8.safetensors", "--paste", "end")
+    assert found["verdict"]["cause"] == "paste"
+    assert found["verdict"]["border"]["cause"] == "paste"
+
+
+def test_an_update_that_was_rounded_away_is_named(place: Path) -> None:
+    plain = place / "plain.safetensors"
+    call(quantize_model, "--model", place / "single" / "flux1_comfy.safetensors", "--save_to", plain, "--layout", "plain")
+    found = report(place, plain, "--deploy_lora", "nearest", strength=0.1)
+    assert found["verdict"]["cause"] == "delta_lost"
+    survival = [row["survival"] for row in found["layers"] if row["survival"] is not None]
+    assert sum(share < 0.95 for share in survival) > len(survival) / 2
+
+
+def test_a_layer_that_does_not_bear_its_format_is_named(place: Path, tmp_path: Path) -> None:
+    """Half the gate's power of two moved into the layer before it: the same function, weights too small for a cast."""
+    shutil.copytree(place / "base", tmp_path / "base")
+    path = tmp_path / "base" / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    width = tensors["transformer_blocks.0.attn.to_out.0.weight"].shape[0]
+    for leaf in ("weight", "bias"):
+        tensors[f"transformer_blocks.0.norm1.linear.{leaf}"][2 * width : 3 * width] *= 256
+        tensors[f"transformer_blocks.0.attn.to_out.0.{leaf}"] /= 256
+    save_file(tensors, path, {"format": "pt"})
+    found = report(place, "cast", model=tmp_path / "base")
+    assert found["verdict"]["findings"][0]["cause"] == "sensitive_layer"
+    assert found["verdict"]["findings"][0]["layers"] == ["transformer_blocks.0.attn.to_out.0"]
