@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from networks.options import parse_network_args
 from networks.targets import QWEN_TARGETS, TARGETS
 from networks.weights import LoraWeights
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
+from tools import merge_lora
 
 EVERYTHING = ("img_mod_dim=3", "txt_mod_dim=2", "img_in_dim=2", "txt_in_dim=2", "time_in_dim=2", "img_mlp_dim=6")
 
@@ -149,6 +151,23 @@ def test_training_goes_on_from_a_file_that_has_the_dead_layers_too(tmp_path: Pat
     fresh = inject(tiny_qwen_transformer())
     fresh.load(load_lora(tmp_path / "a", QWEN_TARGETS).weights, "a")
     assert all(torch.equal(fresh.weights()[name].up, weights[name].up) for name in weights)
+
+
+def test_merging_into_comfyuis_file_gives_the_networks_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_qwen_transformer()
+    names = {f"model.diffusion_model.{name}": tensor for name, tensor in model.state_dict().items()}
+    save_file(names, tmp_path / "base.safetensors")
+    network = inject(model, *EVERYTHING)
+    save_lora(tmp_path / "lora.safetensors", network.weights(), QWEN_TARGETS, "kohya")
+    flags = ["--model", "base.safetensors", "--lora", "lora.safetensors", "--save_to", "merged.safetensors"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["merge_lora.py", *flags, "--model_type", "qwen_image"])
+    merge_lora.main()
+    merged = load_file(tmp_path / "merged.safetensors")
+    plain = tiny_qwen_transformer()
+    plain.load_state_dict({name.removeprefix("model.diffusion_model."): tensor for name, tensor in merged.items()})
+    with torch.no_grad():
+        torch.testing.assert_close(run_qwen(plain), run_qwen(model), rtol=1e-4, atol=1e-5)
 
 
 def test_edit_models_have_the_same_row() -> None:
