@@ -21,25 +21,21 @@ from library.precision.recipe import Fp8Recipe
 from library.training.calibration import IMAGES, SIGMAS, CalibrationOptions
 
 _MODEL_FLAGS = ("model_type", "ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer")
-_IN_PIPELINE = {  # where a pipeline folder keeps what a single file needs beside it
-    "ae": "vae",
-    "clip_l": "text_encoder",
-    "t5xxl": "text_encoder_2",
-    "clip_l_tokenizer": "tokenizer",
-    "t5xxl_tokenizer": "tokenizer_2",
-}
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
 
 
-def add_calibration_arguments(parser: argparse.ArgumentParser, required: bool, model_type: bool = True) -> None:
-    """Add the flags of data, model parts and computing; without --model_type where the parser has it."""
+def add_calibration_arguments(
+    parser: argparse.ArgumentParser, required: bool, model_type: bool = True, seed: bool = True
+) -> None:
+    """Add the flags of data, model parts and computing; without --model_type or --seed where the parser has it."""
     data = parser.add_argument_group("calibration")
     data.add_argument("--dataset_config", required=required, help="dataset TOML, as in training")
     data.add_argument("--calibration_images", type=int, default=IMAGES, metavar="N", help="default: %(default)s")
     data.add_argument(
         "--calibration_sigmas", type=float, nargs="+", default=SIGMAS, metavar="X", help="noise levels of each image"
     )
-    data.add_argument("--seed", type=int, default=0, help="chooses images, noise and stochastic rounding")
+    if seed:
+        data.add_argument("--seed", type=int, default=0, help="chooses images, noise and stochastic rounding")
     data.add_argument("--guidance_scale", type=float, default=3.5, help="for models with a guidance input")
     data.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks, as in training")
     data.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
@@ -73,24 +69,6 @@ def model_config(options: argparse.Namespace, model: Path) -> ModelConfig:
     return ModelConfig(pretrained_model_name_or_path=str(model), **given)
 
 
-def deployed_config(base: ModelConfig, deployed: Path) -> ModelConfig:
-    """Return the section for the deployed transformer with all other parts of the base."""
-    root = Path(base.pretrained_model_name_or_path).expanduser()
-    changes: dict[str, object] = {}
-    if (deployed / "model_index.json").is_file():
-        return base.model_copy(update={"pretrained_model_name_or_path": str(deployed)})
-    if deployed.is_dir():
-        files = sorted(deployed.glob("*.safetensors"))
-        if len(files) != 1:
-            raise UserError(f"{deployed}: {len(files)} safetensors files; give one file, or a whole pipeline folder")
-        deployed = files[0]
-    if root.is_dir():
-        for name, folder in _IN_PIPELINE.items():
-            if name not in base.model_fields_set and (root / folder).is_dir():
-                changes[name] = str(root / folder)
-    return base.model_copy(update={"pretrained_model_name_or_path": str(deployed), **changes})
-
-
 def device_and_dtype(options: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
     """Return where and in what to compute."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,13 +76,18 @@ def device_and_dtype(options: argparse.Namespace) -> tuple[torch.device, torch.d
 
 
 def recipe_named(text: str, option: str) -> Fp8Recipe:
-    """Return the recipe that ``cast``, ``tensor``, ``row``, ``block64``, ``block128`` stand for, with ``:e5m2`` if so.
+    """Return the recipe that ``cast``, ``tensor``, ``row``, ``block64``, ``block128`` stand for.
+
+    ``:e5m2`` after it names the format; ``+all`` at the end rounds embedders and the final layer too, as most published
+    plain casts do.
 
     Raises:
         UserError: it is none of them, nor a file.
     """
-    name, _, fp8 = text.partition(":")
+    plain = text.removesuffix("+all")
+    keep = Fp8Recipe().keep if plain == text else ()
+    name, _, fp8 = plain.partition(":")
     for granularity in GRANULARITIES:
         if name == granularity:
-            return Fp8Recipe(granularity, format_named(fp8) if fp8 else E4M3FN)
+            return Fp8Recipe(granularity, format_named(fp8) if fp8 else E4M3FN, keep)
     raise UserError(f"{option} {text}: no such file or folder, and none of {', '.join(GRANULARITIES)}; check the path")

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--mixed_precision", choices=list(_DTYPES), help="default: bf16 on a GPU, no on a CPU")
     deployment = top.add_argument_group("the deployment, a cause a flag")
     deployment.add_argument("--deploy", required=True, metavar="FILE|RECIPE", help="fp8 model, or cast, tensor, row, "
-                            "block64, block128, with e5m2: before and +all after it")  # fmt: skip
+                            "block64, block128; :e5m2 and +all may follow")  # fmt: skip
     deployment.add_argument("--deploy_merged", action="store_true", help="the LoRA is in that file already")
     deployment.add_argument("--deploy_lora", choices=["beside", "nearest", "stochastic"], default="beside",
                             help="beside the weights, or rounded into them; ComfyUI: stochastic")  # fmt: skip

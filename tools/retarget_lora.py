@@ -31,7 +31,7 @@ from torch import Tensor
 
 from library.errors import UserError, exit_on_user_error
 from library.models.protocol import Family
-from library.models.registry import model_family
+from library.models.registry import model_family, with_transformer
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loading
 from library.precision.parity.activations import LayerInputs, collect_inputs
@@ -110,7 +110,7 @@ def open_deployment(base: Family, options: argparse.Namespace) -> Deployment:
     if not path.exists():
         recipe = flags.recipe_named(options.deploy, "--deploy")
         return Deployment(base, None, recipe, high, None, options.deploy)
-    family = model_family(flags.deployed_config(flags.model_config(options, options.base), path))
+    family = model_family(with_transformer(flags.model_config(options, options.base), path))
     layout = family.fp8_layout()
     if layout is None:
         raise UserError(f"--deploy {path}: holds no fp8 weights; give the fp8 file that will be served")

@@ -14,7 +14,6 @@ these ways, each of which can be switched on alone:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,16 +29,17 @@ from library.errors import UserError
 from library.models.protocol import Family, ImageEncoder
 from library.models.registry import model_family, with_transformer
 from library.nn.rope import MultiAxisRope
-from library.precision.formats import format_named, format_of
+from library.precision.formats import format_of
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.loading import Fp8Loading
-from library.precision.quantize import GRANULARITIES, Granularity, Quantized, quantize
+from library.precision.quantize import Granularity, Quantized, quantize
 from library.precision.recipe import Fp8Recipe
 from library.precision.serving import ActivationRounding, rounded_positions, serve_in_fp8
 from library.randomness import derive_seed
 from networks.injection import attach_lora
 from networks.targets import TARGETS
 from networks.weights import LoraWeights
+from tools.calibration_flags import recipe_named
 
 Merge = Literal["nearest", "stochastic"]
 Paste = Literal["steps", "end"]
@@ -102,9 +102,7 @@ class DeployedWeights:
 
 
 def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
-    """Return what ``--deploy`` names: a path, or a recipe such as ``cast``, ``row``, ``e5m2:tensor``, ``block64+all``.
-
-    ``+all`` rounds embedders and the final layer too, as most published plain casts have it.
+    """Return what ``--deploy`` names: a path, or a recipe (``calibration_flags.recipe_named``).
 
     Raises:
         UserError: there is no such file and no such recipe.
@@ -112,17 +110,10 @@ def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
     path = Path(text).expanduser()
     if path.exists():
         return DeployedWeights(path, None, merged)
-    match = re.fullmatch(r"(?:(e4m3fn|e5m2):)?(\w+?)(\+all)?", text)
-    if match is None or match[2] not in GRANULARITIES:
-        known = ", ".join(GRANULARITIES)
-        raise UserError(
-            f"--deploy {text}: no such file, and no recipe; recipes are {known}, as in e5m2:row or cast+all"
-        )
+    recipe = recipe_named(text, "--deploy")
     if merged:
         raise UserError(f"--deploy_merged: {text} is a recipe for the base; name the merged file, or use --deploy_lora")
-    granularity: Granularity = match[2]
-    keep = () if match[3] else ("embedders", "final")
-    return DeployedWeights(None, Fp8Recipe(granularity, format_named(match[1] or "e4m3fn"), keep))
+    return DeployedWeights(None, recipe, merged)
 
 
 class Models:
@@ -132,6 +123,7 @@ class Models:
         family: of the reference.
         deployed_family: of the deployed file; the reference's where a recipe makes the weights.
         loras: component -> module -> weights, of all LoRAs together.
+        kept: layers of the deployed model that run with the reference's weights.
     """
 
     def __init__(
@@ -154,6 +146,7 @@ class Models:
         self.targets = TARGETS[self.family.name]
         self.loras = loras
         self.dtype, self.device = dtype, device
+        self.kept: frozenset[str] = frozenset()
         self._fp8_layers: frozenset[str] | None = None
 
     @property
@@ -186,6 +179,10 @@ class Models:
             return self.family.load_transformer(self.dtype, self.device)
         fp8 = Fp8Loading(self.deployed.recipe, "dequant")
         model = self.deployed_family.load_transformer(self.dtype, self.device, fp8=fp8)
+        if self.kept:
+            high = self.family.load_transformer(self.dtype, self.device)
+            for name in self.kept:
+                model.set_submodule(name, high.get_submodule(name))
         self._fp8_layers = frozenset(name for name, m in model.named_modules() if isinstance(m, Fp8Linear))
         return model
 
