@@ -5,6 +5,9 @@
     python tools/quantize_model.py --model qwen.safetensors --save_to q.safetensors --layout musubi
     --granularity row
 
+With --dataset_config and --compensated weights are rounded so that outputs on your images change least; with
+--budget_mb those that contribute most to the error of the model stay in bf16.
+
 Layouts: comfy_scaled (ComfyUI, any version), comfy_quant (ComfyUI since late 2025), musubi, plain (no
 scales: anything that loads fp8). See docs/precision.md for what each costs in accuracy.
 """
@@ -29,6 +32,7 @@ from library.precision.checkpoint_writing import WrittenFp8, default_granularity
 from library.precision.formats import FORMATS, format_named
 from library.precision.quantize import GRANULARITIES
 from library.precision.recipe import KINDS, Fp8Recipe
+from tools.calibrated_quantising import add_calibrated_arguments, calibrated
 
 _FILE_IN_FOLDER = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
 
@@ -50,12 +54,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--keep_pattern", action="append", default=[], metavar="REGEX", help="further layers kept high")
     parser.add_argument("--rounding", choices=("nearest", "stochastic"), default="nearest")
-    parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding")
+    parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding and calibration")
     parser.add_argument(
         "--fp8_matmul",
         action="store_true",
         help="let ComfyUI multiply in fp8 (rounds activations; not what training saw)",
     )
+    add_calibrated_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -87,15 +92,17 @@ def quantize(options: argparse.Namespace, progress: Progress) -> WrittenFp8:
         seed=options.seed,
     )
     task = progress.add_task("quantising", total=None)
-    written = write_fp8_checkpoint(
-        options.model,
-        weight_files(model),
-        target,
-        options.layout,
-        recipe,
-        fp8_matmul=options.fp8_matmul,
-        progress=lambda done, total: progress.update(task, completed=done, total=total),
-    )
+    with calibrated(options, options.layout, recipe, progress.console) as (rounded, recipe):
+        written = write_fp8_checkpoint(
+            options.model,
+            weight_files(model),
+            target,
+            options.layout,
+            recipe,
+            fp8_matmul=options.fp8_matmul,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            merge=rounded,
+        )
     if folder:
         with atomic_path(target.parent / "config.json") as temporary:
             shutil.copyfile(model / "config.json", temporary)

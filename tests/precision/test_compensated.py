@@ -45,7 +45,7 @@ def weighted(error: Tensor, moment: Tensor) -> float:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_the_codes_are_those_of_the_textbook(granularity: Granularity) -> None:
-    layer = make_layer(24, 192, seed=0)
+    layer = make_layer(48, 128, seed=0)
     moment = layer.inputs.moment
     ours = quantize_compensated(layer.weight, moment, granularity)
     values = ours.dequantize(torch.float32).double()

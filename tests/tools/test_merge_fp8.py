@@ -147,11 +147,10 @@ def test_compensated_rounding_brings_the_whole_effect_into_an_fp8_file(files: Fi
         layer = name.rpartition(".")[0]
         if f"{layer}.weight" not in TENSORS:
             assert torch.equal(raw[name].view(torch.uint8), new[name].view(torch.uint8))
-    table = capsys.readouterr().out.partition("compensated")[2]
-    shown = [float(line.split()[3]) for line in table.splitlines() if line.strip().startswith(("double", "single"))]
-    assert shown[:3] == pytest.approx(
-        [1, 1, 1], abs=0.05
-    )  # of what it does to the outputs, on the images of the calibration
+    table = capsys.readouterr().out.partition("left by compensated")[2]
+    rows = [line.split() for line in table.splitlines() if line.strip().startswith(("double", "single"))]
+    # of what the update does to the outputs, on the images of the calibration
+    assert [float(row[3]) for row in rows[:3]] == pytest.approx([1, 1, 1], abs=0.05)
 
 
 def test_a_correction_lora_undoes_a_part_of_the_rounding(files: Files, tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ class Case:
         shutil.copytree(ROOT / "assets" / "demo_dataset", folder / "data")
         self.dataset = folder / "data" / "dataset.toml"
         family = model_family(ModelConfig(pretrained_model_name_or_path=str(self.base)))
-        options = CalibrationOptions(str(self.dataset), images=IMAGES + 3)  # the tool chooses the first of the very same ones
+        options = CalibrationOptions(
+            str(self.dataset), images=IMAGES + 3
+        )  # the tool chooses the first of the very same ones
         everything = prepare_calibration(family, options, torch.float32, torch.device("cpu"), Console(quiet=True))
         self.unseen = [*everything.fit, *everything.check][IMAGES:]
         weights = self.base / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -53,10 +55,10 @@ class Case:
         self.lora = {}
         for name, layer in self.model.named_modules():
             if isinstance(layer, nn.Linear) and not name.endswith(WITHOUT) and "blocks." in name:
-                up = torch.randn(layer.out_features, 4, generator=random)
-                down = torch.randn(4, layer.in_features, generator=random)
-                strength = 0.1 * layer.weight.norm() / (up @ down).norm()
-                self.lora[name] = LoraWeights(down * strength.sqrt(), up * strength.sqrt() / 0.5, 2.0)
+                up = torch.randn(layer.out_features, 16, generator=random)
+                down = torch.randn(16, layer.in_features, generator=random)
+                strength = 0.03 * layer.weight.norm() / (up @ down).norm()
+                self.lora[name] = LoraWeights(down * strength.sqrt(), up * strength.sqrt() / 0.5, 8.0)
         self.files = {}
         for kind, flags in {"plain": [], "musubi": ["--granularity", "row"]}.items():
             self.files[kind] = folder / f"{kind}.safetensors"
@@ -146,7 +148,7 @@ def test_the_fp8_model_with_the_refitted_lora_is_nearer_to_bf16(case: Case, kind
     with safe_open(lora, "pt") as one, safe_open(saved, "pt") as other:
         assert set(one.keys()) == set(other.keys())
         assert all(one.get_slice(k).get_shape() == other.get_slice(k).get_shape() for k in one.keys())  # noqa: SIM118
-    assert {n: (w.rank, w.alpha) for n, w in fitted.weights.items()} == dict.fromkeys(case.lora, (4, 2.0))
+    assert {n: (w.rank, w.alpha) for n, w in fitted.weights.items()} == dict.fromkeys(case.lora, (16, 8.0))
     # the file says what it fits, and what does not fit it
     assert fitted.metadata["tandem.base_fingerprint"] == fingerprint(case.files[kind])
     assert json.loads(fitted.metadata["tandem.retargeted"])["lora"] == "lora.safetensors"
@@ -163,7 +165,7 @@ def test_layers_that_share_a_are_fitted_as_one_and_keep_sharing_it(case: Case, t
     try:
         for part in ("q", "k", "v"):
             name = f"transformer_blocks.0.attn.to_{part}"
-            case.lora[name] = LoraWeights(first, case.lora[name].up, 2.0)
+            case.lora[name] = LoraWeights(first, case.lora[name].up, 8.0)
         lora = case.save("kohya", "kohya")
     finally:
         case.lora = original
@@ -171,7 +173,7 @@ def test_layers_that_share_a_are_fitted_as_one_and_keep_sharing_it(case: Case, t
     key = "lora_unet_double_blocks_0_img_attn_qkv"
     one, other = load_file(lora), load_file(tmp_path / "out.safetensors")
     assert {k: t.shape for k, t in one.items()} == {k: t.shape for k, t in other.items()}
-    assert one[f"{key}.lora_down.weight"].shape[0] == 4
+    assert one[f"{key}.lora_down.weight"].shape[0] == 16
     assert not torch.equal(one[f"{key}.lora_down.weight"], other[f"{key}.lora_down.weight"])
     unit = " + ".join(f"transformer_blocks.0.attn.to_{part}" for part in "qkv")
     assert fits[unit].after < 0.8 * fits[unit].before
@@ -181,11 +183,11 @@ def test_a_correction_rank_reaches_layers_without_a_lora(case: Case, tmp_path: P
     lora = case.save("lora", "diffusers")
     case.run(lora, case.files["plain"], tmp_path / "out.safetensors", correction_rank=8)
     fitted = load_lora(tmp_path / "out.safetensors", FLUX_TARGETS).weights
-    assert fitted["transformer_blocks.0.attn.to_q"].rank == 12
+    assert fitted["transformer_blocks.0.attn.to_q"].rank == 24
     assert fitted[f"transformer_blocks.0.{WITHOUT}"].rank == 8
     assert "x_embedder" not in fitted  # not in fp8
     before, after = case.errors("plain", fitted)
-    assert after < 0.5 * before
+    assert after < 0.6 * before
 
 
 def test_what_cannot_be_done_is_refused_by_name(case: Case, tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""quantize_model.py --compensated and --budget_mb: diffusers computes with what was written."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.runs import ROOT, pipeline_forward
+from tools import quantize_model
+
+BASE = ROOT / "assets" / "tiny-flux"
+
+
+def quantize(folder: Path, name: str, **flags: object) -> dict[str, Tensor]:
+    """Run the tool into the plain layout, whose numbers need no scales; return the file's tensors."""
+    words = [w for key, value in flags.items() for w in (f"--{key}", *([] if value is True else [str(value)]))]
+    before = sys.argv
+    sys.argv = ["quantize_model.py", "--model", str(BASE), "--save_to", str(folder / name), "--layout", "plain", *words]
+    try:
+        quantize_model.main()
+    finally:
+        sys.argv = before
+    return load_file(folder / name / "diffusion_pytorch_model.safetensors")
+
+
+def velocity(tensors: dict[str, Tensor]) -> Tensor:
+    """Return diffusers' output on inputs like those of sampling: noise, and a caption's embeddings stand-in."""
+    model = FluxTransformer2DModel.from_pretrained(BASE / "transformer").eval()
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    random = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, 16, 16, 16, generator=random)
+    text = {"prompt_embeds": torch.zeros(2, 8, 64), "pooled_prompt_embeds": torch.zeros(2, 64)}
+    with torch.no_grad():
+        return pipeline_forward(model, latents, torch.tensor([0.9, 0.9]), text, 3.5)
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("data") / "data"
+    shutil.copytree(ROOT / "assets" / "demo_dataset", folder)
+    return {"dataset_config": folder / "dataset.toml", "calibration_images": 3, "calibration_sigmas": 0.9}
+
+
+def test_compensated_weights_and_kept_ones_each_take_error_off(
+    calibration: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = velocity(load_file(BASE / "transformer" / "diffusion_pytorch_model.safetensors"))
+    files = {
+        "nearest": quantize(tmp_path, "nearest"),
+        "compensated": quantize(tmp_path, "compensated", compensated=True, **calibration),
+        "budget": quantize(tmp_path, "budget", budget_mb=0.5, **calibration),
+    }
+    error = {name: float((velocity(tensors) - reference).norm()) for name, tensors in files.items()}
+    assert error["compensated"] < 0.8 * error["nearest"]
+    assert error["budget"] < error["nearest"]
+    sizes = {name: sum(t.numel() * t.element_size() for t in tensors.values()) for name, tensors in files.items()}
+    assert sizes["compensated"] == sizes["nearest"]
+    assert 0 < sizes["budget"] - sizes["nearest"] <= 0.5 * 2**20
+    assert "of 0.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("message", "flags"),
+    [
+        ("give both or neither", {"compensated": True}),
+        ("give both or neither", {"dataset_config": "x.toml"}),
+        ("choose one", {"compensated": True, "dataset_config": "x.toml", "rounding": "stochastic"}),
+        ("must be more than 0", {"budget_mb": 0, "dataset_config": "x.toml"}),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(
+    message: str, flags: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        quantize(tmp_path, "out", **flags)
+    assert message in capsys.readouterr().err
