@@ -109,8 +109,8 @@ def test_the_committed_model_fills_scenes_it_has_never_seen(tiny_fill: FluxFillP
     some = HeldOut([scenes.captions[i] for i in partly], scenes.pictures[partly], scenes.masks[partly])
     error = region_error(filled(tiny_fill, some, steps=10), some)
     grey = region_error(np.full_like(some.pictures, 0.5), some)
-    # measured on 24 scenes: 0.04 of the range of colours, neighbours spread inwards 0.09, grey 0.27
-    assert error < 0.7 * region_error(spread(some), some)
+    # measured on 23 scenes: 0.033 of the range of colours, neighbours spread inwards 0.091, grey 0.267
+    assert error < 0.6 * region_error(spread(some), some)
     assert error < 0.3 * grey
 
 
@@ -118,4 +118,6 @@ def test_the_committed_model_keeps_what_is_known(tiny_fill: FluxFillPipeline) ->
     scenes = held_out(4)
     painted = filled(tiny_fill, scenes, steps=10)
     known = ~scenes.masks
-    assert np.abs(painted - scenes.pictures).mean(axis=-1)[known].mean() < 0.06
+    assert (
+        np.abs(painted - scenes.pictures).mean(axis=-1)[known].mean() < 0.04
+    )  # measured 0.021: the tiny autoencoder and soft outlines

@@ -132,9 +132,11 @@ def trained_model(sizes: TinySizes, vocabularies: tuple[int, int], state_path: P
 
 
 def build_optimizers(model: torch.nn.Module, muon_rate: float, adam_rate: float) -> list[torch.optim.Optimizer]:
-    """[Muon on the transformer blocks' matrices, AdamW on the rest]; both rates follow one cosine."""
+    """[Muon on the transformer blocks' matrices, AdamW on the rest], of what needs a gradient."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         in_block = "transformer_blocks" in name  # matches the single blocks' names, too
         (matrices if in_block and parameter.ndim == 2 else others).append(parameter)
     muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
