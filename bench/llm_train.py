@@ -1,8 +1,8 @@
 """Training steps of small language models: Tandem, transformers and a textbook implementation, side by side.
 
-GPT-2 and Llama of 13 million weights (DESIGN: vocabulary 8192, 256 tokens, 6 layers, width 384), batch 8, clipped at 1,
-fused AdamW, in fp32 and under bf16 autocast. Time as ``bench.measure`` takes it; memory is the peak of a process that
-took two steps, gradients and optimizer included.
+GPT-2 and Llama of 13 million weights (vocabulary 8192, 256 tokens, 6 layers, width 384), batch 8, clipping at 1, fused
+AdamW, in fp32 and under bf16 autocast. Time as ``bench.measure`` takes it; memory is the peak of a process that took
+two steps, gradients and optimizer included.
 
     python bench/llm_train.py [--json PATH] [--rounds 5] [--family gpt2 llama]
 """

@@ -7,7 +7,9 @@ and over the size of the loaded model, and the seconds taken. Pages of a mapped 
 they are mapped, although the system may drop them when memory is short; `anonymous` is the part that it may
 not drop, sampled every 2 ms.
 
-    python bench/loading.py [--json PATH] [--single-blocks 2]
+With ``--model llm`` the same is measured for a Llama (``bench/llm_loading.py``).
+
+    python bench/loading.py [--json PATH] [--model flux] [--single-blocks 2]
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from bench import llm_loading
 from bench.measure import reset_peak, resident, write_report
 from library.errors import exit_on_user_error
 
@@ -130,9 +133,9 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     }[case.partition(",")[0]]
 
 
-def measure(case: str, folder: Path) -> dict:
+def measure(case: str, folder: Path, model_kind: str = "flux") -> dict:
     """Load as ``case`` says and return its row; call it in a fresh process."""
-    load = loader(case, folder)
+    load = (llm_loading.loader if model_kind == "llm" else loader)(case, folder)
     gc.collect()
     before, before_anonymous = resident("VmRSS"), resident("RssAnon")
     reset_peak()
@@ -168,17 +171,22 @@ def main() -> None:
     """Run every case and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--model", choices=("flux", "llm"), default="flux", help="what is loaded")
     parser.add_argument("--single-blocks", type=int, default=2, help="blocks of 0.28 GB to add")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        print(json.dumps(measure(options.case, options.folder)))
+        print(json.dumps(measure(options.case, options.folder, options.model)))
         return
     folder = Path(tempfile.mkdtemp(prefix="tandem-loading-"))
     try:
-        write_model(folder, Sizes(single_blocks=options.single_blocks))
-        rows = [_in_own_process(case, folder) for case in CASES]
+        if options.model == "llm":
+            llm_loading.write_model(folder)
+        else:
+            write_model(folder, Sizes(single_blocks=options.single_blocks))
+        cases = llm_loading.CASES if options.model == "llm" else CASES
+        rows = [_in_own_process(case, folder, options.model) for case in cases]
     finally:
         shutil.rmtree(folder)
     print(f"{'case':<38}{'model MB':>10}{'peak MB':>10}{'peak/model':>12}{'anonymous':>11}{'seconds':>9}")
@@ -188,11 +196,11 @@ def main() -> None:
             f"{row['peak_over_model']:>12.2f}{row['anonymous_over_model']:>11.2f}{row['seconds']:>9.2f}"
         )
     if options.json:
-        write_report(options.json, rows, _ratios(rows))
+        write_report(options.json, rows, llm_loading.ratios(rows) if options.model == "llm" else _ratios(rows))
 
 
-def _in_own_process(case: str, folder: Path) -> dict:
-    command = [sys.executable, __file__, "--case", case, "--folder", str(folder)]
+def _in_own_process(case: str, folder: Path, model: str) -> dict:
+    command = [sys.executable, __file__, "--case", case, "--folder", str(folder), "--model", model]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -66,10 +66,11 @@ class Attention(nn.Module):
         The heads of a group are as many queries to one head of keys, which needs no copy of keys and no causality.
         """
         batch, turning = x.shape[0], self.heads + self.kv_heads
-        queries_keys, value = self.qkv(x).view(batch, -1, self.head_dim).split((turning, self.kv_heads), dim=1)
+        qkv = self.qkv(x).view(batch, -1, self.head_dim)
+        queries_keys, value = qkv.narrow(1, 0, turning), qkv.narrow(1, turning, self.kv_heads)
         if rope is not None:
             queries_keys = turn_token(queries_keys, rope)
-        query, key = queries_keys.split((self.heads, self.kv_heads), dim=1)
+        query, key = queries_keys.narrow(1, 0, self.heads), queries_keys.narrow(1, self.heads, self.kv_heads)
         keys, values = cache.append(layer, key, value)
         grouped = query.reshape(batch, self.kv_heads, -1, self.head_dim)
         mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)

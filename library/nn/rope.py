@@ -166,7 +166,7 @@ def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def whole_head(table: Table) -> Table:
-    """Return the half-split ``table`` of one token, [1, D/2] or [B, 1, D/2], as :func:`turn_token` takes it, [..., D]."""
+    """Return the half-split ``table`` of one token, [1, D/2] or [B, 1, D/2], in the form :func:`turn_token` takes."""
     cos, sin = table
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

@@ -1,0 +1,63 @@
+"""The commands of docs/llm.md in their order, made short; and the ready configs of train_llm.py."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+from contextlib import chdir
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from library.config.llm_schema import load_llm_config
+from library.models.lm_config import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/llm.md").read_text(encoding="utf-8")
+SMALL = "--max_train_steps 3 --width 48 --heads 4 --layers 2 --context 32 --lr_warmup_steps 1 --sample_tokens 4"
+SHORT = {
+    "tools/prepare_text.py": "--workers 0 --validation_share 0.2",
+    "train_llm.py": f"{SMALL} --save_every_n_steps 2 --save_state",
+    "tools/generate.py": "--max_new_tokens 4",
+}
+
+
+def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "my_texts").mkdir()
+    for i in range(30):
+        (tmp_path / "my_texts" / f"{i}.txt").write_text(f"Once upon a time there were {i} cats. " * 6)
+    commands = re.findall(r"^\.venv/bin/python (.*)$", PAGE, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        script, *rest = shlex.split(command.replace("8192", "300"))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        argv = [script, *rest, *SHORT.get(script, "").split()]
+        with chdir(tmp_path), mock.patch.object(sys, "argv", argv):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert (tmp_path / "output/llama_tiny/llama_tiny/model.safetensors").stat().st_size > 0
+    assert (tmp_path / "output/llama_tiny/llama_tiny-step00000002-state/position.json").is_file()
+    assert (tmp_path / "output/llama_tiny/lr.svg").is_file()
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs/llm").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_ready_config_is_valid(config: Path) -> None:
+    read = load_llm_config(["--config_file", str(config)])
+    assert read.model.init_from is not None or read.model.preset in PRESETS
+    schema_line = config.read_text(encoding="utf-8").splitlines()[0]
+    assert (config.parent / schema_line.removeprefix("#:schema ")).is_file()
+
+
+def test_the_schema_and_the_options_page_are_up_to_date() -> None:
+    from library.config.llm_schema import LLM
+    from tools.write_config_docs import json_schema, options_page
+
+    for path, text in (
+        ("configs/llm/train_llm.schema.json", json_schema(LLM)),
+        ("docs/llm_options.md", options_page(LLM)),
+    ):
+        assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run make docs"
