@@ -34,23 +34,23 @@ def token_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, vocab_
     """
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     count = (wanted != IGNORED).sum().clamp_min(1)
-    plain = type(head) is nn.Linear and head.weight.requires_grad and torch.is_grad_enabled()
-    if plain and not torch.compiler.is_compiling():
-        device = rows.device.type
-        weight = head.weight
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            rows, weight = rows.to(dtype), weight.to(dtype)
-        return _Loss.apply(rows, weight, wanted, vocab_size) / count
-    if torch.is_grad_enabled():
-        return (
-            F.cross_entropy(head(rows)[:, :vocab_size].float(), wanted, ignore_index=IGNORED, reduction="sum") / count
-        )
+    trained = rows.requires_grad or any(parameter.requires_grad for parameter in head.parameters())
+    if torch.is_grad_enabled() and trained:
+        if type(head) is nn.Linear and not torch.compiler.is_compiling():
+            return _Loss.apply(*_in_autocast_dtype(rows, head.weight), wanted, vocab_size) / count
+        logits = head(rows)[:, :vocab_size].float()
+        return F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum") / count
     total = rows.new_zeros((), dtype=torch.float32)
     for part, own in zip(*_split(rows, wanted, vocab_size), strict=True):
         logits = head(part)[:, :vocab_size].float()
         total += F.cross_entropy(logits, own, ignore_index=IGNORED, reduction="sum")
     return total / count
+
+
+def _in_autocast_dtype(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    device = rows.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
+    return rows.to(dtype), weight.to(dtype)
 
 
 def _split(rows: Tensor, targets: Tensor, vocab_size: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -71,7 +71,7 @@ class _Loss(torch.autograd.Function):
         own = weight[:vocab_size]
         total = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         parts = zip(*_split(hidden, targets, vocab_size), d_hidden.split(max(64, _LOGITS // vocab_size)), strict=True)
         for part, wanted, d_part in parts:
             scores = F.log_softmax(F.linear(part, own).float(), dim=-1)
@@ -83,6 +83,8 @@ class _Loss(torch.autograd.Function):
             d_logits.mul_(counts[:, None])
             d_logits = d_logits.to(part.dtype)
             torch.mm(d_logits, own, out=d_part)
+            if d_weight is None:  # the head is frozen
+                continue
             if d_logits.dtype == torch.float32:
                 d_weight[:vocab_size].addmm_(d_logits.t(), part)
             else:
@@ -93,7 +95,8 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
         scale = gradients[0]
-        return d_hidden * scale.to(d_hidden.dtype), (d_weight * scale).to(ctx.dtype), None, None
+        into_weight = None if d_weight is None else (d_weight * scale).to(ctx.dtype)
+        return d_hidden * scale.to(d_hidden.dtype), into_weight, None, None

@@ -77,3 +77,17 @@ def test_backend_that_cannot_run_here_is_refused() -> None:
     q = random(1, 5, 2, 16)
     with pytest.raises(UserError, match=r"'cudnn' cannot run .* choose 'auto'"):
         attend(q, q, q, backend="cudnn")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_one_token_with_grouped_keys_attends_as_with_repeated_keys(padded: bool) -> None:
+    torch.manual_seed(3)
+    query, key, value = torch.randn(2, 1, 6, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :3] = not padded
+    repeated = [tensor.double().repeat_interleave(3, dim=2) for tensor in (key, value)]
+    scores = torch.einsum("bqhd,bkhd->bhqk", query.double(), repeated[0]) / 8**0.5
+    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+    expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), repeated[1])
+    ours = attend(query, key, value, mask=mask if padded else None, causal=True)
+    torch.testing.assert_close(ours, expected.float(), rtol=1e-5, atol=1e-6)
