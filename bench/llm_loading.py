@@ -31,7 +31,7 @@ CASES = (
     "meta",
     "mmap",
 )
-_CONFIG = llama(2048, 2, 32, 8, 8192, vocab_size=32000, context=4096)  # of Llama 3.2 1B's width, 0.5 GB in bf16
+_CONFIG = llama(2048, 6, 32, 8, 8192, vocab_size=32000, context=4096)  # of Llama 3.2 1B's width, 1 GB in bf16
 
 
 def write_model(folder: Path) -> None:
@@ -43,10 +43,10 @@ def write_model(folder: Path) -> None:
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).state_dict()
     tile = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    state = {
-        name: tile.repeat(-(-tensor.numel() // tile.numel()))[: tensor.numel()].reshape(tensor.shape).clone()
-        for name, tensor in shapes.items()
-    }
+    state = {}
+    for i, (name, tensor) in enumerate(shapes.items()):  # no two alike, or the head would count as tied
+        tiles = tile.roll(i).repeat(-(-tensor.numel() // tile.numel()))
+        state[name] = tiles[: tensor.numel()].reshape(tensor.shape).clone()
     for part in ("whole", "shards", "meta"):
         (folder / part).mkdir(parents=True)
         (folder / part / "config.json").write_text(json.dumps(config_to_hf(_CONFIG)))
@@ -59,7 +59,7 @@ def write_model(folder: Path) -> None:
     (folder / "shards/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "meta/config.json").unlink()
     torch.save({_meta_name(name): tensor for name, tensor in state.items()}, folder / "meta/consolidated.00.pth")
-    params = {"dim": 2048, "n_layers": 2, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 500000.0}
+    params = {"dim": 2048, "n_layers": 6, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 500000.0}
     (folder / "meta/params.json").write_text(json.dumps(params))
 
 

@@ -145,12 +145,12 @@ def measure(case: str, folder: Path, model_kind: str = "flux") -> dict:
         while not done.wait(0.002):
             peak_anonymous[0] = max(peak_anonymous[0], resident("RssAnon"))
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)  # an error in loading must end the process
     watcher.start()
     start = time.perf_counter()
     model = load()
     for parameter in model.parameters():
-        parameter.detach().view(-1)[:: 4096 // parameter.element_size()].sum()  # a mapped page counts once touched
+        parameter.detach().view(-1).view(torch.uint8)[::4096].sum()  # a mapped page counts once touched
     seconds = time.perf_counter() - start
     peak = resident("VmHWM") - before
     done.set()

@@ -90,6 +90,17 @@ def test_the_way_to_us_and_back_is_bit_exact(name: str, tmp_path: Path) -> None:
         assert torch.equal(again(tokens()).logits, reference(name)(tokens()).logits)
 
 
+def test_gpt2s_first_files_have_no_prefix_and_store_masks(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = write_reference(tmp_path, "gpt2")
+    state = {name: tensor.contiguous() for name, tensor in model.transformer.state_dict().items()}
+    state |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64).tril() for i in range(3)}
+    save_file(state, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        assert relative(load_lm(tmp_path, torch.float32)(tokens()), model(tokens()).logits) < 1e-4
+
+
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
 def test_shards_load_like_one_file(safe: bool, tmp_path: Path) -> None:
     model = reference("llama3")

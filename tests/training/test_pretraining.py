@@ -111,6 +111,21 @@ def test_a_resumed_run_ends_with_the_same_bits(settings: dict, corpus: Path, tmp
         assert [line.get(key) for line in whole] == [line.get(key) for line in rest], key
 
 
+def test_a_resumed_run_of_another_batch_size_goes_on_in_the_data_where_the_first_ended(
+    corpus: Path, tmp_path: Path
+) -> None:
+    run(corpus, tmp_path, save_every_n_steps=4, save_state=True, lr_scheduler="constant", lr_warmup_steps=None)
+    constant = {"lr_scheduler": "constant", "lr_warmup_steps": None, "resume": tmp_path / "model-step00000004-state"}
+    run(corpus, tmp_path, train_batch_size=8, max_train_steps=5, **constant)
+    line = next(line for line in lines(tmp_path) if line["step"] == 5)
+    assert line["tokens"] == (4 * 4 + 8) * 32
+    # windows 16 to 24 of the order
+    model = load_lm(tmp_path / "model-step00000004", torch.float32)
+    tokens = TokenBatches(TokenShards(corpus, "train"), 32, 8, seed=5).batch(2)
+    with torch.no_grad():
+        assert line["loss"] == pytest.approx(model(tokens[:, :-1], tokens[:, 1:]).item(), rel=1e-5)
+
+
 def test_the_first_step_is_adamws_on_the_mean_of_all_windows(corpus: Path, tmp_path: Path) -> None:
     settings = {"max_train_steps": 1, "lr_scheduler": "constant", "lr_warmup_steps": None, "max_grad_norm": 0.1}
     run(corpus, tmp_path / "two", tokens_per_batch=256, **settings)  # 2 x 4 windows of 32

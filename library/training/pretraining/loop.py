@@ -87,7 +87,8 @@ class Pretrainer:
         """Train to the end."""
         self.model.train()
         on_gpu = self.accelerator.device.type == "cuda"
-        coming = self.batches.from_position(self.position.step * self.plan.accumulation, pinned=on_gpu)
+        per_pass = self.plan.windows // self.plan.accumulation
+        coming = self.batches.from_position(self.position.windows // per_pass, pinned=on_gpu)
         while self.position.step < self.plan.total:
             self._clocks.start()
             loss, grad_norm, rates = self._step(coming)
@@ -145,13 +146,13 @@ class Pretrainer:
         seconds, waited = self._clocks.read()
         values = {
             "step": self.position.step,
-            "epoch": self.batches.epoch(self.position.step * self.plan.accumulation),
+            "epoch": self.position.windows // self.batches.windows,
             "loss": mean_loss,
             "loss_ema": ema,
             "perplexity": math.exp(min(mean_loss, 700.0)),
             "grad_norm": norm,
             **rates,
-            "tokens": self.position.step * self.plan.tokens,
+            "tokens": self.position.windows * (self.plan.tokens // self.plan.windows),
             "tokens_per_s": self.plan.tokens / seconds,
             "s_per_it": seconds,
             "data_wait_s": waited,
