@@ -80,8 +80,9 @@ def train(config: TrainConfig) -> RunEvents:
         family.conditioning,
     )  # fmt: skip
     teacher = prepare_teacher(config, data, accelerator, console)
-    device, weights = accelerator.device, config.network.network_weights
-    networks = prepare_networks(family, text_encoder, plan, weights, config.training, dtype, device, console, fp8)
+    networks = prepare_networks(
+        family, text_encoder, plan, config.network, config.training, dtype, accelerator.device, console, fp8
+    )
     run = prepare_run(config, family, plan, networks, data, accelerator, teacher)
     held_out = hold_out(data, run.step, config.validation)
     names = OutputNames(Path(config.saving.output_dir), config.saving.output_name)

@@ -71,6 +71,8 @@ def arguments(base: Path, dataset: Path, output: Path, **settings: object) -> li
     }
     flags: list[str] = []
     for key, value in (defaults | settings).items():
+        if value is None:  # not this default
+            continue
         if isinstance(value, bool):
             flags.append(f"--{key}" if value else f"--no-{key}")
         elif isinstance(value, list):

@@ -29,6 +29,7 @@ from library.training.calibration import CalibrationOptions
 from tools.generate import read_loras
 from tools.merge_lora import parse_source
 from tools.report.deployments import Models, Variant, parse_deployment
+from tools.report.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
 from tools.report.measure import Asked, measure
 from tools.report.page import verdict_lines, write_report
 
@@ -72,6 +73,11 @@ def parser() -> argparse.ArgumentParser:
     probe.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
     probe.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
     probe.add_argument("--no_benefits", action="store_true", help="skip measuring each layer's return to bf16")
+    fix = top.add_argument_group("fixes")
+    fix.add_argument("--fix", action="store_true", help="try fixes on these images and name the cheapest that does")
+    fix.add_argument("--fix_minutes", type=float, default=30.0, metavar="X", help="begin none later (default: 30)")
+    fix.add_argument("--fix_target", type=float, default=0.3, metavar="X",
+                     help="share of the deployment's error that is good enough (default: %(default)s)")  # fmt: skip
     top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")
     return top
 
@@ -102,6 +108,25 @@ def variant_of(options: argparse.Namespace) -> Variant:
     )
 
 
+def fix_options(options: argparse.Namespace) -> FixOptions:
+    """Return what the fixes need of the command line."""
+    parts = [(name, value) for name in _PARTS if (value := getattr(options, name, None)) is not None]
+    data = ["--dataset_config", options.dataset_config, "--calibration_images", str(options.images)]
+    data += ["--calibration_sigmas", *map(str, options.sigmas), "--seed", str(options.seed)]
+    data += ["--guidance_scale", str(options.guidance_scale)]
+    data += ["--cache_directory", options.cache_directory] if options.cache_directory else []
+    return FixOptions(
+        folder=options.save_to / "fixes",
+        lora=parse_source(options.lora[0]).path,
+        base=options.model,
+        deploy=options.deploy,
+        model_flags=[word for name, value in parts for word in (f"--{name}", value)],
+        data_flags=[*data, *(["--masked_loss"] if options.masked_loss else [])],
+        minutes=options.fix_minutes,
+        target=options.fix_target,
+    )
+
+
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, measure, write the report."""
@@ -125,9 +150,18 @@ def main() -> None:
         cache_directory=options.cache_directory,
     )
     asked = Asked(variant, calibration, options.steps, not options.no_benefits)
+    if options.fix and len(options.lora) != 1:
+        raise UserError("--fix: refits one LoRA; join several with tools/merge_lora.py first")
     report = measure(models, asked, console)
-    paths = write_report(report, options.save_to)
+    fixes: list[Fix] = []
+    if options.fix:
+        fixes = try_fixes(models, asked, report, fix_options(options), console)
+    paths = write_report(report, options.save_to, fixes)
     console.print("\n".join(verdict_lines(report)))
+    if fixes:
+        console.print(fix_table(fixes, report.full))
+        best = recommend(fixes, report.full, options.fix_target)
+        console.print(recommendation(best, report.full, options.fix_target))
     console.print("\n".join(str(path) for path in paths))
 
 

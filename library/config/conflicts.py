@@ -18,6 +18,7 @@ def find_conflicts(config: TrainConfig) -> Iterator[str]:
         _model,
         _precision,
         _fp8,
+        _from_weights,
         _parity,
         _flow,
         _saving,
@@ -45,18 +46,17 @@ _QWEN_KEYS = ("vae", "text_encoder", "qwen_tokenizer", "zero_cond_t")
 def model_conflicts(model: ModelConfig) -> Iterator[str]:
     """Yield a complaint for each file or setting that belongs to another family than ``model_type``."""
     kind = model.model_type
-    qwen = kind.startswith("qwen_image")
-    yield from _unused(model, _FLUX_KEYS, qwen, f'with model_type = "{kind}", whose files are vae and text_encoder')
-    yield from _unused(model, _QWEN_KEYS, not qwen, f'with model_type = "{kind}", whose files are ae, clip_l and t5xxl')
-    edits = kind == "qwen_image_edit_plus"
-    yield from _unused(model, ("zero_cond_t",), qwen and not edits, f'with model_type = "{kind}"')
+    flux, edits = kind.startswith("flux"), kind == "qwen_image_edit_plus"
+    yield from _unused(model, _FLUX_KEYS, not flux, f'with model_type = "{kind}", whose files are vae and text_encoder')
+    yield from _unused(model, _QWEN_KEYS, flux, f'with model_type = "{kind}", whose files are ae, clip_l and t5xxl')
+    yield from _unused(model, ("zero_cond_t",), not flux and not edits, f'with model_type = "{kind}"')
 
 
 def _model(config: TrainConfig) -> Iterator[str]:
     yield from model_conflicts(config.model)
     kind = config.model.model_type
     reason = f'with model_type = "{kind}", which takes no guidance'
-    yield from _unused(config.flow, ("guidance_scale",), kind.startswith("qwen_image"), reason)
+    yield from _unused(config.flow, ("guidance_scale",), not kind.startswith("flux"), reason)
 
 
 def _precision(config: TrainConfig) -> Iterator[str]:
@@ -90,6 +90,21 @@ def _fp8(config: TrainConfig) -> Iterator[str]:
             yield f'{key}: {fp8.fp8_format} weights cannot be multiplied in fp8; set fp8_format = "e4m3fn"'
     if fp8.fp8_text_encoder and config.training.mixed_precision == "fp16":
         yield 'fp8_text_encoder: T5 leaves the range of fp16; set mixed_precision = "bf16" or remove it'
+
+
+def _from_weights(config: TrainConfig) -> Iterator[str]:
+    network = config.network
+    if not network.dim_from_weights:
+        return
+    if network.network_weights is None:
+        yield "dim_from_weights: there is no file to take ranks from; set network_weights"
+    keys = ("network_dim", "network_alpha", "network_args", "network_dropout", "network_type", "init_lora_weights")
+    keys = (*keys, "use_rslora", "network_train_text_encoder_only")
+    yield from _unused(network, keys, True, "with dim_from_weights, which takes layers, ranks and alphas from the file")
+    encoders = any(rate > 0 for rate in config.optimizer.text_encoder_lr)
+    yield from _unused(
+        config.optimizer, ("text_encoder_lr",), encoders, "with dim_from_weights: the transformer learns"
+    )
 
 
 def _parity(config: TrainConfig) -> Iterator[str]:

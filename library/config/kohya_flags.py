@@ -70,7 +70,7 @@ _SAME = [
         "sample_every_n_steps sample_every_n_epochs sample_at_first optimizer_args learning_rate max_grad_norm "
         "lr_decay_steps lr_scheduler_num_cycles lr_scheduler_power lr_scheduler_min_lr_ratio network_weights "
         "network_dim network_dropout timestep_sampling discrete_flow_shift sigmoid_scale guidance_scale "
-        "logit_mean logit_std mode_scale log_with",
+        "logit_mean logit_std mode_scale log_with dim_from_weights",
         "same",
         BOTH,
     ),
@@ -244,8 +244,6 @@ _REFUSED = [
             takes="switch"),
     *_flags("scale_weight_norms", "refused", BOTH, f"limiting weight norms is {_LATER}",
             instead="lower learning_rate or set weight_decay in optimizer_args"),
-    *_flags("dim_from_weights", "refused", BOTH, "the rank is part of the configuration", takes="switch",
-            instead="set network_dim and network_alpha to those of network_weights"),
     *_flags("base_weights base_weights_multiplier", "refused", BOTH, _NO_MERGED_BASE, takes="list",
             instead="merge first with tools/merge_lora.py"),
     *_flags("no_metadata", "refused", BOTH, "merging and reports need the metadata", takes="switch"),

@@ -28,7 +28,7 @@ class ModelConfig(Section):
     """The base model and where its parts lie."""
 
     model_type: Literal[
-        "flux", "flux_fill", "flux_kontext", "qwen_image", "qwen_image_edit", "qwen_image_edit_plus"
+        "flux", "flux_fill", "flux_kontext", "qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "z_image"
     ] = Field("flux", description="architecture family; flux: FLUX.1 dev and schnell")
     pretrained_model_name_or_path: str = Field(
         description="diffusers folder, or a transformer file: BFL's flux1-dev.safetensors or ComfyUI's split file"
@@ -47,10 +47,14 @@ class ModelConfig(Section):
     t5xxl_max_token_length: Positive | None = Field(
         None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
     )
-    vae: str | None = Field(None, description="Qwen-Image: VAE file or folder, with a single file")
-    text_encoder: str | None = Field(None, description="Qwen-Image: Qwen2.5-VL file or folder, with a single file")
-    qwen_tokenizer: str = Field(
-        "Qwen/Qwen2.5-VL-7B-Instruct", description="Qwen-Image: tokenizer folder or hub name, with a single file"
+    vae: str | None = Field(None, description="Qwen-Image, Z-Image: VAE file or folder, with a single file")
+    text_encoder: str | None = Field(
+        None, description="Qwen-Image: Qwen2.5-VL; Z-Image: Qwen3; file or folder, with a single file"
+    )
+    qwen_tokenizer: str | None = Field(
+        None,
+        description="Qwen-Image, Z-Image: tokenizer folder or hub name, with a single file; default "
+        "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-4B",
     )
     zero_cond_t: bool | None = Field(
         None,
@@ -92,7 +96,7 @@ class PrecisionConfig(Section):
         description="round what fp8 layers are given as the server's fp8 products will, with the gradient passed "
         "through: a scale a token (row), an input (tensor), or none (unit, ComfyUI's --fast fp8_matrix_mult)",
     )
-    fp8_text_encoder: bool = Field(False, description="quantise T5 or Qwen2.5-VL to fp8, block64, as it is loaded")
+    fp8_text_encoder: bool = Field(False, description="quantise T5, Qwen2.5-VL or Qwen3 to fp8, block64, as it is loaded")
 
 
 class ParityConfig(Section):
@@ -147,10 +151,13 @@ class NetworkConfig(Section):
         description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
         "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
         "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, "
-        "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image); factor, "
+        "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image, Z-Image); factor, "
         "decompose_both (lokr)",
     )
     network_weights: str | None = Field(None, description="LoRA file to go on from")
+    dim_from_weights: bool = Field(
+        False, description="train the transformer layers of network_weights, each with its own rank and alpha"
+    )
     network_train_text_encoder_only: bool = Field(
         False, description="train the text encoders that text_encoder_lr names, and not the transformer"
     )
@@ -209,7 +216,7 @@ class TrainingConfig(Section):
     blocks_to_swap: Annotated[int, Field(ge=0)] = Field(
         0,
         description="blocks whose frozen weights stay in host memory and are copied in as they run; at most 35 of "
-        "FLUX, 58 of Qwen-Image",
+        "FLUX, 58 of Qwen-Image, 32 of Z-Image",
     )
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     full_bf16: bool = Field(False, description="LoRA weights in bf16 too, updated with stochastic rounding")

@@ -61,6 +61,7 @@ def lasting_settings(config: TrainConfig, text_encoders: str | None = None) -> d
         "use_rslora": network.use_rslora,
         "init_lora_weights": network.init_lora_weights,
         "network_dim": network.network_dim,
+        "dim_from_weights": network.dim_from_weights,
         "network_alpha": network.network_alpha,
         "network_args": [pair for pair in _sorted_pairs(network.network_args) if pair.split("=")[0] not in dropouts],
         "full_bf16": config.training.full_bf16,

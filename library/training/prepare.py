@@ -30,11 +30,12 @@ from library.training.network_plan import NetworkPlan
 from library.training.progress import counting
 from library.training.prompt_pictures import PictureRules, text_jobs
 from library.training.region_loss import check_seam
-from networks.injection import AdapterNetwork, inject_adapter
+from networks.formats import load_lora
+from networks.injection import AdapterNetwork, attach_lora, inject_adapter
 
 if TYPE_CHECKING:
     from library.conditions import ConditionKind
-    from library.config.schema import DatasetArguments, FlowConfig, ModelConfig, TrainingConfig
+    from library.config.schema import DatasetArguments, FlowConfig, ModelConfig, NetworkConfig, TrainingConfig
     from library.models.protocol import Family, ImageEncoder, TextEncoder
     from library.training.prompts import SamplePrompt
 
@@ -120,7 +121,7 @@ def prepare_networks(
     family: Family,
     text_encoder: TextEncoder,
     plan: NetworkPlan,
-    network_weights: str | None,
+    network: NetworkConfig,
     training: TrainingConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -146,7 +147,9 @@ def prepare_networks(
     if layout is not None or fp8.recipe is not None:
         console.print(f"base: {base_precision}")
     loras: list[AdapterNetwork] = []
-    if plan.trains_transformer:
+    if network.dim_from_weights:
+        loras.append(_attached(transformer, network, plan, lora_dtype, console))
+    elif plan.trains_transformer:
         loras.append(inject_adapter(transformer, plan.options, plan.targets, training.seed, lora_dtype))
     if plan.text_encoders:
         text_encoders = text_encoder.load_modules(plan.text_encoders)
@@ -154,8 +157,8 @@ def prepare_networks(
         loras.append(inject_adapter(text_encoders, options, plan.targets, training.seed, lora_dtype))
     lora = functools.reduce(AdapterNetwork.joined, loras)
     console.print(lora.describe())
-    if network_weights:
-        console.print(lora.load_file(network_weights))
+    if network.network_weights and not network.dim_from_weights:
+        console.print(lora.load_file(network.network_weights))
     if plan.options.train_t5xxl:
         console.print("note: diffusers passes over T5's part of a LoRA file; ComfyUI and sd-scripts load it")
     if training.gradient_checkpointing:
@@ -168,6 +171,21 @@ def prepare_networks(
         leave_frozen_out_of_ddp(module)
     fingerprint = text_encoder.fingerprint if plan.text_encoders else None
     return Networks(transformer, text_encoders, lora, base_precision, fingerprint)
+
+
+def _attached(
+    transformer: nn.Module, network: NetworkConfig, plan: NetworkPlan, dtype: torch.dtype, console: Console
+) -> AdapterNetwork:
+    """Put the transformer's part of ``network_weights`` in, layer by layer as the file has it, to be trained on."""
+    source = network.network_weights
+    assert source is not None, "the config's rules ask for one"
+    parts = plan.targets.by_component(load_lora(source, plan.targets).weights)
+    own = parts.pop(plan.targets.file_prefix, {})
+    if not own:
+        raise UserError(f"dim_from_weights: {source} has nothing for the transformer; give a LoRA that has")
+    if parts:
+        console.print(f"note: {source}: its layers of {' and '.join(sorted(parts))} are not trained and not saved")
+    return attach_lora(transformer, own, plan.targets, source, dtype)
 
 
 def training_loader(

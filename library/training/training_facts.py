@@ -85,8 +85,8 @@ def _settings(config: TrainConfig) -> dict[str, object]:
     pairs = (pair.partition("=") for pair in network.network_args)
     rate = effective_learning_rate(optimizer)
     facts: dict[str, object] = {
-        "network_dim": network.network_dim,
-        "network_alpha": network.network_alpha,
+        "network_dim": "Dynamic" if network.dim_from_weights else network.network_dim,
+        "network_alpha": "Dynamic" if network.dim_from_weights else network.network_alpha,
         "network_dropout": network.network_dropout or None,
         "learning_rate": rate,
         "unet_lr": None if network.network_train_text_encoder_only else rate,

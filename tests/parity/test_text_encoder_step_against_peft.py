@@ -31,7 +31,7 @@ def _prepared(base: Path, console: object, checkpointing: bool) -> tuple[FlowSte
     plan = plan_network(network, OptimizerConfig(text_encoder_lr=[1e-5, 1e-5]), training, FLUX_TARGETS)
     encoder = family.load_text_encoder(torch.float32)
     cpu = torch.device("cpu")
-    networks = prepare_networks(family, encoder, plan, None, training, torch.float32, cpu, console)  # type: ignore[arg-type]
+    networks = prepare_networks(family, encoder, plan, network, training, torch.float32, cpu, console)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(1)
     for layer in networks.lora.modules.values():  # so that lora_A gets a gradient too
         layer.lora_B.weight.data.normal_(std=0.05, generator=random)

@@ -138,8 +138,8 @@ def test_pasted_pixels_are_named_for_the_border(place: Path) -> None:
 
 
 def test_an_update_that_was_rounded_away_is_named(place: Path) -> None:
-    plain = place / "plain.safetensors"
-    call(quantize_model, "--model", place / "single" / "flux1_comfy.safetensors", "--save_to", plain, "--layout", "plain")
+    base, plain = place / "single" / "flux1_comfy.safetensors", place / "plain.safetensors"
+    call(quantize_model, "--model", base, "--save_to", plain, "--layout", "plain")
     found = report(place, plain, "--deploy_lora", "nearest", strength=0.1)
     assert found["verdict"]["cause"] == "delta_lost"
     survival = [row["survival"] for row in found["layers"] if row["survival"] is not None]

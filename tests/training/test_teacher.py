@@ -14,9 +14,10 @@ from library.models.registry import model_family
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.serving import ServedLinear
 from library.training.flow import add_noise, noise_for, sample_sigmas
-from networks.formats import load_lora
+from networks.formats import load_lora, save_lora
 from networks.injection import attach_lora
 from networks.targets import FLUX_TARGETS
+from networks.weights import LoraWeights
 from tests.runs import largest_difference, lora, pipeline_forward, run
 
 Settings = dict[str, object]
@@ -123,3 +124,26 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         run(base, dataset, tmp_path, **settings)
+
+
+def test_a_lora_of_mixed_ranks_is_trained_as_its_file_has_it(base: Path, dataset: Path, tmp_path: Path) -> None:
+    width = 64
+    ranks = {"transformer_blocks.0.attn.to_q": (7, 3.5), "transformer_blocks.0.attn.to_k": (2, 2.0)}
+    random = torch.Generator().manual_seed(0)
+    weights = {
+        name: LoraWeights(torch.randn(rank, width, generator=random), torch.zeros(width, rank), alpha)
+        for name, (rank, alpha) in ranks.items()
+    }
+    mixed = tmp_path / "mixed.safetensors"
+    save_lora(mixed, weights, FLUX_TARGETS)
+    run(base, dataset, tmp_path / "out", network_weights=mixed, dim_from_weights=True, network_dim=None)
+    trained = load_lora(tmp_path / "out" / "lora.safetensors", FLUX_TARGETS).weights
+    assert {name: (w.rank, w.alpha) for name, w in trained.items()} == ranks
+    assert all(bool(w.up.any()) for w in trained.values())
+
+
+def test_ranks_from_a_file_and_from_the_configuration_exclude_each_other(
+    base: Path, dataset: Path, liked: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="network_dim: has no effect with dim_from_weights"):
+        run(base, dataset, tmp_path, network_weights=liked, dim_from_weights=True)

@@ -139,10 +139,11 @@ class Models:
         Raises:
             UserError: a path is missing, or leads to another kind of model.
         """
+        self.config = config
         self.family: Family = model_family(config)
         self.deployed = deployed
-        path = deployed.path
-        self.deployed_family = model_family(with_transformer(config, path)) if path else self.family
+        self.deployed_config = with_transformer(config, deployed.path) if deployed.path else config
+        self.deployed_family = model_family(self.deployed_config) if deployed.path else self.family
         self.targets = TARGETS[self.family.name]
         self.loras = loras
         self.dtype, self.device = dtype, device

@@ -46,16 +46,17 @@ def measure(models: Models, asked: Asked, console: Console) -> Report:
     probe = _probe(models, calibration, asked)
     if asked.variant.paste and not any(probe.mask(i) is not None for i in range(len(probe.batches))):
         raise UserError("--paste: the dataset has no masks, so there is no known region; remove --paste")
-    reference = _run(models, REFERENCE, probe, console, "reference")
-    deployed = _run(models, asked.variant, probe, console, "deployment")
+    reference = run_named(models, REFERENCE, probe, console, "reference")
+    deployed = run_named(models, asked.variant, probe, console, "deployment")
     full = compare(reference, deployed, probe)
     rows = _layers(models, asked, calibration, probe, console)
     attributions = []
     for cause in asked.variant.changes():
-        alone = compare(reference, _run(models, asked.variant.only(cause), probe, console, f"{cause} alone"), probe)
+        outcome = run_named(models, asked.variant.only(cause), probe, console, f"{cause} alone")
+        alone = compare(reference, outcome, probe)
         without = None
         if len(asked.variant.changes()) > 1:
-            left = _run(models, asked.variant.without(cause), probe, console, f"without {cause}")
+            left = run_named(models, asked.variant.without(cause), probe, console, f"without {cause}")
             without = compare(reference, left, probe)
         attributions.append(Attribution(cause, alone, without))
     scales = models.input_scales() if asked.variant.activations == "static" else {}
@@ -87,8 +88,8 @@ def _probe(models: Models, calibration: Calibration, asked: Asked) -> Probe:
     return Probe(batches, texts, options.sigmas, asked.steps, options.guidance_scale, options.seed)
 
 
-def _run(models: Models, variant: Variant, probe: Probe, console: Console, title: str) -> Outcome:
-    """Load and run one variant."""
+def run_named(models: Models, variant: Variant, probe: Probe, console: Console, title: str) -> Outcome:
+    """Load and run one variant, its progress shown under ``title``."""
     evaluations = len(probe.batches) * (len(probe.sigmas) + probe.steps)
     family = models.deployed_family if variant.weights else models.family
     encoder = models.image_encoder(variant) if probe.steps else None

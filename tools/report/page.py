@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from library.files import write_text
 from tools.report import figures
@@ -16,6 +16,9 @@ from tools.report.causes import CAUSES, Attribution, Verdict
 from tools.report.differences import Differences
 from tools.report.layers import LayerRow
 from tools.report.runs import Outcome, Probe
+
+if TYPE_CHECKING:
+    from tools.report.fixes import Fix
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1080px; color: #222; padding: 0 1rem }
@@ -50,11 +53,12 @@ class Report:
     probe: Probe
 
 
-def write_report(report: Report, folder: Path) -> list[Path]:
+def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = ()) -> list[Path]:
     """Write ``report.html`` and ``report.json`` into ``folder``; return their paths."""
     paths = [folder / "report.html", folder / "report.json"]
-    write_text(paths[0], _page(report))
-    write_text(paths[1], json.dumps(_without_nan(_as_json(report)), indent=1))
+    write_text(paths[0], _page(report, fixes))
+    figures = _as_json(report) | {"fixes": [fix.as_json() for fix in fixes]}
+    write_text(paths[1], json.dumps(_without_nan(figures), indent=1))
     return paths
 
 
@@ -76,13 +80,15 @@ def verdict_lines(report: Report) -> list[str]:
     return [*lines, f"Off by: {sizes}."]
 
 
-def _page(report: Report) -> str:
+def _page(report: Report, fixes: Sequence[Fix]) -> str:
     named = {"deployment": report.full}
     named |= {each.cause: each.alone for each in report.attributions if len(report.attributions) > 1}
     parts = [
         f"<h1>{escape(report.title)}</h1>",
         f'<div class="verdict">{"".join(f"<p>{escape(line)}</p>" for line in verdict_lines(report))}</div>',
     ]
+    if fixes:
+        parts += ["<h2>Fixes</h2>", _fix_table(fixes, report.full)]
     if rows := figures.picture_rows(report.reference, report.deployed, report.probe):
         parts.append("<h2>Pictures</h2><p>reference, deployment, error, error with the border drawn in</p>")
         parts.append(_image(rows))
@@ -123,6 +129,19 @@ def _seam_table(full: Differences) -> str:
             cells = [seam["inside"][2], seam["high_pass"][2], seam["signed"][2], seam["step"]]
             cells += [seam[key] for key in ("jump_reference", "jump_deployed", "bend_reference", "bend_deployed")]
             rows.append([title, *(f"{cell:.3f}" for cell in cells)])
+    return _table(header, rows)
+
+
+def _fix_table(fixes: Sequence[Fix], before: Differences) -> str:
+    header = ["", "velocity", "latents", "picture", "of before", "ring 2 / interior", "step of error", "cost", "s"]
+    rows = []
+    for name, each, cost, seconds in [("as deployed", before, "", ""), *(
+        (fix.name, fix.figures, fix.cost, f"{fix.seconds:.0f}") for fix in fixes
+    )]:  # fmt: skip
+        seam = [f"{each.seam['inside'][2]:.2f}", f"{each.seam['step']:.2f}"] if each.seam else ["", ""]
+        share = f"{each.latents / before.latents:.2f}" if before.latents else ""
+        cells = [f"{each.velocity:.2%}", f"{each.latents:.2%}", f"{each.picture:.2%}", share, *seam]
+        rows.append([name, *cells, cost, seconds])
     return _table(header, rows)
 
 

@@ -1,0 +1,240 @@
+"""What removes the difference: fixes from the cheapest on, each tried on the user's own data and measured.
+
+1. *settings*: everything but the weights as in the reference. Free.
+2. *strength*: for a merge that lost part of the update, the LoRA at 1 / survival. Free; the one-minute test.
+3. *retarget*: the LoRA refitted to the fp8 file, same rank, no training.
+4. *correction*: the same with 16 ranks more, and a LoRA for layers that had none.
+5. *keep*: the layers that give back most per megabyte run in bf16, up to a tenth of the file, under the refitted LoRA.
+6. *teacher*: 200 steps on the fp8 file that learn the bf16 model's answers, from the refitted LoRA on.
+7. *together*: the same from the corrected LoRA on.
+
+Files that a fix makes lie in ``fixes/`` beside the report, in the LoRA's own format.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from library.config import load_config
+from library.errors import UserError
+from library.precision.parity.keep import Candidate, choose_kept
+from networks.formats import load_lora
+from networks.weights import LoraWeights
+from tools import retarget_lora
+from tools.report.deployments import REFERENCE, Models, Variant
+from tools.report.differences import Differences, compare
+from tools.report.measure import Asked, Report, run_named
+from train_lora import train
+
+CORRECTION_RANK, TEACHER_STEPS, KEPT_SHARE = 16, 200, 0.1
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A fix that was tried.
+
+    Attributes:
+        name: one of the module's list. cost: in words. seconds: that finding it took. files: that it left.
+        figures: of the deployment with it.
+    """
+
+    name: str
+    cost: str
+    seconds: float
+    files: tuple[Path, ...]
+    figures: Differences
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        files = [str(path) for path in self.files]
+        return {"name": self.name, "cost": self.cost, "seconds": self.seconds, "files": files,
+                "figures": self.figures.as_json()}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FixOptions:
+    """Where files go, the LoRA, the flags that retargeting and training need, how long and how good.
+
+    Attributes:
+        folder: for files. lora: the one LoRA. base: the reference as the user named it. deploy: as the user named it.
+        model_flags: of the reference's parts, as command line words. data_flags: of the calibration.
+        minutes: no further fix is begun after these.
+        target: share of the deployment's error that is good enough.
+    """
+
+    folder: Path
+    lora: Path
+    base: str
+    deploy: str
+    model_flags: Sequence[str]
+    data_flags: Sequence[str]
+    minutes: float
+    target: float
+
+
+def try_fixes(models: Models, asked: Asked, report: Report, options: FixOptions, console: Console) -> list[Fix]:
+    """Try the fixes in their order and return those that were tried.
+
+    All are tried that the time allows, so that the table shows what more effort buys.
+    """
+    begun = time.monotonic()
+    plain = replace(REFERENCE, weights=True)
+    fixes: list[Fix] = []
+
+    def attempt(name: str, cost: str, make: Callable[[], tuple[Models, Variant, tuple[Path, ...]]]) -> None:
+        if time.monotonic() - begun > 60 * options.minutes:
+            console.print(f"note: {name} not tried, the {options.minutes:g} minutes are over; raise --fix_minutes")
+            return
+        started = time.monotonic()
+        try:
+            changed, variant, files = make()
+        except UserError as error:
+            console.print(f"note: {name} not tried: {error}")
+            return
+        outcome = run_named(changed, variant, report.probe, console, name)
+        figures = compare(report.reference, outcome, report.probe)
+        fixes.append(Fix(name, cost, time.monotonic() - started, files, figures))
+
+    if set(asked.variant.changes()) != {"weights"} and not models.deployed.merged:
+        attempt("settings", "none: everything but the weights in high precision", lambda: (models, plain, ()))
+    gains = [row.survival for row in report.layers if row.survival is not None]
+    if gains and asked.variant.merge is not None and 0 < median(gains) < 0.95:
+        stronger = replace(asked.variant, strength=asked.variant.strength / median(gains))
+        attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
+    refitted = options.folder / "retargeted.safetensors"
+    cost = "a forward pass over the calibration; the same rank"
+    attempt("retarget", cost, lambda: _retarget(models, options, refitted, 0))
+    corrected = options.folder / "corrected.safetensors"
+    cost = f"{CORRECTION_RANK} ranks more in every fp8 layer"
+    attempt("correction", cost, lambda: _retarget(models, options, corrected, CORRECTION_RANK))
+    if refitted.exists() and any(row.benefit for row in report.layers):
+        kept = _worth_keeping(report)
+        size = sum(row.size for row in report.layers if row.name in kept) / 2**20
+        cost = f"{size:.0f} MB more: {len(kept)} layers in bf16"
+        attempt("keep", cost, lambda: _keeping(models, kept, refitted))
+    if refitted.exists():
+        cost = f"{TEACHER_STEPS} training steps, the same rank"
+        attempt("teacher", cost, lambda: _teach(models, options, refitted))
+    if corrected.exists():
+        cost = f"{TEACHER_STEPS} training steps and {CORRECTION_RANK} ranks more"
+        attempt("together", cost, lambda: _teach(models, options, corrected))
+    return fixes
+
+
+def recommend(fixes: Sequence[Fix], before: Differences, target: float) -> Fix | None:
+    """Return the first fix, in the order of cost, that brings the error to ``target`` of ``before``'s.
+
+    Where none does it is the one with the smallest error; None if nothing was better than before.
+    """
+    good = [fix for fix in fixes if fix.figures.latents <= target * before.latents]
+    best = min(fixes, key=lambda fix: fix.figures.latents, default=None)
+    if good:
+        return good[0]
+    return best if best is not None and best.figures.latents < before.latents else None
+
+
+def recommendation(best: Fix | None, before: Differences, target: float) -> str:
+    """Return what to do, in words."""
+    if best is None:
+        return "Recommended: nothing that was tried is better than the deployment as it is."
+    share = best.figures.latents / before.latents
+    short = "" if share <= target else f", which is short of the target of {target:.2f}; the best that was tried"
+    where = f"; use {', '.join(str(path) for path in best.files)}" if best.files else ""
+    return f"Recommended: {best.name} ({best.cost}): {share:.2f} of the error{short}{where}."
+
+
+def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:
+    """Return before and after, a row a fix."""
+    table = Table(box=SIMPLE_HEAD)
+    for title in ("", "velocity %", "latents %", "picture %", "of before", "ring / interior", "step", "cost", "s"):
+        table.add_column(title, justify="left" if title in ("", "cost") else "right")
+
+    def row(name: str, figures: Differences, cost: str, seconds: str) -> None:
+        seam = figures.seam or {"inside": {2: float("nan")}, "step": float("nan")}
+        share = figures.latents / before.latents if before.latents else float("nan")
+        values = (f"{100 * v:.2f}" for v in (figures.velocity, figures.latents, figures.picture))
+        table.add_row(name, *values, f"{share:.2f}", f"{seam['inside'][2]:.2f}", f"{seam['step']:.2f}", cost, seconds)
+
+    row("as deployed", before, "", "")
+    for fix in fixes:
+        row(fix.name, fix.figures, fix.cost, f"{fix.seconds:.0f}")
+    return table
+
+
+def _retarget(
+    models: Models, options: FixOptions, save_to: Path, correction_rank: int
+) -> tuple[Models, Variant, tuple[Path, ...]]:
+    words = ["--lora", str(options.lora), "--base", options.base, "--deploy", options.deploy]
+    words += ["--save_to", str(save_to), "--overwrite", "--correction_rank", str(correction_rank)]
+    words += ["--model_type", models.family.name, *options.model_flags, *options.data_flags]
+    retarget_lora.retarget(retarget_lora.parser().parse_args(words), Console(quiet=True))
+    return _with_lora(models, save_to), replace(REFERENCE, weights=True), (save_to,)
+
+
+def _keeping(models: Models, kept: frozenset[str], lora: Path) -> tuple[Models, Variant, tuple[Path, ...]]:
+    changed = _with_lora(models, lora)
+    changed.kept = kept
+    return changed, replace(REFERENCE, weights=True), (lora,)
+
+
+def _teach(models: Models, options: FixOptions, lora: Path) -> tuple[Models, Variant, tuple[Path, ...]]:
+    """Train ``lora`` on the deployed weights, the reference being the teacher.
+
+    Raises:
+        UserError: see ``train_lora.train``.
+    """
+    output = options.folder / f"taught_{lora.stem}"
+    words = ["--model_type", models.family.name, *options.model_flags, *_deployed_flags(models, options)]
+    words += ["--parity_teacher", options.base, "--parity_lora", str(options.lora), "--network_weights", str(lora)]
+    words += ["--dim_from_weights", "--output_dir", str(output)]
+    words += ["--output_name", "taught", "--max_train_steps", str(TEACHER_STEPS), "--learning_rate", "2e-4"]
+    words += ["--lr_scheduler", "cosine", "--max_data_loader_n_workers", "0", "--train_batch_size", "1"]
+    flags = list(options.data_flags)
+    words += flags[flags.index("--dataset_config") : flags.index("--dataset_config") + 2]
+    train(load_config(words))
+    taught = output / "taught.safetensors"
+    return _with_lora(models, taught), replace(REFERENCE, weights=True), (taught,)
+
+
+def _deployed_flags(models: Models, options: FixOptions) -> list[str]:
+    """Return the training flags of the deployed base."""
+    recipe = models.deployed.recipe
+    if recipe is None:
+        assert models.deployed.path is not None
+        config = models.deployed_config
+        known = type(config).model_fields.keys() - {"model_type", "pretrained_model_name_or_path", "base_dtype"}
+        given = {name: getattr(config, name) for name in sorted(known & config.model_fields_set)}
+        beside = [word for name, value in given.items() if value for word in (f"--{name}", str(value))]
+        return ["--pretrained_model_name_or_path", config.pretrained_model_name_or_path, *beside]
+    words = ["--pretrained_model_name_or_path", options.base, "--fp8_format", recipe.fp8.name]
+    words += ["--fp8_keep", *recipe.keep] if recipe.keep else ["--fp8_keep"]
+    return [*words, *(["--fp8_base"] if recipe.granularity == "cast" else
+                      ["--fp8_scaled", "--fp8_granularity", recipe.granularity])]  # fmt: skip
+
+
+def _worth_keeping(report: Report) -> frozenset[str]:
+    """Return the layers to keep in bf16, at most a tenth of the fp8 file."""
+    rows = [row for row in report.layers if row.benefit is not None]
+    budget = int(KEPT_SHARE * sum(row.size for row in rows))
+    chosen = choose_kept((Candidate(row.name, row.benefit or 0.0, row.size) for row in rows), budget)
+    return frozenset(candidate.name for candidate in chosen)
+
+
+def _own(models: Models, path: Path) -> dict[str, LoraWeights]:
+    """Return the transformer's part of a LoRA file."""
+    return models.targets.by_component(load_lora(path, models.targets).weights).get(models.targets.file_prefix, {})
+
+
+def _with_lora(models: Models, path: Path) -> Models:
+    """Return the same models with another LoRA, at strength 1."""
+    loras = {models.targets.file_prefix: _own(models, path)}
+    return Models(models.config, models.deployed, loras, models.dtype, models.device)
