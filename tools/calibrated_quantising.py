@@ -86,7 +86,8 @@ def calibrated(
             measured = zip(modules, shares, sizes, strict=True)
             candidates = [Candidate(name.removesuffix(".weight"), share, size) for name, share, size in measured]
             kept = choose_kept(candidates, int(options.budget_mb * 2**20))
-            console.print(_table(candidates, {one.name for one in kept}, options.budget_mb))
+            console.print(_table(candidates, {one.name for one in kept}))
+            console.print(f"kept: {len(kept)} of {len(candidates)} weights within {options.budget_mb:g} MiB")
             recipe = replace(
                 recipe, keep_patterns=(*recipe.keep_patterns, *(f"^{re.escape(one.name)}$" for one in kept))
             )
@@ -100,9 +101,10 @@ def calibrated(
         yield (merge if options.compensated else None), recipe
 
 
-def _table(candidates: list[Candidate], kept: set[str], budget_mb: float, shown: int = 20) -> Table:
+def _table(candidates: list[Candidate], kept: set[str], shown: int = 20) -> Table:
+    """Return weights by falling benefit: error of the output by each alone, what keeping it costs and brings."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", border_style="dim")
-    for heading in ("weight", "error alone %", "MiB more", "benefit per MiB", "kept"):
+    for heading in ("weight", "alone %", "MiB", "per MiB", "kept"):
         table.add_column(heading, justify="left" if heading in ("weight", "kept") else "right", no_wrap=True)
     for one in sorted(candidates, key=lambda c: -c.benefit_per_megabyte)[:shown]:
         size = f"{one.extra_bytes / 2**20:.2f}"
@@ -114,5 +116,5 @@ def _table(candidates: list[Candidate], kept: set[str], budget_mb: float, shown:
     table.add_section()
     used = sum(c.extra_bytes for c in candidates if c.name in kept) / 2**20
     left = f"{100 * whole**0.5:.3g} -> {100 * max(0.0, whole - saved) ** 0.5:.3g}"
-    table.add_row("all together", left, f"{used:.2f} of {budget_mb:g}", "", f"{len(kept)} of {len(candidates)}")
+    table.add_row("all together", left, f"{used:.2f}", "", "")
     return table

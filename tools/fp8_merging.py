@@ -114,10 +114,7 @@ def merge_to_fp8(
             )
         flagged = [name.removesuffix(".weight") for name, one in found.items() if one.flagged]
         if flagged and rounding == "nearest" and not options.accept_loss:
-            raise UserError(
-                f"{options.model}: rounding would lose more than 5 % of the update of {names_in_short(flagged)}; give "
-                "--dataset_config for compensated rounding, merge into the bf16 model, or --accept_loss"
-            )
+            _lost(options, merge, flagged, console)
         correction: dict[str, LoraWeights] = {}
         if options.dataset_config:
             found |= _calibrated(options, merge, own, rounding == "compensated", correction, console)
@@ -150,6 +147,17 @@ def _check_target(base: Base, save_to: Path) -> None:
         raise UserError(f"{save_to}: does not suit {base.path}; {ending}")
     if save_to.exists() and (base.folder is not None or save_to.samefile(base.path)):
         raise UserError(f"{save_to}: exists; choose another --save_to")
+
+
+def _lost(options: argparse.Namespace, merge: Fp8Merge, flagged: Sequence[str], console: Console) -> None:
+    """Refuse to round updates away; beside bf16 weights, where what is missing is the noise of rounding, say so."""
+    if merge.layout is None:
+        console.print(f"note: under 0.95 by the noise of rounding: {names_in_short(flagged)}; compensated has less")
+        return
+    raise UserError(
+        f"{options.model}: rounding would lose more than 5 % of the update of {names_in_short(flagged)}; give "
+        "--dataset_config for compensated rounding, merge into the bf16 model, or --accept_loss"
+    )
 
 
 def _calibrated(

@@ -36,12 +36,12 @@ def refit_table(fits: Mapping[str, Refit], shown: int) -> Table:
 
 def survival_table(title: str, found: Mapping[str, Survival], shown: int) -> Table:
     """Return layers by rising survival."""
-    table = _table("layer", "survives", "cosine", "in the outputs", "", title=title)
+    table = _table("layer", "survives", "cosine", "in outputs", "", title=title)
     order = sorted(found, key=lambda name: found[name].gain)
     for name in order[:shown]:
         one = found[name]
         outputs = "" if one.output_gain is None else f"{one.output_gain:.3f}"
-        mark = f"under {FLAGGED:g}" if one.flagged else ""
+        mark = f"< {FLAGGED:g}" if one.flagged else ""
         table.add_row(name, f"{one.gain:.3f}", f"{one.cosine:.3f}", outputs, mark)
     if len(order) > shown:
         table.add_row(f"and {len(order) - shown} more", *[""] * 4)
@@ -56,9 +56,7 @@ def _table(*headings: str, title: str | None = None) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", border_style="dim", title=title)
     for number, heading in enumerate(headings):
         last = number == len(headings) - 1
-        table.add_column(
-            heading, justify="left" if number == 0 or last else "right", overflow="fold", no_wrap=number == 0
-        )
+        table.add_column(heading, justify="left" if number == 0 or last else "right", overflow="fold", no_wrap=True)
     return table
 
 

@@ -22,6 +22,7 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rich.console import Console
 from rich.progress import Progress
 
 from library.errors import UserError, exit_on_user_error
@@ -64,7 +65,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def quantize(options: argparse.Namespace, progress: Progress) -> WrittenFp8:
+def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
     """Write the fp8 model that ``options`` ask for.
 
     Raises:
@@ -91,8 +92,11 @@ def quantize(options: argparse.Namespace, progress: Progress) -> WrittenFp8:
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
     )
-    task = progress.add_task("quantising", total=None)
-    with calibrated(options, options.layout, recipe, progress.console) as (rounded, recipe):
+    with (
+        calibrated(options, options.layout, recipe, console) as (rounded, recipe),
+        Progress(transient=True) as progress,
+    ):
+        task = progress.add_task("quantising", total=None)
         written = write_fp8_checkpoint(
             options.model,
             weight_files(model),
@@ -123,9 +127,7 @@ def _file_in_folder(model: Path, folder: Path) -> Path:
 def main() -> None:
     """Read the command line, quantise, say what was written."""
     options = parse(sys.argv[1:])
-    with Progress(transient=True) as progress:
-        written = quantize(options, progress)
-    print(written.describe())
+    print(quantize(options, Console(highlight=False, markup=False)).describe())
 
 
 if __name__ == "__main__":
