@@ -45,10 +45,14 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: Table | None, cache: KVCache | None = None, layer: int = 0, mask: Tensor | None = None
     ) -> Tensor:
-        """Map ``x`` [B, S, W]; ``rope`` is of the tokens' positions, ``mask`` of :meth:`KVCache.mask`."""
-        batch, length, _ = x.shape
-        if length == 1 and cache is not None and not torch.is_grad_enabled():
+        """Map ``x`` [B, S, W]; ``rope`` is of the tokens' positions, ``mask`` of :meth:`KVCache.mask`.
+
+        Or ``x`` [B, W], one token a row behind what is in ``cache``, without gradient; ``rope`` is of ``whole_head``.
+        """
+        if x.ndim == 2:
+            assert cache is not None
             return self._next_token(x, rope, cache, layer, mask)
+        batch, length, _ = x.shape
         qkv = self.qkv(x).view(batch, length, -1, self.head_dim)
         turning = self.heads + self.kv_heads
         queries_keys, value = qkv[:, :, :turning], qkv[:, :, turning:]
@@ -61,7 +65,7 @@ class Attention(nn.Module):
         return self.out(mixed.reshape(batch, length, -1))
 
     def _next_token(self, x: Tensor, rope: Table | None, cache: KVCache, layer: int, mask: Tensor | None) -> Tensor:
-        """Do the same for one token a row, with few calls: at this size they are what time goes to.
+        """Do the same for ``x`` [B, W], one token a row, with few calls: at this size they are what time goes to.
 
         The heads of a group are as many queries to one head of keys, which needs no copy of keys and no causality.
         """
@@ -74,7 +78,7 @@ class Attention(nn.Module):
         keys, values = cache.append(layer, key, value)
         grouped = query.reshape(batch, self.kv_heads, -1, self.head_dim)
         mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-        return self.out(mixed.reshape(batch, 1, -1))
+        return self.out(mixed.reshape(batch, -1))
 
 
 class Block(nn.Module):
@@ -91,7 +95,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: Table | None, cache: KVCache | None = None, layer: int = 0, mask: Tensor | None = None
     ) -> Tensor:
-        """Map the residual stream ``x`` [B, S, W]; the rest is :class:`Attention`'s."""
+        """Map the residual stream ``x``; shapes are :class:`Attention`'s."""
         x = x + self.attention(self.attention_norm(x), rope, cache, layer, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -156,16 +160,17 @@ class TransformerLM(nn.Module):
         length, start = tokens.shape[1], cache.length if cache is not None else 0
         self._check_length(start + length)
         places, mask = (cache.positions(length), cache.mask(length)) if cache is not None else (None, None)
+        # While decoding, a row is one token and needs no axis for them: every call is a little cheaper.
+        decoding = cache is not None and length == 1 and not torch.is_grad_enabled()
         x = self.embedding(tokens)
         if self.positions is not None:
-            own = self.positions.weight[start : start + length] if places is None else self.positions(places)
-            x = x + own
+            x = x + (self.positions.weight[start : start + length] if places is None else self.positions(places))
+        x = x[:, 0] if decoding else x
         rope = None
         if self.rope is not None:
             whole = self.rope.table(start + length, tokens.device)
             rope = tuple(part[start : start + length] if places is None else part[places] for part in whole)
-            if length == 1 and cache is not None and not torch.is_grad_enabled():
-                rope = whole_head(rope)
+            rope = whole_head(rope) if decoding else rope
         for layer, block in enumerate(self.blocks):
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, use_reentrant=False)
@@ -173,7 +178,8 @@ class TransformerLM(nn.Module):
                 x = block(x, rope, cache, layer, mask)
         if cache is not None:
             cache.advance(length)
-        return self.norm(x)
+        x = self.norm(x)
+        return x[:, None] if decoding else x
 
     def enable_gradient_checkpointing(self) -> None:
         """Compute blocks again in backward instead of keeping what they made."""
