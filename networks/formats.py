@@ -7,6 +7,8 @@ what can be written:
     kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight          .alpha beside every pair
     comfy       diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight    .alpha beside every pair
 
+A family may keep diffusers' names in a layout (``plain_layouts``), where not every program reads the original ones.
+
 diffusers keeps the scale in the metadata key ``lora_adapter_metadata``: the JSON of a PEFT ``LoraConfig``
 whose keys begin with ``transformer.``. Without it a file loads at alpha = rank.
 
@@ -197,7 +199,7 @@ def _by_key(weights: Mapping[str, LoraWeights], targets: LoraTargets, save_forma
     layout = LAYOUTS[save_format]
     text = {name: encoder for name in weights if (encoder := targets.text_encoder_of(name))}
     transformer = {name: module for name, module in weights.items() if name not in text}
-    if layout.original:
+    if layout.original and save_format not in targets.plain_layouts:
         transformer = _to_original(transformer, targets)
     keys = {
         layout.prefix + (name.replace(".", "_") if layout.underscores else name): module

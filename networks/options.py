@@ -9,7 +9,7 @@
     train_t5xxl                    "True": T5 is trained too, at the second value of text_encoder_lr
     <kind>_dim                     rank of one kind of layers (``img_attn_dim``, ...); 0 leaves the kind out
     in_dims                        ranks of the input layers, [img,time,vector,guidance,txt]; 0 leaves one out
-    train_double_block_indices, train_single_block_indices (FLUX), train_block_indices (Qwen-Image)
+    train_double_block_indices, train_single_block_indices (FLUX), train_block_indices (Qwen-Image, Z-Image)
                                    "0-3,8", "all" or "none"
     include_patterns, exclude_patterns
                                    regular expression, or a Python list of them, on whole module names as

@@ -15,6 +15,9 @@ The Qwen-Image row, for edit models too, trains attention and MLP of both stream
 text stream only keys, values and modulation reach the picture; the layers behind them get no gradient (under DDP a run
 would stop) and no LoRA.
 
+The Z-Image row trains attention and MLP of the main layers, as musubi-tuner's ``networks/lora_zimage.py`` does; the
+refiners in front of them, modulation and the inputs only where their options say so.
+
 A family's text encoders are rows of their own in it. Where LoRAs of several networks are kept together, in a file
 or in :class:`~networks.network.LoraNetwork`, the transformer's modules have their plain names and a text encoder's
 begin with the component's: ``text_encoder.encoder.layers.0.mlp.fc1``.
@@ -31,6 +34,7 @@ from networks.flux_keys import FLUX_KEYS
 from networks.key_map import KeyMap
 from networks.qwen_keys import QWEN_KEYS
 from networks.text_keys import CLIP_KEYS, CLIP_PREFIXES, T5_KEYS, T5_PREFIXES
+from networks.z_image_keys import Z_IMAGE_KEYS
 
 Weights = TypeVar("Weights")
 
@@ -85,6 +89,7 @@ class LoraTargets:
         kohya_module, kohya_base: what kohya's metadata call the network module and the base (``ss_...``).
         implementation: where the base's own code is, for ModelSpec.
         text_encoders: those that can be trained, in the order of ``text_encoder_lr``.
+        plain_layouts: layouts whose files have diffusers' module names although the original checkpoint has others.
     """
 
     family: str
@@ -98,6 +103,7 @@ class LoraTargets:
     kohya_module: str = "networks.lora_flux"
     kohya_base: str = "flux1"
     implementation: str = "https://github.com/black-forest-labs/flux"
+    plain_layouts: tuple[str, ...] = ()
 
     def kind_of(self, module_name: str) -> TargetKind | None:
         """Return the kind that ``module_name`` belongs to, or None if it is no target."""
@@ -209,6 +215,30 @@ QWEN_TARGETS = LoraTargets(
 QWEN_EDIT_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit")
 QWEN_EDIT_PLUS_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit_plus")
 
+_Z_LAYER = r"layers\.\d+\."
+_Z_REFINER = r"(noise|context)_refiner\.\d+\."
+_Z_PARTS = (r"attention\.(to_q|to_k|to_v|to_out\.0)", r"feed_forward\.w[123]")
+
+Z_IMAGE_TARGETS = LoraTargets(
+    family="z_image",
+    kinds=(
+        TargetKind("attn", _Z_LAYER + _Z_PARTS[0]),
+        TargetKind("mlp", _Z_LAYER + _Z_PARTS[1]),
+        TargetKind("mod", _Z_LAYER + r"adaLN_modulation\.0", default=False),
+        TargetKind("refiner", rf"{_Z_REFINER}({_Z_PARTS[0]}|{_Z_PARTS[1]})", default=False),
+        TargetKind("refiner_mod", _Z_REFINER + r"adaLN_modulation\.0", default=False),
+        TargetKind("img_in", r"all_x_embedder\.2-1", default=False),
+        TargetKind("txt_in", r"cap_embedder\.1", default=False),
+        TargetKind("time_in", r"t_embedder\.mlp\.[02]", default=False),
+    ),
+    block_options={"train_block_indices": r"layers\.(\d+)\..*"},
+    keys=Z_IMAGE_KEYS,
+    kohya_module="networks.lora_zimage",
+    kohya_base="z_image",
+    implementation="https://github.com/Tongyi-MAI/Z-Image",
+    plain_layouts=("comfy",),
+)
+
 TARGETS: Mapping[str, LoraTargets] = {
     targets.family: targets
     for targets in (
@@ -218,5 +248,6 @@ TARGETS: Mapping[str, LoraTargets] = {
         QWEN_TARGETS,
         QWEN_EDIT_TARGETS,
         QWEN_EDIT_PLUS_TARGETS,
+        Z_IMAGE_TARGETS,
     )
 }

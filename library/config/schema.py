@@ -96,7 +96,9 @@ class PrecisionConfig(Section):
         description="round what fp8 layers are given as the server's fp8 products will, with the gradient passed "
         "through: a scale a token (row), an input (tensor), or none (unit, ComfyUI's --fast fp8_matrix_mult)",
     )
-    fp8_text_encoder: bool = Field(False, description="quantise T5, Qwen2.5-VL or Qwen3 to fp8, block64, as it is loaded")
+    fp8_text_encoder: bool = Field(
+        False, description="quantise T5, Qwen2.5-VL or Qwen3 to fp8, block64, as it is loaded"
+    )
 
 
 class ParityConfig(Section):

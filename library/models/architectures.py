@@ -118,6 +118,12 @@ ARCHITECTURES = (
         facts=(("width", "img_in.weight", 0),),
     ),
     Architecture(
+        "Z-Image transformer",
+        (r"cap_pad_token", r"layers\.0\.adaLN_modulation\.0\.weight"),
+        weightless=(_norms(r"(final_layer|all_final_layer\.2-1)\.linear\.weight", r"\1.norm_final"),),
+        facts=(("width", "cap_embedder.1.weight", 0),),
+    ),
+    Architecture(
         "image autoencoder, AutoencoderKL (diffusers' names)",
         (r"encoder\.down_blocks\.0\.resnets\.0\.norm1\.weight",),
         with_bias="GroupNorm",

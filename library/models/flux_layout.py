@@ -89,6 +89,8 @@ def refuse_other_architectures(weights: WeightFiles) -> None:
         what = "a Stable Diffusion 3 checkpoint"
     elif any("img_mod.1." in name for name in names):
         raise UserError(f'{weights.path}: a Qwen-Image checkpoint, not FLUX.1; set model_type = "qwen_image"')
+    elif any(name.endswith("cap_pad_token") for name in names):
+        raise UserError(f'{weights.path}: a Z-Image checkpoint, not FLUX.1; set model_type = "z_image"')
     elif bfl_prefix(weights) is None and "single_transformer_blocks.0.attn.to_q.weight" not in weights:
         what = "of no known layout (no double_blocks.0.img_attn.qkv, no single_transformer_blocks.0)"
     if what:

@@ -21,6 +21,7 @@ from library.models.qwen_text_files import check_qwen_text
 from library.models.qwen_vae import qwen_vae_config
 from library.models.weights import KeyMap, WeightFiles, identity_map, read_config
 
+_TOKENIZER = "Qwen/Qwen2.5-VL-7B-Instruct"
 _PIPELINES = {  # the pipelines of a model_type
     "qwen_image": ("QwenImagePipeline",),
     "qwen_image_edit": ("QwenImageEditPipeline",),
@@ -88,7 +89,7 @@ def _locate_in_folder(root: Path, config: ModelConfig) -> QwenFiles:
         text_encoder=_part(config.text_encoder, "text_encoder", "text_encoder")
         if config.text_encoder
         else root / "text_encoder",
-        tokenizer=root / "tokenizer" if (root / "tokenizer").is_dir() else config.qwen_tokenizer,
+        tokenizer=root / "tokenizer" if (root / "tokenizer").is_dir() else config.qwen_tokenizer or _TOKENIZER,
         processor=root / "processor",
         scheduler=root / "scheduler" if (root / "scheduler" / "scheduler_config.json").is_file() else None,
     )
@@ -116,7 +117,7 @@ def _locate_single_file(root: Path, config: ModelConfig) -> QwenFiles:
         prefix=prefix,
         vae=_part(config.vae, "vae", "vae"),
         text_encoder=_part(config.text_encoder, "text_encoder", "text_encoder"),
-        tokenizer=config.qwen_tokenizer,
+        tokenizer=config.qwen_tokenizer or _TOKENIZER,
         processor=None,
         scheduler=None,
     )

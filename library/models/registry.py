@@ -13,6 +13,7 @@ from library.models.flux_kontext import FluxKontextFamily
 from library.models.protocol import Family
 from library.models.qwen_edit import QwenImageEditFamily, QwenImageEditPlusFamily
 from library.models.qwen_image import QwenImageFamily
+from library.models.z_image import ZImageFamily
 
 FAMILIES: Mapping[str, Callable[[ModelConfig], Family]] = {
     "flux": FluxFamily,
@@ -21,6 +22,7 @@ FAMILIES: Mapping[str, Callable[[ModelConfig], Family]] = {
     "qwen_image": QwenImageFamily,
     "qwen_image_edit": QwenImageEditFamily,
     "qwen_image_edit_plus": QwenImageEditPlusFamily,
+    "z_image": ZImageFamily,
 }
 
 

@@ -1,0 +1,151 @@
+"""Z-Image's text encoder, Qwen3: captions to one vector a token.
+
+A caption is put into Qwen3's chat template as a user's message, with thinking allowed, and cut at 512 tokens. What
+Z-Image sees is what enters the *last* layer of the language model: that layer, the norm behind it and the head are
+never loaded. Captions keep their own lengths; a batch fills them up and carries the mask.
+
+The file is a transformers folder or ComfyUI's ``qwen_3_4b.safetensors``, whose configuration follows from its shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3Config, Qwen3Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from library.errors import UserError
+from library.models.text_encoders import load_tokenizer
+from library.models.weights import Piece, WeightFiles, load_into, read_config
+from library.precision.loading import Fp8Loading
+from library.precision.recipe import Fp8Recipe
+
+MOST_TOKENS = 512  # of a caption with its template; longer ones are cut, as in the pipeline
+_TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+class ZImageTextEncoder:
+    """Captions in, ``prompt_embeds`` [L, D] and ``prompt_embeds_mask`` [L] (all true) out, on the CPU.
+
+    The model is loaded at the first caption, so a run whose captions are all cached never loads it.
+    """
+
+    sees_references = False
+
+    def __init__(self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> None:
+        """``load`` gives the language model; ``fingerprint`` names weights and settings."""
+        self._load, self._model = load, None
+        self.tokenizer, self.fingerprint = tokenizer, fingerprint
+
+    @torch.no_grad()
+    def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
+        """Encode ``captions`` in one batch. No pictures are looked at."""
+        assert references is None
+        if not captions:
+            return []
+        if self._model is None:
+            self._model = self._load()
+        model: Any = self._model
+        prompts = [_TEMPLATE.replace("{}", caption) for caption in captions]
+        ids = [self.tokenizer(prompt).input_ids[:MOST_TOKENS] for prompt in prompts]
+        longest = max(map(len, ids))
+        # What stands at the end is seen by no real token: attention looks back only.
+        filled = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=model.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=model.device)
+        hidden = model(input_ids=filled, attention_mask=mask, use_cache=False).last_hidden_state.to(model.dtype).cpu()
+        kept = [row[: len(tokens)].clone() for row, tokens in zip(hidden, ids, strict=True)]
+        return [{"prompt_embeds": e, "prompt_embeds_mask": torch.ones(len(e), dtype=torch.bool)} for e in kept]
+
+    def release(self) -> None:
+        """Let go of the model's weights; the next caption loads them again."""
+        self._model = None
+
+    def load_modules(self, names: Collection[str]) -> nn.Module:
+        """Refuse: Qwen3 is not trained."""
+        raise UserError("text_encoder_lr: Qwen3, 4 billion weights, is not trained; remove text_encoder_lr")
+
+
+def load_z_image_text(
+    path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", recipe: Fp8Recipe | None = None
+) -> Qwen3Model:
+    """Load Qwen3 without its last layer, whose output is the model's; ``recipe`` makes it fp8.
+
+    Raises:
+        UserError: another model, incomplete or unreadable.
+    """
+    weights = WeightFiles(path)
+    config = _config(weights)
+    unused = ("lm_head.", "norm.", f"layers.{config.num_hidden_layers}.")
+    names = {name.removeprefix("model."): [Piece(name)] for name in weights.names}
+    key_map = {name: pieces for name, pieces in names.items() if not name.startswith(unused)}
+
+    def build() -> Qwen3Model:
+        model = Qwen3Model(config)
+        model.norm = nn.Identity()
+        with torch.device("cpu"):  # frequencies are computed, no file has them
+            model.rotary_emb = Qwen3RotaryEmbedding(config)
+        return model
+
+    model = load_into(build, weights, key_map, dtype, device, fp8=Fp8Loading(recipe, compute="dequant"))
+    assert isinstance(model, Qwen3Model)
+    model.rotary_emb.to(device)
+    return model
+
+
+def load_z_image_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBase:
+    """Load Qwen3's tokenizer from a folder or the hub (cache first).
+
+    Raises:
+        UserError: neither a folder nor to be had from the hub; or it knows no chats, so it is another model's.
+    """
+    tokenizer = load_tokenizer(Qwen2Tokenizer.from_pretrained, folder_or_name, "qwen_tokenizer")
+    if "<|im_start|>" not in tokenizer.get_vocab():
+        raise UserError(f"qwen_tokenizer: {folder_or_name} has no <|im_start|>; give the tokenizer of Qwen3")
+    return tokenizer
+
+
+def text_width(path: Path) -> int:
+    """Return the width of the vectors that the Qwen3 in ``path`` gives; reads headers only.
+
+    Raises:
+        UserError: it is another model.
+    """
+    return _config(WeightFiles(path)).hidden_size
+
+
+def _config(weights: WeightFiles) -> Qwen3Config:
+    """Return the configuration of all layers but the last, from the folder or from the shapes."""
+    if weights.path.is_dir():
+        known = read_config(weights.path)
+        if known.get("model_type") != "qwen3":
+            raise UserError(
+                f"{weights.path / 'config.json'}: {known.get('model_type')!r}, not qwen3; give Z-Image's text encoder"
+            )
+        known |= {"num_hidden_layers": known["num_hidden_layers"] - 1, "layer_types": None}
+        return Qwen3Config.from_dict(known)
+    first = "model.layers.0"
+    if f"{first}.self_attn.q_norm.weight" not in weights or f"{first}.mlp.gate_proj.weight" not in weights:
+        raise UserError(
+            f"{weights.path}: not Qwen3 (no {first}.self_attn.q_norm); give qwen_3_4b.safetensors as text_encoder"
+        )
+    start = len("model.layers.")
+    layers = {int(name[start:].split(".", 1)[0]) for name in weights.names if name.startswith("model.layers.")}
+    vocabulary, width = weights.shape("model.embed_tokens.weight")
+    (head_dim,) = weights.shape(f"{first}.self_attn.q_norm.weight")
+    return Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=weights.shape(f"{first}.mlp.gate_proj.weight")[0],
+        num_hidden_layers=max(layers),
+        num_attention_heads=weights.shape(f"{first}.self_attn.q_proj.weight")[0] // head_dim,
+        num_key_value_heads=weights.shape(f"{first}.self_attn.k_proj.weight")[0] // head_dim,
+        head_dim=head_dim,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},  # Qwen/Qwen3-4B, config.json
+    )

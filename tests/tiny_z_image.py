@@ -1,0 +1,157 @@
+"""Tiny random Z-Image models for tests: real classes and real file layouts, built in well under a second.
+
+``tiny_z_pipeline(folder)`` writes a whole diffusers pipeline folder; ``save_z_split_files(pipeline_folder, folder)``
+writes the same weights as ComfyUI publishes them. The weights are random; they are scaled so that outputs depend on
+every input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
+
+from library.config.schema import ModelConfig
+from tests.tiny import TEXT_WIDTH, _enliven, _seeded, bfl_vae_state_dict, tiny_vae
+from tests.tiny_qwen import tiny_qwen_tokenizer
+
+# What Qwen3's published template makes of one user's message.
+_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def tiny_z_transformer(layers: int = 2, seed: int = 0) -> ZImageTransformer2DModel:
+    """Return diffusers' own Z-Image transformer, random, fp32, 64 wide, two heads; a refiner block of each kind."""
+    transformer = _seeded(
+        lambda: ZImageTransformer2DModel(
+            dim=64,
+            n_layers=layers,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=TEXT_WIDTH,
+            axes_dims=[8, 12, 12],
+            axes_lens=[1536, 512, 512],
+        ),
+        seed,
+    )
+    _enliven(transformer, seed)
+    random = torch.Generator().manual_seed(seed + 2)
+    for token in (transformer.x_pad_token, transformer.cap_pad_token):  # zero as made
+        token.data.normal_(std=0.5, generator=random)
+    return transformer
+
+
+def tiny_z_inputs(batch: int = 2, side: int = 8, tokens: int = 12, seed: int = 0) -> dict[str, Tensor]:
+    """Return random ``latents`` [B, 16, side, side], ``sigmas`` [B] and text embeddings with a full mask."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "latents": torch.randn(batch, 16, side, side, generator=random),
+        "sigmas": torch.rand(batch, generator=random) * 0.9 + 0.05,
+        "prompt_embeds": torch.randn(batch, tokens, TEXT_WIDTH, generator=random),
+        "prompt_embeds_mask": torch.ones(batch, tokens, dtype=torch.bool),
+    }
+
+
+def tiny_z_tokenizer() -> Qwen2Tokenizer:
+    """Return the tiny Qwen tokenizer with Qwen3's chat template."""
+    tokenizer = tiny_qwen_tokenizer()
+    tokenizer.chat_template = _CHAT
+    return tokenizer
+
+
+def tiny_z_text_encoder(vocabulary: int, seed: int = 0) -> Qwen3Model:
+    """Return a random Qwen3 of three layers."""
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    model = _seeded(lambda: Qwen3Model(config), seed)
+    with torch.no_grad():
+        # Initialised at 0.02, embeddings of different words would hardly differ in what the transformer sees.
+        for parameter in model.parameters():
+            parameter.mul_(8) if parameter.ndim > 1 else None
+    _enliven(model, seed)
+    return model.eval()
+
+
+def tiny_z_pipeline(folder: str | Path, seed: int = 0, layers: int = 2) -> Path:
+    """Write a complete random pipeline in diffusers' layout to ``folder``; return it."""
+    tokenizer = tiny_z_tokenizer()
+    ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),  # as Tongyi-MAI/Z-Image-Turbo has it
+        vae=tiny_vae(seed),
+        text_encoder=tiny_z_text_encoder(len(tokenizer) + 3, seed),
+        tokenizer=tokenizer,
+        transformer=tiny_z_transformer(layers, seed),
+    ).save_pretrained(folder)
+    return Path(folder)
+
+
+@dataclass(frozen=True)
+class ZSplitFiles:
+    """Files as ComfyUI publishes them, and a local tokenizer folder."""
+
+    transformer: Path
+    vae: Path
+    text_encoder: Path
+    tokenizer: Path
+
+    def model_config(self, **changes: object) -> ModelConfig:
+        """Return the ``[model]`` section that reads these files."""
+        settings: dict[str, object] = {
+            "model_type": "z_image",
+            "pretrained_model_name_or_path": str(self.transformer),
+            "vae": str(self.vae),
+            "text_encoder": str(self.text_encoder),
+            "qwen_tokenizer": str(self.tokenizer),
+        }
+        return ModelConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+def save_z_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") -> ZSplitFiles:
+    """Write the weights of a tiny pipeline folder in ComfyUI's layout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    transformer = load_file(pipeline_folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    comfy = {prefix + name: tensor for name, tensor in comfy_state_dict(transformer).items()}
+    save_file(comfy, folder / "z_image.safetensors")
+    vae = load_file(pipeline_folder / "vae" / "diffusion_pytorch_model.safetensors")
+    save_file(bfl_vae_state_dict(vae), folder / "ae.safetensors")
+    text = load_file(pipeline_folder / "text_encoder" / "model.safetensors")
+    save_file({f"model.{name}": tensor for name, tensor in text.items()}, folder / "qwen_3_4b.safetensors")
+    return ZSplitFiles(
+        folder / "z_image.safetensors",
+        folder / "ae.safetensors",
+        folder / "qwen_3_4b.safetensors",
+        pipeline_folder / "tokenizer",
+    )
+
+
+# The rules of z_image_convert_original_to_comfy.py in Comfy-Org/z_image_turbo, written out from its description.
+def comfy_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a diffusers Z-Image state dict in ComfyUI's layout."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith("attention.to_q.weight"):
+            block = name.removesuffix("to_q.weight")
+            result[f"{block}qkv.weight"] = torch.cat([state[f"{block}to_{x}.weight"] for x in "qkv"])
+        elif not name.endswith(("attention.to_k.weight", "attention.to_v.weight")):
+            bare = name.replace("all_x_embedder.2-1.", "x_embedder.").replace("all_final_layer.2-1.", "final_layer.")
+            bare = bare.replace("to_out.0.", "out.").replace("norm_q.", "q_norm.").replace("norm_k.", "k_norm.")
+            result[bare] = tensor
+    return result
