@@ -11,6 +11,7 @@ index without compression (``TableBuilderOptions`` in tensor_bundle.cc).
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,25 +37,23 @@ class TensorFlowFiles(WeightFiles):
         data = index.read_bytes()
         try:
             entries = dict(_table(data))
-            shards = next((value for field, value in _fields(entries.get(b"", b"")) if field == 1), 1)
+            shards = _message(entries.get(b"", b""))[0].get(1, 1)
             for key, value in entries.items():
                 if key:
-                    self._add(key.decode(), value, int(shards))
+                    self._add(key.decode(), value, shards)
         except (IndexError, struct.error, UnicodeDecodeError, TypeError) as error:
             raise UserError(f"{index}: not an index of a TensorFlow checkpoint ({error}); download it again") from None
 
     def _add(self, name: str, entry: bytes, shards: int) -> None:
         """Record one tensor, unless it is no number that a model is made of (a step counter)."""
-        fields = dict(_fields(entry))
-        if fields.get(1) not in _DTYPES:
+        numbers, parts = _message(entry)
+        if numbers.get(1) not in _DTYPES:
             return
-        dtype, width = _DTYPES[fields[1]]
-        shape = tuple(dict(_fields(dim)).get(1, 0) for field, dim in _fields(fields.get(2, b"")) if field == 2)
-        stem = self.path.with_suffix("").name
-        file = self.path.with_name(f"{stem}.data-{fields.get(3, 0):05d}-of-{shards:05d}")
-        offset, size, count = fields.get(4, 0), fields.get(5, 0), width
-        for side in shape:
-            count *= side
+        dtype, width = _DTYPES[numbers[1]]
+        dims = _message(parts[2][0])[1].get(2, []) if 2 in parts else []
+        shape = tuple(_message(dim)[0].get(1, 0) for dim in dims)
+        file = self.path.with_name(f"{self.path.stem}.data-{numbers.get(3, 0):05d}-of-{shards:05d}")
+        offset, size, count = numbers.get(4, 0), numbers.get(5, 0), width * math.prod(shape)
         if not file.is_file() or file.stat().st_size < offset + size or size != count:
             raise UserError(f"{file}: missing or cut off (tensor {name!r}); download it again")
         self._tensors[name] = Stored(file, dtype, shape, offset)
@@ -93,18 +92,19 @@ def _block(data: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]
         at += length
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, value) of a protobuf message: varints as int, submessages and strings as bytes."""
+def _message(message: bytes) -> tuple[dict[int, int], dict[int, list[bytes]]]:
+    """Return a protobuf message's numbers and its submessages or strings, both by field."""
+    numbers: dict[int, int] = {}
+    parts: dict[int, list[bytes]] = {}
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
         match tag & 7:
             case 0:
-                value, at = _varint(message, at)
-                yield tag >> 3, value
+                numbers[tag >> 3], at = _varint(message, at)
             case 2:
                 length, at = _varint(message, at)
-                yield tag >> 3, message[at : at + length]
+                parts.setdefault(tag >> 3, []).append(message[at : at + length])
                 at += length
             case 5:
                 at += 4  # the checksum
@@ -112,6 +112,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
                 at += 8
             case kind:
                 raise IndexError(f"wire type {kind}")
+    return numbers, parts
 
 
 def _varint(buffer: bytes, at: int) -> tuple[int, int]:

@@ -168,8 +168,9 @@ class TransformerLM(nn.Module):
         x = x[:, 0] if decoding else x
         rope = None
         if self.rope is not None:
-            whole = self.rope.table(start + length, tokens.device)
-            rope = tuple(part[start : start + length] if places is None else part[places] for part in whole)
+            cos, sin = self.rope.table(start + length, tokens.device)
+            where = slice(start, start + length) if places is None else places
+            rope = cos[where], sin[where]
             rope = whole_head(rope) if decoding else rope
         for layer, block in enumerate(self.blocks):
             if self.gradient_checkpointing and torch.is_grad_enabled():
