@@ -26,6 +26,9 @@ from safetensors.torch import load_file, save_file
 from library.config.schema import DatasetArguments
 from library.data.dataset import build_dataset
 from library.models.qwen_text import TEMPLATES
+from networks.formats import save_lora
+from networks.targets import FLUX_TARGETS
+from networks.weights import LoraWeights
 from tests.tiny import save_single_files, tiny_flux_pipeline
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
 
@@ -110,6 +113,8 @@ def _run(words: list[str], place: Path) -> None:
         tokenizers = ["--qwen_tokenizer", qwen]
     if script == "train_lora.py":
         rest += [*SHORT, *tokenizers]
+    if "--dataset_config" in rest and script != "train_lora.py":
+        rest += ["--calibration_images", "1", "--calibration_sigmas", "0.5"]
     if script == "tools/generate.py":
         rest += tokenizers
         rest = ["64" if word == "1024" else "2" if word == "20" else word for word in rest]
@@ -186,8 +191,12 @@ def test_every_command_about_lora_formats_runs(trained: Path) -> None:
 
 
 def test_every_command_about_precision_runs(place: Path) -> None:
-    _run_page("docs/precision.md", place, 3)
+    random = torch.Generator().manual_seed(0)
+    down, up = (torch.randn(shape, generator=random) for shape in ((2, 64), (64, 2)))
+    save_lora(place / "style.safetensors", {"transformer_blocks.0.attn.to_q": LoraWeights(down, up, 2.0)}, FLUX_TARGETS)
+    _run_page("docs/precision.md", place, 7)
     _assert_written(place, "flux1-dev-fp8.safetensors", "FLUX.1-dev-fp8", "flux1-dev-musubi.safetensors")
+    _assert_written(place, "style-fp8.safetensors", "merged", "merged.safetensors", "FLUX.1-dev-compensated")
 
 
 def test_every_command_about_kohyas_flags_runs(place: Path) -> None:
