@@ -28,6 +28,7 @@ from library.training.pretraining.build import (
     build_model,
     build_pretraining_optimizer,
     check_corpus,
+    name_ends,
     pretraining_accelerator,
     training_context,
 )
@@ -58,6 +59,7 @@ def train(config: LLMConfig) -> PretrainingEvents:
     console = Console(quiet=not accelerator.is_main_process, markup=False, highlight=False)
     bare = build_model(config, shards.vocab_size, device)
     check_corpus(shards, bare.config)
+    name_ends(bare, tokenizer)
     context = training_context(config.model, bare.config)
     batches = TokenBatches(shards, context, config.data.train_batch_size, seed, rank, world)
     plan = step_plan(config, context, world)

@@ -32,6 +32,7 @@ class LMConfig:
         norm_eps: epsilon of the norms.
         tied: the output head is the embedding matrix.
         rope_theta, rope_scaling: RoPE's base and Llama 3.1's stretching.
+        bos, eos: tokens that begin and end a text, for the configuration file.
         padded_vocab_size: rows of embedding and head; above ``vocab_size`` the rest are never targets.
     """
 
@@ -49,6 +50,8 @@ class LMConfig:
     rope_theta: float = 10000.0
     rope_scaling: Llama31Scaling | None = None
     padded_vocab_size: int = 0
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what the blocks take for granted.
@@ -146,9 +149,12 @@ def config_from_hf(values: Mapping[str, Any]) -> LMConfig:
     if kind not in ("gpt2", "llama"):
         raise UserError(f"config.json: model_type {kind!r} is not supported; gpt2 and llama are")
     try:
-        return _gpt2_from_hf(values) if kind == "gpt2" else _llama_from_hf(values)
+        config = _gpt2_from_hf(values) if kind == "gpt2" else _llama_from_hf(values)
     except KeyError as error:
         raise UserError(f"config.json: {error} is missing; download the model again") from None
+    eos = values.get("eos_token_id")
+    ends = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    return replace(config, bos=values.get("bos_token_id"), eos=ends)
 
 
 def _gpt2_from_hf(values: Mapping[str, Any]) -> LMConfig:
@@ -204,8 +210,11 @@ def _expect(values: Mapping[str, Any], **wanted: Any) -> None:
 
 def config_to_hf(config: LMConfig) -> dict[str, Any]:
     """Return ``config.json`` for transformers; padding rows are not part of it."""
+    # said even where there are none: transformers would take the numbers of the first Llama
+    eos = list(config.eos) if len(config.eos) > 1 else next(iter(config.eos), None)
+    values: dict[str, Any] = {"bos_token_id": config.bos, "eos_token_id": eos}
     if config.family == "gpt2":
-        return {
+        return values | {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
             "activation_function": "gelu_new",
@@ -218,7 +227,7 @@ def config_to_hf(config: LMConfig) -> dict[str, Any]:
             "tie_word_embeddings": config.tied,
             "vocab_size": config.vocab_size,
         }
-    values: dict[str, Any] = {
+    values |= {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",

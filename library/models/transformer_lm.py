@@ -226,7 +226,7 @@ def _resized(weight: Tensor, old_rows: int, config: LMConfig) -> nn.Parameter:
     kept = min(old_rows, config.vocab_size)
     rows = weight.new_empty(config.padded_vocab_size, weight.shape[1])
     rows[:kept] = weight[:kept]
-    rows[kept:] = weight[:old_rows].float().mean(dim=0)
+    rows[kept:] = weight[:old_rows].mean(dim=0, dtype=torch.float32)
     return nn.Parameter(rows, requires_grad=weight.requires_grad)
 
 

@@ -86,6 +86,8 @@ def test_the_way_to_us_and_back_is_bit_exact(name: str, tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    for key in ("bos_token_id", "eos_token_id"):
+        assert getattr(again.config, key) == getattr(reference(name).config, key)
     with torch.no_grad():
         assert torch.equal(again(tokens()).logits, reference(name)(tokens()).logits)
 

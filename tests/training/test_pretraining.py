@@ -191,6 +191,7 @@ def test_training_learns_what_there_is_to_learn(corpus: Path, tmp_path: Path) ->
     # what it wrote is a model for transformers
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 0
     ids = torch.tensor([tokenizer.encode("the cat sat on the mat")])
     with torch.no_grad():
         theirs, ours = model(ids).logits, load_lm(tmp_path / "model", torch.float32)(ids)

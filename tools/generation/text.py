@@ -32,6 +32,7 @@ def text(options: argparse.Namespace) -> list[str]:
     """
     prompts = read_prompts(options)
     tokenizer = load_tokenizer(options.tokenizer or options.model)
+    ends = open_lm(Path(options.model).expanduser())[0].eos
     settings = SamplingSettings(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -40,7 +41,7 @@ def text(options: argparse.Namespace) -> list[str]:
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
         seed=options.seed,
-        stop_tokens=tokenizer.stop_tokens,
+        stop_tokens=(*tokenizer.stop_tokens, *ends),
     )
     given = [prompt_tokens(tokenizer, prompt, options.chat, options.system) for prompt in prompts]
     model = load(options.model, options.dtype, options.fp8_scaled)

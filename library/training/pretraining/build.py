@@ -16,6 +16,7 @@ from library.config.llm_schema import LLMConfig, LLMDataConfig, LLMModelConfig, 
 from library.config.schema import SavingConfig, TrainingConfig
 from library.errors import UserError
 from library.llm.token_shards import TokenShards
+from library.llm.tokenizers import Tokenizer
 from library.models.lm_config import LMConfig, preset
 from library.models.lm_files import load_lm
 from library.models.transformer_lm import TransformerLM
@@ -80,6 +81,12 @@ def build_model(config: LLMConfig, vocab_size: int, device: torch.device) -> Tra
     if config.training.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     return model.train()
+
+
+def name_ends(model: TransformerLM, tokenizer: Tokenizer) -> None:
+    """Let the model's configuration say which tokens begin and end a text."""
+    eos = () if tokenizer.eos is None else (tokenizer.eos,)
+    model.config = replace(model.config, bos=tokenizer.bos, eos=eos)
 
 
 def fresh_config(config: LLMModelConfig, vocab_size: int) -> LMConfig:
