@@ -4,10 +4,10 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all check format docs clean
+.PHONY: help setup demo demo-fp8 test test-all check format docs clean
 
 help:           ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
 
 $(STAMP): requirements.txt requirements-dev.txt constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or run make PYTHON=/path/to/python3.11"; exit 2; }
@@ -19,6 +19,9 @@ setup: $(STAMP) ## virtual environment and packages
 
 demo: $(STAMP)  ## train a LoRA on the built-in tiny FLUX: samples, curves, metrics in output/demo
 	$(PY) train_lora.py --config_file configs/demo.toml
+
+demo-fp8: $(STAMP) ## a fill LoRA trained in bf16, served in fp8: the damage, its causes, the fix; output/demo_fp8
+	$(PY) tools/demo_fp8.py
 
 test: $(STAMP)  ## the tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 -q

@@ -31,7 +31,7 @@ from tools.merge_lora import parse_source
 from tools.report.deployments import Models, Variant, parse_deployment
 from tools.report.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
 from tools.report.measure import Asked, measure
-from tools.report.page import verdict_lines, write_report
+from tools.report.page import Report, verdict_lines, write_report
 
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
 _PARTS = ("ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "vae", "text_encoder")
@@ -78,6 +78,8 @@ def parser() -> argparse.ArgumentParser:
     fix.add_argument("--fix_minutes", type=float, default=30.0, metavar="X", help="begin none later (default: 30)")
     fix.add_argument("--fix_target", type=float, default=0.3, metavar="X",
                      help="share of the deployment's error that is good enough (default: %(default)s)")  # fmt: skip
+    fix.add_argument("--fix_dataset_config", metavar="TOML", help="fit and train fixes on these images instead")
+    fix.add_argument("--fix_images", type=int, metavar="N", help="that fixes are fitted to (default: --images)")
     top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")
     return top
 
@@ -111,7 +113,8 @@ def variant_of(options: argparse.Namespace) -> Variant:
 def fix_options(options: argparse.Namespace) -> FixOptions:
     """Return what the fixes need of the command line."""
     parts = [(name, value) for name in _PARTS if (value := getattr(options, name, None)) is not None]
-    data = ["--dataset_config", options.dataset_config, "--calibration_images", str(options.images)]
+    dataset = options.fix_dataset_config or options.dataset_config
+    data = ["--dataset_config", dataset, "--calibration_images", str(options.fix_images or options.images)]
     data += ["--calibration_sigmas", *map(str, options.sigmas), "--seed", str(options.seed)]
     data += ["--guidance_scale", str(options.guidance_scale)]
     data += ["--cache_directory", options.cache_directory] if options.cache_directory else []
@@ -125,6 +128,10 @@ def fix_options(options: argparse.Namespace) -> FixOptions:
         minutes=options.fix_minutes,
         target=options.fix_target,
     )
+
+
+def _fixes(models: Models, asked: Asked, report: Report, options: argparse.Namespace, console: Console) -> list[Fix]:
+    return try_fixes(models, asked, report.probe, report.reference, report.layers, fix_options(options), console)
 
 
 @exit_on_user_error
@@ -152,15 +159,15 @@ def main() -> None:
     asked = Asked(variant, calibration, options.steps, not options.no_benefits)
     if options.fix and len(options.lora) != 1:
         raise UserError("--fix: refits one LoRA; join several with tools/merge_lora.py first")
+    if options.fix and not options.steps:
+        raise UserError("--fix: judges by finished pictures; give --steps 4 or more")
     report = measure(models, asked, console)
-    fixes: list[Fix] = []
-    if options.fix:
-        fixes = try_fixes(models, asked, report, fix_options(options), console)
-    paths = write_report(report, options.save_to, fixes)
+    fixes = _fixes(models, asked, report, options, console) if options.fix else []
+    best = recommend(fixes, report.full, options.fix_target) if fixes else None
+    paths = write_report(report, options.save_to, fixes, best)
     console.print("\n".join(verdict_lines(report)))
     if fixes:
         console.print(fix_table(fixes, report.full))
-        best = recommend(fixes, report.full, options.fix_target)
         console.print(recommendation(best, report.full, options.fix_target))
     console.print("\n".join(str(path) for path in paths))
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from library.precision.seam import border_distance
@@ -19,6 +19,7 @@ from tools.report.differences import Differences
 from tools.report.layers import LayerRow
 from tools.report.runs import Outcome, Probe
 
+_CELL, _HEADER = 224, 28  # pixels of a picture and of the titles above
 _REGIONS = {"whole": "#222222", "filled": "#1f77b4", "known": "#7f7f7f", "ring": "#d62728"}
 
 
@@ -119,18 +120,31 @@ def layer_errors(rows: Sequence[LayerRow]) -> Figure:
     return figure
 
 
-def picture_rows(reference: Outcome, deployed: Outcome, probe: Probe, most: int = 4) -> Image.Image | None:
-    """Reference, deployment, error and error with the border drawn in, a row a picture; None without pictures."""
-    rows = []
-    for number in range(min(most, len(deployed.pictures))):
-        ours, theirs = reference.pictures[number], deployed.pictures[number]
-        error = (theirs - ours).abs().mean(0)
-        heat = _heat(error / max(float(error.quantile(0.995)), 1e-6))
-        cells = [_as_uint8(ours), _as_uint8(theirs), heat, _with_border(heat, probe.mask(number))]
-        rows.append(torch.cat([_fit(cell) for cell in cells], dim=1))
-    if not rows:
+def picture_rows(reference: Outcome, others: Mapping[str, Outcome], probe: Probe, most: int = 4) -> Image.Image | None:
+    """Return pictures side by side, a row a sample: the reference, then each of ``others`` with its error.
+
+    Errors of a row share one scale; the border of the filled region is drawn over them. None without pictures.
+    """
+    count = min(most, len(reference.pictures), *(len(other.pictures) for other in others.values()))
+    if not count:
         return None
-    return Image.fromarray(torch.cat(rows, dim=0).numpy())
+    titles = ["reference", *(title for name in others for title in (name, "error"))]
+    sheet = Image.new("RGB", (len(titles) * (_CELL + 6), _HEADER + count * (_CELL + 6)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for column, title in enumerate(titles):
+        draw.text((column * (_CELL + 6) + 6, 6), title, fill="black", font=ImageFont.load_default(16))
+    for number in range(count):
+        ours = reference.pictures[number]
+        errors = [(other.pictures[number] - ours).abs().mean(0) for other in others.values()]
+        largest = max(float(errors[0].quantile(0.995)), 1e-6)
+        cells = [_as_uint8(ours)]
+        for other, error in zip(others.values(), errors, strict=True):
+            heat = _with_border(_heat(error / largest), probe.mask(number))
+            cells += [_as_uint8(other.pictures[number]), heat]
+        for column, cell in enumerate(cells):
+            image = Image.fromarray(cell.contiguous().numpy()).resize((_CELL, _CELL), Image.Resampling.NEAREST)
+            sheet.paste(image, (column * (_CELL + 6) + 3, _HEADER + number * (_CELL + 6) + 3))
+    return sheet
 
 
 def as_data_uri(picture: Figure | Image.Image) -> str:
@@ -187,11 +201,3 @@ def _with_border(heat: Tensor, mask: Tensor | None) -> Tensor:
     drawn = heat.clone()
     drawn[(border_distance(pixels, 1) == 1) & pixels] = torch.tensor([0, 255, 255], dtype=torch.uint8)
     return drawn
-
-
-def _fit(cell: Tensor, side: int = 256) -> Tensor:
-    """Return a picture of ``side`` pixels with a thin white frame."""
-    image = Image.fromarray(cell.contiguous().numpy()).resize((side, side), Image.Resampling.NEAREST)
-    framed = Image.new("RGB", (side + 6, side + 6), "white")
-    framed.paste(image, (3, 3))
-    return torch.frombuffer(bytearray(framed.tobytes()), dtype=torch.uint8).view(side + 6, side + 6, 3)

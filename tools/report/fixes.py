@@ -32,7 +32,9 @@ from networks.weights import LoraWeights
 from tools import retarget_lora
 from tools.report.deployments import REFERENCE, Models, Variant
 from tools.report.differences import Differences, compare
-from tools.report.measure import Asked, Report, run_named
+from tools.report.layers import LayerRow
+from tools.report.measure import Asked, run_named
+from tools.report.runs import Outcome, Probe
 from train_lora import train
 
 CORRECTION_RANK, TEACHER_STEPS, KEPT_SHARE = 16, 200, 0.1
@@ -44,7 +46,7 @@ class Fix:
 
     Attributes:
         name: one of the module's list. cost: in words. seconds: that finding it took. files: that it left.
-        figures: of the deployment with it.
+        figures, outcome: of the deployment with it.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Fix:
     seconds: float
     files: tuple[Path, ...]
     figures: Differences
+    outcome: Outcome
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -81,10 +84,24 @@ class FixOptions:
     target: float
 
 
-def try_fixes(models: Models, asked: Asked, report: Report, options: FixOptions, console: Console) -> list[Fix]:
+def try_fixes(
+    models: Models,
+    asked: Asked,
+    probe: Probe,
+    reference: Outcome,
+    layers: Sequence[LayerRow],
+    options: FixOptions,
+    console: Console,
+) -> list[Fix]:
     """Try the fixes in their order and return those that were tried.
 
     All are tried that the time allows, so that the table shows what more effort buys.
+
+    Args:
+        models, asked: of the deployment.
+        probe, reference: what fixes are measured on, and what they are compared with.
+        layers: of the deployment, for the survival of its LoRA and what to keep in bf16; may be empty.
+        options: files, flags, limits.
     """
     begun = time.monotonic()
     plain = replace(REFERENCE, weights=True)
@@ -100,13 +117,13 @@ def try_fixes(models: Models, asked: Asked, report: Report, options: FixOptions,
         except UserError as error:
             console.print(f"note: {name} not tried: {error}")
             return
-        outcome = run_named(changed, variant, report.probe, console, name)
-        figures = compare(report.reference, outcome, report.probe)
-        fixes.append(Fix(name, cost, time.monotonic() - started, files, figures))
+        outcome = run_named(changed, variant, probe, console, name)
+        figures = compare(reference, outcome, probe)
+        fixes.append(Fix(name, cost, time.monotonic() - started, files, figures, outcome))
 
     if set(asked.variant.changes()) != {"weights"} and not models.deployed.merged:
         attempt("settings", "none: everything but the weights in high precision", lambda: (models, plain, ()))
-    gains = [row.survival for row in report.layers if row.survival is not None]
+    gains = [row.survival for row in layers if row.survival is not None]
     if gains and asked.variant.merge is not None and 0 < median(gains) < 0.95:
         stronger = replace(asked.variant, strength=asked.variant.strength / median(gains))
         attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
@@ -116,9 +133,9 @@ def try_fixes(models: Models, asked: Asked, report: Report, options: FixOptions,
     corrected = options.folder / "corrected.safetensors"
     cost = f"{CORRECTION_RANK} ranks more in every fp8 layer"
     attempt("correction", cost, lambda: _retarget(models, options, corrected, CORRECTION_RANK))
-    if refitted.exists() and any(row.benefit for row in report.layers):
-        kept = _worth_keeping(report)
-        size = sum(row.size for row in report.layers if row.name in kept) / 2**20
+    if refitted.exists() and any(row.benefit for row in layers):
+        kept = _worth_keeping(layers)
+        size = sum(row.size for row in layers if row.name in kept) / 2**20
         cost = f"{size:.0f} MB more: {len(kept)} layers in bf16"
         attempt("keep", cost, lambda: _keeping(models, kept, refitted))
     if refitted.exists():
@@ -153,20 +170,20 @@ def recommendation(best: Fix | None, before: Differences, target: float) -> str:
 
 
 def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:
-    """Return before and after, a row a fix."""
+    """Return the deployment before and with each fix, a row each; errors in per cent of what the reference gives."""
     table = Table(box=SIMPLE_HEAD)
-    for title in ("", "velocity %", "latents %", "picture %", "of before", "ring / interior", "step", "cost", "s"):
-        table.add_column(title, justify="left" if title in ("", "cost") else "right")
+    for title in ("", "velocity", "latents", "picture", "of before", "ring/interior", "step", "seconds"):
+        table.add_column(title, justify="right" if title else "left")
 
-    def row(name: str, figures: Differences, cost: str, seconds: str) -> None:
+    def row(name: str, figures: Differences, seconds: str) -> None:
         seam = figures.seam or {"inside": {2: float("nan")}, "step": float("nan")}
         share = figures.latents / before.latents if before.latents else float("nan")
         values = (f"{100 * v:.2f}" for v in (figures.velocity, figures.latents, figures.picture))
-        table.add_row(name, *values, f"{share:.2f}", f"{seam['inside'][2]:.2f}", f"{seam['step']:.2f}", cost, seconds)
+        table.add_row(name, *values, f"{share:.2f}", f"{seam['inside'][2]:.2f}", f"{seam['step']:.2f}", seconds)
 
-    row("as deployed", before, "", "")
+    row("as deployed", before, "")
     for fix in fixes:
-        row(fix.name, fix.figures, fix.cost, f"{fix.seconds:.0f}")
+        row(fix.name, fix.figures, f"{fix.seconds:.0f}")
     return table
 
 
@@ -221,9 +238,9 @@ def _deployed_flags(models: Models, options: FixOptions) -> list[str]:
                       ["--fp8_scaled", "--fp8_granularity", recipe.granularity])]  # fmt: skip
 
 
-def _worth_keeping(report: Report) -> frozenset[str]:
+def _worth_keeping(layers: Sequence[LayerRow]) -> frozenset[str]:
     """Return the layers to keep in bf16, at most a tenth of the fp8 file."""
-    rows = [row for row in report.layers if row.benefit is not None]
+    rows = [row for row in layers if row.benefit is not None]
     budget = int(KEPT_SHARE * sum(row.size for row in rows))
     chosen = choose_kept((Candidate(row.name, row.benefit or 0.0, row.size) for row in rows), budget)
     return frozenset(candidate.name for candidate in chosen)

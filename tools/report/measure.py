@@ -43,7 +43,7 @@ def measure(models: Models, asked: Asked, console: Console) -> Report:
         UserError: anything wrong with models or dataset, or flags that need what the dataset does not have.
     """
     calibration = prepare_calibration(models.family, asked.calibration, models.dtype, models.device, console)
-    probe = _probe(models, calibration, asked)
+    probe = prepare_probe(models, calibration, asked)
     if asked.variant.paste and not any(probe.mask(i) is not None for i in range(len(probe.batches))):
         raise UserError("--paste: the dataset has no masks, so there is no known region; remove --paste")
     reference = run_named(models, REFERENCE, probe, console, "reference")
@@ -74,7 +74,7 @@ def measure(models: Models, asked: Asked, console: Console) -> Report:
     )
 
 
-def _probe(models: Models, calibration: Calibration, asked: Asked) -> Probe:
+def prepare_probe(models: Models, calibration: Calibration, asked: Asked) -> Probe:
     """Return the probe; texts in low precision are encoded where they are asked for."""
     batches = [batch.to(models.device) for batch in (*calibration.fit, *calibration.check)]
     texts: list[dict[str, Tensor]] = []

@@ -10,7 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from library.files import write_text
+from PIL.Image import Image
+
+from library.files import atomic_path, write_text
 from tools.report import figures
 from tools.report.causes import CAUSES, Attribution, Verdict
 from tools.report.differences import Differences
@@ -53,12 +55,25 @@ class Report:
     probe: Probe
 
 
-def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = ()) -> list[Path]:
-    """Write ``report.html`` and ``report.json`` into ``folder``; return their paths."""
+def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = (), best: Fix | None = None) -> list[Path]:
+    """Write ``report.html``, ``report.json`` and, where pictures were decoded, ``pictures.png``; return their paths.
+
+    Args:
+        report: what was measured.
+        folder: made if needed.
+        fixes: that were tried.
+        best: the one whose pictures are shown beside the deployment's.
+    """
     paths = [folder / "report.html", folder / "report.json"]
-    write_text(paths[0], _page(report, fixes))
-    figures = _as_json(report) | {"fixes": [fix.as_json() for fix in fixes]}
-    write_text(paths[1], json.dumps(_without_nan(figures), indent=1))
+    columns = {"as deployed": report.deployed} | ({f"with {best.name}": best.outcome} if best else {})
+    pictures = figures.picture_rows(report.reference, columns, report.probe)
+    if pictures is not None:
+        paths.append(folder / "pictures.png")
+        with atomic_path(paths[-1]) as temporary:
+            pictures.save(temporary, format="PNG")
+    write_text(paths[0], _page(report, fixes, pictures))
+    measured = _as_json(report) | {"fixes": [fix.as_json() for fix in fixes]}
+    write_text(paths[1], json.dumps(_without_nan(measured), indent=1))
     return paths
 
 
@@ -80,7 +95,7 @@ def verdict_lines(report: Report) -> list[str]:
     return [*lines, f"Off by: {sizes}."]
 
 
-def _page(report: Report, fixes: Sequence[Fix]) -> str:
+def _page(report: Report, fixes: Sequence[Fix], pictures: Image | None) -> str:
     named = {"deployment": report.full}
     named |= {each.cause: each.alone for each in report.attributions if len(report.attributions) > 1}
     parts = [
@@ -89,9 +104,8 @@ def _page(report: Report, fixes: Sequence[Fix]) -> str:
     ]
     if fixes:
         parts += ["<h2>Fixes</h2>", _fix_table(fixes, report.full)]
-    if rows := figures.picture_rows(report.reference, report.deployed, report.probe):
-        parts.append("<h2>Pictures</h2><p>reference, deployment, error, error with the border drawn in</p>")
-        parts.append(_image(rows))
+    if pictures is not None:
+        parts += ["<h2>Pictures</h2>", _image(pictures)]
     if report.attributions:
         parts += ["<h2>Causes, one at a time</h2>", _image(figures.attribution_bars(report.full, report.attributions))]
     if report.full.seam:

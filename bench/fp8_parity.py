@@ -1,0 +1,189 @@
+"""How far fp8 is from bf16 on the built-in tiny FLUX Fill, as users run it and with each fix, on held-out images.
+
+    python bench/fp8_parity.py --json parity.json
+    python bench/fp8_parity.py --seeds 1 --images 16          # a quick look
+
+For each training seed a LoRA is trained in high precision on the demo's images (``configs/demo_fp8.toml``). The
+reference is that model with the LoRA beside it; every case is run on the same 64 held-out pictures, painted from seeds
+that the training images do not have, with generated masks, the same noise and the same noise levels. Fixes are fitted
+and trained on the training images. Figures are relative rms errors of the velocity, of finished latents (six sampling
+steps) and of decoded pictures, and the seam's figures; mean over seeds and half the range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from bench.measure import write_report
+from library.config.schema import ModelConfig
+from library.training.calibration import CalibrationOptions, prepare_calibration
+from networks.formats import load_lora
+from tools.report.deployments import REFERENCE, Models, Variant, parse_deployment
+from tools.report.differences import Differences, compare
+from tools.report.fixes import FixOptions, try_fixes
+from tools.report.measure import Asked, prepare_probe, run_named
+from tools.tiny_models.mascot import random_zorbo
+from tools.tiny_models.painting import to_image
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "assets" / "tiny-flux-fill"
+TRAINING = ROOT / "assets" / "demo_dataset" / "dataset.toml"
+SIGMAS, STEPS, GUIDANCE = (0.8, 0.4), 6, 1.0
+
+
+def write_held_out(folder: Path, count: int) -> Path:
+    """Paint ``count`` pictures that no LoRA is trained on, with captions; return their dataset TOML."""
+    rng = np.random.default_rng(2026)
+    (folder / "images").mkdir(parents=True)
+    for number in range(count):
+        scene = random_zorbo(rng)
+        to_image(scene.picture).save(folder / "images" / f"{number:03d}.png")
+        (folder / "images" / f"{number:03d}.txt").write_text(scene.caption)
+    path = folder / "dataset.toml"
+    path.write_text(
+        '[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 128\n'
+        '[[datasets.subsets]]\nimage_dir = "images"\ninpaint_mask_variants = 1\n'
+    )
+    return path
+
+
+def run(*words: object) -> None:
+    """Run a command of this repository.
+
+    Raises:
+        RuntimeError: it failed; its output is in the message.
+    """
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, words))}\n{done.stdout}\n{done.stderr}")
+
+
+def measure_seed(seed: int, held_out: Path, images: int, folder: Path, console: Console) -> dict[str, Differences]:
+    """Train a LoRA with ``seed``; return case -> its figures on the held-out images."""
+    training = ["--config_file", "configs/demo_fp8.toml", "--seed", seed, "--output_dir", folder]
+    run("train_lora.py", *training, "--output_name", "lora", "--cache_directory", folder.parent / "cache")
+    lora, served = folder / "lora.safetensors", folder / "plain"
+    run("tools/quantize_model.py", "--model", MODEL, "--layout", "plain", "--save_to", served)
+    data = ["--dataset_config", str(TRAINING), "--calibration_images", "12", "--guidance_scale", f"{GUIDANCE:g}"]
+    data += ["--cache_directory", str(folder.parent / "cache")]
+    merged = folder / "compensated"
+    run("tools/merge_lora.py", "--model", MODEL, "--model_type", "flux_fill", "--lora", lora, "--save_to", merged,
+        "--save_precision", "fp8", "--rounding", "compensated", "--transformer_only", *data)  # fmt: skip
+
+    config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
+    models = Models(config, parse_deployment(str(served)), {}, torch.float32, torch.device("cpu"))
+    models.loras = models.targets.by_component(load_lora(lora, models.targets).weights)
+    cache = str(folder.parent / "held_out_cache")
+    options = CalibrationOptions(str(held_out), images, SIGMAS, 0, GUIDANCE, cache_directory=cache)
+    beside = Variant(weights=True)
+    asked = Asked(beside, options, STEPS, benefits=False)
+    calibration = prepare_calibration(models.family, options, models.dtype, models.device, console)
+    probe = prepare_probe(models, calibration, asked)
+    reference = run_named(models, REFERENCE, probe, console, "reference")
+
+    def figures(case: str, of: Models, variant: Variant) -> Differences:
+        return compare(reference, run_named(of, variant, probe, console, f"seed {seed}: {case}"), probe)
+
+    found = {"plain cast, LoRA beside": figures("beside", models, beside)}
+    for how in ("nearest", "stochastic"):
+        found[f"merged, {how}"] = figures(how, models, replace(beside, merge=how))
+    compensated = Models(config, parse_deployment(str(merged), merged=True), models.loras, models.dtype, models.device)
+    found["merged, compensated"] = figures("compensated", compensated, beside)
+    fix_options = FixOptions(folder / "fixes", lora, str(MODEL), str(served), [], data, 60.0, 0.2)
+    found |= {fix.name: fix.figures for fix in try_fixes(models, asked, probe, reference, (), fix_options, console)}
+    return found
+
+
+def row_of(case: str, seeds: list[Differences]) -> dict[str, Any]:
+    """Return a case's figures: means over the seeds and half the range of the latents' error."""
+    latents = [each.latents for each in seeds]
+    seams = [each.seam for each in seeds]
+    return {
+        "case": case,
+        "velocity": mean(each.velocity for each in seeds),
+        "latents": mean(latents),
+        "latents_spread": (max(latents) - min(latents)) / 2,
+        "picture": mean(each.picture for each in seeds),
+        "ring_over_interior": mean(seam["inside"][2] for seam in seams),
+        "high_pass_ring_over_interior": mean(seam["high_pass"][2] for seam in seams),
+        "signed_ring_minus_interior": mean(seam["signed"][2] for seam in seams),
+        "step": mean(seam["step"] for seam in seams),
+        "picture_ring_over_interior": mean(each.picture_seam["inside"][8] for each in seeds),
+    }
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print the table."""
+    table = Table(box=SIMPLE_HEAD)
+    columns = (
+        "case",
+        "velocity %",
+        "latents %",
+        "±",
+        "picture %",
+        "of beside",
+        "ring",
+        "high-pass",
+        "signed %",
+        "step",
+    )
+    for title in columns:
+        table.add_column(title, justify="left" if title == "case" else "right")
+    for row in rows:
+        shares = [100 * row[key] for key in ("velocity", "latents", "latents_spread", "picture")]
+        table.add_row(
+            row["case"],
+            *(f"{value:.2f}" for value in shares),
+            f"{row['latents'] / rows[0]['latents']:.2f}",
+            f"{row['ring_over_interior']:.2f}",
+            f"{row['high_pass_ring_over_interior']:.2f}",
+            f"{100 * row['signed_ring_minus_interior']:.2f}",
+            f"{row['step']:.2f}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=64, help="held-out images (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        held_out = write_held_out(place / "held_out", options.images)
+        found = [
+            measure_seed(seed, held_out, options.images, place / f"seed{seed}", console)
+            for seed in range(1, options.seeds + 1)
+        ]
+    rows = [row_of(case, [seed[case] for seed in found]) for case in found[0] if all(case in seed for seed in found)]
+    show(rows, console)
+    by_case = {row["case"]: row for row in rows}
+    base = by_case["plain cast, LoRA beside"]["latents"]
+    ratios = {f"{case}_over_beside": row["latents"] / base for case, row in by_case.items()}
+    ratios["compensated_over_stochastic"] = (
+        by_case["merged, compensated"]["latents"] / by_case["merged, stochastic"]["latents"]
+    )
+    if options.json:
+        write_report(options.json, rows, ratios)
+
+
+if __name__ == "__main__":
+    main()
