@@ -70,14 +70,14 @@ def train(config: TrainConfig) -> RunEvents:
     text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
     usual = SamplePrompt("", guidance=family.sample_guidance)
     prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple, usual)
-    check_pictures(prompts, family.conditioning)
+    check_pictures(prompts, family.conditioning, family.most_references)
     check_against_model(config, family, plan, text_encoder)
     upload = build_upload(config.hub, accelerator, console)
 
     # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
     data = prepare_data(
         config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, prompts, console,
-        family.conditioning,
+        family.conditioning, family.most_references,
     )  # fmt: skip
     teacher = prepare_teacher(config, data, accelerator, console)
     networks = prepare_networks(

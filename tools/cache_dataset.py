@@ -42,10 +42,10 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
     image_encoder = family.load_image_encoder(dtype, accelerator.device)
     text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
     prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple)
-    check_pictures(prompts, family.conditioning)
+    check_pictures(prompts, family.conditioning, family.most_references)
     return prepare_data(
         config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, prompts, console,
-        family.conditioning,
+        family.conditioning, family.most_references,
     )  # fmt: skip
 
 

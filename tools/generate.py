@@ -86,7 +86,7 @@ def draw(
     Raises:
         UserError: a LoRA cannot be read or does not fit the model; prompts lack the pictures that the model needs.
     """
-    check_pictures(prompts, family.conditioning)
+    check_pictures(prompts, family.conditioning, family.most_references)
     weights = read_loras(loras, family, console)  # before anything that takes time
     source = " + ".join(str(lora.path) for lora in loras)
     targets = TARGETS[family.name]

@@ -18,9 +18,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from library.config.keys import LORA, Script, fields, sections
 from library.config.kohya_flags import FLAGS, Flag, Tool
 from library.config.kohya_values import DEFAULTS, INERT
-from library.config.keys import LORA, Script, fields, sections
 from library.config.llm_schema import LLM
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text

@@ -98,8 +98,8 @@ def _from_weights(config: TrainConfig) -> Iterator[str]:
         return
     if network.network_weights is None:
         yield "dim_from_weights: there is no file to take ranks from; set network_weights"
-    keys = ("network_dim", "network_alpha", "network_args", "network_dropout", "network_type", "init_lora_weights")
-    keys = (*keys, "use_rslora", "network_train_text_encoder_only")
+    ranks = ("network_dim", "network_alpha", "network_args", "network_dropout", "network_type", "init_lora_weights")
+    keys = (*ranks, "use_rslora", "network_train_text_encoder_only")
     yield from _unused(network, keys, True, "with dim_from_weights, which takes layers, ranks and alphas from the file")
     encoders = any(rate > 0 for rate in config.optimizer.text_encoder_lr)
     yield from _unused(

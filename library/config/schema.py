@@ -8,9 +8,9 @@ Code that needs settings takes a section, never the whole.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -152,7 +152,8 @@ class NetworkConfig(Section):
         [],
         description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
         "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
-        "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, "
+        "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, attn_dim, mlp_dim, "
+        "mod_dim, refiner_dim (Z-Image), "
         "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image, Z-Image); factor, "
         "decompose_both (lokr)",
     )
@@ -218,7 +219,7 @@ class TrainingConfig(Section):
     blocks_to_swap: Annotated[int, Field(ge=0)] = Field(
         0,
         description="blocks whose frozen weights stay in host memory and are copied in as they run; at most 35 of "
-        "FLUX, 58 of Qwen-Image, 32 of Z-Image",
+        "FLUX, 58 of Qwen-Image, 28 of Z-Image",
     )
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     full_bf16: bool = Field(False, description="LoRA weights in bf16 too, updated with stochastic rounding")
@@ -232,7 +233,8 @@ class FlowConfig(Section):
 
     timestep_sampling: Literal["uniform", "sigmoid", "shift", "flux_shift", "qwen_shift", "sigma"] = Field(
         "flux_shift",
-        description="how sigmas are drawn; flux_shift and qwen_shift follow the size, as these models' samplers do",
+        description="how sigmas are drawn; flux_shift and qwen_shift follow the size, as these models' samplers do; "
+        "Qwen-Image has qwen_shift unless another is set",
     )
     sigmoid_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="spread of sigmoid and of the shifts")
     discrete_flow_shift: Annotated[float, Field(gt=0)] = Field(
@@ -367,3 +369,12 @@ class TrainConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     logging: LoggingConfig = LoggingConfig()
     accelerate: AccelerateConfig = AccelerateConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shift_of_the_model(cls, values: Any) -> Any:
+        """Give Qwen-Image its own shift by resolution where no timestep_sampling is asked for."""
+        model, flow = values.get("model"), values.get("flow", {})
+        if isinstance(model, dict) and isinstance(flow, dict) and str(model.get("model_type")).startswith("qwen_image"):
+            return values | {"flow": {"timestep_sampling": "qwen_shift"} | flow}
+        return values

@@ -51,6 +51,7 @@ class FluxFamily:
 
     name = "flux"
     conditioning: ConditionKind = "none"
+    most_references: int | None = None
     sample_guidance = 3.5  # what pictures are drawn with unless told otherwise; the published pipelines' default
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")

@@ -83,6 +83,7 @@ class Family(Protocol):
     patch_size: int  # latents a side that make one token
     latent_channels: int
     conditioning: ConditionKind  # what every sample must bring besides its caption
+    most_references: int | None  # pictures that an edit model takes at most; None: any number
     sample_guidance: float  # of pictures drawn with the guidance input, unless told otherwise
     repeated_blocks: tuple[str, ...]  # class names of the blocks, for regional compilation and sharding
 

@@ -85,7 +85,7 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
     """Qwen-Image-Edit-2509 and 2511: any number of reference pictures."""
 
     name = "qwen_image_edit_plus"
-    most_references = None
+    most_references: int | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         """Find and check the files of ``config``; see :class:`QwenImageFamily`."""

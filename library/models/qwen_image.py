@@ -41,6 +41,7 @@ class QwenImageFamily:
     name = "qwen_image"
     modelspec_architecture = "Qwen-Image"
     conditioning: ConditionKind = "none"
+    most_references: int | None = None
     sample_guidance = 1.0  # of no meaning: there is no guidance input
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("QwenImageTransformerBlock",)

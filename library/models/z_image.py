@@ -38,6 +38,7 @@ class ZImageFamily:
     name = "z_image"
     modelspec_architecture = "Z-Image"
     conditioning: ConditionKind = "none"
+    most_references: int | None = None
     sample_guidance = 1.0  # of no meaning: there is no guidance input
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("ZImageTransformerBlock",)
@@ -112,8 +113,8 @@ class ZImageFamily:
         return ZImageTextEncoder(lambda: load_z_image_text(path, dtype, device, recipe), tokenizer, mark)
 
     def blocks(self, transformer: Any) -> list[nn.Module]:
-        """Return the blocks in running order."""
-        return [*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers]
+        """Return the main layers in running order; the four refiners in front of them are left where they are."""
+        return [*transformer.layers]
 
     def predict_velocity(
         self,

@@ -23,6 +23,7 @@ from library.data.batches import collate
 from library.data.dataset import TrainingData, build_dataset
 from library.data.order import EpochBatchSampler
 from library.errors import UserError
+from library.files import read_safetensors_header
 from library.precision.loading import Fp8Loading
 from library.training.base_precision import describe_base, leave_frozen_out_of_ddp
 from library.training.block_swap import swap_blocks
@@ -32,6 +33,7 @@ from library.training.prompt_pictures import PictureRules, text_jobs
 from library.training.region_loss import check_seam
 from networks.formats import load_lora
 from networks.injection import AdapterNetwork, attach_lora, inject_adapter
+from networks.metadata import base_mismatch
 
 if TYPE_CHECKING:
     from library.conditions import ConditionKind
@@ -58,6 +60,7 @@ def prepare_data(
     prompts: Sequence[SamplePrompt],
     console: Console,
     conditioning: ConditionKind = "none",
+    most_references: int | None = None,
 ) -> TrainingData:
     """Read the dataset and make sure that every latent and text embedding it needs is cached.
 
@@ -71,9 +74,10 @@ def prepare_data(
         prompts: sample prompts, whose texts are encoded too.
         console: where progress is shown.
         conditioning: what the model is given besides a caption.
+        most_references: control pictures that it takes at most; None for any number.
 
     Raises:
-        UserError: see ``build_dataset``; a seam without masks.
+        UserError: see ``build_dataset``; a seam without masks; more control pictures than the model takes.
     """
     data = build_dataset(
         arguments,
@@ -85,6 +89,7 @@ def prepare_data(
         conditioning=conditioning,
     )
     check_seam(flow, data)
+    check_references(data, most_references)
     console.print(data.describe())
     rank, world = accelerator.process_index, accelerator.num_processes
     with counting(console) as progress:
@@ -96,6 +101,15 @@ def prepare_data(
         text_encoder.release()
     accelerator.wait_for_everyone()
     return data
+
+
+def check_references(data: TrainingData, most: int | None) -> None:
+    """Raise a UserError for the first image with more than ``most`` control pictures; None allows any number."""
+    for dataset in filter(None, (data.train, data.validation)):
+        for sample in dataset.samples:
+            if most is not None and len(sample.controls) > most:
+                found = f"{len(sample.controls)} control pictures"
+                raise UserError(f"{sample.image.path}: {found}, this model takes {most}; remove the others")
 
 
 @dataclass(frozen=True)
@@ -157,6 +171,10 @@ def prepare_networks(
         loras.append(inject_adapter(text_encoders, options, plan.targets, training.seed, lora_dtype))
     lora = functools.reduce(AdapterNetwork.joined, loras)
     console.print(lora.describe())
+    if network.network_weights:
+        remark = base_mismatch(_metadata_of(network.network_weights), family.fingerprint())
+        if remark:
+            console.print(f"note: {network.network_weights}: {remark}")
     if network.network_weights and not network.dim_from_weights:
         console.print(lora.load_file(network.network_weights))
     if plan.options.train_t5xxl:
@@ -171,6 +189,10 @@ def prepare_networks(
         leave_frozen_out_of_ddp(module)
     fingerprint = text_encoder.fingerprint if plan.text_encoders else None
     return Networks(transformer, text_encoders, lora, base_precision, fingerprint)
+
+
+def _metadata_of(path: str) -> dict[str, str]:
+    return read_safetensors_header(path).get("__metadata__", {})
 
 
 def _attached(

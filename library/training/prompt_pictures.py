@@ -51,8 +51,15 @@ class PictureRules:
         return cls(data.conditioning, data.control_sizing, data.pixel_multiple)
 
 
-def check_pictures(prompts: Sequence[SamplePrompt], conditioning: ConditionKind) -> None:
+def check_pictures(
+    prompts: Sequence[SamplePrompt], conditioning: ConditionKind, most_references: int | None = None
+) -> None:
     """Refuse prompts without the pictures that the model needs, or with such as it does not take.
+
+    Args:
+        prompts: to be drawn.
+        conditioning: what the model is given besides text.
+        most_references: pictures that an edit model takes at most; None for any number.
 
     Raises:
         UserError: names the prompt; also where a picture is missing, damaged, or a mask shows nothing to fill.
@@ -69,6 +76,10 @@ def check_pictures(prompts: Sequence[SamplePrompt], conditioning: ConditionKind)
         if conditioning == "fill" and (count != 1 or not prompt.mask_image):
             wrong = f"{count} pictures to fill" if count > 1 else "no picture to fill" if not count else "no mask"
             raise UserError(f"{where}: {wrong}; write --ci picture.png --mi mask.png, the mask white where to fill")
+        if conditioning == "fill" and prompt.cfg != 1.0:
+            raise UserError(f"{where}: --l is not taken: FLUX.1 Fill is guided by --g and has no negative prompt")
+        if most_references is not None and count > most_references:
+            raise UserError(f"{where}: {count} pictures; this model takes {most_references}, remove the others")
         for path in prompt.control_images:
             decode(read_bytes(path), path)
         if prompt.mask_image:

@@ -31,6 +31,7 @@ from networks.targets import FLUX_TARGETS
 from networks.weights import LoraWeights
 from tests.tiny import save_single_files, tiny_flux_pipeline
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
+from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--network_dim", "2", "--max_data_loader_n_workers", "0"]
@@ -60,6 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = save_single_files(folder / "pipeline", folder / "single")
     fill = save_single_files(tiny_flux_pipeline(folder / "fill", model_type="flux_fill"), folder / "single_fill")
     qwen = save_split_files(tiny_qwen_pipeline(folder / "qwen", blocks=22), folder / "single_qwen")
+    z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
     for source, name in (
         (files.transformer, "flux1-dev.safetensors"),
         (files.transformer, "flux1-schnell.safetensors"),
@@ -73,6 +75,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (qwen.transformer, "qwen_image_edit_2509_bf16.safetensors"),
         (qwen.vae, "qwen_image_vae.safetensors"),
         (qwen.text_encoder, "qwen_2.5_vl_7b.safetensors"),
+        (z_image.transformer, "z_image_bf16.safetensors"),
+        (z_image.text_encoder, "qwen_3_4b.safetensors"),
     ):
         shutil.copy(source, folder / "models" / name)
     shutil.copytree(ROOT / "configs", folder / "configs")
@@ -109,7 +113,7 @@ def _run(words: list[str], place: Path) -> None:
     rest = [path for word in rest for path in (_matching(word, place) if "*" in word else [word])]
     clip, t5, qwen = (place / "tokenizers.txt").read_text().splitlines()
     tokenizers = ["--clip_l_tokenizer", clip, "--t5xxl_tokenizer", t5]
-    if any("qwen" in word for word in rest):
+    if any("qwen" in word or "z_image" in word for word in rest):
         tokenizers = ["--qwen_tokenizer", qwen]
     if script == "train_lora.py":
         rest += [*SHORT, *tokenizers]
@@ -234,7 +238,7 @@ def test_every_dataset_toml_in_the_pages_is_valid(page: str, tmp_path: Path) -> 
         assert len(data.train) > 0
 
 
-@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("[fq]*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("[fqz]*.toml")), ids=lambda path: path.stem)
 def test_every_ready_config_trains(config: Path, place: Path) -> None:
     if config.stem in ("flux_lora", "flux_lora_24gb", "flux_lora_16gb", "flux_lora_12gb"):
         pytest.skip("run by the guides' own commands")

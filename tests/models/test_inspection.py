@@ -26,6 +26,7 @@ from tests.tiny import (
     tiny_text_encoders,
     tiny_vae,
 )
+from tests.tiny_z_image import comfy_state_dict, tiny_z_transformer
 
 KINDS = ("Linear", "Embedding", "Conv2d", "Conv3d", "LayerNorm", "GroupNorm", "RMSNorm")
 # What classes call themselves, against the kinds of the report.
@@ -80,6 +81,7 @@ def gpt2() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "flux": (lambda: tiny_flux_transformer(double_blocks=2), "FLUX.1 transformer (diffusers' names)"),
     "qwen": (qwen_image, "Qwen-Image transformer"),
+    "z_image": (tiny_z_transformer, "Z-Image transformer"),
     "vae": (tiny_vae, "image autoencoder, AutoencoderKL (diffusers' names)"),
     "qwen_vae": (qwen_vae, "Qwen-Image autoencoder (diffusers' names)"),
     "clip": (lambda: tiny_text_encoders(50, 60)[0], "CLIP text encoder"),
@@ -119,6 +121,15 @@ def test_the_norms_of_flux_are_told_apart(tmp_path: Path) -> None:
     assert ("norm_out.norm", "LayerNorm", 1, False) in norms
     save_file(tiny_vae().state_dict(), tmp_path / "v.safetensors")
     assert {group.kind for group in one_component(tmp_path / "v.safetensors").norms()} == {"GroupNorm"}
+
+
+def test_comfyuis_names_of_z_image_give_the_same_norms_as_diffusers(tmp_path: Path) -> None:
+    transformer = tiny_z_transformer()
+    save_file(comfy_state_dict(transformer.state_dict()), tmp_path / "z.safetensors")
+    found = one_component(tmp_path / "z.safetensors")
+    assert found.architecture == "Z-Image transformer"
+    ours, theirs = counts(found), modules_of(transformer)
+    assert (ours["LayerNorm"], ours["RMSNorm"]) == (theirs["LayerNorm"], theirs["RMSNorm"])
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])

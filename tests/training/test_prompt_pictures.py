@@ -186,3 +186,13 @@ def test_the_sampler_gives_conditions_and_sheets_begin_with_the_input(folder: Pa
     plain = Sampler(painter, [SamplePrompt("z")], encoder, {"z": {}}, folder / "plain")  # type: ignore[arg-type]
     plain.sample(nn.Linear(1, 1), 0)
     assert painter.given[-1] == NO_CONDITIONS
+
+
+def test_more_pictures_than_the_model_takes_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="2 pictures; this model takes 1, remove the others"):
+        check_pictures(read(folder, "x --ci a.png --ci b c.png"), "references", most_references=1)
+
+
+def test_a_negative_prompt_of_a_fill_model_is_refused_at_start(folder: Path) -> None:
+    with pytest.raises(UserError, match="--l is not taken: FLUX.1 Fill is guided by --g"):
+        check_pictures(read(folder, "x --ci a.png --mi m.png --n bad --l 3"), "fill")
