@@ -167,13 +167,14 @@ def trained(place: Path) -> Path:
     """The folder after README's commands: its first trains flux_lora, and ``make demo`` has gone before."""
     demo = ["train_lora.py", "--config_file", "configs/demo.toml", "--no-sample_at_first", "--no-sample_at_end"]
     _run([*demo, "--cache_directory", str(place / "cache")], place)
-    _run_page("README.md", place, 3)
+    _run_page("README.md", place, 5)
     return place
 
 
 def test_every_command_of_the_readme_runs(trained: Path) -> None:
     merged = "output/merged/transformer/diffusion_pytorch_model.safetensors"
     _assert_written(trained, "output/flux_lora/flux_lora.safetensors", "output/demo/lr.png", merged)
+    _assert_written(trained, "output/precision_report/report.html", "output/demo/demo-fp8.safetensors")
 
 
 def test_every_command_about_lora_formats_runs(trained: Path) -> None:
