@@ -5,6 +5,7 @@ What is replaced, and why:
 - *attention*: q, k and v are projected together (LoRAs on one input share their down projection), then RMSNorm, RoPE
   and attention of ``library.nn``.
 - *feed-forward*: both inner layers are projected together, and what the outer one takes is made again in backward.
+- *position table*: diffusers' own numbers, as real cosines and sines: compilers have no complex numbers.
 - *RMSNorm*: ours keep the dtype of their input under autocast, so q and k stay bf16 beside v.
 - *timestep embedding*: diffusers gives it the dtype of its first layer's weight, which may be fp8; here it is the
   dtype of that layer's bias, which never is. diffusers does not round the timestep itself: nothing else to mend.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from diffusers import ZImageTransformer2DModel
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
@@ -30,7 +32,7 @@ from library.nn.rope import rotate_interleaved
 
 
 def swap_hot_paths(transformer: ZImageTransformer2DModel, backend: Backend = "auto") -> ZImageTransformer2DModel:
-    """Replace the forward of attention, feed-forward, RMSNorm and timestep embedding in place; return the model.
+    """Replace the forward of attention, feed-forward, RMSNorm, RoPE table and timestep embedding; return the model.
 
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after.
     """
@@ -44,7 +46,21 @@ def swap_hot_paths(transformer: ZImageTransformer2DModel, backend: Backend = "au
             parent.__class__ = TimestepEmbedder
         elif isinstance(parent, diffusers_z.ZImageTransformerBlock):
             parent.attention.set_processor(AttentionProcessor(backend))
+    if not isinstance(transformer.rope_embedder, RealTable):
+        transformer.rope_embedder = RealTable(transformer.rope_embedder)
     return transformer
+
+
+class RealTable:
+    """diffusers' position table as real numbers."""
+
+    def __init__(self, original: diffusers_z.RopeEmbedder) -> None:
+        self._original = original
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return cosines, then sines, fp32 [S, D], of tokens at ``ids`` [S, 3]."""
+        turns = self._original(ids)
+        return torch.cat([turns.real, turns.imag], dim=-1)
 
 
 class AttentionProcessor:
@@ -68,14 +84,14 @@ class AttentionProcessor:
             hidden_states: [B, S, W].
             encoder_hidden_states: of no meaning here.
             attention_mask: boolean [B, S], true for tokens that count; None: all do.
-            freqs_cis: complex64 [B, S, D/2], a turn for each pair of numbers of each token.
+            freqs_cis: fp32 [B, S, D], from :class:`RealTable`: a turn for each pair of numbers of each token.
         """
         head_dim = attn.inner_dim // attn.heads
         projected = project_together([attn.to_q, attn.to_k, attn.to_v], hidden_states)
         query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)
         query, key = attn.norm_q(query), attn.norm_k(key)
         if freqs_cis is not None:
-            table = freqs_cis.real, freqs_cis.imag
+            table = freqs_cis[..., : head_dim // 2], freqs_cis[..., head_dim // 2 :]
             query, key = rotate_interleaved(query, table), rotate_interleaved(key, table)
         attended = attend(query, key, value, mask=attention_mask, backend=self.backend).flatten(2)
         return attn.to_out[1](attn.to_out[0](attended))
