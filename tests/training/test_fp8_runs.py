@@ -16,6 +16,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.precision.fp8_linear import Fp8Linear
+from tests.processes import launcher
 from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forward, run, start, write_dataset
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 from tools import quantize_model
@@ -240,8 +241,7 @@ def test_two_processes_on_an_fp8_base_equal_one(bases: dict[str, Settings], pipe
     halves = write_dataset(tmp_path / "halves", text="batch_size = 2")
     whole = write_dataset(tmp_path / "whole", text="batch_size = 4")
     run(pipeline, whole, tmp_path / "one", **settings)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29641"]
-    two = start(launcher, arguments(pipeline, halves, tmp_path / "two", **settings), tmp_path)
+    two = start(launcher(), arguments(pipeline, halves, tmp_path / "two", **settings), tmp_path)
     assert two.returncode == 0, two.stderr
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
 

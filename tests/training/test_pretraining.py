@@ -28,7 +28,7 @@ from library.training.muon import MuonWithAdamW
 from library.training.pretraining.build import fresh_config, parameter_groups
 from library.training.pretraining.events import PretrainingEvents
 from library.training.pretraining.speed import flops_per_token
-from tests.processes import run_command
+from tests.processes import launcher, run_command
 from tools.prepare_text import parser, prepare
 from train_llm import train
 
@@ -209,9 +209,8 @@ def test_a_published_model_is_gone_on_from(corpus: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_two_processes_train_as_one_with_twice_the_batch(corpus: Path, tmp_path: Path) -> None:
     run(corpus, tmp_path / "one", train_batch_size=8, max_train_steps=3)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
     done = run_command(
-        [*command, str(ROOT / "train_llm.py"), *flags(corpus, tmp_path / "two", max_train_steps=3)],
+        [sys.executable, *launcher(), str(ROOT / "train_llm.py"), *flags(corpus, tmp_path / "two", max_train_steps=3)],
         tmp_path,
         {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )

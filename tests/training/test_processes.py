@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import launcher
 from tests.runs import arguments, largest_difference, lora, run, start, write_dataset
 
 # Gradients of two halves are averaged by all-reduce instead of one mean over the batch: fp32 rounding, as in the
@@ -23,8 +24,7 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path) -> None:
     )
     settings = {"max_train_steps": 3, "gradient_checkpointing": True, "ddp_static_graph": True}
     one = run(base, whole, tmp_path / "one", **settings)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611"]
-    two = start(launcher, arguments(base, halves, tmp_path / "two", **settings), tmp_path)
+    two = start(launcher(), arguments(base, halves, tmp_path / "two", **settings), tmp_path)
     assert two.returncode == 0, two.stderr
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]

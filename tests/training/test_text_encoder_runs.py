@@ -12,6 +12,7 @@ from PIL import Image, ImageChops
 
 from library.errors import UserError
 from library.training.events import RunEvents
+from tests.processes import launcher
 from tests.runs import arguments, largest_difference, lora, run, start, write_dataset
 
 # As in test_train.py, AdamW's step has the gradient's sign rather than its size, so that rounding shows in entries of
@@ -197,8 +198,7 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path, trained: dict[str, 
     whole = write_dataset(tmp_path / "whole", text=f"batch_size = 4\n{held}", num_repeats=2)
     settings = {**trained, "max_train_steps": 3, "gradient_checkpointing": True, "validate_every_n_steps": 1}
     one = run(base, whole, tmp_path / "one", **settings)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
-    two = start(launcher, arguments(base, halves, tmp_path / "two", **settings), tmp_path)
+    two = start(launcher(), arguments(base, halves, tmp_path / "two", **settings), tmp_path)
     assert two.returncode == 0, two.stderr
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
