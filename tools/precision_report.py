@@ -29,7 +29,7 @@ from library.training.calibration import CalibrationOptions
 from tools.generate import read_loras
 from tools.merge_lora import parse_source
 from tools.report.deployments import Models, Variant, parse_deployment
-from tools.report.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
+from tools.report.fixes import FIXES, Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
 from tools.report.measure import Asked, measure
 from tools.report.page import Report, verdict_lines, write_report
 
@@ -74,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
     probe.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
     probe.add_argument("--no_benefits", action="store_true", help="skip measuring each layer's return to bf16")
     fix = top.add_argument_group("fixes")
-    fix.add_argument("--fix", action="store_true", help="try fixes on these images and name the cheapest that does")
+    fix.add_argument("--fix", nargs="*", choices=FIXES, metavar="NAME",
+                     help=f"try fixes and name the cheapest that does; all, or some of {', '.join(FIXES)}")  # fmt: skip
     fix.add_argument("--fix_minutes", type=float, default=30.0, metavar="X", help="begin none later (default: 30)")
     fix.add_argument("--fix_target", type=float, default=0.3, metavar="X",
                      help="share of the deployment's error that is good enough (default: %(default)s)")  # fmt: skip
@@ -127,6 +128,7 @@ def fix_options(options: argparse.Namespace) -> FixOptions:
         data_flags=[*data, *(["--masked_loss"] if options.masked_loss else [])],
         minutes=options.fix_minutes,
         target=options.fix_target,
+        names=tuple(options.fix or FIXES),
     )
 
 
@@ -157,12 +159,12 @@ def main() -> None:
         cache_directory=options.cache_directory,
     )
     asked = Asked(variant, calibration, options.steps, not options.no_benefits)
-    if options.fix and len(options.lora) != 1:
+    if options.fix is not None and len(options.lora) != 1:
         raise UserError("--fix: refits one LoRA; join several with tools/merge_lora.py first")
-    if options.fix and not options.steps:
+    if options.fix is not None and not options.steps:
         raise UserError("--fix: judges by finished pictures; give --steps 4 or more")
     report = measure(models, asked, console)
-    fixes = _fixes(models, asked, report, options, console) if options.fix else []
+    fixes = _fixes(models, asked, report, options, console) if options.fix is not None else []
     best = recommend(fixes, report.full, options.fix_target) if fixes else None
     paths = write_report(report, options.save_to, fixes, best)
     console.print("\n".join(verdict_lines(report)))

@@ -159,3 +159,37 @@ def test_a_layer_that_does_not_bear_its_format_is_named(place: Path, tmp_path: P
     found = report(place, "cast", model=tmp_path / "base")
     assert found["verdict"]["findings"][0]["cause"] == "sensitive_layer"
     assert found["verdict"]["findings"][0]["layers"] == ["transformer_blocks.0.attn.to_out.0"]
+
+
+def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of random weights the LoRA can make up for part of the rounding only; more rank makes up for more."""
+    deploy = place / "fp8.safetensors"
+    found = report(place, deploy, "--fix", "retarget", "correction", "keep", "--fix_target", "0.9")
+    before = found["deployment"]["velocity"]
+    after = {fix["name"]: fix["figures"]["velocity"] for fix in found["fixes"]}
+    assert list(after) == ["retarget", "correction", "keep"]
+    assert after["retarget"] < before
+    assert after["correction"] < 0.8 * after["retarget"]
+    (corrected,) = found["fixes"][1]["files"]
+    with safe_open(corrected, framework="pt") as file:
+        assert file.metadata()["tandem.base_name"] == deploy.name
+    assert "Recommended: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--fix", "--steps", "0"], "--fix: judges by finished pictures; give --steps 4 or more"),
+        (["--deploy_merged", "--deploy_lora", "nearest"], "the LoRA is in the file already (--deploy_merged)"),
+        (["--activations", "static"], "has no input scales; use row or unit"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    flags: list[str], message: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        report(place, place / "fp8.safetensors", *flags)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -37,6 +37,7 @@ from tools.report.measure import Asked, run_named
 from tools.report.runs import Outcome, Probe
 from train_lora import train
 
+FIXES = ("settings", "strength", "retarget", "correction", "keep", "teacher", "together")
 CORRECTION_RANK, TEACHER_STEPS, KEPT_SHARE = 16, 200, 0.1
 
 
@@ -72,6 +73,7 @@ class FixOptions:
         model_flags: of the reference's parts, as command line words. data_flags: of the calibration.
         minutes: no further fix is begun after these.
         target: share of the deployment's error that is good enough.
+        names: of the fixes to try.
     """
 
     folder: Path
@@ -82,6 +84,7 @@ class FixOptions:
     data_flags: Sequence[str]
     minutes: float
     target: float
+    names: tuple[str, ...] = FIXES
 
 
 def try_fixes(
@@ -108,6 +111,8 @@ def try_fixes(
     fixes: list[Fix] = []
 
     def attempt(name: str, cost: str, make: Callable[[], tuple[Models, Variant, tuple[Path, ...]]]) -> None:
+        if name not in options.names:
+            return
         if time.monotonic() - begun > 60 * options.minutes:
             console.print(f"note: {name} not tried, the {options.minutes:g} minutes are over; raise --fix_minutes")
             return
