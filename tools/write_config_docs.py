@@ -48,8 +48,8 @@ def options_page(script: Script = LORA) -> str:
     lines = [
         f"# Options of {script.name}",
         "",
-        "Every option is a key of the training TOML and a flag of the same name (`--learning_rate 1e-3`); flags win. Table",
-        "headings are for the reader: a key may stand under any heading or none. This page is written by `make docs`.",
+        "Every option is a key of the training TOML and a flag of the same name (`--learning_rate 1e-3`); flags win.",
+        "Table headings are for the reader: a key may stand under any heading or none. `make docs` writes this page.",
     ]
     for name, section in sections(script).items():
         lines += ["", f"## {name}", "", (section.__doc__ or "").strip().split("\n")[0], ""]
@@ -79,9 +79,10 @@ KOHYA_INTRODUCTION = """\
 
 `train_lora.py` takes the configurations of [sd-scripts](https://github.com/kohya-ss/sd-scripts)'
 `flux_train_network.py` and, for the model families it has, of
-[musubi-tuner](https://github.com/kohya-ss/musubi-tuner)'s `qwen_image_train_network.py`, as TOML (`--config_file`,
-with or without its suffix) and as flags. Every key either means what it means there, or the run ends before it
-begins with a line that says which key is not taken, why, and what replaces it. The dataset TOML is kohya's.
+[musubi-tuner](https://github.com/kohya-ss/musubi-tuner)'s `qwen_image_train_network.py` and `zimage_train_network.py`,
+as TOML (`--config_file`, with or without its suffix) and as flags. Every key either means what it means there, or the
+run ends before it begins with a line that says which key is not taken, why, and what replaces it. The dataset TOML is
+kohya's.
 
     python train_lora.py --config_file kohya.toml
     python tools/migrate_config.py --save_to my.toml kohya.toml     # or train.sh, or: -- accelerate launch ...
@@ -121,7 +122,7 @@ def kohya_page() -> str:
         values = f" = {', '.join(inert.values)}" if inert.values else ""
         lines.append(f"| {', '.join(f'`{key}`' for key in inert.keys)} | `{inert.needs}`{values} |")
     lines += _flag_table("sd-scripts", "flux_train_network.py") + _flag_table(
-        "musubi-tuner", "qwen_image_train_network.py"
+        "musubi-tuner", "qwen_image_train_network.py and zimage_train_network.py"
     )
     return "\n".join(lines) + "\n"
 

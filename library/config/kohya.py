@@ -39,7 +39,7 @@ def find_tool(values: Mapping[str, Any]) -> Tool | None:
     if module is None and "dit" not in values:
         return None
     model_type = FAMILIES.get(str(module), ("",))[0]
-    return "musubi-tuner" if "dit" in values or model_type == "qwen_image" else "sd-scripts"
+    return "musubi-tuner" if "dit" in values or model_type in ("qwen_image", "z_image") else "sd-scripts"
 
 
 def translate(
@@ -196,6 +196,7 @@ def _tell(result: Translation, known: Known) -> None:
             result.note("model_prediction_type", "told", "unset, so sigma_scaled in sd-scripts; here it is always raw")
         return
     text = "modulation is left out, as musubi-tuner means to and does not; img_mod_dim and txt_mod_dim train it"
-    result.note("network_args", "told", text)
+    if str(result.values["model_type"]).startswith("qwen_image"):
+        result.note("network_args", "told", text)
     if "mixed_precision" not in result.values:
         result.note("mixed_precision", "told", "unset, so that of accelerate launch in musubi-tuner; here it is no")

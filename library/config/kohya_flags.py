@@ -1,8 +1,9 @@
-"""Every flag of kohya's two FLUX and Qwen-Image LoRA trainers, and what becomes of it here: data only.
+"""Every flag of kohya's FLUX, Qwen-Image and Z-Image LoRA trainers, and what becomes of it here: data only.
 
 The flags are those of sd-scripts' ``flux_train_network.py`` (sd-scripts 48d368f, February 2026) and of
 musubi-tuner's ``qwen_image_train_network.py`` (musubi-tuner 30c658c, June 2026), read from their argument
-parsers, and a few keys that kohya_ss (the GUI) writes into its TOML files. Each has one of five fates:
+parsers, with ``fp8_llm`` of its ``zimage_train_network.py``, and a few keys that kohya_ss (the GUI) writes into its TOML
+files. Each has one of five fates:
 
     same      a key of the schema, with the same meaning
     renamed   set under another name, the first of ``to`` that the schema has; refused if it has none
@@ -114,10 +115,10 @@ _RENAMED = [
     ),
     *_flags("edit edit_plus", "renamed", MUSUBI, "as model_version edit or edit-2509", takes="switch",
             to=("model_type",)),
-    *_flags("fp8_vl", "renamed", MUSUBI, "with block scales, where musubi-tuner casts", takes="switch",
+    *_flags("fp8_vl fp8_llm", "renamed", MUSUBI, "with block scales, where musubi-tuner casts", takes="switch",
             to=("fp8_text_encoder",)),
     *_flags(
-        "text_encoder", "renamed", MUSUBI, "Qwen2.5-VL", to=("text_encoder",), instead="remove it",
+        "text_encoder", "renamed", MUSUBI, "Qwen2.5-VL or Qwen3", to=("text_encoder",), instead="remove it",
     ),
     *_flags("compile", "renamed", MUSUBI, takes="switch", to=("torch_compile",)),
     *_flags("compile_backend", "renamed", MUSUBI, to=("dynamo_backend",)),
@@ -141,7 +142,7 @@ _ACCEPTED = [
     ),
     *_flags(
         "network_module", "accepted", BOTH, "the trainer's LoRA for the model",
-        only=("networks.lora_flux", "networks.lora_qwen_image"),
+        only=("networks.lora_flux", "networks.lora_qwen_image", "networks.lora_zimage"),
         instead="set networks.lora_flux; network_type chooses another kind (dora, lokr, loha, oft, boft)",
     ),
     *_flags(

@@ -41,6 +41,7 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
 FAMILIES: Mapping[str, tuple[str, str]] = {  # network_module -> (model_type, its name)
     "networks.lora_flux": ("flux", "FLUX.1"),
     "networks.lora_qwen_image": ("qwen_image", "Qwen-Image"),
+    "networks.lora_zimage": ("z_image", "Z-Image"),
 }
 
 SAME_AS: Mapping[tuple[str, str], str] = {  # (key, value there) -> value here
