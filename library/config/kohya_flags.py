@@ -2,8 +2,8 @@
 
 The flags are those of sd-scripts' ``flux_train_network.py`` (sd-scripts 48d368f, February 2026) and of
 musubi-tuner's ``qwen_image_train_network.py`` (musubi-tuner 30c658c, June 2026), read from their argument
-parsers, with ``fp8_llm`` of its ``zimage_train_network.py``, and a few keys that kohya_ss (the GUI) writes into its TOML
-files. Each has one of five fates:
+parsers, with ``fp8_llm`` of its ``zimage_train_network.py``, and a few keys that kohya_ss (the GUI) writes into its
+TOML files. Each has one of five fates:
 
     same      a key of the schema, with the same meaning
     renamed   set under another name, the first of ``to`` that the schema has; refused if it has none
