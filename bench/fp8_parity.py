@@ -6,17 +6,20 @@
 For each training seed a LoRA is trained in high precision on the demo's images (``configs/demo_fp8.toml``). The
 reference is that model with the LoRA beside it; every case is run on the same 64 held-out pictures, painted from seeds
 that the training images do not have, with generated masks, the same noise and the same noise levels. Fixes are fitted
-and trained on the training images. Figures are relative rms errors of the velocity, of finished latents (six sampling
+and trained on the training images. Figures are relative rms errors of the velocity, of finished latents (four sampling
 steps) and of decoded pictures, and the seam's figures; mean over seeds and half the range.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -43,7 +46,7 @@ from tools.tiny_models.painting import to_image
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "assets" / "tiny-flux-fill"
 TRAINING = ROOT / "assets" / "demo_dataset" / "dataset.toml"
-SIGMAS, STEPS, GUIDANCE = (0.8, 0.4), 6, 1.0
+SIGMAS, STEPS, GUIDANCE = (0.8, 0.4), 4, 1.0
 
 
 def write_held_out(folder: Path, count: int) -> Path:
@@ -68,19 +71,23 @@ def run(*words: object) -> None:
     Raises:
         RuntimeError: it failed; its output is in the message.
     """
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, words))}\n{done.stdout}\n{done.stderr}")
 
 
-def measure_seed(seed: int, held_out: Path, images: int, folder: Path, console: Console) -> dict[str, Differences]:
+def measure_seed(seed: int, held_out: Path, images: int, folder: Path) -> dict[str, Differences]:
     """Train a LoRA with ``seed``; return case -> its figures on the held-out images."""
+    torch.set_num_threads(1)
+    console = Console(highlight=False)
     training = ["--config_file", "configs/demo_fp8.toml", "--seed", seed, "--output_dir", folder]
-    run("train_lora.py", *training, "--output_name", "lora", "--cache_directory", folder.parent / "cache")
+    run("train_lora.py", *training, "--output_name", "lora", "--cache_directory", folder / "cache")
     lora, served = folder / "lora.safetensors", folder / "plain"
     run("tools/quantize_model.py", "--model", MODEL, "--layout", "plain", "--save_to", served)
     data = ["--dataset_config", str(TRAINING), "--calibration_images", "12", "--guidance_scale", f"{GUIDANCE:g}"]
-    data += ["--cache_directory", str(folder.parent / "cache")]
+    data += ["--cache_directory", str(folder / "cache")]
     merged = folder / "compensated"
     run("tools/merge_lora.py", "--model", MODEL, "--model_type", "flux_fill", "--lora", lora, "--save_to", merged,
         "--save_precision", "fp8", "--rounding", "compensated", "--transformer_only", *data)  # fmt: skip
@@ -88,7 +95,7 @@ def measure_seed(seed: int, held_out: Path, images: int, folder: Path, console: 
     config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
     models = Models(config, parse_deployment(str(served)), {}, torch.float32, torch.device("cpu"))
     models.loras = models.targets.by_component(load_lora(lora, models.targets).weights)
-    cache = str(folder.parent / "held_out_cache")
+    cache = str(folder / "held_out_cache")
     options = CalibrationOptions(str(held_out), images, SIGMAS, 0, GUIDANCE, cache_directory=cache)
     beside = Variant(weights=True)
     asked = Asked(beside, options, STEPS, benefits=False)
@@ -163,16 +170,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
     parser.add_argument("--images", type=int, default=64, help="held-out images (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="seeds at a time, a core each (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         held_out = write_held_out(place / "held_out", options.images)
-        found = [
-            measure_seed(seed, held_out, options.images, place / f"seed{seed}", console)
-            for seed in range(1, options.seeds + 1)
-        ]
+        seeds = range(1, options.seeds + 1)
+        jobs = [(seed, held_out, options.images, place / f"seed{seed}") for seed in seeds]
+        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+            found = list(pool.map(measure_seed, *zip(*jobs, strict=True)))
     rows = [row_of(case, [seed[case] for seed in found]) for case in found[0] if all(case in seed for seed in found)]
     show(rows, console)
     by_case = {row["case"]: row for row in rows}
