@@ -11,6 +11,7 @@ file. About a minute, two with the border.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matplotlib.figure import Figure
+from PIL import Image
 from rich.console import Console
 
 from library.errors import exit_on_user_error
@@ -70,9 +72,12 @@ def draw_border(options: argparse.Namespace, console: Console) -> list[Path]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write ``figure`` as a PNG that is the same every time; return its path."""
+    """Write ``figure`` as a PNG of 96 colours that is the same every time; return its path."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=100)
+    picture = Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE)
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=100, metadata={"Software": None})
+        picture.save(temporary, format="PNG", optimize=True)
     return path
 
 

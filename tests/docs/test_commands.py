@@ -34,7 +34,7 @@ from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--network_dim", "2", "--max_data_loader_n_workers", "0"]
+SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_n_workers", "0"]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -116,8 +116,11 @@ def _run(words: list[str], place: Path) -> None:
     if any("qwen" in word or "z_image" in word for word in rest):
         tokenizers = ["--qwen_tokenizer", qwen]
     if script == "train_lora.py":
-        rest += [*SHORT, *tokenizers]
-    if "--dataset_config" in rest and script != "train_lora.py":
+        rank = [] if "--dim_from_weights" in rest else ["--network_dim", "2"]
+        rest += [*SHORT, *rank, *([] if "FLUX.1-dev" in rest else tokenizers)]
+    if script == "tools/precision_report.py":
+        rest += ["--images", "1", "--sigmas", "0.5", "--steps", "2", "--no_benefits"]
+    elif "--dataset_config" in rest and script != "train_lora.py":
         rest += ["--calibration_images", "1", "--calibration_sigmas", "0.5"]
     if script == "tools/generate.py":
         rest += tokenizers
@@ -199,9 +202,11 @@ def test_every_command_about_precision_runs(place: Path) -> None:
     random = torch.Generator().manual_seed(0)
     down, up = (torch.randn(shape, generator=random) for shape in ((2, 64), (64, 2)))
     save_lora(place / "style.safetensors", {"transformer_blocks.0.attn.to_q": LoraWeights(down, up, 2.0)}, FLUX_TARGETS)
-    _run_page("docs/precision.md", place, 7)
+    _run_page("docs/fp8_files.md", place, 4)
     _assert_written(place, "flux1-dev-fp8.safetensors", "FLUX.1-dev-fp8", "flux1-dev-musubi.safetensors")
+    _run_page("docs/precision.md", place, 5)
     _assert_written(place, "style-fp8.safetensors", "merged", "merged.safetensors", "FLUX.1-dev-compensated")
+    _assert_written(place, "report/report.html", "output/taught/taught.safetensors")
 
 
 def test_every_command_about_kohyas_flags_runs(place: Path) -> None:

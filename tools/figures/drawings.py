@@ -164,8 +164,8 @@ def activations() -> Figure:
     right.loglog(sizes, _percent(found["unit"]), color="#9467bd", label="no scale, clamped to ±448 (ComfyUI --fast)")
     right.loglog(sizes, _percent(found["row"]), color="#1f77b4", label="a scale a token")
     right.set(xlabel="usual size of the activations", ylabel="error, %", ylim=(1, 600))
-    right.text(1e-4, 5, "too small:\nrounded\nto zero", color="#9467bd", ha="left")
-    right.text(1.2e4, 4.5, "too large:\nclamped", color="#9467bd", ha="right")
+    right.text(1e-4, 4, "too small:\nzero", color="#9467bd", ha="left")
+    right.text(1.4e4, 4, "too large:\nclamped", color="#9467bd", ha="right")
     right.legend(loc="upper center", fontsize=8.5)
     for axis in (left, right):
         axis.set_yticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"], minor=False)
