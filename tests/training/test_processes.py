@@ -58,7 +58,8 @@ def test_an_engine_asked_for_outside_the_training_file_is_refused(base: Path, da
     assert len(refused.stderr.splitlines()) == 1
 
 
-def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    refused = start([], ["--netwrk_dim", "4"], tmp_path)
+def test_a_user_error_is_one_line_and_exit_code_2(base: Path, dataset: Path, tmp_path: Path) -> None:
+    flags = [flag.replace("network_dim", "netwrk_dim") for flag in arguments(base, dataset, tmp_path / "out")]
+    refused = start([], flags, tmp_path)
     assert refused.returncode == 2
     assert refused.stderr == "error: command line: --netwrk_dim: unknown flag; did you mean 'network_dim'?\n"
