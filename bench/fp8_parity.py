@@ -7,7 +7,8 @@ For each training seed a LoRA is trained in high precision on the demo's images 
 reference is that model with the LoRA beside it; every case is run on the same 64 held-out pictures, painted from seeds
 that the training images do not have, with generated masks, the same noise and the same noise levels. Fixes are fitted
 and trained on the training images. Figures are relative rms errors of the velocity, of finished latents (four sampling
-steps) and of decoded pictures, and the seam's figures; mean over seeds and half the range.
+steps) and of decoded pictures, means over seeds with half the range; along the seam, the decoded picture's error within
+8 pixels inside the border over that of the interior, medians over the pictures.
 """
 
 from __future__ import annotations
@@ -119,18 +120,17 @@ def measure_seed(seed: int, held_out: Path, images: int, folder: Path) -> dict[s
 def row_of(case: str, seeds: list[Differences]) -> dict[str, Any]:
     """Return a case's figures: means over the seeds and half the range of the latents' error."""
     latents = [each.latents for each in seeds]
-    seams = [each.seam for each in seeds]
+    seams = [each.picture_seam for each in seeds]
     return {
         "case": case,
         "velocity": mean(each.velocity for each in seeds),
         "latents": mean(latents),
         "latents_spread": (max(latents) - min(latents)) / 2,
         "picture": mean(each.picture for each in seeds),
-        "ring_over_interior": mean(seam["inside"][2] for seam in seams),
-        "high_pass_ring_over_interior": mean(seam["high_pass"][2] for seam in seams),
-        "signed_ring_minus_interior": mean(seam["signed"][2] for seam in seams),
+        "ring_over_interior": mean(seam["inside"][8] for seam in seams),
+        "high_pass_ring_over_interior": mean(seam["high_pass"][8] for seam in seams),
+        "signed_ring_minus_interior": mean(seam["signed"][8] for seam in seams),
         "step": mean(seam["step"] for seam in seams),
-        "picture_ring_over_interior": mean(each.picture_seam["inside"][8] for each in seeds),
     }
 
 

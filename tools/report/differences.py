@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from tools.report.runs import Outcome, Probe
 
 @dataclass(frozen=True)
 class Differences:
-    """Relative rms errors and what the border sees; means over the probe's samples.
+    """Relative rms errors over all of the probe's samples, and what the border sees.
 
     Attributes:
         velocity: over all noise levels.
         velocity_by_sigma: sigma -> whole, filled, known and ring, those that there are.
         latents_by_step: after each step of the sampling run.
         latents, picture: of the finished ones; NaN where there was no sampling or no decoding.
-        seam: figures of the finished latents along the mask's border, means over samples; empty without masks.
+        seam: figures of the finished latents along the mask's border, medians over samples; empty without masks.
         picture_seam: the same of the decoded pictures, in pixels.
         edges: rms error on the reference picture's own edges over that on its flat half.
         spectrum: frequencies and mean power of the finished latents' error.
@@ -65,8 +66,8 @@ def compare(reference: Outcome, other: Outcome, probe: Probe) -> Differences:
         latents_by_step=steps,
         latents=steps[-1] if steps else math.nan,
         picture=relative_error([a for a, _ in pictures], [b for _, b in pictures]) if pictures else math.nan,
-        seam=mean_seam(finished, masks),
-        picture_seam=mean_seam(pictures, [_in_pixels(m, p) for m, p in zip(masks, pictures, strict=False)]),
+        seam=median_seam(finished, masks),
+        picture_seam=median_seam(pictures, [_in_pixels(m, p) for m, p in zip(masks, pictures, strict=False)]),
         edges=_on_edges(finished),
         spectrum=_mean_spectrum([b - a for a, b in finished]),
     )
@@ -79,26 +80,29 @@ def relative_error(reference: Sequence[Tensor], other: Sequence[Tensor]) -> floa
     return math.sqrt(error / size) if error else 0.0
 
 
-def mean_seam(pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor | None]) -> dict[str, Any]:
-    """Return the mean of each seam figure over the samples that have a border; infinities are left out."""
+def median_seam(pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor | None]) -> dict[str, Any]:
+    """Return the median of each seam figure over the samples that have a border; infinities are left out.
+
+    Not the mean: where an interior of a few cells happens to have no error, a ratio has no bound.
+    """
     found = [asdict(seam_figures(a, b, m)) for (a, b), m in zip(pairs, masks, strict=False) if m is not None]
     if not found:
         return {}
-    return {name: _mean_of([each[name] for each in found]) for name in found[0]}
+    return {name: _median_of([each[name] for each in found]) for name in found[0]}
 
 
-def _mean_of(values: list[Any]) -> Any:
+def _median_of(values: list[Any]) -> Any:
     if isinstance(values[0], dict):
-        return {key: _mean_of([value[key] for value in values]) for key in values[0]}
+        return {key: _median_of([value[key] for value in values]) for key in values[0]}
     finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
+    return median(finite) if finite else math.nan
 
 
 def _by_region(
     reference: Sequence[Tensor], other: Sequence[Tensor], masks: Sequence[Tensor | None]
 ) -> dict[str, float]:
     found = {"whole": relative_error(reference, other)}
-    seams = mean_seam(list(zip(reference, other, strict=True)), masks)
+    seams = median_seam(list(zip(reference, other, strict=True)), masks)
     if seams:
         found |= {"filled": seams["error_filled"], "known": seams["error_known"]}
         found |= {"ring": seams["inside"][2] * seams["error_interior"]}
