@@ -116,6 +116,8 @@ def check_target(base: Base, save_to: Path, dtype: torch.dtype | None) -> None:
         if save_to.exists() and save_to.samefile(base.path):
             raise UserError(f"{save_to}: is the base itself; choose another --save_to")
     else:
+        if save_to.suffix == ".safetensors":
+            raise UserError(f"{save_to}: the base is a folder; give --save_to a folder's name")
         if save_to.exists() and (not save_to.is_dir() or any(save_to.iterdir())):
             raise UserError(f"{save_to}: exists and is no empty folder; choose another --save_to")
         if save_to.resolve().is_relative_to(base.path.resolve()):

@@ -81,7 +81,7 @@ def _add_flag(group: Any, key: str, field: FieldInfo) -> None:
     default = "required" if field.is_required() else f"default: {field.get_default()}"
     text = f"{field.description}" + (f"; one of {', '.join(choices)}" if choices else "") + f" ({default})"
     text = text.replace("%", "%%")
-    if field.annotation is bool:
+    if field.annotation in (bool, bool | None):
         group.add_argument(f"--{key}", action=argparse.BooleanOptionalAction, help=text)
     elif get_origin(field.annotation) is list:
         group.add_argument(f"--{key}", nargs="*", metavar="X", help=text)

@@ -74,8 +74,10 @@ def fill_masks(
     """Return the one source of masks that a subset's keys name; without one, masks of all kinds are generated.
 
     Raises:
-        UserError: two sources, or variants of masks that have none.
+        UserError: two sources, an empty list of kinds, or variants of masks that have none.
     """
+    if kinds == ():
+        raise UserError(f"{where}: inpaint_masks = []: names no kind; name some of {', '.join(MASK_KINDS)}, or remove it")
     asked = {"inpaint_mask_directory": directory is not None, "inpaint_alpha_mask": alpha, "inpaint_masks": bool(kinds)}
     named = [key for key, value in asked.items() if value]
     if len(named) > 1:

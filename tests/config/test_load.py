@@ -265,3 +265,10 @@ def test_the_json_schema_and_the_options_page_are_up_to_date() -> None:
 )
 def test_saving_options_that_could_only_be_ignored_are_refused(argv: list[str], part: str) -> None:
     assert part in _problem([*argv, *REQUIRED])
+
+
+def test_a_switch_that_may_be_left_to_the_model_is_a_switch() -> None:
+    edit = [*REQUIRED, "--model_type", "qwen_image_edit_plus"]
+    assert load_config([*edit, "--zero_cond_t"]).model.zero_cond_t is True
+    assert load_config([*edit, "--no-zero_cond_t"]).model.zero_cond_t is False
+    assert load_config(edit).model.zero_cond_t is None

@@ -69,6 +69,7 @@ def test_control_sizes_belong_to_edit_models(folder: Path, key: str) -> None:
     [
         ("fill", "inpaint_masks = ['halves']\ninpaint_alpha_mask = true", "inpaint_alpha_mask and inpaint_masks each say which region to fill; keep one of them"),
         ("fill", "inpaint_mask_directory = 'masks'\ninpaint_alpha_mask = true", "inpaint_mask_directory and inpaint_alpha_mask each say which region to fill; keep one of them"),
+        ("fill", "inpaint_masks = []", "inpaint_masks = []: names no kind; name some of rectangles, borders, strokes, halves, or remove it"),
         ("fill", "inpaint_mask_directory = 'masks'\ninpaint_mask_variants = 2", "inpaint_mask_variants has no effect with inpaint_mask_directory; remove it"),
         ("fill", "alpha_mask = true\ninpaint_alpha_mask = true", "alpha_mask and inpaint_alpha_mask both read the transparency; keep one of them"),
         ("fill", "random_crop = true", "random_crop: a crop can miss the region to fill; remove it"),

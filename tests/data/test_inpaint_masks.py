@@ -26,6 +26,14 @@ def test_masks_fill_5_to_90_percent_of_any_size(kind: MaskKind, width: int, heig
         assert 0.05 <= mask.mean() <= 0.9
 
 
+@pytest.mark.parametrize(("width", "height"), [(1472, 64), (64, 1472), (4096, 256)])
+def test_ribbons_that_no_three_rectangles_fill_get_a_half(width: int, height: int) -> None:
+    """Three of 150/256 of the shorter side, squared, are 4.5 % of 1472 x 64."""
+    mask = draw_mask("rectangles", width, height, random.Random(0))
+    assert mask.all(axis=0).any() or mask.all(axis=1).any()  # whole rows or columns: no rectangle touches the edge
+    assert 0.3 <= mask.mean() <= 0.7  # 35 to 65 % and the rounding of 64 rows
+
+
 def test_a_mask_is_a_function_of_seed_sample_and_variant() -> None:
     first = generated_mask(MASK_KINDS, 64, 48, 1, "a", 0)
     assert np.array_equal(first, generated_mask(MASK_KINDS, 64, 48, 1, "a", 0))

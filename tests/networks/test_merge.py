@@ -188,6 +188,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(lora, tmp_path:
         (single, path, new, "new: the base is one file; end --save_to in .safetensors"),
         (single, path, single, "is the base itself; choose another --save_to"),
         (base, path, shallow, "shallow: exists and is no empty folder; choose another --save_to"),
+        (base, path, tmp_path / "m.safetensors", "m.safetensors: the base is a folder; give --save_to a folder's name"),
         (base, path, base / "merged", "merged: lies inside the base; choose another --save_to"),
     ]
     for model, source, save_to, message in cases:
