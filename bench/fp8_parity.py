@@ -112,7 +112,8 @@ def measure_seed(seed: int, held_out: Path, images: int, folder: Path) -> dict[s
         found[f"merged, {how}"] = figures(how, models, replace(beside, merge=how))
     compensated = Models(config, parse_deployment(str(merged), merged=True), models.loras, models.dtype, models.device)
     found["merged, compensated"] = figures("compensated", compensated, beside)
-    fix_options = FixOptions(folder / "fixes", lora, str(MODEL), str(served), [], data, 60.0, 0.2)
+    fitted = replace(options, dataset_config=str(TRAINING), images=12, cache_directory=str(folder / "cache"))
+    fix_options = FixOptions(folder / "fixes", lora, str(MODEL), str(served), [], fitted, None, 60.0, 0.2)
     found |= {fix.name: fix.figures for fix in try_fixes(models, asked, probe, reference, (), fix_options, console)}
     return found
 

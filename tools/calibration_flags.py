@@ -20,8 +20,10 @@ from library.precision.quantize import GRANULARITIES
 from library.precision.recipe import Fp8Recipe
 from library.training.calibration import IMAGES, SIGMAS, CalibrationOptions
 
-_MODEL_FLAGS = ("model_type", "ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer")
-_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
+MODEL_PARTS = (
+    "ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "vae", "text_encoder", "qwen_tokenizer"
+)  # fmt: skip
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
 
 
 def add_calibration_arguments(
@@ -45,9 +47,9 @@ def add_calibration_arguments(
     model = parser.add_argument_group("parts of the model, where it is a single file")
     if model_type:
         model.add_argument("--model_type", choices=list(FAMILIES), help="architecture family")
-    for name in _MODEL_FLAGS[1:]:
+    for name in MODEL_PARTS:
         model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
-    model.add_argument("--mixed_precision", choices=list(_DTYPES), help="default: bf16 on a GPU, no on a CPU")
+    model.add_argument("--mixed_precision", choices=list(DTYPES), help="default: bf16 on a GPU, no on a CPU")
 
 
 def calibration_options(options: argparse.Namespace) -> CalibrationOptions:
@@ -65,14 +67,14 @@ def calibration_options(options: argparse.Namespace) -> CalibrationOptions:
 
 def model_config(options: argparse.Namespace, model: Path) -> ModelConfig:
     """Return the ``[model]`` section for ``model`` with the parts that the flags name."""
-    given = {name: value for name in _MODEL_FLAGS if (value := getattr(options, name)) is not None}
+    given = {name: value for name in ("model_type", *MODEL_PARTS) if (value := getattr(options, name)) is not None}
     return ModelConfig(pretrained_model_name_or_path=str(model), **given)
 
 
 def device_and_dtype(options: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
     """Return where and in what to compute."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return device, _DTYPES[options.mixed_precision or ("bf16" if device.type == "cuda" else "no")]
+    return device, DTYPES[options.mixed_precision or ("bf16" if device.type == "cuda" else "no")]
 
 
 def recipe_named(text: str, option: str) -> Fp8Recipe:

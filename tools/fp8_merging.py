@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from library.errors import UserError
-from library.files import fingerprint
+from library.files import weights_fingerprint
 from library.models.registry import model_family
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.checkpoint_writing import write_fp8_checkpoint
@@ -31,6 +31,7 @@ from networks.injection import attach_lora
 from networks.low_rank import combine_loras
 from networks.merge import LoraSource, plan_updates
 from networks.merge_fp8 import Fp8Merge, recipe_of_base, rounding_survival
+from networks.metadata import base_mismatch
 from networks.targets import LoraTargets
 from networks.weights import LoraWeights, names_in_short
 from tools import calibration_flags as flags
@@ -98,7 +99,12 @@ def merge_to_fp8(
     base = open_base(options.model, fp8=True)
     kind, recipe = _what_is_written(options, base, rounding)
     _check_target(base, options.save_to)
-    read = [(source, targets.by_component(read_updates(source.path, targets)[0])) for source in sources]
+    files = [(source, *read_updates(source.path, targets)) for source in sources]
+    read = [(source, targets.by_component(weights)) for source, weights, _ in files]
+    here = weights_fingerprint(base.weights)
+    for source, _, file in files:
+        if remark := base_mismatch(file.metadata, here):
+            console.print(f"note: {source.path}: {remark}")
     if any(set(parts) - {targets.file_prefix} for _, parts in read) and not options.transformer_only:
         raise UserError("--lora: text encoders are not written in fp8; give --transformer_only to leave them out")
     own = [(source, parts.get(targets.file_prefix, {})) for source, parts in read]
@@ -222,7 +228,7 @@ def _write_correction(
     path = options.save_to.with_name(f"{options.save_to.stem}-correction.safetensors")
     merged = options.save_to / "transformer" if (options.save_to / "transformer").is_dir() else options.save_to
     metadata = {
-        "tandem.base_fingerprint": fingerprint(merged),
+        "tandem.base_fingerprint": weights_fingerprint(merged),
         "tandem.base_name": options.save_to.name,
         "tandem.retargeted": '{"correction_of": "a merge"}',
     }

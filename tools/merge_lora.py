@@ -141,6 +141,8 @@ def main() -> None:
     options = parser.parse_args()
     targets = TARGETS[options.model_type]
     if goes_into_fp8(options):
+        if unused := next((name for name in _OF_A_LORA if getattr(options, name)), None):
+            raise UserError(f"--{unused}: has no effect on a merge into fp8; remove it")
         sources = [parse_source(text) for text in options.lora]
         merge_to_fp8(options, sources, targets, Console(highlight=False, markup=False))
         return

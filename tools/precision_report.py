@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,15 +27,14 @@ from library.config.schema import ModelConfig
 from library.errors import UserError, exit_on_user_error
 from library.models.registry import FAMILIES
 from library.training.calibration import CalibrationOptions
+from tools import calibration_flags as flags
 from tools.generate import read_loras
 from tools.merge_lora import parse_source
 from tools.report.deployments import Models, Variant, parse_deployment
 from tools.report.fixes import FIXES, Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
 from tools.report.measure import Asked, measure
-from tools.report.page import Report, verdict_lines, write_report
+from tools.report.page import verdict_lines, write_report
 
-_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
-_PARTS = ("ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "vae", "text_encoder")
 _LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
@@ -44,11 +44,10 @@ def parser() -> argparse.ArgumentParser:
     model = top.add_argument_group("the reference")
     model.add_argument("--model", required=True, help="bf16 model: diffusers folder, or transformer file")
     model.add_argument("--model_type", choices=list(FAMILIES), default="flux", help="architecture family")
-    for name in _PARTS:
-        if name in ModelConfig.model_fields:
-            model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
+    for name in flags.MODEL_PARTS:
+        model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRAs, of any layout")
-    model.add_argument("--mixed_precision", choices=list(_DTYPES), help="default: bf16 on a GPU, no on a CPU")
+    model.add_argument("--mixed_precision", choices=list(flags.DTYPES), help="default: bf16 on a GPU, no on a CPU")
     deployment = top.add_argument_group("the deployment, a cause a flag")
     deployment.add_argument("--deploy", required=True, metavar="FILE|RECIPE", help="fp8 model, or cast, tensor, row, "
                             "block64, block128; :e5m2 and +all may follow")  # fmt: skip
@@ -111,44 +110,67 @@ def variant_of(options: argparse.Namespace) -> Variant:
     )
 
 
-def fix_options(options: argparse.Namespace) -> FixOptions:
-    """Return what the fixes need of the command line."""
-    parts = [(name, value) for name in _PARTS if (value := getattr(options, name, None)) is not None]
-    dataset = options.fix_dataset_config or options.dataset_config
-    data = ["--dataset_config", dataset, "--calibration_images", str(options.fix_images or options.images)]
-    data += ["--calibration_sigmas", *map(str, options.sigmas), "--seed", str(options.seed)]
-    data += ["--guidance_scale", str(options.guidance_scale)]
-    data += ["--cache_directory", options.cache_directory] if options.cache_directory else []
+def _check_fix(options: argparse.Namespace) -> None:
+    """Refuse what fixes cannot be tried on.
+
+    Raises:
+        UserError: several LoRAs or one at another strength, one inside the deployed file, or no sampling run.
+    """
+    join = "write it into one file first: tools/merge_lora.py --lora a.safetensors:0.8 --save_to one.safetensors"
+    if len(options.lora) != 1 or parse_source(options.lora[0]).ratio != 1.0:
+        raise UserError(f"--fix: refits one LoRA at strength 1; {join}")
+    if options.deploy_merged:
+        raise UserError(
+            "--fix: refits a LoRA beside the weights, and --deploy_merged has it inside; deploy the fp8 base"
+        )
+    if not options.steps:
+        raise UserError("--fix: judges by finished pictures; give --steps 4 or more")
+
+
+def _note_text(models: Models, console: Console) -> None:
+    """Say that the text encoders' part of a LoRA is left out.
+
+    Raises:
+        UserError: there is no other part.
+    """
+    text = [name for name in models.loras if name != models.targets.file_prefix]
+    if text and not models.transformer_lora:
+        raise UserError(f"--lora: has layers of {' and '.join(text)} only, and the report is about the transformer")
+    if text:
+        console.print(
+            f"note: the LoRA's layers of {' and '.join(text)} are left out on both sides: captions are cached"
+        )
+
+
+def fix_options(options: argparse.Namespace, calibration: CalibrationOptions) -> FixOptions:
+    """Return what the fixes need of the command line; ``calibration`` is what the report is measured on."""
+    parts = [(name, value) for name in flags.MODEL_PARTS if (value := getattr(options, name)) is not None]
+    dataset = options.fix_dataset_config or calibration.dataset_config
     return FixOptions(
         folder=options.save_to / "fixes",
         lora=parse_source(options.lora[0]).path,
         base=options.model,
         deploy=options.deploy,
         model_flags=[word for name, value in parts for word in (f"--{name}", value)],
-        data_flags=[*data, *(["--masked_loss"] if options.masked_loss else [])],
+        calibration=replace(calibration, dataset_config=dataset, images=options.fix_images or calibration.images),
+        mixed_precision=options.mixed_precision,
         minutes=options.fix_minutes,
         target=options.fix_target,
         names=tuple(options.fix or FIXES),
     )
 
 
-def _fixes(models: Models, asked: Asked, report: Report, options: argparse.Namespace, console: Console) -> list[Fix]:
-    return try_fixes(models, asked, report.probe, report.reference, report.layers, fix_options(options), console)
-
-
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, measure, write the report."""
     options = parser().parse_args()
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 120)
     variant = variant_of(options)
     deployed = parse_deployment(options.deploy, options.deploy_merged)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = _DTYPES[options.mixed_precision or ("bf16" if device.type == "cuda" else "no")]
-    parts = {name: value for name in _PARTS if (value := getattr(options, name, None)) is not None}
-    config = ModelConfig(pretrained_model_name_or_path=options.model, model_type=options.model_type, **parts)
-    models = Models(config, deployed, {}, dtype, device)
+    device, dtype = flags.device_and_dtype(options)
+    models = Models(flags.model_config(options, options.model), deployed, {}, dtype, device)
     models.loras = read_loras([parse_source(text) for text in options.lora], models.family, console)
+    _note_text(models, console)
     calibration = CalibrationOptions(
         options.dataset_config,
         images=options.images,
@@ -159,12 +181,15 @@ def main() -> None:
         cache_directory=options.cache_directory,
     )
     asked = Asked(variant, calibration, options.steps, not options.no_benefits)
-    if options.fix is not None and len(options.lora) != 1:
-        raise UserError("--fix: refits one LoRA; join several with tools/merge_lora.py first")
-    if options.fix is not None and not options.steps:
-        raise UserError("--fix: judges by finished pictures; give --steps 4 or more")
+    if options.fix is not None:
+        _check_fix(options)
+    if options.steps < 0:
+        raise UserError(f"--steps {options.steps}: is negative; give 0 for no sampling run, or 4 and more")
     report = measure(models, asked, console)
-    fixes = _fixes(models, asked, report, options, console) if options.fix is not None else []
+    fixes: list[Fix] = []
+    if options.fix is not None:
+        wanted = fix_options(options, calibration)
+        fixes = try_fixes(models, asked, report.probe, report.reference, report.layers, wanted, console)
     best = recommend(fixes, report.full, options.fix_target) if fixes else None
     paths = write_report(report, options.save_to, fixes, best)
     console.print("\n".join(verdict_lines(report)))

@@ -99,8 +99,10 @@ def prepare_teacher(
     family = model_family(with_transformer(config.model, Path(parity.parity_teacher).expanduser()))
     lora = parity.parity_lora or config.network.network_weights
     assert lora is not None, "the config's rules ask for one"
+    if family.fp8_layout() is not None:
+        raise UserError(f"parity_teacher: {parity.parity_teacher} is in fp8; give the bf16 model")
     folder = Path(parity.parity_cache or Path(config.saving.output_dir) / "teacher")
-    teacher = Teacher(folder / _key(config, family, lora), parity.parity_weight)
+    teacher = Teacher(folder / _key(config, family, lora, data), parity.parity_weight)
     coming = _coming(config, data, accelerator)
     missing = [(step, batch) for step, batch in coming if not _answered(teacher, step, batch)]
     if missing:
@@ -177,16 +179,21 @@ def _answer(
         write_safetensors(teacher.path(step, int(sample)), {"velocity": answer})
 
 
-def _key(config: TrainConfig, family: Family, lora: str) -> str:
+def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData) -> str:
     """Return a name for all that the answers depend on besides step and sample."""
     flow: FlowConfig = config.flow
+    samples = [
+        (sample.identity, sample.caption, [file.content for file in sample.files], sample.fit, sample.group.rules)
+        for sample in data.train.samples
+    ]
     parts = (
         family.fingerprint(),
         fingerprint(Path(lora)),
         config.training.seed,
         config.training.mixed_precision,
         sorted(flow.model_dump().items()),
-        config.dataset.dataset_config,
+        (data.train.image_fingerprint, data.train.text_fingerprint, config.dataset.caption_variants),
+        samples,
         config.training.gradient_accumulation_steps,
     )
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

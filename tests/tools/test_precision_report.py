@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.runs import ROOT, run, write_dataset
 from tests.tiny import save_single_files, tiny_flux_pipeline
-from tools import precision_report, quantize_model
+from tools import merge_lora, precision_report, quantize_model
 
 LAYER = "double_blocks.0.img_mlp.0"
 
@@ -71,6 +71,21 @@ def test_an_honest_file_is_named_as_rounding(place: Path) -> None:
     found = report(place, place / "fp8.safetensors")
     assert found["verdict"]["cause"] == "weights"
     assert found["verdict"]["border"] is None
+
+
+@pytest.mark.parametrize("how", ["stochastic", "nearest"])
+def test_an_honest_merge_into_an_honest_file_damages_no_layer(how: str, place: Path) -> None:
+    found = report(place, place / "fp8.safetensors", "--deploy_lora", how, "--deploy_strength", "1.4")
+    assert not {"ruined_layer", "wrong_scale", "wrong_base"} & {each["cause"] for each in found["verdict"]["findings"]}
+
+
+def test_the_strength_in_a_merged_file_is_found_without_being_told(place: Path) -> None:
+    lora = f"{place / 'lora' / 'lora.safetensors'}:0.5"
+    words = ["--model", place / "base", "--model_type", "flux_fill", "--lora", lora, "--save_to", place / "half"]
+    call(merge_lora, *words, "--save_precision", "fp8_row", "--rounding", "nearest", "--accept_loss")
+    found = report(place, place / "half", "--deploy_merged")
+    assert found["verdict"]["cause"] == "strength"
+    assert "0.5" in found["verdict"]["findings"][0]["evidence"]
 
 
 def spoil(tensors: dict[str, Tensor]) -> None:
@@ -166,7 +181,7 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
 ) -> None:
     """Of random weights the LoRA can make up for part of the rounding only; more rank makes up for more."""
     deploy = place / "fp8.safetensors"
-    found = report(place, deploy, "--fix", "retarget", "correction", "keep", "--fix_target", "0.9")
+    found = report(place, deploy, "--fix", "retarget", "correction", "keep", "--fix_target", "0.5")
     before = found["deployment"]["velocity"]
     after = {fix["name"]: fix["figures"]["velocity"] for fix in found["fixes"]}
     assert list(after) == ["retarget", "correction", "keep"]
@@ -175,7 +190,9 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
     (corrected,) = found["fixes"][1]["files"]
     with safe_open(corrected, framework="pt") as file:
         assert file.metadata()["tandem.base_name"] == deploy.name
-    assert "Recommended: " in capsys.readouterr().out
+    shares = {fix["name"]: fix["figures"]["latents"] / found["deployment"]["latents"] for fix in found["fixes"]}
+    wanted = next((name for name, share in shares.items() if share <= 0.5), min(shares, key=lambda name: shares[name]))
+    assert f"Recommended: {wanted} (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -184,6 +201,8 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
         (["--fix", "--steps", "0"], "--fix: judges by finished pictures; give --steps 4 or more"),
         (["--deploy_merged", "--deploy_lora", "nearest"], "the LoRA is in the file already (--deploy_merged)"),
         (["--activations", "static"], "has no input scales; use row or unit"),
+        (["--steps", "-1"], "--steps -1: is negative"),
+        (["--fix", "--deploy_merged"], "--fix: refits a LoRA beside the weights"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(
@@ -193,3 +212,9 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
         report(place, place / "fp8.safetensors", *flags)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_model_that_is_not_in_fp8_is_no_deployment(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        report(place, place / "base")
+    assert "holds no fp8 weights; give the fp8 file that is served" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from networks.formats import load_lora, save_lora
 from networks.injection import attach_lora
 from networks.targets import FLUX_TARGETS
 from networks.weights import LoraWeights
-from tests.runs import largest_difference, lora, pipeline_forward, run
+from tests.runs import largest_difference, lora, pipeline_forward, run, write_dataset
+from tools import quantize_model
 
 Settings = dict[str, object]
 FP8: Settings = {"fp8_scaled": True, "fp8_granularity": "tensor", "fp8_keep": []}
@@ -147,3 +149,22 @@ def test_ranks_from_a_file_and_from_the_configuration_exclude_each_other(
 ) -> None:
     with pytest.raises(UserError, match="network_dim: has no effect with dim_from_weights"):
         run(base, dataset, tmp_path, network_weights=liked, dim_from_weights=True)
+
+
+def test_changed_captions_get_new_answers(base: Path, liked: Path, tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "data", images=2)
+    settings = taught(base, liked) | {"max_train_steps": 1, "parity_cache": tmp_path / "answers"}
+    run(base, dataset, tmp_path / "one", **settings)
+    for caption in (tmp_path / "data" / "images").glob("*.txt"):
+        caption.write_text("something else")
+    run(base, dataset, tmp_path / "two", **settings)
+    assert len(list((tmp_path / "answers").iterdir())) == 2
+
+
+def test_a_teacher_in_fp8_is_refused(base: Path, dataset: Path, liked: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["x", "--model", str(base), "--save_to", str(tmp_path / "fp8"), "--layout", "plain"])
+        quantize_model.main()
+    settings = taught(base, liked) | {"parity_teacher": tmp_path / "fp8"}
+    with pytest.raises(UserError, match="is in fp8; give the bf16 model"):
+        run(base, dataset, tmp_path, **settings)

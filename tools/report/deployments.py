@@ -137,13 +137,15 @@ class Models:
         """Find and check all files; nothing is loaded.
 
         Raises:
-            UserError: a path is missing, or leads to another kind of model.
+            UserError: a path is missing, leads to another kind of model, or is deployed and not in fp8.
         """
         self.config = config
         self.family: Family = model_family(config)
         self.deployed = deployed
         self.deployed_config = with_transformer(config, deployed.path) if deployed.path else config
         self.deployed_family = model_family(self.deployed_config) if deployed.path else self.family
+        if deployed.path is not None and self.deployed_family.fp8_layout() is None:
+            raise UserError(f"--deploy {deployed.path}: holds no fp8 weights; give the fp8 file that is served")
         self.targets = TARGETS[self.family.name]
         self.loras = loras
         self.dtype, self.device = dtype, device
@@ -224,11 +226,10 @@ class Models:
         scales = self.input_scales() if how == "static" else {}
         return {name: scales.get(name) for name in sorted(self._fp8_layers)}
 
-    def served_weights(self, variant: Variant) -> nn.Module:
-        """Return the transformer whose weights are served, a merged LoRA in them, without one beside them."""
-        model = self.base(variant.weights)
-        if variant.merge is not None and not self.deployed.merged:
-            self._merge(model, self.transformer_lora, variant)
+    def merged_weights(self, variant: Variant) -> nn.Module:
+        """Return the deployed transformer with the LoRA rounded into it as ``variant`` says, and none beside it."""
+        model = self.base(deployed=True)
+        self._merge(model, self.transformer_lora, variant)
         return model.eval()
 
     def input_scales(self) -> dict[str, Tensor]:

@@ -58,6 +58,7 @@ def rings(named: Mapping[str, Differences]) -> Figure:
     """rms error of rings inside and outside the border over the interior's; 1 is no seam."""
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axis = figure.subplots()
+    outside: Mapping[int, float] = {}
     for number, (title, differences) in enumerate(named.items()):
         inside, outside = differences.seam["inside"], differences.seam["outside"]
         places = [*(-width for width in sorted(outside, reverse=True)), *sorted(inside)]

@@ -27,6 +27,7 @@ from rich.table import Table
 from library.config import load_config
 from library.errors import UserError
 from library.precision.parity.keep import Candidate, choose_kept
+from library.training.calibration import CalibrationOptions
 from networks.formats import load_lora
 from networks.weights import LoraWeights
 from tools import retarget_lora
@@ -70,7 +71,9 @@ class FixOptions:
 
     Attributes:
         folder: for files. lora: the one LoRA. base: the reference as the user named it. deploy: as the user named it.
-        model_flags: of the reference's parts, as command line words. data_flags: of the calibration.
+        model_flags: of the reference's parts, as command line words.
+        calibration: what fixes are fitted to and trained on.
+        mixed_precision: as the user gave it.
         minutes: no further fix is begun after these.
         target: share of the deployment's error that is good enough.
         names: of the fixes to try.
@@ -81,7 +84,8 @@ class FixOptions:
     base: str
     deploy: str
     model_flags: Sequence[str]
-    data_flags: Sequence[str]
+    calibration: CalibrationOptions
+    mixed_precision: str | None
     minutes: float
     target: float
     names: tuple[str, ...] = FIXES
@@ -132,23 +136,26 @@ def try_fixes(
     if gains and asked.variant.merge is not None and 0 < median(gains) < 0.95:
         stronger = replace(asked.variant, strength=asked.variant.strength / median(gains))
         attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
-    refitted = options.folder / "retargeted.safetensors"
-    cost = "a forward pass over the calibration; the same rank"
-    attempt("retarget", cost, lambda: _retarget(models, options, refitted, 0))
-    corrected = options.folder / "corrected.safetensors"
-    cost = f"{CORRECTION_RANK} ranks more in every fp8 layer"
-    attempt("correction", cost, lambda: _retarget(models, options, corrected, CORRECTION_RANK))
-    if refitted.exists() and any(row.benefit for row in layers):
-        kept = _worth_keeping(layers)
-        size = sum(row.size for row in layers if row.name in kept) / 2**20
-        cost = f"{size:.0f} MB more: {len(kept)} layers in bf16"
-        attempt("keep", cost, lambda: _keeping(models, kept, refitted))
-    if refitted.exists():
-        cost = f"{TEACHER_STEPS} training steps, the same rank"
-        attempt("teacher", cost, lambda: _teach(models, options, refitted))
-    if corrected.exists():
-        cost = f"{TEACHER_STEPS} training steps and {CORRECTION_RANK} ranks more"
-        attempt("together", cost, lambda: _teach(models, options, corrected))
+    made: dict[int, Path] = {}  # correction rank -> the refitted LoRA, of this run
+
+    def refitted(correction_rank: int) -> Path:
+        if correction_rank not in made:
+            name = "corrected" if correction_rank else "retargeted"
+            made[correction_rank] = _retarget(models, options, options.folder / f"{name}.safetensors", correction_rank)
+        return made[correction_rank]
+
+    def with_lora(path: Path) -> tuple[Models, Variant, tuple[Path, ...]]:
+        return _with_lora(models, path), plain, (path,)
+
+    kept = _worth_keeping(layers)
+    size = sum(row.size for row in layers if row.name in kept) / 2**20
+    ranks = f"{CORRECTION_RANK} ranks more in every fp8 layer"
+    steps = f"{TEACHER_STEPS} training steps"
+    attempt("retarget", "a forward pass over the calibration; the same rank", lambda: with_lora(refitted(0)))
+    attempt("correction", ranks, lambda: with_lora(refitted(CORRECTION_RANK)))
+    attempt("keep", f"{size:.0f} MB more: {len(kept)} layers in bf16", lambda: _keeping(models, kept, refitted(0)))
+    attempt("teacher", f"{steps}, the same rank", lambda: with_lora(_teach(models, options, refitted(0))))
+    attempt("together", f"{steps} and {ranks}", lambda: with_lora(_teach(models, options, refitted(CORRECTION_RANK))))
     return fixes
 
 
@@ -192,24 +199,33 @@ def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:
     return table
 
 
-def _retarget(
-    models: Models, options: FixOptions, save_to: Path, correction_rank: int
-) -> tuple[Models, Variant, tuple[Path, ...]]:
+def _retarget(models: Models, options: FixOptions, save_to: Path, correction_rank: int) -> Path:
+    """Refit the LoRA to the deployed weights; return its file."""
+    calibration = options.calibration
     words = ["--lora", str(options.lora), "--base", options.base, "--deploy", options.deploy]
     words += ["--save_to", str(save_to), "--overwrite", "--correction_rank", str(correction_rank)]
-    words += ["--model_type", models.family.name, *options.model_flags, *options.data_flags]
+    words += ["--model_type", models.family.name, *options.model_flags, *_shared_flags(options)]
+    words += ["--calibration_images", str(calibration.images)]
+    words += ["--calibration_sigmas", *(f"{sigma:g}" for sigma in calibration.sigmas)]
     retarget_lora.retarget(retarget_lora.parser().parse_args(words), Console(quiet=True))
-    return _with_lora(models, save_to), replace(REFERENCE, weights=True), (save_to,)
+    return save_to
 
 
 def _keeping(models: Models, kept: frozenset[str], lora: Path) -> tuple[Models, Variant, tuple[Path, ...]]:
+    """Return the models with ``kept`` in high precision.
+
+    Raises:
+        UserError: what layers give back was not measured.
+    """
+    if not kept:
+        raise UserError("what each layer gives back was not measured; leave out --no_benefits")
     changed = _with_lora(models, lora)
     changed.kept = kept
     return changed, replace(REFERENCE, weights=True), (lora,)
 
 
-def _teach(models: Models, options: FixOptions, lora: Path) -> tuple[Models, Variant, tuple[Path, ...]]:
-    """Train ``lora`` on the deployed weights, the reference being the teacher.
+def _teach(models: Models, options: FixOptions, lora: Path) -> Path:
+    """Train ``lora`` on the deployed weights, the reference being the teacher; return the trained file.
 
     Raises:
         UserError: see ``train_lora.train``.
@@ -217,14 +233,21 @@ def _teach(models: Models, options: FixOptions, lora: Path) -> tuple[Models, Var
     output = options.folder / f"taught_{lora.stem}"
     words = ["--model_type", models.family.name, *options.model_flags, *_deployed_flags(models, options)]
     words += ["--parity_teacher", options.base, "--parity_lora", str(options.lora), "--network_weights", str(lora)]
-    words += ["--dim_from_weights", "--output_dir", str(output)]
-    words += ["--output_name", "taught", "--max_train_steps", str(TEACHER_STEPS), "--learning_rate", "2e-4"]
-    words += ["--lr_scheduler", "cosine", "--max_data_loader_n_workers", "0", "--train_batch_size", "1"]
-    flags = list(options.data_flags)
-    words += flags[flags.index("--dataset_config") : flags.index("--dataset_config") + 2]
+    words += ["--dim_from_weights", "--output_dir", str(output), "--output_name", "taught", *_shared_flags(options)]
+    words += ["--max_train_steps", str(TEACHER_STEPS), "--learning_rate", "2e-4", "--lr_scheduler", "cosine"]
+    words += ["--max_data_loader_n_workers", "0"]
     train(load_config(words))
-    taught = output / "taught.safetensors"
-    return _with_lora(models, taught), replace(REFERENCE, weights=True), (taught,)
+    return output / "taught.safetensors"
+
+
+def _shared_flags(options: FixOptions) -> list[str]:
+    """Return the flags that retargeting and training have in common."""
+    calibration = options.calibration
+    words = ["--dataset_config", calibration.dataset_config, "--seed", str(calibration.seed)]
+    words += ["--guidance_scale", f"{calibration.guidance_scale:g}"]
+    words += ["--cache_directory", calibration.cache_directory] if calibration.cache_directory else []
+    words += ["--mixed_precision", options.mixed_precision] if options.mixed_precision else []
+    return [*words, *(["--masked_loss"] if calibration.masked_loss else [])]
 
 
 def _deployed_flags(models: Models, options: FixOptions) -> list[str]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -96,32 +96,35 @@ def layer_row(
     name: str,
     reference: Tensor,
     deployed: nn.Module,
+    served: nn.Module,
     inputs: LayerInputs,
     sizes: ActivationSizes,
     update: LoraWeights | None,
-    merged: bool,
+    merged: Literal["no", "here", "in the file"],
 ) -> LayerRow:
     """Compare one layer.
 
     Args:
         name: of the module.
         reference: [out, in] weight without the LoRA.
-        deployed: the layer that is served, without a LoRA beside it.
+        deployed: the layer as the file or the recipe has it: what its weight errors are told of.
+        served: the same with the LoRA rounded into it where that is done here; otherwise ``deployed``.
         inputs, sizes: of the layer, from the probe.
         update: the LoRA's, at full strength; None without one.
-        merged: whether the deployed weight should hold the update.
+        merged: whether the LoRA is rounded into ``served`` here, or came with the file.
     """
     reference = reference.float()
     delta = None if update is None else update.delta().to(reference.device)
-    wanted = reference + delta if merged and delta is not None else reference
+    inside = delta is not None and merged != "no"
+    whole = reference + delta if delta is not None and inside else reference  # what is served should be this
+    wanted = whole if merged == "in the file" else reference
     quantized = deployed.quantized() if isinstance(deployed, Fp8Linear) else None
     weight = _numbers(deployed)
-    rounded = wanted if quantized is None else round_like(quantized, wanted, "nearest", 0).dequantize(torch.float32)
-    error, expected = weight - wanted, rounded - wanted
+    error, expected = weight - wanted, _rounded(wanted, quantized) - wanted
     size = float(wanted.double().square().sum())
     gain = float((weight.double() * wanted).sum()) / size if size else 1.0
-    base = reference if quantized is None else round_like(quantized, reference, "nearest", 0).dequantize(torch.float32)
-    kept = survival(weight, base, delta) if merged and delta is not None else None
+    base = _rounded(reference, quantized) if merged == "in the file" else weight
+    kept = survival(_numbers(served), base, delta) if delta is not None and inside else None
     return LayerRow(
         name=name,
         kind=_kind(deployed),
@@ -132,11 +135,11 @@ def layer_row(
         gain=gain,
         error_after_gain=_relative(weight / gain - wanted, size) if gain else 1.0,
         **_codes(quantized, wanted),
-        output_error=relative_output_error(error, wanted, inputs),
-        expected_output_error=relative_output_error(expected, wanted, inputs),
+        output_error=relative_output_error(_numbers(served) - whole, whole, inputs),
+        expected_output_error=relative_output_error(_rounded(whole, quantized) - whole, whole, inputs),
         survival=kept.gain if kept else None,
         survival_cosine=kept.cosine if kept else None,
-        lora_effect=relative_output_error(delta, wanted, inputs) if delta is not None else None,
+        lora_effect=relative_output_error(delta, whole, inputs) if delta is not None else None,
         benefit=None,
         activations=sizes,
     )
@@ -241,6 +244,11 @@ def _token_regions(mask: Tensor) -> dict[str, Tensor]:
 
 def _numbers(layer: Any) -> Tensor:
     return layer.dequantized(torch.float32) if isinstance(layer, Fp8Linear) else layer.weight.detach().float()
+
+
+def _rounded(weight: Tensor, kind: Quantized | None) -> Tensor:
+    """Return ``weight`` rounded to nearest in the format of ``kind``; as it is where that is None."""
+    return weight if kind is None else round_like(kind, weight, "nearest", 0).dequantize(torch.float32)
 
 
 def _kind(layer: Any) -> str:

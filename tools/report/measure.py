@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -102,20 +102,22 @@ def run_named(models: Models, variant: Variant, probe: Probe, console: Console, 
 def _layers(models: Models, asked: Asked, calibration: Calibration, probe: Probe, console: Console) -> list[LayerRow]:
     """Compare every linear layer of the deployment with the reference's."""
     variant = asked.variant
-    merged = models.deployed.merged or variant.merge is not None
-    strip = replace(variant, activations=None, positions=torch.float32)
+    merged: Literal["no", "here", "in the file"] = "no" if variant.merge is None else "here"
+    merged = "in the file" if models.deployed.merged else merged
     loras = models.transformer_lora
     with models.transformer(REFERENCE) as reference:
         sizes = _sizes(models, reference, probe, console)
         names = linear_layers(reference)
-        served = models.served_weights(strip)
+        deployed = models.base(deployed=True)
+        served = models.merged_weights(variant) if merged == "here" else deployed
         rows: dict[str, LayerRow] = {}
         forwards = calibration.forwards(reference, probe.batches)
         for group in collect_inputs(reference, names, _autocast(forwards, models), seed=asked.calibration.seed):
             for name, inputs in group.items():
                 update = loras.get(name)
                 high = _base_weight(reference.get_submodule(name))
-                rows[name] = layer_row(name, high, served.get_submodule(name), inputs, sizes[name], update, merged)
+                layers = deployed.get_submodule(name), served.get_submodule(name)
+                rows[name] = layer_row(name, high, *layers, inputs, sizes[name], update, merged)
         ordered = [rows[name] for name in names if name in rows]
         return _with_benefits(models, reference, served, ordered, calibration, console) if asked.benefits else ordered
 
