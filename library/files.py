@@ -112,3 +112,15 @@ def fingerprint(path: str | Path) -> str:
                 data.seek(i * (size - _FINGERPRINT_SLICE_BYTES) // (_FINGERPRINT_SLICES - 1))
                 digest.update(data.read(_FINGERPRINT_SLICE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def weights_fingerprint(path: str | Path) -> str:
+    """Return the fingerprint of a network's weights, the same for a folder and for the only weight file in it.
+
+    So a LoRA knows its base again, whether the folder is named or its file.
+
+    Raises:
+        UserError: ``path`` does not exist.
+    """
+    files = list(Path(path).glob("*.safetensors"))  # of a file: nothing
+    return fingerprint(files[0] if len(files) == 1 else path)

@@ -31,7 +31,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import fingerprint
+from library.files import weights_fingerprint
 from library.safetensors_stream import stream_safetensors
 from networks.adapter_files import read_updates
 from networks.adapter_weights import AdapterWeights
@@ -280,7 +280,7 @@ def _left_out_notes(loras: Sequence[tuple[LoraSource, Updates]], targets: LoraTa
 def _base_notes(weights: Path, loras: Sequence[tuple[LoraSource, LoraFile]]) -> Iterator[str]:
     """Yield a remark for every LoRA that says it was trained on other weights."""
     if any("tandem.base_fingerprint" in lora.metadata for _, lora in loras):
-        here = fingerprint(weights)
+        here = weights_fingerprint(weights)
         for source, lora in loras:
             if remark := base_mismatch(lora.metadata, here):
                 yield f"{source.path}: {remark}"

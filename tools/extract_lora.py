@@ -26,7 +26,7 @@ from rich.table import Table
 
 from library import __version__
 from library.errors import UserError, exit_on_user_error
-from library.files import fingerprint
+from library.files import weights_fingerprint
 from networks.base_files import open_base
 from networks.extraction import ExtractedLayer, Extraction, extract_lora
 from networks.metadata import build_metadata
@@ -84,7 +84,7 @@ def extract(options: argparse.Namespace) -> Extraction:
         {"sd_model_name": options.model_org.name},
         title=options.save_to.stem,
         timestamp=time.time(),
-        base_fingerprint=fingerprint(original.weights),
+        base_fingerprint=weights_fingerprint(original.weights),
         version=__version__,
     )
     comment = f"extracted from {options.model_tuned.name}"

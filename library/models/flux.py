@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.files import fingerprint
+from library.files import fingerprint, weights_fingerprint
 from library.models import flux_layout
 from library.models.drawing import check_size, drawing_autocast, dtype_name, evaluating, unwrapped
 from library.models.flux_attention import swap_hot_paths
@@ -76,7 +76,7 @@ class FluxFamily:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the transformer's weights."""
-        return fingerprint(self._files.transformer)
+        return weights_fingerprint(self._files.transformer)
 
     def fp8_layout(self) -> Fp8Layout | None:
         """Return what the transformer's files hold in fp8, from their headers; None if nothing."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.files import fingerprint
+from library.files import fingerprint, weights_fingerprint
 from library.models.drawing import check_size, drawing_autocast, dtype_name, evaluating, unwrapped
 from library.models.protocol import ImageEncoder
 from library.models.vae import VaeImageEncoder, load_vae, vae_config
@@ -55,7 +55,7 @@ class ZImageFamily:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the transformer's weights."""
-        return fingerprint(self._files.transformer)
+        return weights_fingerprint(self._files.transformer)
 
     def fp8_layout(self) -> Fp8Layout | None:
         """Return what the transformer's files hold in fp8, from their headers; None if nothing."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import networks.base_files
 from library.errors import UserError
-from library.files import fingerprint
+from library.files import weights_fingerprint
 from networks.flux_keys import FLUX_KEYS
 from networks.formats import save_lora
 from networks.merge import LoraSource, merge_loras
@@ -147,12 +147,25 @@ def test_a_lora_trained_on_other_weights_is_remarked(tmp_path: Path, mixed_lora)
     base = tmp_path / "base"
     make_flux().save_pretrained(base)
     _, network = mixed_lora()
-    for name, stated in (("same", fingerprint(base)), ("other", "0123")):
+    for name, stated in (("same", weights_fingerprint(base)), ("other", "0123")):
         metadata = {"tandem.base_fingerprint": stated}
         save_lora(tmp_path / name, network.weights(), FLUX_TARGETS, metadata=metadata)
     sources = [LoraSource(tmp_path / name, 1.0) for name in ("same", "other")]
     (note,) = merge_loras(base, sources, tmp_path / "merged", FLUX_TARGETS).notes
-    assert note.startswith(f"{tmp_path / 'other'}: trained on base 0123, this one is {fingerprint(base)}")
+    assert note.startswith(f"{tmp_path / 'other'}: trained on base 0123, this one is {weights_fingerprint(base)}")
+
+
+def test_the_file_alone_is_the_base_that_its_folder_is(tmp_path: Path, mixed_lora) -> None:
+    folder = tmp_path / "base"
+    make_flux().save_pretrained(folder)
+    _, network = mixed_lora()
+    file = folder / "diffusion_pytorch_model.safetensors"
+    for name, trained_on in (("folder", folder), ("file", file)):
+        metadata = {"tandem.base_fingerprint": weights_fingerprint(trained_on)}
+        save_lora(tmp_path / name, network.weights(), FLUX_TARGETS, metadata=metadata)
+    sources = [LoraSource(tmp_path / name, 1.0) for name in ("folder", "file")]
+    assert merge_loras(folder, sources, tmp_path / "merged", FLUX_TARGETS).notes == ()
+    assert merge_loras(file, sources, tmp_path / "merged.safetensors", FLUX_TARGETS).notes == ()
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(lora, tmp_path: Path, monkeypatch) -> None:

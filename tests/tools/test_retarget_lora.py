@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.files import fingerprint
+from library.files import weights_fingerprint
 from library.models.registry import model_family
 from library.training.calibration import CalibrationOptions, prepare_calibration
 from networks.formats import load_lora, save_lora
@@ -75,7 +75,7 @@ class Case:
 
     def save(self, name: str, layout: str) -> Path:
         path = self.folder / f"{name}.safetensors"
-        meta = {"tandem.base_fingerprint": fingerprint(self.base / "transformer")}
+        meta = {"tandem.base_fingerprint": weights_fingerprint(self.base / "transformer")}
         save_lora(path, self.lora, FLUX_TARGETS, layout, metadata=meta)
         return path
 
@@ -150,10 +150,10 @@ def test_the_fp8_model_with_the_refitted_lora_is_nearer_to_bf16(case: Case, kind
         assert all(one.get_slice(k).get_shape() == other.get_slice(k).get_shape() for k in one.keys())  # noqa: SIM118
     assert {n: (w.rank, w.alpha) for n, w in fitted.weights.items()} == dict.fromkeys(case.lora, (16, 8.0))
     # the file says what it fits, and what does not fit it
-    assert fitted.metadata["tandem.base_fingerprint"] == fingerprint(case.files[kind])
+    assert fitted.metadata["tandem.base_fingerprint"] == weights_fingerprint(case.files[kind])
     assert json.loads(fitted.metadata["tandem.retargeted"])["lora"] == "lora.safetensors"
-    assert base_mismatch(fitted.metadata, fingerprint(case.files[kind])) is None
-    remark = base_mismatch(fitted.metadata, fingerprint(case.base / "transformer"))
+    assert base_mismatch(fitted.metadata, weights_fingerprint(case.files[kind])) is None
+    remark = base_mismatch(fitted.metadata, weights_fingerprint(case.base / "transformer"))
     assert remark is not None
     assert f"fitted to {kind}.safetensors" in remark
 
