@@ -29,7 +29,7 @@ from networks.adapter import AdapterLinear, fill
 from networks.adapter_metadata import ADAPTER_METADATA_KEY, adapter_metadata, read_alphas
 from networks.adapter_weights import TITLES, AdapterWeights, non_lora_kind
 from networks.dora import DoRALinear
-from networks.formats import LoraFile, find_place, for_file, load_lora, text_key
+from networks.formats import LoraFile, find_place, for_file, load_lora, refuse_other_family, text_key
 from networks.metadata import hash_metadata
 from networks.targets import LoraTargets
 from networks.weights import LoraWeights, names_in_short
@@ -197,6 +197,7 @@ def load_adapter(path: str | Path, targets: LoraTargets) -> dict[str, AdapterWei
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
     if unknown:
+        refuse_other_family(path, targets)
         names = names_in_short(sorted(unknown))
         raise UserError(f"{path}: {len(unknown)} keys are not known of a {TITLES[kind]} ({names}); it cannot be read")
     stated = read_alphas(path, metadata, targets.file_prefix, dora=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from networks.orthogonal import cayley, rotate
 
 TITLES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa", "oft": "OFT", "boft": "BOFT"}
-_MARKS = {
+ADAPTER_MARKS = {  # what in a key speaks of a kind
     ".dora_scale": "dora",
     ".lora_magnitude_vector": "dora",
     ".oft_blocks": "oft",
@@ -100,4 +100,4 @@ class AdapterWeights:
 
 def non_lora_kind(keys: Iterable[str]) -> str | None:
     """Return the kind that a file's keys speak of if it is no plain LoRA; "oft" for BOFT too."""
-    return next((kind for key in keys for mark, kind in _MARKS.items() if mark in key), None)
+    return next((kind for key in keys for mark, kind in ADAPTER_MARKS.items() if mark in key), None)

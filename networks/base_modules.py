@@ -19,6 +19,7 @@ from library.precision.checkpoint_layouts import detect_layout
 from library.precision.quantize import dequantize
 from networks.base_files import BaseFile
 from networks.key_map import KeyMap
+from networks.targets import LoraTargets, architectures
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 
@@ -43,8 +44,33 @@ def find_modules(files: Sequence[BaseFile], keys: KeyMap, model_name: str) -> di
     """Return diffusers module name -> its place.
 
     Raises:
-        UserError: the files hold no such model, or one whose parts do not add up.
+        UserError: the files hold no such model, more of another one, or one whose parts do not add up.
     """
+    places = _modules(files, keys, model_name)
+    fullest = fullest_targets(files)
+    if fullest and len(_held(files, fullest[0])) > len(places):
+        family = fullest[0].family
+        raise UserError(f"{files[0].path}: is a model of {family}, not of {model_name}; set --model_type {family}")
+    if not places:
+        raise UserError(f"{files[0].path}: holds no transformer of {model_name}; give its transformer file")
+    return places
+
+
+def fullest_targets(files: Sequence[BaseFile]) -> list[LoraTargets]:
+    """Return the row of the architecture most of whose layers lie in ``files``; several if they are equal, or none."""
+    counts = {row.family: len(_held(files, row)) for row in architectures()}
+    most = max(counts.values())
+    return [row for row in architectures() if most and counts[row.family] == most]
+
+
+def _held(files: Sequence[BaseFile], row: LoraTargets) -> dict[str, BaseModule]:
+    try:
+        return _modules(files, row.keys, row.family)
+    except UserError:  # the names of another architecture's layers, in other shapes
+        return {}
+
+
+def _modules(files: Sequence[BaseFile], keys: KeyMap, model_name: str) -> dict[str, BaseModule]:
     places: dict[str, BaseModule] = {}
     for file in files:
         for key, (_, shape) in file.tensors.items():
@@ -64,8 +90,6 @@ def find_modules(files: Sequence[BaseFile], keys: KeyMap, model_name: str) -> di
                 part = slice(top, top + height)
                 places[module] = BaseModule(file.path, key, part, shape[1], place.row.halves_swapped)
                 top += height
-    if not places:
-        raise UserError(f"{files[0].path}: holds no transformer of {model_name}; give its transformer file")
     return places
 
 

@@ -24,7 +24,8 @@ mapped is named in the error: a LoRA that is loaded in part is a wrong LoRA.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,11 +37,11 @@ from library.errors import UserError, did_you_mean
 from library.files import read_safetensors_header
 from library.safetensors_stream import stream_safetensors
 from networks.adapter_metadata import ADAPTER_METADATA_KEY, AlphaTable, adapter_metadata, read_alphas
-from networks.adapter_weights import TITLES, non_lora_kind
+from networks.adapter_weights import ADAPTER_MARKS, TITLES, non_lora_kind
 from networks.fusing import fuse_parts, split_fused
 from networks.key_map import KeyPlace
 from networks.metadata import hash_metadata
-from networks.targets import LoraTargets, TextEncoderTargets
+from networks.targets import LoraTargets, TextEncoderTargets, architectures
 from networks.weights import LoraWeights, names_in_short
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -84,6 +85,9 @@ _ROLES = {  # suffix -> what the tensor is; PEFT may put the adapter's name befo
     ".lora_linear_layer.up.weight": "up",
     ".alpha": "alpha",
 }
+_TENSOR_NAME = re.compile(
+    "|".join([*(re.escape(role) + "$" for role in _ROLES), *(re.escape(mark) + ".*" for mark in ADAPTER_MARKS)])
+)
 _PREFIXES = (  # prefix -> the layout's name in reports; tried in this order
     ("base_model.model.", "peft"),
     ("lora_unet_", "kohya"),
@@ -169,13 +173,14 @@ def load_lora(path: str | Path, targets: LoraTargets) -> LoraFile:
     Raises:
         UserError: no such file, no LoRA in it, or keys that cannot be mapped, are incomplete or do not fit.
     """
-    path = _weight_file(Path(path))
+    path = weight_file(Path(path))
     metadata = dict(read_safetensors_header(path).get("__metadata__") or {})
     for key in read_safetensors_header(path):
         if kind := non_lora_kind([key]):
             raise UserError(f"{path}: is a {TITLES[kind]} ({key}), no LoRA; merge it into a model with merge_lora.py")
     found, layouts, unknown = _read_pairs(path, targets)
     if unknown:
+        refuse_other_family(path, targets)
         raise UserError(
             f"{path}: {len(unknown)} keys are no LoRA weights of {targets.family}'s transformer{_or_text(targets)}: "
             f"{names_in_short(sorted(unknown))}; convert the file or remove them"
@@ -192,6 +197,37 @@ def load_lora(path: str | Path, targets: LoraTargets) -> LoraFile:
                 raise UserError(f"{path}: {name} is there twice, in two namings ({key}); keep one")
             weights[name] = read
     return LoraFile(weights, "+".join(sorted(layouts)), metadata)
+
+
+def fitting_targets(keys: Iterable[str]) -> list[LoraTargets]:
+    """Return the row of each architecture that has a layer for every key of a LoRA (or LoKr, DoRA, ...) file."""
+    stems = _stems(keys)
+    return [row for row in architectures() if stems and all(find_place(stem, row) for stem in stems)]
+
+
+def refuse_other_family(path: Path, targets: LoraTargets) -> None:
+    """Refuse a file whose keys are all those of another architecture than ``targets``'.
+
+    Raises:
+        UserError: with the family that it is of.
+    """
+    header = read_safetensors_header(path)
+    fitting = fitting_targets(header)
+    if fitting and not any(row.keys is targets.keys for row in fitting):
+        names = " or ".join(row.family for row in fitting)
+        title = TITLES[non_lora_kind(header) or "lora"]
+        raise UserError(f"{path}: is a {title} of {names}, not of {targets.family}; set --model_type {names}")
+
+
+def best_targets(keys: Iterable[str]) -> LoraTargets:
+    """Return the row of the architecture that has a layer for most of a file's keys."""
+    stems = _stems(keys)
+    return max(architectures(), key=lambda row: sum(find_place(stem, row) is not None for stem in stems))
+
+
+def _stems(keys: Iterable[str]) -> set[str]:
+    """Return what stands before the tensors' own names."""
+    return {_TENSOR_NAME.sub("", key) for key in keys if key != "__metadata__"}
 
 
 def _by_key(weights: Mapping[str, LoraWeights], targets: LoraTargets, save_format: str) -> dict[str, LoraWeights]:
@@ -242,7 +278,7 @@ def for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Tens
     return out
 
 
-def _weight_file(path: Path) -> Path:
+def weight_file(path: Path) -> Path:
     """Return the weights' file: PEFT writes a folder."""
     return path / "adapter_model.safetensors" if path.is_dir() else path
 

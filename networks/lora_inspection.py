@@ -1,8 +1,9 @@
 """What is in a LoRA file, layer by layer: rank, alpha and the size of the update.
 
 Files of a known family are read with ``networks.formats``, so that the same LoRA shows the same layers in whatever
-layout it lies, q, k and v apart. Of other files (another architecture, text encoders, LoKr) every pair of tensors that
-looks like a LoRA is shown under its key, and what is left over is named.
+layout it lies, q, k and v apart; of another kind that Tandem merges (DoRA, LoKr, ...) the layers are counted. Of other
+files (another architecture, convolutions) every pair of tensors that looks like a LoRA is shown under its key, and what
+is left over is named.
 
 The update's size is its Frobenius norm |scale * B A|, and the root mean square of its elements, norm / sqrt(out * in),
 by which layers of different sizes can be compared.
@@ -20,10 +21,13 @@ from safetensors import SafetensorError, safe_open
 
 from library.errors import UserError
 from library.files import read_safetensors_header
+from networks.adapter_files import read_updates
 from networks.adapter_metadata import AlphaTable, read_alphas
-from networks.formats import load_lora
+from networks.adapter_weights import TITLES, AdapterWeights
+from networks.families import likely_targets
+from networks.formats import best_targets
 from networks.low_rank import update_norm
-from networks.targets import TARGETS, LoraTargets
+from networks.targets import LoraTargets
 from networks.weights import LoraWeights
 
 _BLOCK = re.compile(r"^(.*?)[._](\d+)[._](.+)$")  # kohya's keys have underscores
@@ -56,18 +60,22 @@ class LoraLayer:
 
 @dataclass(frozen=True)
 class LoraReport:
-    """A LoRA file.
+    """A LoRA file, or one of its relatives.
 
     Attributes:
-        family: "flux", or None if the layers are of no known family.
-        layout: "kohya", "diffusers", ...; "" without a family.
-        layers: in the model's order, of an unknown family in the file's.
+        kind: "LoRA", "DoRA", "LoKr", "LoHa", "OFT" or "BOFT".
+        families: the family named in the metadata, or each whose layers' names the keys are; none of an unknown one.
+        layout: of a LoRA of a known family "kohya", "diffusers", ...; "" otherwise.
+        count: how many layers it changes.
+        layers: of a LoRA, in the model's order, of an unknown family in the file's; of other kinds none.
         others: keys that are no part of a LoRA of linear layers.
-        notes: why the file cannot be loaded, if so.
+        notes: why the file cannot be loaded, or what can be done with it.
     """
 
-    family: str | None
+    kind: str
+    families: tuple[str, ...]
     layout: str
+    count: int
     layers: tuple[LoraLayer, ...]
     others: tuple[str, ...]
     notes: tuple[str, ...]
@@ -79,19 +87,21 @@ def inspect_lora(path: Path) -> LoraReport:
     Raises:
         UserError: no such file, or no safetensors.
     """
-    problems: list[str] = []
-    for family, targets in TARGETS.items():
-        try:
-            lora = load_lora(path, targets)
-        except UserError as error:
-            problems.append(str(error))
-        else:
-            names = sorted(lora.weights, key=lambda name: _order(name, targets))
-            layers = tuple(_layer(name, lora.weights[name]) for name in names)
-            return LoraReport(family, lora.layout, layers, (), ())
-    pairs, others = _pairs(path)
-    layers = tuple(_layer(name, weights) for name, weights in pairs)
-    return LoraReport(None, "", layers, tuple(others), tuple(problems))
+    header = read_safetensors_header(path)
+    rows = likely_targets(header)
+    targets = rows[0] if rows else best_targets(header)
+    families = tuple(row.family for row in rows)
+    try:
+        updates, file = read_updates(path, targets)
+    except UserError as error:
+        pairs, others = _pairs(path)
+        layers = tuple(_layer(name, weights) for name, weights in pairs)
+        return LoraReport("LoRA", (), "", len(layers), layers, tuple(others), (f"cannot be loaded: {error}",))
+    loras = {name: weights for name, weights in updates.items() if isinstance(weights, LoraWeights)}
+    layers = tuple(_layer(name, loras[name]) for name in sorted(loras, key=lambda name: _order(name, targets)))
+    title = TITLES[next((weights.kind for weights in updates.values() if isinstance(weights, AdapterWeights)), "lora")]
+    notes = () if layers else (f"is no LoRA; merge_lora.py merges a {title} into a model",)
+    return LoraReport(title, families, file.layout, len(updates), layers, (), notes)
 
 
 def _order(name: str, targets: LoraTargets) -> tuple[int, int, str]:

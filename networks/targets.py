@@ -87,6 +87,7 @@ class LoraTargets:
         dead_ends: regular expression whose first group is the block's index; in the last block nothing that is
             computed from these layers is used, so they get no gradient and no LoRA.
         kohya_module, kohya_base: what kohya's metadata call the network module and the base (``ss_...``).
+        architecture: what ModelSpec calls the base, where the model itself does not say it more closely.
         implementation: where the base's own code is, for ModelSpec.
         text_encoders: those that can be trained, in the order of ``text_encoder_lr``.
         plain_layouts: layouts whose files have diffusers' module names although the original checkpoint has others.
@@ -102,6 +103,7 @@ class LoraTargets:
     dead_ends: str = ""
     kohya_module: str = "networks.lora_flux"
     kohya_base: str = "flux1"
+    architecture: str = "flux-1-dev"
     implementation: str = "https://github.com/black-forest-labs/flux"
     plain_layouts: tuple[str, ...] = ()
 
@@ -209,11 +211,12 @@ QWEN_TARGETS = LoraTargets(
     dead_ends=r"transformer_blocks\.(\d+)\.(attn\.(add_q_proj|to_add_out)|txt_mlp\.net\.(0\.proj|2))",
     kohya_module="networks.lora_qwen_image",
     kohya_base="qwen_image",
+    architecture="Qwen-Image",
     implementation="https://github.com/QwenLM/Qwen-Image",
 )
 
-QWEN_EDIT_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit")
-QWEN_EDIT_PLUS_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit_plus")
+QWEN_EDIT_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit", architecture="Qwen-Image-Edit")
+QWEN_EDIT_PLUS_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit_plus", architecture="Qwen-Image-Edit-Plus")
 
 _Z_LAYER = r"layers\.\d+\."
 _Z_REFINER = r"(noise|context)_refiner\.\d+\."
@@ -235,6 +238,7 @@ Z_IMAGE_TARGETS = LoraTargets(
     keys=Z_IMAGE_KEYS,
     kohya_module="networks.lora_zimage",
     kohya_base="z_image",
+    architecture="Z-Image",
     implementation="https://github.com/Tongyi-MAI/Z-Image",
     plain_layouts=("comfy",),
 )
@@ -251,3 +255,12 @@ TARGETS: Mapping[str, LoraTargets] = {
         Z_IMAGE_TARGETS,
     )
 }
+
+
+def architectures() -> list[LoraTargets]:
+    """Return one row for each naming of layers: the first family that has it."""
+    rows: list[LoraTargets] = []
+    for targets in TARGETS.values():
+        if not any(targets.keys is row.keys for row in rows):
+            rows.append(targets)
+    return rows

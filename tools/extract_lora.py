@@ -27,7 +27,8 @@ from rich.table import Table
 from library import __version__
 from library.errors import UserError, exit_on_user_error
 from library.files import weights_fingerprint
-from networks.base_files import open_base
+from networks.base_files import Base, open_base
+from networks.base_modules import fullest_targets
 from networks.extraction import ExtractedLayer, Extraction, extract_lora
 from networks.metadata import build_metadata
 from networks.targets import TARGETS, LoraTargets
@@ -55,8 +56,21 @@ def layer_table(layers: list[ExtractedLayer], targets: LoraTargets) -> Table:
     return table
 
 
-def extract(options: argparse.Namespace) -> Extraction:
-    """Extract and write the LoRA that the command line asks for.
+def model_targets(model: Base) -> LoraTargets:
+    """Return the row of the family most of whose layers a model holds.
+
+    Raises:
+        UserError: it holds none, or as many of several families.
+    """
+    rows = fullest_targets(model.files)
+    if len(rows) != 1:
+        which = " and ".join(row.family for row in rows) or "no known family"
+        raise UserError(f"{model.path}: its layers are those of {which}; set --model_type")
+    return rows[0]
+
+
+def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
+    """Extract and write the LoRA that the command line asks for; return it with its family's row.
 
     Raises:
         UserError: neither a rank nor an energy, or see ``networks.extraction.extract_lora``.
@@ -68,8 +82,8 @@ def extract(options: argparse.Namespace) -> Extraction:
     if options.energy is not None and not 0 < options.energy <= 1:
         raise UserError(f"--energy {options.energy:g}: must be above 0 and at most 1; 0.9 keeps 90 %")
     check_output(options.save_to, options.overwrite)
-    targets = TARGETS[options.model_type]
     original = open_base(options.model_org, "--model_org", fp8=True)
+    targets = TARGETS[options.model_type] if options.model_type else model_targets(original)
     tuned = open_base(options.model_tuned, "--model_tuned", fp8=True)
     found = extract_lora(
         original,
@@ -81,9 +95,15 @@ def extract(options: argparse.Namespace) -> Extraction:
         progress=show_progress,
     )
     metadata = build_metadata(
-        {"sd_model_name": options.model_org.name},
+        {
+            "sd_model_name": options.model_org.name,
+            "network_module": targets.kohya_module,
+            "base_model_version": targets.kohya_base,
+        },
         title=options.save_to.stem,
         timestamp=time.time(),
+        architecture=targets.architecture,
+        implementation=targets.implementation,
         base_fingerprint=weights_fingerprint(original.weights),
         version=__version__,
     )
@@ -92,7 +112,7 @@ def extract(options: argparse.Namespace) -> Extraction:
     write_lora(
         options.save_to, found.weights, targets, options.save_format or "diffusers", precision, metadata, comment
     )
-    return found
+    return found, targets
 
 
 @exit_on_user_error
@@ -106,9 +126,9 @@ def main() -> None:
     parser.add_argument("--device", help="where to decompose (default: a GPU if there is one)")
     add_output_arguments(parser, "bf16")
     options = parser.parse_args()
-    found = extract(options)
+    found, targets = extract(options)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(layer_table(found.layers, TARGETS[options.model_type]))
+    console.print(layer_table(found.layers, targets))
     for note in found.notes:
         console.print(f"note: {note}")
     console.print(f"{options.save_to}: {len(found.layers)} layers, {found.equal} equal ones left out")

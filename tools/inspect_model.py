@@ -91,7 +91,7 @@ def draw(findings: list[Finding], save_to: Path) -> list[Path]:
     Raises:
         UserError: there is no LoRA, or a picture of several is to be one file.
     """
-    loras = [(finding.weights.files[0], finding.lora) for finding in findings if finding.lora]
+    loras = [(finding.weights.files[0], finding.lora) for finding in findings if finding.lora and finding.lora.layers]
     if not loras:
         raise UserError(f"--save_to {save_to}: only a LoRA has a picture, and none is among the files; remove it")
     if len(loras) == 1 and save_to.suffix == ".png":

@@ -21,7 +21,7 @@ def add_output_arguments(parser: argparse.ArgumentParser, precision_default: str
     parser.add_argument("--save_to", required=True, type=Path, help="the .safetensors file to write")
     parser.add_argument("--save_format", choices=list(LAYOUTS), help="key layout (default: the source's, or diffusers)")
     parser.add_argument("--save_precision", choices=list(PRECISIONS), help=f"default: {precision_default}")
-    parser.add_argument("--model_type", choices=list(TARGETS), default="flux", help="architecture family")
+    parser.add_argument("--model_type", choices=list(TARGETS), help="architecture family (default: as the files say)")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
 
 

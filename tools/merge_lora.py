@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from library.errors import UserError, exit_on_user_error
+from networks.families import lora_targets
 from networks.formats import LAYOUTS, PRECISIONS, load_lora
 from networks.merge import LoraSource, MergeReport, merge_loras
 from networks.resizing import join_loras
@@ -83,7 +84,7 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> Merge
     )
 
 
-def merge_into_lora(options: argparse.Namespace, targets: LoraTargets) -> str:
+def merge_into_lora(options: argparse.Namespace) -> str:
     """Merge the LoRAs into one; return what became of them, in a line.
 
     Raises:
@@ -98,6 +99,7 @@ def merge_into_lora(options: argparse.Namespace, targets: LoraTargets) -> str:
         raise UserError(f"--new_rank {options.new_rank}: must be at least 1")
     check_output(options.save_to, options.overwrite)
     sources = [parse_source(text) for text in options.lora]
+    targets = lora_targets([source.path for source in sources], options.model_type)
     read = [(load_lora(source.path, targets), source.ratio) for source in sources]
     weights, layers = join_loras([(file.weights, ratio) for file, ratio in read], options.new_rank)
     if not weights:
@@ -130,7 +132,9 @@ def main() -> None:
     parser.add_argument(
         "--save_precision", choices=[*PRECISIONS, *FP8_PRECISIONS], help="default: as in --model, or the LoRAs"
     )
-    parser.add_argument("--model_type", choices=list(TARGETS), default="flux", help="architecture family")
+    parser.add_argument(
+        "--model_type", choices=list(TARGETS), help="architecture family (default: flux; of LoRAs alone as they say)"
+    )
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
     lora = parser.add_argument_group("without --model")
     lora.add_argument("--method", choices=["concat", "svd"], help="how LoRAs become one (default: concat)")
@@ -139,7 +143,7 @@ def main() -> None:
     lora.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     add_fp8_arguments(parser)
     options = parser.parse_args()
-    targets = TARGETS[options.model_type]
+    targets = TARGETS[options.model_type or "flux"]
     if goes_into_fp8(options):
         if unused := next((name for name in _OF_A_LORA if getattr(options, name)), None):
             raise UserError(f"--{unused}: has no effect on a merge into fp8; remove it")
@@ -147,7 +151,7 @@ def main() -> None:
         merge_to_fp8(options, sources, targets, Console(highlight=False, markup=False))
         return
     if options.model is None:
-        print(merge_into_lora(options, targets))
+        print(merge_into_lora(options))
         return
     report = merge_into_model(options, targets)
     for note in report.notes:

@@ -23,10 +23,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
+from networks.families import lora_targets
 from networks.formats import load_lora
 from networks.resizing import ResizedLayer, resize_lora
 from networks.spectrum import RANK_RULES
-from networks.targets import TARGETS
 from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
 
 
@@ -38,7 +38,7 @@ def resize(options: argparse.Namespace) -> list[ResizedLayer]:
     """
     check_flags(options)
     check_output(options.save_to, options.overwrite)
-    targets = TARGETS[options.model_type]
+    targets = lora_targets([options.model], options.model_type)
     source = load_lora(options.model, targets)
     weights, layers = resize_lora(
         source.weights, options.new_rank, options.dynamic_method, options.dynamic_param or 1.0

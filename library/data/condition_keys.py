@@ -77,7 +77,8 @@ def fill_masks(
         UserError: two sources, an empty list of kinds, or variants of masks that have none.
     """
     if kinds == ():
-        raise UserError(f"{where}: inpaint_masks = []: names no kind; name some of {', '.join(MASK_KINDS)}, or remove it")
+        known = ", ".join(MASK_KINDS)
+        raise UserError(f"{where}: inpaint_masks = []: names no kind; name some of {known}, or remove it")
     asked = {"inpaint_mask_directory": directory is not None, "inpaint_alpha_mask": alpha, "inpaint_masks": bool(kinds)}
     named = [key for key, value in asked.items() if value]
     if len(named) > 1:

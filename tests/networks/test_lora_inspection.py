@@ -13,7 +13,9 @@ from networks.formats import LAYOUTS, save_lora
 from networks.lora_inspection import inspect_lora
 from networks.network import LoraNetwork
 from networks.targets import FLUX_TARGETS
+from networks.weights import LoraWeights
 from tests.networks.conftest import inject, make_flux, train_a_little
+from tests.networks.test_adapter_files import trained
 
 
 @pytest.fixture
@@ -28,7 +30,9 @@ def test_rank_alpha_and_norm_are_the_same_in_every_layout(layout: str, network: 
     path = tmp_path / "a.safetensors"
     save_lora(path, network.weights(), FLUX_TARGETS, layout)
     report = inspect_lora(path)
-    assert (report.family, report.layout, report.others, report.notes) == ("flux", layout, (), ())
+    # FLUX's layers are not all Qwen-Image's in any layout, so the names alone tell the family
+    assert (report.families, report.layout, report.others, report.notes) == (("flux",), layout, (), ())
+    assert (report.kind, report.count) == ("LoRA", len(network.modules))
     assert len(report.layers) == len(network.modules)
     for layer in report.layers:
         module = network.modules[layer.name]
@@ -68,7 +72,7 @@ def test_a_file_of_no_known_family_is_shown_key_by_key(tmp_path: Path) -> None:
         path,
     )
     report = inspect_lora(path)
-    assert report.family is None
+    assert report.families == ()
     assert {(layer.part, layer.block, layer.layer, layer.rank, layer.alpha) for layer in report.layers} == {
         ("lora_unet_input_blocks", 4, "1_attn", 2, 1.0),
         ("model.layers", 7, "q", 2, 2.0),
@@ -78,7 +82,7 @@ def test_a_file_of_no_known_family_is_shown_key_by_key(tmp_path: Path) -> None:
     as_matrix = torch.ones(5, 2) @ convolution.reshape(2, -1)
     assert norms["model.layers.7.q"] == pytest.approx(as_matrix.norm().item(), rel=1e-5)
     assert sorted(report.others) == ["alone.lora_A.weight", "layer.lokr_w1"]
-    assert "is a LoKr (" in report.notes[0]
+    assert "keys are not known of a LoKr (" in report.notes[0]
 
 
 def test_a_dora_is_shown_with_the_reason_why_it_cannot_be_loaded(network: LoraNetwork, tmp_path: Path) -> None:
@@ -88,6 +92,24 @@ def test_a_dora_is_shown_with_the_reason_why_it_cannot_be_loaded(network: LoraNe
     report = inspect_lora(path)
     assert len(report.layers) == len(network.modules)
     assert "this is a DoRA" in report.notes[0]
+
+
+def test_every_family_that_fits_is_named_unless_the_metadata_decide(tmp_path: Path) -> None:
+    layer = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(1, 4), torch.ones(4, 1), 1.0)}
+    save_lora(tmp_path / "a", layer, FLUX_TARGETS)
+    assert inspect_lora(tmp_path / "a").families == ("flux", "qwen_image")
+    save_lora(tmp_path / "b", layer, FLUX_TARGETS, metadata={"ss_base_model_version": "qwen_image"})
+    assert inspect_lora(tmp_path / "b").families == ("qwen_image",)
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr", "loha", "oft", "boft"])
+def test_another_kind_is_counted_with_one_note(kind: str, tmp_path: Path) -> None:
+    _, network = trained(kind)
+    network.save(tmp_path / "a.safetensors", "comfy", "fp32", {})
+    report = inspect_lora(tmp_path / "a.safetensors")
+    assert (report.families, report.count, report.layers, report.others) == (("flux",), len(network.modules), (), ())
+    assert report.kind.lower() == kind
+    assert report.notes == (f"is no LoRA; merge_lora.py merges a {report.kind} into a model",)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
+from library.errors import UserError
 from library.models.flux_tokens import pack_latents
+from networks.base_files import open_base
+from networks.base_modules import find_modules, fullest_targets
 from networks.formats import load_lora, save_lora
 from networks.injection import inject_lora
 from networks.network import LoraNetwork
 from networks.options import parse_network_args
-from networks.targets import QWEN_TARGETS, TARGETS
+from networks.targets import FLUX_TARGETS, QWEN_TARGETS, TARGETS
 from networks.weights import LoraWeights
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
 from tools import merge_lora
@@ -175,3 +178,15 @@ def test_edit_models_have_the_same_row() -> None:
         assert TARGETS[family].family == family
         assert TARGETS[family].kinds is QWEN_TARGETS.kinds
         assert TARGETS[family].kohya_module == "networks.lora_qwen_image"
+
+
+def test_a_lora_and_a_model_of_another_family_are_named(tmp_path: Path) -> None:
+    layer = {"transformer_blocks.0.img_mlp.net.2": LoraWeights(torch.ones(1, 4), torch.ones(4, 1), 1.0)}
+    save_lora(tmp_path / "a.safetensors", layer, QWEN_TARGETS)
+    with pytest.raises(UserError, match=r"a.safetensors: is a LoRA of qwen_image, not of flux; set --model_type qwen"):
+        load_lora(tmp_path / "a.safetensors", FLUX_TARGETS)
+    tiny_qwen_transformer(1).save_pretrained(tmp_path / "base")  # its attention has FLUX's names
+    files = open_base(tmp_path / "base").files
+    with pytest.raises(UserError, match=r"is a model of qwen_image, not of flux; set --model_type qwen_image"):
+        find_modules(files, FLUX_TARGETS.keys, "flux")
+    assert [row.family for row in fullest_targets(files)] == ["qwen_image"]

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
+from networks.families import lora_targets
 from networks.formats import LAYOUTS, load_lora, save_lora
-from networks.targets import FLUX_TARGETS
+from networks.targets import FLUX_TARGETS, QWEN_TARGETS
 from networks.weights import LoraWeights
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 from tests.networks.test_formats import output_in_diffusers
@@ -186,3 +187,66 @@ def test_the_converted_file_makes_our_model_compute_the_same(tmp_path: Path) -> 
             layer.lora_B.weight.zero_()
     network.load(load_lora(tmp_path / "b.safetensors", FLUX_TARGETS).weights, "b")
     torch.testing.assert_close(run_flux(model), expected, rtol=1e-5, atol=1e-5)  # B rescaled once in fp32
+
+
+ATTENTION = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(2, 8), torch.ones(8, 2), 1.0)}
+QWEN_CONFIG = json.dumps({"model": {"model_type": "qwen_image_edit"}})
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"tandem.config": QWEN_CONFIG, "ss_base_model_version": "flux1"},  # the run's own config comes first
+        {"ss_base_model_version": "qwen_image"},
+        {"modelspec.architecture": "Qwen-Image/lora"},
+    ],
+)
+def test_attention_of_qwen_image_keeps_its_names_by_its_metadata(
+    metadata: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLUX's attention has the same names in diffusers, and others in ComfyUI's layout."""
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_lora(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", metadata)
+    monkeypatch.setattr("sys.argv", ["convert_lora", str(source), str(target), "--save_format", "comfy"])
+    main()
+    assert set(load_file(target)) == {
+        f"diffusion_model.transformer_blocks.0.attn.to_q.{part}"
+        for part in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+
+
+@pytest.mark.parametrize(
+    ("metadata", "flags", "message"),
+    [
+        ({}, [], "its keys fit flux and qwen_image, and its metadata name none of them; set --model_type"),
+        (
+            {"ss_base_model_version": "qwen_image"},
+            ["--model_type", "flux"],
+            "--model_type flux, but its metadata name qwen_image; set --model_type qwen_image, or leave it out",
+        ),
+    ],
+)
+def test_a_family_that_is_not_certain_is_refused(
+    metadata: dict[str, str],
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_lora(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", metadata)
+    monkeypatch.setattr("sys.argv", ["convert_lora", str(source), str(target), "--save_format", "comfy", *flags])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: {source}: {message}\n"
+    assert not target.exists()
+
+
+def test_loras_of_two_families_are_not_taken_together(tmp_path: Path) -> None:
+    save_lora(tmp_path / "q", ATTENTION, QWEN_TARGETS, metadata={"ss_base_model_version": "qwen_image"})
+    save_lora(tmp_path / "f", ATTENTION, FLUX_TARGETS, metadata={"ss_base_model_version": "flux1"})
+    with pytest.raises(UserError, match=r"f: is a LoRA of flux, .*q one of qwen_image; keep one family's"):
+        lora_targets([tmp_path / "q", tmp_path / "f"])
+    assert lora_targets([tmp_path / "f"], "flux_kontext").family == "flux_kontext"  # dev's own names

@@ -16,10 +16,11 @@ from networks.extraction import extract_lora
 from networks.formats import load_lora, save_lora
 from networks.low_rank import relative_difference
 from networks.merge import LoraSource, merge_loras
-from networks.targets import FLUX_TARGETS
+from networks.targets import FLUX_TARGETS, QWEN_TARGETS
 from networks.weights import LoraWeights
 from tests.networks.conftest import make_flux
 from tests.tiny import bfl_state_dict, tiny_flux_pipeline
+from tests.tiny_qwen import tiny_qwen_transformer
 from tools import extract_lora as tool
 
 
@@ -177,3 +178,19 @@ def test_mistakes_are_one_line(
 def test_two_equal_models_have_nothing_to_extract(files: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="nothing to extract"):
         extract_lora(open_base(files["base"]), open_base(files["base.safetensors"]), FLUX_TARGETS, dim=4)
+
+
+def test_the_family_is_that_of_the_models_and_stands_in_the_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_qwen_transformer(1)
+    model.save_pretrained(tmp_path / "base")
+    model.transformer_blocks[0].img_mlp.net[2].weight.data[0] += 1.0  # a layer that FLUX's table has not
+    model.save_pretrained(tmp_path / "tuned")
+    target = tmp_path / "out.safetensors"
+    run("--model_org", tmp_path / "base", "--model_tuned", tmp_path / "tuned", "--save_to", target, "--dim", 1,
+        monkeypatch=monkeypatch)  # fmt: skip
+    assert list(load_lora(target, QWEN_TARGETS).weights) == ["transformer_blocks.0.img_mlp.net.2"]
+    metadata = load_lora(target, QWEN_TARGETS).metadata
+    assert metadata["ss_base_model_version"] == "qwen_image"
+    assert metadata["modelspec.architecture"] == "Qwen-Image/lora"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from networks.formats import save_lora
 from networks.targets import FLUX_TARGETS
 from tests.networks.conftest import inject, make_flux, train_a_little
+from tests.networks.test_adapter_files import trained
 from tests.tiny import tiny_flux_pipeline, tiny_flux_transformer
 from tools.inspect_model import main
 from tools.inspection.tables import number, size, sparkline
@@ -148,6 +149,19 @@ def test_mistakes_are_one_line(
     model = tmp_path / "m.safetensors"
     save_file({"a.weight": torch.zeros(2, 2)}, model)
     assert "only a LoRA has a picture" in error(monkeypatch, capsys, model, "--save_to", tmp_path / "x.png")
+
+
+def test_another_kind_than_lora_is_shown_in_two_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, network = trained("lokr")
+    network.save(tmp_path / "a.safetensors", "comfy", "fp32", {})
+    monkeypatch.setattr("sys.argv", ["inspect_model.py", str(tmp_path / "a.safetensors")])
+    main()
+    shown = capsys.readouterr().out
+    assert f"LoKr for flux  {len(network.modules)} layers" in shown
+    assert "merge_lora.py merges a LoKr into a model" in shown
+    assert "cannot be loaded" not in shown
 
 
 def test_numbers_are_written_for_people() -> None:

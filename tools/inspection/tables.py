@@ -130,8 +130,9 @@ def norm_lines(part: Component) -> RenderableType:
 
 def lora(report: LoraReport) -> RenderableType:
     """Return a LoRA's layers by part, with the root mean square of the update, over all and over the blocks."""
-    kind = f"LoRA for {report.family}, {report.layout}" if report.family else "LoRA"
-    heads = [Text.assemble((kind, "bold green"), f"  {len(report.layers)} layers")] if report.layers else []
+    kind = report.kind + (f" for {' or '.join(report.families)}" if report.families else "")
+    kind += f", {report.layout}" if report.layout else ""
+    heads = [Text.assemble((kind, "bold green"), f"  {report.count} layers")] if report.count else []
     headings = ("layer", "×", "rank", "alpha", "rms", "over the blocks")
     table = _table(*headings, numbers=("×", "rank", "alpha", "rms"))
     most = max((layer.rms for layer in report.layers), default=0.0)
@@ -153,7 +154,7 @@ def lora(report: LoraReport) -> RenderableType:
     if report.others:
         more = f" and {len(report.others) - 8} more" if len(report.others) > 8 else ""
         heads.append(Text(f"not of a LoRA of linear layers: {', '.join(report.others[:8])}{more}", "yellow"))
-    heads += [Text(f"cannot be loaded: {note}", "yellow") for note in report.notes]
+    heads += [Text(note, "yellow") for note in report.notes]
     return Group(Padding(Group(*heads), (0, 0, 0, 2)), *([table] if report.layers else []))
 
 

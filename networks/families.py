@@ -1,0 +1,80 @@
+"""Which family a LoRA file is of: as it was asked, as the file's metadata say, or as its keys allow.
+
+Families whose layers have the same names (FLUX.1 dev, Fill and Kontext) are one here: their LoRA files differ in
+nothing. An attention-only LoRA of Qwen-Image has FLUX's names too, and written by FLUX's table its keys would become
+others; so where neither the command line nor the metadata decide between several, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from library.errors import UserError
+from library.files import read_safetensors_header
+from networks.formats import best_targets, fitting_targets, weight_file
+from networks.targets import TARGETS, LoraTargets
+
+_STATED = ("ss_base_model_version", "modelspec.architecture")  # "flux1", "qwen_image"; "flux-1-dev/lora", "Qwen-Image"
+
+
+def lora_targets(paths: Sequence[Path], model_type: str | None = None) -> LoraTargets:
+    """Return the row of the family that LoRA files are of.
+
+    Args:
+        paths: LoRA files, or folders written by PEFT; of one family.
+        model_type: the family's name, as asked; None: told from the files.
+
+    Raises:
+        UserError: no such file, a file's metadata contradict ``model_type``, the files are of several families, or a
+            file without metadata fits several.
+    """
+    rows = [_targets_of(path, model_type) for path in paths]
+    for path, row in zip(paths, rows, strict=True):
+        if row.keys is not rows[0].keys:
+            raise UserError(f"{path}: is a LoRA of {row.family}, {paths[0]} one of {rows[0].family}; keep one family's")
+    return rows[0]
+
+
+def _targets_of(path: Path, model_type: str | None) -> LoraTargets:
+    header = read_safetensors_header(weight_file(path))
+    fitting = fitting_targets(header)
+    stated = stated_targets(header.get("__metadata__") or {})
+    if stated and not any(stated.keys is row.keys for row in fitting):
+        stated = None  # its keys know better
+    if model_type is not None:
+        asked = TARGETS[model_type]
+        if stated and stated.keys is not asked.keys:
+            raise UserError(
+                f"{path}: --model_type {model_type}, but its metadata name {stated.family}; "
+                f"set --model_type {stated.family}, or leave it out"
+            )
+        return asked
+    if stated:
+        return stated
+    if len(fitting) > 1:
+        names = " and ".join(row.family for row in fitting)
+        raise UserError(f"{path}: its keys fit {names}, and its metadata name none of them; set --model_type")
+    return fitting[0] if fitting else best_targets(header)
+
+
+def likely_targets(header: Mapping[str, dict]) -> list[LoraTargets]:
+    """Return the row of the family that a LoRA's metadata name, if its keys fit, or else of each that they fit."""
+    fitting = fitting_targets(header)
+    stated = stated_targets(header.get("__metadata__") or {})
+    return [stated] if stated and any(stated.keys is row.keys for row in fitting) else fitting
+
+
+def stated_targets(metadata: Mapping[str, str]) -> LoraTargets | None:
+    """Return the row of the family that a LoRA's metadata name, None if they name none that is known."""
+    with suppress(ValueError, KeyError, TypeError):
+        return TARGETS[json.loads(metadata["tandem.config"])["model"]["model_type"]]
+    for key in _STATED:
+        said = re.sub(r"[^a-z0-9]", "", metadata.get(key, "").lower())
+        named = [family for family in TARGETS if said.startswith(family.replace("_", ""))]
+        if named:
+            return TARGETS[max(named, key=len)]
+    return None
