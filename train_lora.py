@@ -34,7 +34,7 @@ from library.training.preflight import check_against_model, check_before_loading
 from library.training.prepare import base_dtype, prepare_data, prepare_networks
 from library.training.progress import TrainingProgress, print_summary, run_summary
 from library.training.prompt_pictures import check_pictures
-from library.training.prompts import SamplePrompt, read_prompts
+from library.training.prompts import SamplePrompt, check_steering, read_prompts
 from library.training.run import prepare_run
 from library.training.sampling import build_sampler
 from library.training.teacher import prepare_teacher
@@ -70,6 +70,8 @@ def train(config: TrainConfig) -> RunEvents:
     text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
     usual = SamplePrompt("", guidance=family.sample_guidance)
     prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple, usual)
+    for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
+        console.print(f"note: {remark}")
     check_pictures(prompts, family.conditioning, family.most_references)
     check_against_model(config, family, plan, text_encoder)
     upload = build_upload(config.hub, accelerator, console)

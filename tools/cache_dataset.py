@@ -26,7 +26,7 @@ from library.models.registry import model_family
 from library.training.base_precision import text_encoder_recipe
 from library.training.prepare import base_dtype, prepare_data
 from library.training.prompt_pictures import check_pictures
-from library.training.prompts import read_prompts
+from library.training.prompts import SamplePrompt, check_steering, read_prompts
 
 
 def cache_dataset(config: TrainConfig) -> TrainingData:
@@ -41,7 +41,10 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
     dtype = base_dtype(config.model, config.training)
     image_encoder = family.load_image_encoder(dtype, accelerator.device)
     text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
-    prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple)
+    usual = SamplePrompt("", guidance=family.sample_guidance)
+    prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple, usual)
+    for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
+        console.print(f"note: {remark}")
     check_pictures(prompts, family.conditioning, family.most_references)
     return prepare_data(
         config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, prompts, console,

@@ -43,7 +43,7 @@ from library.models.registry import FAMILIES, model_family
 from library.precision.loading import Fp8Loading
 from library.training.base_precision import describe_base, plan_fp8
 from library.training.prompt_pictures import PictureRules, check_pictures, encode_pictures, text_jobs
-from library.training.prompts import SamplePrompt, parse_prompt, read_prompts
+from library.training.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
 from library.training.sampling import save_picture
 from networks.formats import load_lora
 from networks.injection import attach_lora
@@ -209,6 +209,8 @@ def image(options: argparse.Namespace) -> list[Path]:
     dtype = _DTYPES[precision]
     multiple = family.load_image_encoder(dtype, device).pixel_multiple
     prompts = read_asked(options, multiple, family.sample_guidance)
+    for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
+        console.print(f"note: {remark}")
     sources = [parse_source(text) for text in options.lora]
     if options.fp8_granularity and not options.fp8_scaled:
         raise UserError("--fp8_granularity: has no effect without --fp8_scaled; remove it")

@@ -66,6 +66,7 @@ class FluxFamily:
         self._files: FluxFiles = locate(config)
         self._dtype: torch.dtype | None = None
         self.guidance_embeds: bool = bool(self._files.transformer_config.get("guidance_embeds", False))
+        self.guidance_input: bool = self.guidance_embeds
         self.modelspec_architecture = "flux-1-schnell" if self._schnell else "flux-1-dev"
         self.latent_channels: int = flux_layout.output_channels(self._files.transformer_config) // self.patch_size**2
 

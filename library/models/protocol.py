@@ -84,6 +84,7 @@ class Family(Protocol):
     latent_channels: int
     conditioning: ConditionKind  # what every sample must bring besides its caption
     most_references: int | None  # pictures that an edit model takes at most; None: any number
+    guidance_input: bool  # whether the transformer is told a guidance scale
     sample_guidance: float  # of pictures drawn with the guidance input, unless told otherwise
     repeated_blocks: tuple[str, ...]  # class names of the blocks, for regional compilation and sharding
 

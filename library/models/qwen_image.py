@@ -42,7 +42,8 @@ class QwenImageFamily:
     modelspec_architecture = "Qwen-Image"
     conditioning: ConditionKind = "none"
     most_references: int | None = None
-    sample_guidance = 1.0  # of no meaning: there is no guidance input
+    guidance_input = False
+    sample_guidance = 1.0  # of no meaning
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("QwenImageTransformerBlock",)
 

@@ -65,7 +65,7 @@ def check_pictures(
         UserError: names the prompt; also where a picture is missing, damaged, or a mask shows nothing to fill.
     """
     for prompt in prompts:
-        where, count = f"prompt {_short(prompt.prompt)}", len(prompt.control_images)
+        where, count = f"prompt {prompt.short()}", len(prompt.control_images)
         if conditioning == "none" and (count or prompt.mask_image):
             option = "--ci" if count else "--mi"
             raise UserError(f"{where}: {option} is not taken: this model paints from text alone; remove it")
@@ -163,7 +163,3 @@ def _in_a_row(pictures: Iterable[Image.Image]) -> Image.Image:
     height = loaded[0].height
     scaled = [image.resize((max(1, round(image.width * height / image.height)), height)) for image in loaded]
     return Image.fromarray(np.concatenate([np.asarray(image) for image in scaled], axis=1))
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:37]}...")

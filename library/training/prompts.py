@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,10 @@ class SamplePrompt:
     def text_key(self, text: str) -> str:
         """Return what its embeddings of ``text`` go by: the text, and the pictures that may be seen with it."""
         return "\n".join([text, *self.control_images])
+
+    def short(self) -> str:
+        """Return its text for messages."""
+        return repr(self.prompt if len(self.prompt) <= 40 else f"{self.prompt[:37]}...")
 
     def line(self) -> str:
         """Return the picture as a line of a prompt file, with everything that is not left to a default."""
@@ -108,6 +112,29 @@ _FRAMES = ("f", "frame_count")  # taken if it says one frame, which is a picture
 def prompt_texts(prompts: list[SamplePrompt]) -> list[str]:
     """Return every text the prompts need embeddings of, each once."""
     return sorted({text for prompt in prompts for text in prompt.texts()})
+
+
+def check_steering(prompts: Sequence[SamplePrompt], guidance_input: bool, usual_guidance: float) -> list[str]:
+    """Refuse guidance that the model has no input for; return remarks on negative prompts that nothing uses.
+
+    Prompt files of kohya's often carry a negative prompt that is used only with ``--l``, so it is no mistake.
+
+    Args:
+        prompts: to be drawn.
+        guidance_input: whether the model has one.
+        usual_guidance: of prompts that say nothing about it.
+
+    Raises:
+        UserError: names the prompt.
+    """
+    for prompt in prompts:
+        if not guidance_input and prompt.guidance != usual_guidance:
+            raise UserError(
+                f"prompt {prompt.short()}: --g {prompt.guidance:g} is not taken: this model has no guidance input; "
+                "remove it, or write --l and --n for a model that knows negative prompts"
+            )
+    idle = [prompt.short() for prompt in prompts if prompt.negative and prompt.cfg == 1.0]
+    return [f"prompt {name}: its negative prompt is not used while --l is 1" for name in idle]
 
 
 def read_prompts(

@@ -56,3 +56,5 @@ def test_split_files_with_a_lora_draw_what_diffusers_draws(tmp_path: Path) -> No
 
     with pytest.raises(UserError, match='ae: has no effect with model_type = "qwen_image", whose files are vae'):
         image(parser().parse_args([*flags, "--ae", "x"]))
+    with pytest.raises(UserError, match=r"prompt 'a red disc': --g 3.5 is not taken: this model has no guidance input"):
+        image(parser().parse_args([*flags, "--g", "3.5"]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from library.errors import UserError
-from library.training.prompts import SamplePrompt, parse_prompt, prompt_texts, read_prompts
+from library.training.prompts import SamplePrompt, check_steering, parse_prompt, prompt_texts, read_prompts
 
 
 def _read(tmp_path: Path, text: str, suffix: str = ".txt", **keywords: object) -> list[SamplePrompt]:
@@ -151,3 +151,17 @@ def test_a_missing_file_is_named_with_its_option(tmp_path: Path) -> None:
         read_prompts(tmp_path / "no.txt", 0, 16)
     with pytest.raises(UserError, match="--from_file: .*cannot be read"):
         read_prompts(tmp_path / "no.txt", 0, 16, option="--from_file")
+
+
+def test_guidance_without_an_input_is_refused_only_where_it_was_written() -> None:
+    usual = SamplePrompt("", guidance=1.0)
+    silent, written = (parse_prompt(line, usual, 16, "here") for line in ("x", "a cat --g 3.5"))
+    assert check_steering([silent, written], True, 1.0) == []
+    assert check_steering([silent], False, 1.0) == []
+    with pytest.raises(UserError, match="prompt 'a cat': --g 3.5 is not taken: this model has no guidance input"):
+        check_steering([silent, written], False, 1.0)
+
+
+def test_a_negative_prompt_that_nothing_uses_is_remarked() -> None:
+    prompts = [parse_prompt(line, SamplePrompt(""), 16, "here") for line in ("a --n x", "b --n x --l 2", "c")]
+    assert check_steering(prompts, True, 3.5) == ["prompt 'a': its negative prompt is not used while --l is 1"]
