@@ -40,6 +40,13 @@ class Differences:
     edges: float
     spectrum: tuple[list[float], list[float]]
 
+    @property
+    def ring_and_step(self) -> tuple[float, float]:
+        """Error of the ring inside the border over the interior's, and of the step across it: of the picture, in 8
+        pixels, else of the latents, in 2 cells; NaN without masks."""
+        seam, width = (self.picture_seam, 8) if self.picture_seam else (self.seam, 2)
+        return (seam["inside"][width], seam["step"]) if seam else (math.nan, math.nan)
+
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self)

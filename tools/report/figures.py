@@ -97,7 +97,7 @@ def attribution_bars(full: Differences, attributions: Sequence[Attribution]) -> 
     _pair(left, labels, [100 * v for v in alone], [100 * v for v in without], "error, %")
     steps = [_step(full), *(_step(each.alone) for each in attributions)]
     steps_without = [math.nan, *(_step(each.without) if each.without else math.nan for each in attributions)]
-    _pair(right, labels, steps, steps_without, "step of the error across the border (1: none)")
+    _pair(right, labels, steps, steps_without, "error's step across the border")
     right.set_xscale("log")
     right.axvline(1, color="#999999", linewidth=0.8)
     left.legend(["alone", "all without it"], loc="lower right")

@@ -188,10 +188,10 @@ def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:
         table.add_column(title, justify="right" if title else "left")
 
     def row(name: str, figures: Differences, seconds: str) -> None:
-        seam = figures.seam or {"inside": {2: float("nan")}, "step": float("nan")}
+        ring, step = figures.ring_and_step
         share = figures.latents / before.latents if before.latents else float("nan")
         values = (f"{100 * v:.2f}" for v in (figures.velocity, figures.latents, figures.picture))
-        table.add_row(name, *values, f"{share:.2f}", f"{seam['inside'][2]:.2f}", f"{seam['step']:.2f}", seconds)
+        table.add_row(name, *values, f"{share:.2f}", f"{ring:.2f}", f"{step:.2f}", seconds)
 
     row("as deployed", before, "")
     for fix in fixes:

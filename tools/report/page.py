@@ -147,12 +147,12 @@ def _seam_table(full: Differences) -> str:
 
 
 def _fix_table(fixes: Sequence[Fix], before: Differences) -> str:
-    header = ["", "velocity", "latents", "picture", "of before", "ring 2 / interior", "step of error", "cost", "s"]
+    header = ["", "velocity", "latents", "picture", "of before", "ring / interior", "step of error", "cost", "s"]
     rows = []
     for name, each, cost, seconds in [("as deployed", before, "", ""), *(
         (fix.name, fix.figures, fix.cost, f"{fix.seconds:.0f}") for fix in fixes
     )]:  # fmt: skip
-        seam = [f"{each.seam['inside'][2]:.2f}", f"{each.seam['step']:.2f}"] if each.seam else ["", ""]
+        seam = ["" if math.isnan(value) else f"{value:.2f}" for value in each.ring_and_step]
         share = f"{each.latents / before.latents:.2f}" if before.latents else ""
         cells = [f"{each.velocity:.2%}", f"{each.latents:.2%}", f"{each.picture:.2%}", share, *seam]
         rows.append([name, *cells, cost, seconds])
