@@ -258,7 +258,8 @@ def _deployed_flags(models: Models, options: FixOptions) -> list[str]:
         config = models.deployed_config
         known = type(config).model_fields.keys() - {"model_type", "pretrained_model_name_or_path", "base_dtype"}
         given = {name: getattr(config, name) for name in sorted(known & config.model_fields_set)}
-        beside = [word for name, value in given.items() if value for word in (f"--{name}", str(value))]
+        flags = {name: [f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in given.items()}
+        beside = [word for name, value in given.items() if value for word in flags[name]]
         return ["--pretrained_model_name_or_path", config.pretrained_model_name_or_path, *beside]
     words = ["--pretrained_model_name_or_path", options.base, "--fp8_format", recipe.fp8.name]
     words += ["--fp8_keep", *recipe.keep] if recipe.keep else ["--fp8_keep"]
