@@ -197,7 +197,10 @@ def test_windows_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
             "[[datasets]]\nresolution = 64\n",
             "/d.toml: no [[datasets.subsets]]; add one with image_dir or metadata_file",
         ),
-        ("[general]\nflip_aug = true\n", "/d.toml: no [[datasets]] table; add one with a [[datasets.subsets]] below it"),
+        (
+            "[general]\nflip_aug = true\n",
+            "/d.toml: no [[datasets]] table; add one with a [[datasets.subsets]] below it",
+        ),
         (
             "[datasets]\nresolution = 64\n",
             "/d.toml: [datasets] is one table of several; write it in double brackets: [[datasets]]",

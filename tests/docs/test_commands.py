@@ -37,6 +37,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_n_workers", "0"]
 
 
+CALIBRATED = ("tools/retarget_lora.py", "tools/merge_lora.py", "tools/quantize_model.py")
+
+
 def blocks(page: str, language: str) -> list[str]:
     """Return the fenced blocks of a page in ``language`` ("" for those that name none), indented ones too."""
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -120,7 +123,7 @@ def _run(words: list[str], place: Path) -> None:
         rest += [*SHORT, *rank, *([] if "FLUX.1-dev" in rest else tokenizers)]
     if script == "tools/precision_report.py":
         rest += ["--images", "1", "--sigmas", "0.5", "--steps", "2", "--no_benefits"]
-    elif "--dataset_config" in rest and script != "train_lora.py":
+    elif "--dataset_config" in rest and script in CALIBRATED:
         rest += ["--calibration_images", "1", "--calibration_sigmas", "0.5"]
     if script == "tools/generate.py":
         rest += tokenizers
