@@ -24,9 +24,9 @@ from tests.tiny_qwen import Kind, tiny_qwen_inputs, tiny_qwen_pipeline
 RANK, ALPHA = 4, 3.0
 
 
-@pytest.mark.parametrize("kind", ["qwen_image", "qwen_image_edit_plus", "2511"])
+@pytest.mark.parametrize("kind", ["qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "2511"])
 def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(kind: str, tmp_path: Path) -> None:
-    model_type: Kind = "qwen_image" if kind == "qwen_image" else "qwen_image_edit_plus"
+    model_type: Kind = "qwen_image_edit_plus" if kind == "2511" else kind  # type: ignore[assignment]
     base = tiny_qwen_pipeline(tmp_path / "base", model_type, zero_cond_t=kind == "2511")
     inputs, step, targets = tiny_qwen_inputs(3), 11, TARGETS[model_type]
     inputs["prompt_embeds_mask"][1, 4:] = False
