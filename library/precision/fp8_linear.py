@@ -5,10 +5,10 @@ for the input gradient, turns it again. Nothing of the weight's size lives in be
 neither of the weight (the layer already holds it) nor of a dequantised copy. The trainers that let autograd
 keep that copy hold the whole model in bf16 from forward to backward, and so peak above plain bf16 training.
 
-On the CPU the weight is dequantised and multiplied in pieces of half a million numbers: forward by rows, so that
+On the CPU the weight is dequantised and multiplied in pieces of two million numbers: forward by rows, so that
 each piece gives finished outputs; backward by columns, so that each gives finished input gradients and none
 is summed in bf16. That costs no time (a piece is still in the cache when it is used) and bounds the extra
-memory at 4 MiB in bf16. On a GPU kernels want to be large: a FLUX or Qwen-Image weight is one piece.
+memory at 8 MiB in bf16. On a GPU kernels want to be large: a FLUX or Qwen-Image weight is one piece.
 
 The layer is an ``nn.Linear`` to whoever asks (LoRA, tensor parallelism by type), its weight a parameter of
 fp8 dtype, its scale an fp32 buffer. Moving it moves both; casting it (``model.to(torch.bfloat16)``) changes
@@ -35,7 +35,7 @@ from library.precision.scaled_matmul import (
 
 Fp8Compute = Literal["auto", "dequant", "scaled_mm"]
 
-_CPU_PIECE = 1 << 19  # 1 MiB in bf16; up to eight times that costs the same, a whole weight 20 to 40 % more
+_CPU_PIECE = 1 << 21  # 4 MiB in bf16; with AMX smaller ones take 20 % longer, on Zen 5 all up to this cost the same
 _GPU_PIECE = 1 << 27  # 256 MiB in bf16, larger than any weight of FLUX or Qwen-Image
 
 
