@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.files import fingerprint, weights_fingerprint
+from library.files import fingerprint
 from library.models import flux_layout
 from library.models.drawing import check_size, drawing_autocast, dtype_name, evaluating, unwrapped
 from library.models.flux_attention import swap_hot_paths
@@ -36,23 +36,23 @@ from library.models.text_encoders import (
     load_t5,
     load_t5_tokenizer,
 )
+from library.models.transformer_files import TransformerFiles
 from library.models.vae import VaeImageEncoder, load_vae, vae_config
-from library.models.weights import WeightFiles, load_into
+from library.models.weights import WeightFiles
 from library.nn.attention import Backend
-from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.loading import Fp8Loading
 from library.precision.recipe import Fp8Recipe
 
 _DEV_TEXT_TOKENS, _SCHNELL_TEXT_TOKENS = 512, 256  # T5 tokens the published models were made with
 
 
-class FluxFamily:
+class FluxFamily(TransformerFiles):
     """FLUX.1 from a diffusers folder, BFL's files or ComfyUI's; see ``library.models.flux_files``."""
 
     name = "flux"
     conditioning: ConditionKind = "none"
     most_references: int | None = None
     sample_guidance = 3.5  # what pictures are drawn with unless told otherwise; the published pipelines' default
+    transformer_class = FluxTransformer2DModel
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
 
@@ -64,7 +64,6 @@ class FluxFamily:
         """
         self._config = config
         self._files: FluxFiles = locate(config)
-        self._dtype: torch.dtype | None = None
         self.guidance_embeds: bool = bool(self._files.transformer_config.get("guidance_embeds", False))
         self.guidance_input: bool = self.guidance_embeds
         self.modelspec_architecture = "flux-1-schnell" if self._schnell else "flux-1-dev"
@@ -75,41 +74,7 @@ class FluxFamily:
         """Whether the model is schnell: dev's variants have no few-step sibling, whatever their inputs."""
         return self.name == "flux" and not self.guidance_embeds
 
-    def fingerprint(self) -> str:
-        """Return a fingerprint of the transformer's weights."""
-        return weights_fingerprint(self._files.transformer)
-
-    def fp8_layout(self) -> Fp8Layout | None:
-        """Return what the transformer's files hold in fp8, from their headers; None if nothing."""
-        return WeightFiles(self._files.transformer).fp8
-
-    def load_transformer(
-        self,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        backend: Backend = "auto",
-        *,
-        fp8: Fp8Loading | None = None,
-    ) -> FluxTransformer2DModel:
-        """Load the transformer, frozen, in eval mode, with Tandem's hot paths.
-
-        ``fp8`` says what becomes fp8; what the file has in fp8 stays so.
-
-        Raises:
-            UserError: tensors are missing, unknown or of the wrong shape.
-        """
-        weights = WeightFiles(self._files.transformer)
-        config = self._files.transformer_config
-        transformer = load_into(
-            lambda: FluxTransformer2DModel.from_config(config),
-            weights,
-            self._files.key_map(weights),
-            dtype,
-            device,
-            fp8=fp8,
-        )
-        assert isinstance(transformer, FluxTransformer2DModel)
-        self._dtype = dtype
+    def _with_hot_paths(self, transformer: Any, backend: Backend) -> Any:
         return swap_hot_paths(transformer, backend)
 
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> VaeImageEncoder:

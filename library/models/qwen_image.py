@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.files import fingerprint, weights_fingerprint
+from library.files import fingerprint
 from library.models.drawing import check_size, drawing_autocast, dtype_name, evaluating, unwrapped
 from library.models.flux_tokens import pack_latents, unpack_latents
 from library.models.protocol import ImageEncoder
@@ -28,14 +28,13 @@ from library.models.qwen_files import QwenFiles, locate
 from library.models.qwen_text import MOST_TOKENS, TEMPLATES, QwenTextEncoder
 from library.models.qwen_text_files import load_qwen_text, load_qwen_tokenizer, picture_processor
 from library.models.qwen_vae import QwenVaeImageEncoder, load_qwen_vae, qwen_vae_config
-from library.models.weights import WeightFiles, load_into
+from library.models.transformer_files import TransformerFiles
+from library.models.weights import WeightFiles
 from library.nn.attention import Backend
-from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.loading import Fp8Loading
 from library.precision.recipe import Fp8Recipe
 
 
-class QwenImageFamily:
+class QwenImageFamily(TransformerFiles):
     """Qwen-Image from a diffusers folder or ComfyUI's split files; see ``library.models.qwen_files``."""
 
     name = "qwen_image"
@@ -44,6 +43,7 @@ class QwenImageFamily:
     most_references: int | None = None
     guidance_input = False
     sample_guidance = 1.0  # of no meaning
+    transformer_class = QwenImageTransformer2DModel
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("QwenImageTransformerBlock",)
 
@@ -54,44 +54,9 @@ class QwenImageFamily:
             UserError: a part is missing or is another kind of model.
         """
         self._files: QwenFiles = locate(config)
-        self._dtype: torch.dtype | None = None
         self.latent_channels: int = self._files.transformer_config.get("in_channels", 64) // self.patch_size**2
 
-    def fingerprint(self) -> str:
-        """Return a fingerprint of the transformer's weights."""
-        return weights_fingerprint(self._files.transformer)
-
-    def fp8_layout(self) -> Fp8Layout | None:
-        """Return what the transformer's files hold in fp8, from their headers; None if nothing."""
-        return WeightFiles(self._files.transformer).fp8
-
-    def load_transformer(
-        self,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        backend: Backend = "auto",
-        *,
-        fp8: Fp8Loading | None = None,
-    ) -> QwenImageTransformer2DModel:
-        """Load the transformer, frozen, in eval mode, with Tandem's hot paths.
-
-        ``fp8`` says what becomes fp8; what the file has in fp8 stays so.
-
-        Raises:
-            UserError: tensors are missing, unknown or of the wrong shape.
-        """
-        weights = WeightFiles(self._files.transformer)
-        config = self._files.transformer_config
-        transformer = load_into(
-            lambda: QwenImageTransformer2DModel.from_config(config),
-            weights,
-            self._files.key_map(weights),
-            dtype,
-            device,
-            fp8=fp8,
-        )
-        assert isinstance(transformer, QwenImageTransformer2DModel)
-        self._dtype = dtype
+    def _with_hot_paths(self, transformer: Any, backend: Backend) -> Any:
         return swap_hot_paths(transformer, backend)
 
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> QwenVaeImageEncoder:

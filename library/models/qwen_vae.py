@@ -22,6 +22,7 @@ from diffusers import AutoencoderKLQwenImage
 from torch import Tensor
 
 from library.errors import UserError
+from library.models.vae import LazyVae
 from library.models.weights import KeyMap, Piece, WeightFiles, identity_map, load_into, read_config
 
 _DEFAULTS = {
@@ -29,33 +30,18 @@ _DEFAULTS = {
 }
 
 
-class QwenVaeImageEncoder:
+class QwenVaeImageEncoder(LazyVae):
     """Pixels in, normalised latents out, and back. The weights are loaded at the first use."""
 
     def __init__(
         self, load: Callable[[], AutoencoderKLQwenImage], config: Mapping[str, Any], fingerprint: str, patch: int = 2
     ) -> None:
         """Describe an autoencoder by its ``config``; ``patch`` latents a side make one transformer token."""
-        self._load = load
-        self._vae: AutoencoderKLQwenImage | None = None
         settings = _DEFAULTS | dict(config)
-        self.latent_channels = int(settings["z_dim"])
-        self.latent_factor = 2 ** len(settings["temperal_downsample"])
-        self.pixel_multiple = self.latent_factor * patch
+        factor = 2 ** len(settings["temperal_downsample"])
+        super().__init__(load, fingerprint, int(settings["z_dim"]), factor, patch)
         self._mean = torch.tensor(settings["latents_mean"]).view(1, -1, 1, 1)
         self._std = torch.tensor(settings["latents_std"]).view(1, -1, 1, 1)
-        self.fingerprint = fingerprint
-
-    @property
-    def vae(self) -> AutoencoderKLQwenImage:
-        """The autoencoder, loaded now if it was not."""
-        if self._vae is None:
-            self._vae = self._load()
-        return self._vae
-
-    def release(self) -> None:
-        """Let go of the weights; the next use loads them again."""
-        self._vae = None
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
@@ -64,13 +50,7 @@ class QwenVaeImageEncoder:
         Raises:
             UserError: a side is no multiple of ``pixel_multiple``.
         """
-        height, width = pixels.shape[-2:]
-        if height % self.pixel_multiple or width % self.pixel_multiple:
-            raise UserError(
-                f"image of {width} x {height} pixels: sides must be multiples of {self.pixel_multiple}; "
-                "set bucket_reso_steps or resolution accordingly"
-            )
-        moved = pixels.to(device=self.vae.device, dtype=self.vae.dtype).unsqueeze(2)
+        moved = self._moved(pixels).unsqueeze(2)
         with torch.autocast(self.vae.device.type, enabled=False):
             mean = self.vae.encode(moved).latent_dist.mode().float().squeeze(2).to(pixels.device)
         return (mean - self._mean.to(mean.device)) / self._std.to(mean.device)

@@ -27,23 +27,25 @@ from library.models.weights import KeyMap, Piece, WeightFiles, identity_map, loa
 FLUX_SCALING, FLUX_SHIFT = 0.3611, 0.1159
 
 
-class VaeImageEncoder:
-    """Pixels in, normalised latents out, and back. The weights are loaded at the first use."""
+class LazyVae:
+    """An autoencoder that is loaded at the first use: the half of an image encoder that is the same for every kind.
 
-    def __init__(
-        self, load: Callable[[], AutoencoderKL], config: Mapping[str, Any], fingerprint: str, patch: int = 2
-    ) -> None:
-        """Describe an autoencoder by its ``config``; ``patch`` latents a side make one transformer token."""
+    Attributes:
+        fingerprint: of weights, dtype and kind of latents; a part of the names of cached latents.
+        latent_channels, latent_factor: of the latents, and pixels per latent.
+        pixel_multiple: sides of pictures are multiples of it.
+    """
+
+    def __init__(self, load: Callable[[], Any], fingerprint: str, channels: int, factor: int, patch: int) -> None:
+        """Describe an autoencoder; ``patch`` latents a side make one transformer token."""
         self._load = load
-        self._vae: AutoencoderKL | None = None
-        self.latent_channels = int(config["latent_channels"])
-        self.latent_factor = 2 ** (len(config["block_out_channels"]) - 1)
-        self.pixel_multiple = self.latent_factor * patch
-        self.scaling, self.shift = float(config["scaling_factor"]), float(config.get("shift_factor") or 0.0)
+        self._vae: Any = None
         self.fingerprint = fingerprint
+        self.latent_channels, self.latent_factor = channels, factor
+        self.pixel_multiple = factor * patch
 
     @property
-    def vae(self) -> AutoencoderKL:
+    def vae(self) -> Any:
         """The autoencoder, loaded now if it was not."""
         if self._vae is None:
             self._vae = self._load()
@@ -53,9 +55,8 @@ class VaeImageEncoder:
         """Let go of the weights; the next use loads them again."""
         self._vae = None
 
-    @torch.no_grad()
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Return latents [B, C, H/8, W/8], fp32, on the device of ``pixels`` [B, 3, H, W] in [-1, 1].
+    def _moved(self, pixels: Tensor) -> Tensor:
+        """Return ``pixels`` [B, 3, H, W] on the autoencoder's device, in its dtype.
 
         Raises:
             UserError: a side is no multiple of ``pixel_multiple``.
@@ -66,7 +67,28 @@ class VaeImageEncoder:
                 f"image of {width} x {height} pixels: sides must be multiples of {self.pixel_multiple}; "
                 "set bucket_reso_steps or resolution accordingly"
             )
-        moved = pixels.to(device=self.vae.device, dtype=self.vae.dtype)
+        return pixels.to(device=self.vae.device, dtype=self.vae.dtype)
+
+
+class VaeImageEncoder(LazyVae):
+    """Pixels in, normalised latents out, and back. The weights are loaded at the first use."""
+
+    def __init__(
+        self, load: Callable[[], AutoencoderKL], config: Mapping[str, Any], fingerprint: str, patch: int = 2
+    ) -> None:
+        """Describe an autoencoder by its ``config``; ``patch`` latents a side make one transformer token."""
+        factor = 2 ** (len(config["block_out_channels"]) - 1)
+        super().__init__(load, fingerprint, int(config["latent_channels"]), factor, patch)
+        self.scaling, self.shift = float(config["scaling_factor"]), float(config.get("shift_factor") or 0.0)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Return latents [B, C, H/8, W/8], fp32, on the device of ``pixels`` [B, 3, H, W] in [-1, 1].
+
+        Raises:
+            UserError: a side is no multiple of ``pixel_multiple``.
+        """
+        moved = self._moved(pixels)
         with torch.autocast(self.vae.device.type, enabled=False):
             mean = self.vae.encode(moved).latent_dist.mode().float()
         return ((mean - self.shift) * self.scaling).to(pixels.device)

@@ -42,6 +42,10 @@ class ZImageFiles:
     tokenizer: str | Path
     scheduler: Path | None
 
+    def key_map(self, weights: WeightFiles) -> KeyMap:
+        """Return where each transformer parameter lies in ``weights``."""
+        return key_map(weights)
+
 
 def locate(config: ModelConfig) -> ZImageFiles:
     """Find and check every part of the model.

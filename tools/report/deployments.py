@@ -211,7 +211,7 @@ class Models:
         for name, update in loras.items():
             layer: Any = model.get_submodule(name)
             source: Any = high.get_submodule(name)
-            weight = _numbers(source).float() + variant.strength * update.delta().to(_numbers(source).device)
+            weight = numbers(source) + variant.strength * update.delta().to(numbers(source).device)
             if not isinstance(layer, Fp8Linear):
                 layer.weight.data.copy_(weight)
                 continue
@@ -267,6 +267,6 @@ def granularity_of(quantized: Quantized) -> Granularity:
     return "row" if scale.shape[0] > 1 else "tensor"
 
 
-def _numbers(layer: Any) -> Tensor:
-    """Return a linear layer's weight as the numbers it stands for."""
-    return layer.dequantized(torch.float32) if isinstance(layer, Fp8Linear) else layer.weight.detach()
+def numbers(layer: Any) -> Tensor:
+    """Return a linear layer's weight as the numbers it stands for, fp32 [out, in]."""
+    return layer.dequantized(torch.float32) if isinstance(layer, Fp8Linear) else layer.weight.detach().float()

@@ -27,7 +27,7 @@ from library.precision.parity.survival import survival
 from library.precision.quantize import Quantized
 from library.precision.seam import regions
 from networks.weights import LoraWeights
-from tools.report.deployments import granularity_of, round_like
+from tools.report.deployments import granularity_of, numbers, round_like
 from tools.report.runs import Probe
 
 OUTLIER = 10.0  # a channel is one if its rms is over ten times the median channel's
@@ -119,12 +119,12 @@ def layer_row(
     whole = reference + delta if delta is not None and inside else reference  # what is served should be this
     wanted = whole if merged == "in the file" else reference
     quantized = deployed.quantized() if isinstance(deployed, Fp8Linear) else None
-    weight = _numbers(deployed)
+    weight = numbers(deployed)
     error, expected = weight - wanted, _rounded(wanted, quantized) - wanted
     size = float(wanted.double().square().sum())
     gain = float((weight.double() * wanted).sum()) / size if size else 1.0
     base = _rounded(reference, quantized) if merged == "in the file" else weight
-    kept = survival(_numbers(served), base, delta) if delta is not None and inside else None
+    kept = survival(numbers(served), base, delta) if delta is not None and inside else None
     return LayerRow(
         name=name,
         kind=_kind(deployed),
@@ -135,7 +135,7 @@ def layer_row(
         gain=gain,
         error_after_gain=_relative(weight / gain - wanted, size) if gain else 1.0,
         **_codes(quantized, wanted),
-        output_error=relative_output_error(_numbers(served) - whole, whole, inputs),
+        output_error=relative_output_error(numbers(served) - whole, whole, inputs),
         expected_output_error=relative_output_error(_rounded(whole, quantized) - whole, whole, inputs),
         survival=kept.gain if kept else None,
         survival_cosine=kept.cosine if kept else None,
@@ -240,10 +240,6 @@ def _token_regions(mask: Tensor) -> dict[str, Tensor]:
     border = where.inside[1] | where.outside[1]
     parts = {"filled": where.filled & ~border, "known": where.known & ~border, "border": border}
     return {name: part.flatten() for name, part in parts.items() if bool(part.any())}
-
-
-def _numbers(layer: Any) -> Tensor:
-    return layer.dequantized(torch.float32) if isinstance(layer, Fp8Linear) else layer.weight.detach().float()
 
 
 def _rounded(weight: Tensor, kind: Quantized | None) -> Tensor:
