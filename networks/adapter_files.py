@@ -3,6 +3,7 @@
     comfy       lycoris_transformer_blocks_0_attn_to_q.lokr_w1        LyCORIS's tensor names and ``.alpha``
                 lora_te1_text_model_encoder_layers_0_mlp_fc1.lokr_w1
     diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight, .lora_B.weight, .lora_magnitude_vector
+    peft        base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...   a folder, of a language model
 
 Module names are diffusers' in both: products and rotations of q, k and v cannot be joined to one of the original qkv.
 ComfyUI reads ``lycoris_`` and diffusers' names (SimpleTuner's layout) for FLUX and Qwen-Image and applies each to
@@ -31,10 +32,11 @@ from networks.adapter_weights import TITLES, AdapterWeights, non_lora_kind
 from networks.dora import DoRALinear
 from networks.formats import LoraFile, find_place, for_file, load_lora, refuse_other_family, text_key
 from networks.metadata import hash_metadata
+from networks.peft_folder import PEFT_PREFIX, check_layout, save_peft_config, weight_file
 from networks.targets import LoraTargets
 from networks.weights import LoraWeights, names_in_short
 
-SAVE_FORMATS = {"dora": ("diffusers", "comfy"), **dict.fromkeys(("lokr", "loha", "oft", "boft"), ("comfy",))}
+SAVE_FORMATS = {"dora": ("diffusers", "comfy", "peft"), **dict.fromkeys(("lokr", "loha", "oft", "boft"), ("comfy",))}
 
 _SUFFIXES = {  # in files -> in memory
     "lora_down.weight": "down",
@@ -46,9 +48,11 @@ _SUFFIXES = {  # in files -> in memory
     **{name: name for name in ("alpha", "dora_scale", "oft_blocks", "lokr_w1", "lokr_w2")},
     **{f"{name}_{part}": f"{name}_{part}" for name in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2") for part in "ab"},
 }
+_PEFT_NAMES = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _WRITTEN = {
     "comfy": {"down": "lora_down.weight", "up": "lora_up.weight"},
-    "diffusers": {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
+    "diffusers": _PEFT_NAMES,
+    "peft": _PEFT_NAMES,
 }
 
 
@@ -73,7 +77,7 @@ def layer_tensors(layer: AdapterLinear, save_format: str) -> AdapterWeights:
         return AdapterWeights(layer.kind, tensors, layer.alpha)
     down, up, magnitude = layer.lora_A.weight.detach(), layer.lora_B.weight.detach(), tensors["magnitude"].float()
     alpha = layer.scale * layer.rank if layer.rank_stabilised else layer.alpha
-    if save_format == "diffusers":
+    if save_format in ("diffusers", "peft"):
         return AdapterWeights("dora", {"down": down, "up": up, "magnitude": magnitude}, alpha)
     scale = magnitude * layer.squares.sqrt() / layer.row_lengths()
     return AdapterWeights("dora", {"down": down, "up": up, "dora_scale": scale[:, None]}, alpha)
@@ -132,23 +136,25 @@ def save_adapter(
     Raises:
         UserError: a tensor is not finite, or the folder is not writable.
     """
+    check_layout(targets, save_format)
     tensors: dict[str, Tensor] = {}
     for name, weights in adapters.items():
         encoder = targets.text_encoder_of(name)
         if encoder:
             stem = text_key(name, encoder, save_format)
         else:
-            stem = (
-                f"{targets.file_prefix}.{name}" if save_format == "diffusers" else "lycoris_" + name.replace(".", "_")
-            )
+            prefix = {"diffusers": f"{targets.file_prefix}.", "peft": PEFT_PREFIX, "comfy": "lycoris_"}[save_format]
+            stem = prefix + (name.replace(".", "_") if save_format == "comfy" else name)
         for part, tensor in weights.tensors.items():
             key = f"{stem}.{_WRITTEN[save_format].get(part, part)}"
             tensors[key] = for_file(path, key, tensor, precision)
         if save_format == "comfy":
             tensors[f"{stem}.alpha"] = torch.tensor(float(weights.alpha))
     strings = {"format": "pt", **metadata}
-    if save_format == "diffusers":
+    if save_format != "comfy":
         strings[ADAPTER_METADATA_KEY] = _dora_metadata(adapters, targets)
+    if save_format == "peft":
+        path = save_peft_config(path, _as_loras(adapters), targets, use_dora=True)
     strings |= hash_metadata(tensors, strings)
     stream_safetensors(path, {k: (t.dtype, tuple(t.shape)) for k, t in tensors.items()}, tensors.__getitem__, strings)
 
@@ -159,8 +165,8 @@ def read_updates(path: str | Path, targets: LoraTargets) -> tuple[Mapping[str, L
     Raises:
         UserError: see :func:`load_adapter` and :func:`networks.formats.load_lora`.
     """
-    path = Path(path)
-    if path.is_dir() or not non_lora_kind(header := read_safetensors_header(path)):
+    path = weight_file(Path(path))
+    if not non_lora_kind(header := read_safetensors_header(path)):
         lora = load_lora(path, targets)
         return lora.weights, lora
     return load_adapter(path, targets), LoraFile({}, "", dict(header.get("__metadata__") or {}))
@@ -175,7 +181,7 @@ def load_adapter(path: str | Path, targets: LoraTargets) -> dict[str, AdapterWei
     Raises:
         UserError: no such file, a plain LoRA, or keys that cannot be mapped or are incomplete.
     """
-    path = Path(path)
+    path = weight_file(Path(path))
     header = read_safetensors_header(path)
     metadata = dict(header.pop("__metadata__", {}))
     kind = non_lora_kind(header)
@@ -249,11 +255,14 @@ def _module_name(stem: str, targets: LoraTargets) -> str | None:
 
 def _dora_metadata(adapters: Mapping[str, AdapterWeights], targets: LoraTargets) -> str:
     """Return the JSON by which diffusers gives every module its rank and alpha and makes it a DoRA."""
-    loras = {name: LoraWeights(w.tensors["down"], w.tensors["up"], w.alpha) for name, w in adapters.items()}
     components = {
         component: {name.removeprefix(f"{component}."): module for name, module in part.items()}
-        for component, part in targets.by_component(loras).items()
+        for component, part in targets.by_component(_as_loras(adapters)).items()
     }
     fields = json.loads(adapter_metadata(components))
     fields |= {key: True for key in fields if key.endswith(".use_dora")}
     return json.dumps(fields, indent=2, sort_keys=True)
+
+
+def _as_loras(adapters: Mapping[str, AdapterWeights]) -> dict[str, LoraWeights]:
+    return {name: LoraWeights(w.tensors["down"], w.tensors["up"], w.alpha) for name, w in adapters.items()}

@@ -31,11 +31,11 @@ def adapter_metadata(components: Mapping[str, Mapping[str, LoraWeights]]) -> str
     """
     fields: dict[str, object] = {}
     for prefix, weights in components.items():
-        fields |= {f"{prefix}.{key}": value for key, value in _peft_config(weights).items()}
+        fields |= {f"{prefix}.{key}": value for key, value in peft_config(weights).items()}
     return json.dumps(fields, indent=2, sort_keys=True)
 
 
-def _peft_config(weights: Mapping[str, LoraWeights]) -> dict[str, object]:
+def peft_config(weights: Mapping[str, LoraWeights]) -> dict[str, object]:
     """Return the fields of the PEFT ``LoraConfig`` of one network."""
     rank = Counter(module.rank for module in weights.values()).most_common(1)[0][0]
     alpha = Counter(module.alpha for module in weights.values()).most_common(1)[0][0]

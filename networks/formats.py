@@ -6,6 +6,7 @@ what can be written:
     diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight         alpha in the metadata (below)
     kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight          .alpha beside every pair
     comfy       diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight    .alpha beside every pair
+    peft        base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   a folder with adapter_config.json
 
 A family may keep diffusers' names in a layout (``plain_layouts``), where not every program reads the original ones.
 
@@ -41,6 +42,7 @@ from networks.adapter_weights import ADAPTER_MARKS, TITLES, non_lora_kind
 from networks.fusing import fuse_parts, split_fused
 from networks.key_map import KeyPlace
 from networks.metadata import hash_metadata
+from networks.peft_folder import PEFT_PREFIX, check_layout, save_peft_config, weight_file
 from networks.targets import LoraTargets, TextEncoderTargets, architectures
 from networks.weights import LoraWeights, names_in_short
 
@@ -71,6 +73,7 @@ LAYOUTS = {
     "kohya": Layout("lora_unet_", ".lora_down.weight", ".lora_up.weight", True, True, True),
     "comfy": Layout("diffusion_model.", ".lora_down.weight", ".lora_up.weight", True, False, True),
 }
+_PEFT = Layout(PEFT_PREFIX, ".lora_A.weight", ".lora_B.weight", False, False, False)
 
 _ROLES = {  # suffix -> what the tensor is; PEFT may put the adapter's name before ".weight"
     ".lora_A.weight": "down",
@@ -89,7 +92,7 @@ _TENSOR_NAME = re.compile(
     "|".join([*(re.escape(role) + "$" for role in _ROLES), *(re.escape(mark) + ".*" for mark in ADAPTER_MARKS)])
 )
 _PREFIXES = (  # prefix -> the layout's name in reports; tried in this order
-    ("base_model.model.", "peft"),
+    (PEFT_PREFIX, "peft"),
     ("lora_unet_", "kohya"),
     ("lora_transformer_", "kohya"),
     ("lycoris_", "lycoris"),
@@ -126,10 +129,10 @@ def save_lora(
     """Write a LoRA file in one step.
 
     Args:
-        path: file to write.
+        path: file to write; with ``peft`` a folder, see :func:`save_peft_config`.
         weights: diffusers module name -> weights, on any device.
         targets: the family's row.
-        save_format: one of :data:`LAYOUTS`.
+        save_format: one of :data:`LAYOUTS`; of language models "peft".
         precision: "fp32", "fp16" or "bf16" for the weights; alphas are always fp32.
         metadata: strings to add, from :func:`networks.metadata.build_metadata`; hashes are added here.
 
@@ -137,12 +140,13 @@ def save_lora(
         UserError: a tensor is not finite (or leaves fp16's range), the format is unknown, the folder is not
             writable.
     """
-    if save_format not in LAYOUTS:
+    check_layout(targets, save_format)
+    if save_format not in (*LAYOUTS, "peft"):
         hint = did_you_mean(save_format, LAYOUTS)
         raise UserError(f"save_format: {save_format!r} is not one of {', '.join(LAYOUTS)}{hint}")
     if precision not in PRECISIONS:
         raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
-    layout = LAYOUTS[save_format]
+    layout = LAYOUTS.get(save_format, _PEFT)
     tensors: dict[str, Tensor] = {}
     for key, module in _by_key(weights, targets, save_format).items():
         tensors[key + layout.down] = for_file(path, key + layout.down, module.down, precision)
@@ -155,6 +159,8 @@ def save_lora(
         strings[ADAPTER_METADATA_KEY] = adapter_metadata(
             {name: {key.removeprefix(f"{name}."): w for key, w in part.items()} for name, part in components.items()}
         )
+    if save_format == "peft":
+        path = save_peft_config(path, weights, targets)
     strings |= hash_metadata(tensors, strings)
     stream_safetensors(path, {k: (t.dtype, tuple(t.shape)) for k, t in tensors.items()}, tensors.__getitem__, strings)
 
@@ -232,7 +238,7 @@ def _stems(keys: Iterable[str]) -> set[str]:
 
 def _by_key(weights: Mapping[str, LoraWeights], targets: LoraTargets, save_format: str) -> dict[str, LoraWeights]:
     """Return what stands before a key's suffix -> weights, fused where the layout has one module for several."""
-    layout = LAYOUTS[save_format]
+    layout = LAYOUTS.get(save_format, _PEFT)
     text = {name: encoder for name in weights if (encoder := targets.text_encoder_of(name))}
     transformer = {name: module for name, module in weights.items() if name not in text}
     if layout.original and save_format not in targets.plain_layouts:
@@ -276,11 +282,6 @@ def for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Tens
             raise UserError(f"{path}: {key} leaves the range of {precision}; save in bf16 or fp32")
         raise UserError(f"{path}: {key} holds NaN or infinity, not saved; lower the learning rate or use bf16")
     return out
-
-
-def weight_file(path: Path) -> Path:
-    """Return the weights' file: PEFT writes a folder."""
-    return path / "adapter_model.safetensors" if path.is_dir() else path
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from torch import nn
 from library.errors import UserError
 from library.randomness import generator
 from networks.adapter import AdapterLinear
+from networks.adapter_files import read_updates, take_tensors
+from networks.adapter_weights import TITLES, AdapterWeights
 from networks.kinds import make_layer
 from networks.lora import LoRALinear
 from networks.lora_start import begin_at_weight
@@ -27,7 +30,15 @@ from networks.options import NetworkOptions
 from networks.targets import LoraTargets
 from networks.weights import LoraWeights, names_in_short
 
-__all__ = ["AdapterNetwork", "LoraNetwork", "attach_lora", "inject_adapter", "inject_lora", "select_modules"]
+__all__ = [
+    "AdapterNetwork",
+    "LoraNetwork",
+    "attach_file",
+    "attach_lora",
+    "inject_adapter",
+    "inject_lora",
+    "select_modules",
+]
 
 
 def inject_adapter(
@@ -53,7 +64,7 @@ def inject_adapter(
     model.requires_grad_(False)
     layers: dict[str, AdapterLinear] = {}
     for name, rank in ranks.items():
-        base = model.get_submodule(name)
+        base = model.get_submodule(targets.path_in_model(name))
         layer = make_layer(base, rank, options, dtype, _device_of(base))
         draws = generator(seed, "lora", name)
         layer.initialise(draws)
@@ -61,7 +72,7 @@ def inject_adapter(
             assert isinstance(layer, LoRALinear)
             begin_at_weight(layer, name, options.start, draws)
         layers[name] = layer
-    _swap_in(model, layers)
+    _swap_in(model, layers, targets)
     kind = LoraNetwork if options.kind == "lora" else AdapterNetwork
     return kind(layers, targets, options, counts)  # type: ignore[arg-type]
 
@@ -91,7 +102,7 @@ def attach_lora(
     Raises:
         UserError: a module is not in the model or has another shape.
     """
-    linears = dict(_linears(model))
+    linears = dict(_linears(model, targets))
     if absent := sorted(weights.keys() - linears.keys()):
         raise UserError(f"{source}: the model has no {names_in_short(absent)}; it was trained on another model")
     layers = {
@@ -101,8 +112,35 @@ def attach_lora(
     network = LoraNetwork(layers, targets, NetworkOptions(dim=0, alpha=0))
     network.load(weights, source)
     model.requires_grad_(False)
-    _swap_in(model, layers)
+    _swap_in(model, layers, targets)
     return network
+
+
+def attach_file(
+    model: nn.Module, path: str | Path, targets: LoraTargets, dtype: torch.dtype = torch.float32
+) -> AdapterNetwork:
+    """Wrap the layers that a LoRA or DoRA, in a file or a folder of PEFT's, speaks of, and load it.
+
+    Raises:
+        UserError: it is of another kind, or as :func:`attach_lora`.
+    """
+    updates, lora = read_updates(path, targets)
+    if lora.weights:
+        return attach_lora(model, lora.weights, targets, str(path), dtype)
+    linears = dict(_linears(model, targets))
+    if absent := sorted(updates.keys() - linears.keys()):
+        raise UserError(f"{path}: the model has no {names_in_short(absent)}; it was trained on another model")
+    layers: dict[str, AdapterLinear] = {}
+    for name, update in updates.items():
+        assert isinstance(update, AdapterWeights)
+        if update.kind != "dora":
+            raise UserError(f"{path}: is a {TITLES[update.kind]}, which a language model does not take; train a LoRA")
+        options = NetworkOptions(dim=update.tensors["down"].shape[0], alpha=update.alpha, kind="dora")
+        layers[name] = make_layer(linears[name], options.dim, options, dtype, _device_of(linears[name]))
+        take_tensors(layers[name], update, f"{path}: {name}")
+    model.requires_grad_(False)
+    _swap_in(model, layers, targets)
+    return AdapterNetwork(layers, targets, NetworkOptions(dim=0, alpha=0, kind="dora"))
 
 
 def select_modules(
@@ -113,7 +151,7 @@ def select_modules(
     Raises:
         UserError: see :func:`inject_adapter`.
     """
-    kinds = {name: kind for name, _ in _linears(model) if (kind := targets.kind_of(name))}
+    kinds = {name: kind for name, _ in _linears(model, targets) if (kind := targets.kind_of(name))}
     for name in _dead_ends(kinds, targets):
         del kinds[name]
     in_blocks = _in_chosen_blocks(list(kinds), options, targets)
@@ -173,19 +211,22 @@ def _matching(option: str, patterns: tuple[str, ...], names: list[str], counts: 
     return matched
 
 
-def _swap_in(model: nn.Module, layers: Mapping[str, AdapterLinear]) -> None:
+def _swap_in(model: nn.Module, layers: Mapping[str, AdapterLinear], targets: LoraTargets) -> None:
     for name, layer in layers.items():
         layer.train(layer.base.training)
-        model.set_submodule(name, layer)
+        model.set_submodule(targets.path_in_model(name), layer)
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every layer with ``in_features`` and ``out_features``: nn.Linear and its fp8 relatives."""
+def _linears(model: nn.Module, targets: LoraTargets) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every layer with ``in_features`` and ``out_features`` by the name that files have for it.
+
+    These are nn.Linear and its fp8 relatives.
+    """
     for name, module in model.named_modules():
         if isinstance(module, AdapterLinear):
             raise ValueError(f"{name} has an adapter already")
         if hasattr(module, "in_features") and hasattr(module, "out_features"):
-            yield name, module
+            yield targets.name_of(name), module
 
 
 def _device_of(module: nn.Module) -> torch.device:

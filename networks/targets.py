@@ -18,6 +18,9 @@ would stop) and no LoRA.
 The Z-Image row trains attention and MLP of the main layers, as musubi-tuner's ``networks/lora_zimage.py`` does; the
 refiners in front of them, modulation and the inputs only where their options say so.
 
+The rows of language models train all linear layers of the blocks, a kind each, as the usual recipes for them do
+(QLoRA, arXiv 2305.14314); ``q_proj_dim`` gives one a rank of its own, 0 leaves it out.
+
 A family's text encoders are rows of their own in it. Where LoRAs of several networks are kept together, in a file
 or in :class:`~networks.network.LoraNetwork`, the transformer's modules have their plain names and a text encoder's
 begin with the component's: ``text_encoder.encoder.layers.0.mlp.fc1``.
@@ -32,6 +35,7 @@ from typing import TypeVar
 
 from networks.flux_keys import FLUX_KEYS
 from networks.key_map import KeyMap
+from networks.lm_keys import GPT2_KEYS, LLAMA_KEYS
 from networks.qwen_keys import QWEN_KEYS
 from networks.text_keys import CLIP_KEYS, CLIP_PREFIXES, T5_KEYS, T5_PREFIXES
 from networks.z_image_keys import Z_IMAGE_KEYS
@@ -91,6 +95,8 @@ class LoraTargets:
         implementation: where the base's own code is, for ModelSpec.
         text_encoders: those that can be trained, in the order of ``text_encoder_lr``.
         plain_layouts: layouts whose files have diffusers' module names although the original checkpoint has others.
+        own_names: modules of the model have the key map's original names; those in files are transformers'.
+        fan_in_fan_out: transformers keeps these layers' weights as [in, out], which PEFT has to be told.
     """
 
     family: str
@@ -106,6 +112,18 @@ class LoraTargets:
     architecture: str = "flux-1-dev"
     implementation: str = "https://github.com/black-forest-labs/flux"
     plain_layouts: tuple[str, ...] = ()
+    own_names: bool = False
+    fan_in_fan_out: bool = False
+
+    def path_in_model(self, module_name: str) -> str:
+        """Return where the module that files call ``module_name`` is in the model."""
+        place = self.keys.find(module_name) if self.own_names else None
+        return place.original if place else module_name
+
+    def name_of(self, path: str) -> str:
+        """Return what files call the module at ``path`` of the model."""
+        place = self.keys.find(path) if self.own_names else None
+        return place.modules[0] if place else path
 
     def kind_of(self, module_name: str) -> TargetKind | None:
         """Return the kind that ``module_name`` belongs to, or None if it is no target."""
@@ -243,6 +261,44 @@ Z_IMAGE_TARGETS = LoraTargets(
     plain_layouts=("comfy",),
 )
 
+_LLAMA_LAYER = r"model\.layers\.\d+\."
+_GPT2_LAYER = r"transformer\.h\.\d+\."
+
+LLAMA_TARGETS = LoraTargets(
+    family="llama",
+    kinds=(
+        *(TargetKind(name, rf"{_LLAMA_LAYER}self_attn\.{name}") for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *(TargetKind(name, rf"{_LLAMA_LAYER}mlp\.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
+    ),
+    block_options={"train_block_indices": r"model\.layers\.(\d+)\..*"},
+    keys=LLAMA_KEYS,
+    file_prefix="language_model",
+    kohya_module="peft",
+    kohya_base="llama",
+    architecture="llama",
+    implementation="https://github.com/huggingface/transformers",
+    own_names=True,
+)
+
+GPT2_TARGETS = LoraTargets(
+    family="gpt2",
+    kinds=(
+        TargetKind("c_attn", _GPT2_LAYER + r"attn\.c_attn"),
+        TargetKind("attn_c_proj", _GPT2_LAYER + r"attn\.c_proj"),
+        TargetKind("c_fc", _GPT2_LAYER + r"mlp\.c_fc"),
+        TargetKind("mlp_c_proj", _GPT2_LAYER + r"mlp\.c_proj"),
+    ),
+    block_options={"train_block_indices": r"transformer\.h\.(\d+)\..*"},
+    keys=GPT2_KEYS,
+    file_prefix="language_model",
+    kohya_module="peft",
+    kohya_base="gpt2",
+    architecture="gpt2",
+    implementation="https://github.com/huggingface/transformers",
+    own_names=True,
+    fan_in_fan_out=True,
+)
+
 TARGETS: Mapping[str, LoraTargets] = {
     targets.family: targets
     for targets in (
@@ -253,6 +309,8 @@ TARGETS: Mapping[str, LoraTargets] = {
         QWEN_EDIT_TARGETS,
         QWEN_EDIT_PLUS_TARGETS,
         Z_IMAGE_TARGETS,
+        LLAMA_TARGETS,
+        GPT2_TARGETS,
     )
 }
 

@@ -50,7 +50,8 @@ def write_lora(
 
     Args:
         save_to, weights, targets, precision: see ``networks.formats.save_lora``.
-        save_format: one of its layouts; another name (a source's "peft", "bare") becomes diffusers.
+        save_format: one of its layouts; another name (a source's "peft", "bare") becomes diffusers, or of
+            a language model peft.
         metadata: of the source, or made for this file.
         comment: put before the training comment, as sd-scripts' tools do.
     """
@@ -61,7 +62,8 @@ def write_lora(
     strings["ss_network_alpha"] = f"{next(iter(alphas)):g}" if len(alphas) == 1 else "Dynamic"
     before = strings.get("ss_training_comment", "None")
     strings["ss_training_comment"] = comment if before in ("", "None") else f"{comment}; {before}"
-    save_format = save_format if save_format in LAYOUTS else "diffusers"
+    if save_format not in LAYOUTS:
+        save_format = "peft" if targets.own_names else "diffusers"
     save_lora(save_to, weights, targets, save_format, precision, strings)
 
 

@@ -1,0 +1,1 @@
+"""A LoRA on a language model, from conversations."""
