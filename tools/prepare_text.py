@@ -2,10 +2,13 @@
 
     python tools/prepare_text.py my_texts --train_tokenizer 8192 --save_to data/mine
     python tools/prepare_text.py corpus.jsonl more/*.parquet --tokenizer Llama-3.2-1B --save_to data/llama
+    python tools/prepare_text.py saved_dataset --split train --tokenizer Llama-3.2-1B --save_to data/llama
+    python tools/prepare_text.py --hf_dataset roneneldan/TinyStories --split train --tokenizer gpt2 --save_to data/tiny
 
-Texts are .txt and .md files (one document each, or several with --separator), .jsonl (a document a line), .parquet (a
-document a row) and folders of these. The folder that is written holds the tokenizer too, so it is all that training
-needs.
+Texts are .txt and .md files (one document each, or several with --separator), .jsonl (a document a line), .parquet and
+.arrow (a document a row), folders of these, and Hugging Face datasets: a folder that save_to_disk wrote, one of the
+hub's cache, or by name where the datasets package is installed. The folder that is written holds the tokenizer too, so
+it is all that training needs.
 """
 
 from __future__ import annotations
@@ -13,28 +16,68 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from library.errors import UserError, exit_on_user_error
 from library.llm.documents import find_files, read_documents
+from library.llm.hf_datasets import load_by_name, read_dataset
 from library.llm.token_shards import INDEX, Split, SplitIndex
 from library.llm.tokenise import write_corpus
 from library.llm.tokenizers import load_tokenizer, train_bpe
+
+
+class Source(NamedTuple):
+    """Something to read documents from, as often as need be."""
+
+    size: int  # bytes of a file, rows of a dataset
+    read: Callable[[], Iterator[str]]
+
+
+def sources(options: argparse.Namespace) -> list[Source]:
+    """Return what the command line names.
+
+    Raises:
+        UserError: neither or both of files and a dataset are named; see ``find_files`` and ``load_by_name``.
+    """
+    if bool(options.texts) == bool(options.hf_dataset):
+        raise UserError("give either files and folders, or --hf_dataset NAME")
+    if not options.hf_dataset:
+        return [
+            Source(file.stat().st_size, partial(read_documents, file, options.text_key, options.separator))
+            for file in find_files(options.texts, options.split)
+        ]
+    if options.separator is not None:
+        raise UserError("--separator: divides text files, a dataset has rows; remove it")
+    name, *configuration = options.hf_dataset
+    if len(configuration) > 1:
+        raise UserError("--hf_dataset: takes a name and at most one configuration")
+    dataset = load_by_name(name, next(iter(configuration), None), options.split, options.text_key)
+    return [Source(len(dataset), partial(read_dataset, dataset, options.text_key))]
 
 
 def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
     """Tokenise what the command line names; return what was written.
 
     Raises:
-        UserError: see ``find_files``, ``read_documents`` and ``write_corpus``; the folder holds a corpus already.
+        UserError: see :func:`sources`, ``read_documents`` and ``write_corpus``; the folder holds a corpus already.
     """
-    files = find_files(options.texts)
+    given = sources(options)
     folder: Path = options.save_to
     if (folder / INDEX).exists() and not options.overwrite:
         raise UserError(f"{folder}: holds a prepared corpus; choose another folder, or give --overwrite")
@@ -45,19 +88,19 @@ def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
     console = Console(markup=False, highlight=False)
 
     def documents() -> Iterator[str]:
-        for file in files:
-            yield from read_documents(file, options.text_key, options.separator)
-            bar.advance(task, file.stat().st_size)
+        for source in given:
+            yield from source.read()
+            bar.advance(task, source.size)
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
+        MofNCompleteColumn() if options.hf_dataset else DownloadColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        size = sum(file.stat().st_size for file in files)
+        size = sum(source.size for source in given)
         if options.tokenizer is None:
             task = bar.add_task("training the tokenizer", total=size)
             tokenizer = train_bpe(documents(), options.train_tokenizer)
@@ -77,12 +120,16 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    parser.add_argument("texts", nargs="+", metavar="PATH", help="files and folders")
+    parser.add_argument("texts", nargs="*", metavar="PATH", help="files and folders")
+    parser.add_argument(
+        "--hf_dataset", nargs="+", metavar="NAME", help="a Hugging Face dataset [and its configuration]"
+    )
+    parser.add_argument("--split", metavar="NAME", help="of a dataset, by name or in a folder: train, ...")
     parser.add_argument("--save_to", type=Path, required=True, metavar="FOLDER", help="where the shards go")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's file, or the folder of it or its model")
     which.add_argument("--train_tokenizer", type=int, metavar="N", help="train a BPE of N tokens on these texts")
-    parser.add_argument("--text_key", default="text", help="jsonl key or parquet column (default: %(default)s)")
+    parser.add_argument("--text_key", default="text", help="jsonl key or column (default: %(default)s)")
     parser.add_argument("--separator", metavar="TEXT", help="divides text files into documents, e.g. '<|endoftext|>'")
     parser.add_argument("--validation_share", type=float, default=0.01, metavar="X", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of held-out documents")

@@ -1,8 +1,8 @@
 """Texts to train on, one document at a time, from the files that people have.
 
 A folder is read file by file in the order of names, below it too; ``.txt`` and ``.md`` files are one document each
-(or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` files one a row. Nothing is held but
-what is being read.
+(or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` and ``.arrow`` files one a row. A folder
+may be a Hugging Face dataset (``library.llm.hf_datasets``). Nothing is held but what is being read.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from library.errors import UserError
+from library.llm.hf_datasets import check_column, dataset_files, read_arrow
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".arrow")
 _PARQUET_ROWS = 1024  # read at once
 
 
-def find_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the files that ``paths`` name or hold, in order.
+def find_files(paths: Sequence[str | Path], split: str | None = None) -> list[Path]:
+    """Return the files that ``paths`` name or hold, in order; with ``split``, those of folders that belong to it.
 
     Raises:
-        UserError: a path does not exist or is of another kind, nothing is found, or parquet cannot be read here.
+        UserError: a path does not exist or is of another kind, nothing is found, parquet or arrow files cannot be read
+            here, or as ``library.llm.hf_datasets.dataset_files``.
     """
+    if split is not None and not any(Path(path).is_dir() for path in paths):
+        raise UserError("--split: has no effect on files; give the folder of a dataset, or remove it")
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            files += sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            files += dataset_files(path, SUFFIXES, split)
         elif not path.exists():
             raise UserError(f"{path}: no such file or folder; check the path")
         elif path.suffix not in SUFFIXES:
@@ -36,8 +40,10 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
             files.append(path)
     if not files:
         raise UserError(f"{paths[0]}: no {', '.join(SUFFIXES)} file in it; name the folder the texts lie in")
-    if any(file.suffix == ".parquet" for file in files) and importlib.util.find_spec("pyarrow") is None:
-        raise UserError("parquet files need the package pyarrow; run pip install pyarrow==26.0.1, or convert to .jsonl")
+    if any(file.suffix in (".parquet", ".arrow") for file in files) and importlib.util.find_spec("pyarrow") is None:
+        raise UserError(
+            "parquet and arrow files need the package pyarrow; run pip install pyarrow==26.0.1, or convert to .jsonl"
+        )
     return files
 
 
@@ -46,13 +52,13 @@ def read_documents(file: Path, text_key: str = "text", separator: str | None = N
 
     Args:
         file: of :func:`find_files`.
-        text_key: the key of a jsonl line or the column of a parquet file that holds the text.
+        text_key: the key of a jsonl line or the column of a parquet or arrow file that holds the text.
         separator: divides text files into documents.
 
     Raises:
         UserError: a line is no JSON, the key is missing, or the file is damaged or no UTF-8.
     """
-    readers = {".jsonl": _jsonl, ".parquet": _parquet}
+    readers = {".jsonl": _jsonl, ".parquet": _parquet, ".arrow": read_arrow}
     try:
         read = readers.get(file.suffix)
         for text in read(file, text_key) if read is not None else _text(file, separator):
@@ -98,9 +104,7 @@ def _parquet(file: Path, text_key: str) -> Iterator[str]:
 
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        if text_key not in table.schema_arrow.names:
-            columns = ", ".join(table.schema_arrow.names)
-            raise UserError(f"{file}: no column {text_key!r}; set --text_key to one of {columns}")
+        check_column(file, table.schema_arrow, text_key)
         for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[text_key]):
             yield from (text for text in batch.column(0).to_pylist() if text is not None)
     except pyarrow.ArrowException as error:

@@ -153,5 +153,5 @@ def test_a_corpus_is_not_replaced_by_mistake_and_damage_is_found(tmp_path: Path)
 
 
 def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no .txt, .md, .jsonl, .parquet file in it"):
+    with pytest.raises(UserError, match="no .txt, .md, .jsonl, .parquet, .arrow file in it"):
         find_files([tmp_path])

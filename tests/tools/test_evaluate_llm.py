@@ -1,0 +1,177 @@
+"""``evaluate_llm.py`` end to end, on a model of which every figure is known beforehand.
+
+Its head is zero, so that all 257 tokens (256 bytes and one that ends texts) are always equally likely.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from math import log2
+from pathlib import Path
+
+import pytest
+import torch
+
+from library.errors import UserError
+from library.llm.tokenizers import train_bpe
+from library.models.lm_config import llama
+from library.models.lm_files import export_hf
+from library.models.transformer_lm import TransformerLM
+from tools.evaluate_llm import evaluate, parser
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "Eine größere Katze saß da."  # 26 characters, 29 bytes, 5 words
+LINES = [
+    {"ctx": "The cat", "endings": ["sat.", "slept for long."], "label": 0},  # bytes alone decide: the shortest wins
+    {"ctx": "The dog", "endings": ["ran.", "barked at her."], "label": 1},
+    {"ctx": "A bird", "endings": ["sang and sang.", "flew."], "label": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluated")
+    tokenizer = train_bpe(["x"], 257)
+    tokenizer.save(folder / "model")
+    model = TransformerLM(llama(32, 2, 4, 2, 64, tokenizer.vocab_size, 64))
+    model.initialise(torch.Generator().manual_seed(0))
+    torch.nn.init.zeros_(model.lm_head.weight)
+    export_hf(model, folder / "model")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    (folder / "long.jsonl").write_text("".join(json.dumps({"text": TEXT * 9}) + "\n" for _ in range(3)))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return folder
+
+
+def run(folder: Path, *words: str) -> dict:
+    paths = [str(folder / word) if (folder / word).exists() else word for word in words]
+    return evaluate(parser().parse_args(["--model", str(folder / "model"), *paths]))
+
+
+def test_everything_is_measured_shown_and_saved(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
+    what = ["--perplexity", "text.txt", "long.jsonl", "--choices", "questions.jsonl", "--prompt", "The", "A"]
+    found = run(folder, *what, "--max_new_tokens", "5", "--save_to", str(tmp_path / "a" / "scores.json"))
+    own = found["perplexity"][str(folder / "text.txt")]
+    assert own["perplexity"] == pytest.approx(257, rel=1e-5)
+    assert (own["tokens"], own["bytes"], own["words"], own["documents"]) == (29, 29, 5, 1)
+    assert own["bits_per_byte"] == pytest.approx(log2(257), rel=1e-6)
+    assert own["word_perplexity"] == pytest.approx(257 ** (29 / 5), rel=1e-4)
+    assert (own["context"], own["stride"]) == (64, 32)
+    assert found["perplexity"][str(folder / "long.jsonl")]["tokens"] == 3 * 9 * 29
+    # the shortest ending wins (2 of 3 right); per character " " + ending costs (n + 1) / n bytes: the longest wins
+    assert found["choices"][str(folder / "questions.jsonl")]["acc"] == pytest.approx(2 / 3)
+    assert found["choices"][str(folder / "questions.jsonl")]["acc_norm"] == pytest.approx(1 / 3)
+    assert [sample["prompt"] for sample in found["samples"]] == ["The", "A"]
+    assert json.loads((tmp_path / "a" / "scores.json").read_text()) == found
+    shown = capsys.readouterr().out
+    assert "66.67 ± 33.33 %" in shown
+    assert "257" in shown
+    assert "64, stride 32" in shown
+
+
+def test_window_and_limit_are_as_asked(folder: Path) -> None:
+    found = run(folder, "--perplexity", "long.jsonl", "--context", "16", "--stride", "4", "--limit", "2")
+    (own,) = found["perplexity"].values()
+    assert (own["documents"], own["context"], own["stride"], own["tokens"]) == (2, 16, 4, 2 * 9 * 29)
+    (own,) = run(folder, "--choices", "questions.jsonl", "--limit", "2")["choices"].values()
+    assert own["questions"] == 2
+    assert own["acc"] == 0.5
+
+
+def test_an_fp8_base_is_measured_too(folder: Path) -> None:
+    (own,) = run(folder, "--perplexity", "text.txt", "--fp8_scaled")["perplexity"].values()
+    assert own["perplexity"] == pytest.approx(257, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to evaluate"),
+        (["--prompt", "x", "--stride", "3"], "--stride: has no effect without --perplexity"),
+        (["--perplexity", "text.txt", "--top_p", "0.5"], "--top_p: has no effect without --prompt"),
+        (["--prompt", "x", "--limit", "3"], "--limit: has no effect without"),
+        (["--perplexity", "text.txt", "--batch_size", "0"], "--batch_size: 0 does not fit"),
+        (["--perplexity", "text.txt", "--context", "8", "--stride", "9"], "--stride: 9 does not fit"),
+        (["--perplexity", "nowhere.txt"], "no such file or folder"),
+        (["--perplexity", "long.jsonl", "--text_key", "body"], r"long\.jsonl:1: no key 'body'"),
+        (["--choices", "long.jsonl"], r"long\.jsonl:1: no key 'ctx'"),
+        (["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], "top_p: has no effect at temperature 0"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str, folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        run(folder, *words)
+
+
+def test_a_bad_file_ends_the_script_with_one_line(folder: Path) -> None:
+    (folder / "bad.jsonl").write_text("{\n")
+    command = [sys.executable, str(ROOT / "tools/evaluate_llm.py"), "--model", str(folder / "model")]
+    done = subprocess.run([*command, "--choices", str(folder / "bad.jsonl")], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"error: {folder / 'bad.jsonl'}:1: no JSON")
+
+
+def test_tasks_need_the_harness(folder: Path) -> None:
+    if importlib.util.find_spec("lm_eval") is not None:
+        pytest.skip("lm-evaluation-harness is installed")
+    with pytest.raises(UserError, match=r"pip install -r requirements-eval\.txt"):
+        run(folder, "--tasks", "hellaswag")
+
+
+TASKS = {
+    "own_choices": """
+output_type: multiple_choice
+doc_to_text: "{{ctx}}"
+doc_to_target: "{{label}}"
+doc_to_choice: "{{endings}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "own_rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{ctx}}"
+metric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "own_writing": """
+output_type: generate_until
+doc_to_text: "{{ctx}}"
+doc_to_target: "{{endings[0]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 4, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture
+def own_tasks(folder: Path, tmp_path: Path) -> Path:
+    """Tasks in the harness's YAML on the questions of this file, so that nothing is downloaded."""
+    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{validation: {folder / 'questions.jsonl'}}}}}\n"
+    for name, text in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n{data}validation_split: validation\n{text}")
+    return tmp_path
+
+
+def test_the_harness_measures_what_this_tool_does(folder: Path, own_tasks: Path) -> None:
+    pytest.importorskip("lm_eval")
+    names = ",".join(TASKS)
+    flags = ["--choices", "questions.jsonl", "--include_path", str(own_tasks), "--num_fewshot", "0"]
+    found = run(folder, "--tasks", names, *flags)
+    (ours,), theirs = found["choices"].values(), found["tasks"]
+    assert theirs["own_choices"]["acc,none"] == ours["acc"]
+    assert theirs["own_choices"]["acc_norm,none"] == ours["acc_norm"]
+    assert theirs["own_choices"]["acc_stderr,none"] == pytest.approx(ours["acc_stderr"])
+    assert theirs["own_rolling"]["byte_perplexity,none"] == pytest.approx(257, rel=1e-5)
+    assert theirs["own_writing"]["exact_match,none"] == 0.0
+
+
+def test_a_task_that_does_not_exist_is_named(folder: Path) -> None:
+    pytest.importorskip("lm_eval")
+    with pytest.raises(UserError, match="no task 'hellaswga'; did you mean 'hellaswag'"):
+        run(folder, "--tasks", "hellaswga")

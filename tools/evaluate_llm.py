@@ -1,0 +1,280 @@
+"""Evaluate a language model: perplexity, multiple choice by likelihood, samples, lm-evaluation-harness's tasks.
+
+    python tools/evaluate_llm.py --model output/llama_tiny/llama_tiny --perplexity data/my_texts held_out.txt
+    python tools/evaluate_llm.py --model Llama-3.2-1B --choices hellaswag_val.jsonl --limit 1000 --save_to scores.json
+    python tools/evaluate_llm.py --model Llama-3.2-1B --tasks arc_easy,lambada_openai
+
+What is measured, and how, is said at the top of ``library/llm/perplexity.py`` and ``library/llm/choices.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from library.errors import UserError, exit_on_user_error
+from library.files import write_text
+from library.llm.choices import Question, answer_questions, read_questions
+from library.llm.documents import find_files, read_documents
+from library.llm.generation import SamplingSettings, generate_tokens
+from library.llm.perplexity import Document, first_token, measure_perplexity, shard_documents, text_documents
+from library.llm.token_shards import INDEX, TokenShards
+from library.llm.tokenizers import Tokenizer, load_tokenizer
+from library.models.lm_files import open_lm
+from library.models.transformer_lm import TransformerLM
+from library.training.progress import counting
+from tools.generation.text import load, prompt_tokens
+
+_CONTEXT = 2048  # at most, unless asked for more: what models were compared at when these measures were made
+_NEEDS = {
+    "stride": "perplexity",
+    "text_key": "perplexity",
+    "separator": "perplexity",
+    "split": "perplexity",
+    "max_new_tokens": "prompt",
+    "temperature": "prompt",
+    "top_p": "prompt",
+    "num_fewshot": "tasks",
+    "include_path": "tasks",
+}
+
+
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    """Do what the command line asks for; return what was measured, as it is saved.
+
+    Raises:
+        UserError: options that do not fit together, and files or a model that cannot be read.
+    """
+    check(options)
+    console = Console(markup=False, highlight=False)
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    config = open_lm(Path(options.model).expanduser())[0]
+    context = options.context or min(config.context, _CONTEXT)
+    # everything is read before the model, which may take minutes to load
+    questions = {file: read_questions(file, options.limit) for file in options.choices or ()}
+    with counting(console) as start:
+        reading = start("tokenising files", len(options.perplexity or ()))
+        texts: dict[str, list[Document]] = {}
+        for path in options.perplexity or ():
+            texts[path] = documents(path, tokenizer, options)
+            reading(1)
+    model = load(options.model, options.dtype, options.fp8_scaled)
+    results: dict[str, Any] = {
+        "model": options.model,
+        "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
+        "fp8_scaled": options.fp8_scaled,
+    }
+    if texts:
+        results["perplexity"] = perplexities(model, tokenizer, texts, context, options, console)
+    if questions:
+        results["choices"] = choices(model, tokenizer, questions, context, options.batch_size, console)
+    if options.tasks:
+        results["tasks"] = harness_tasks(model, tokenizer, context, options, console)
+    if options.prompt:
+        results["samples"] = samples(model, tokenizer, options, config.eos)
+    show(results, console)
+    if options.save_to is not None:
+        write_text(options.save_to, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        console.print(f"{options.save_to}", soft_wrap=True)
+    return results
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise a UserError if nothing is asked for, an option would have no effect, or a number has no meaning."""
+    if not (options.perplexity or options.choices or options.tasks or options.prompt):
+        raise UserError("nothing to evaluate; give --perplexity, --choices, --tasks or --prompt")
+    for name, needed in _NEEDS.items():
+        if getattr(options, name) is not None and not getattr(options, needed):
+            raise UserError(f"--{name}: has no effect without --{needed}; add it or remove --{name}")
+    if options.limit is not None and not (options.perplexity or options.choices or options.tasks):
+        raise UserError("--limit: has no effect without --perplexity, --choices or --tasks; remove it")
+    for name in ("batch_size", "limit", "context", "stride"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name}: {value} does not fit; it must be at least 1")
+    if options.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise UserError("--tasks: needs lm-evaluation-harness; run pip install -r requirements-eval.txt")
+
+
+def documents(path: str, tokenizer: Tokenizer, options: argparse.Namespace) -> list[Document]:
+    """Return the documents of a file, a folder of files or a prepared corpus, tokenised, the first --limit of them.
+
+    Raises:
+        UserError: nothing can be read, or the corpus was prepared with another tokenizer.
+    """
+    found: Iterator[Document]
+    if (Path(path) / INDEX).is_file():
+        split = options.split or "validation"
+        if split not in ("train", "validation"):
+            raise UserError(f"--split: a prepared corpus has train and validation, no {split!r}")
+        shards = TokenShards(path, split)
+        if shards.vocab_size != tokenizer.vocab_size:
+            raise UserError(
+                f"{path}: prepared with {shards.vocab_size} tokens, the model's tokenizer has {tokenizer.vocab_size}; "
+                "give the texts themselves"
+            )
+        found = shard_documents(shards, tokenizer)
+    else:
+        files = find_files([path], options.split)
+        read = (read_documents(file, options.text_key or "text", options.separator) for file in files)
+        found = text_documents(itertools.chain.from_iterable(read), tokenizer)
+    kept = list(itertools.islice(found, options.limit))
+    if not kept:
+        raise UserError(f"{path}: holds no text; give another file, or set --text_key")
+    return kept
+
+
+def perplexities(
+    model: TransformerLM,
+    tokenizer: Tokenizer,
+    texts: dict[str, list[Document]],
+    context: int,
+    options: argparse.Namespace,
+    console: Console,
+) -> dict[str, Any]:
+    """Return path -> what was measured on its documents."""
+    stride = options.stride or max(1, context // 2)
+    measured = {}
+    with counting(console) as start:
+        for path, own in texts.items():
+            advance = start("perplexity, tokens", sum(len(document.tokens) for document in own))
+            first = first_token(tokenizer)
+            size = options.batch_size
+            measured[path] = measure_perplexity(model, own, first, context, stride, size, advance).as_dict()
+    return measured
+
+
+def choices(
+    model: TransformerLM,
+    tokenizer: Tokenizer,
+    questions: dict[str, list[Question]],
+    context: int,
+    batch_size: int,
+    console: Console,
+) -> dict[str, Any]:
+    """Return path -> accuracies on its questions."""
+    measured = {}
+    with counting(console) as start:
+        for path, own in questions.items():
+            advance = start("choices", sum(len(question.choices) for question in own))
+            measured[path] = answer_questions(model, tokenizer, own, context, batch_size, advance).as_dict()
+    return measured
+
+
+def harness_tasks(
+    model: TransformerLM, tokenizer: Tokenizer, context: int, options: argparse.Namespace, console: Console
+) -> dict[str, Any]:
+    """Return task -> metric -> value, from lm-evaluation-harness."""
+    from tools.evaluation.lm_harness import HarnessModel, run_tasks
+
+    with counting(console) as start:
+        asked = HarnessModel(model, tokenizer, context, options.batch_size, start, options.seed)
+        names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+        return run_tasks(asked, names, options.num_fewshot, options.limit, options.include_path)
+
+
+def samples(
+    model: TransformerLM, tokenizer: Tokenizer, options: argparse.Namespace, ends: tuple[int, ...]
+) -> list[dict[str, str]]:
+    """Return each prompt and what the model writes after it."""
+    temperature = 0.8 if options.temperature is None else options.temperature
+    settings = SamplingSettings(
+        max_new_tokens=options.max_new_tokens or 64,
+        temperature=temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_tokens=(*tokenizer.stop_tokens, *ends),
+    )
+    given = [prompt_tokens(tokenizer, prompt, chat=False, system=None) for prompt in options.prompt]
+    written = generate_tokens(model, given, settings)
+    return [
+        {"prompt": prompt, "text": tokenizer.decode(new, skip_special=True)}
+        for prompt, new in zip(options.prompt, written, strict=True)
+    ]
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print what was measured: a table for each kind, and the samples."""
+    if measured := results.get("perplexity"):
+        table = _table("perplexity", "loss", "per token", "bits/byte", "per byte", "per word", "tokens", "window")
+        for path, own in measured.items():
+            means = [own[k] for k in ("loss", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")]
+            window = f"{own['context']}, stride {own['stride']}"
+            table.add_row(path, *(f"{mean:.4g}" for mean in means), f"{own['tokens']:,}", window)
+        console.print(table)
+    if measured := results.get("choices"):
+        table = _table("multiple choice", "acc", "acc_norm", "questions")
+        for path, own in measured.items():
+            rates = [f"{100 * own[k]:.2f} ± {100 * own[f'{k}_stderr']:.2f} %" for k in ("acc", "acc_norm")]
+            table.add_row(path, *rates, f"{own['questions']:,}")
+        console.print(table)
+    if measured := results.get("tasks"):
+        table = _table("task", "metric", "value")
+        for name, own in measured.items():
+            for metric, value in own.items():
+                table.add_row(name, metric, f"{value:.4g}")
+        console.print(table)
+    for sample in results.get("samples", ()):
+        console.print(f"--- {sample['prompt']}\n{sample['text']}\n", soft_wrap=True)
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
+    model.add_argument("--tokenizer", metavar="PATH", help="default: the one in the model's folder")
+    model.add_argument("--dtype", choices=["fp32", "fp16", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
+    model.add_argument("--fp8_scaled", action="store_true", help="quantise linear weights to fp8 as they are loaded")
+    what = parser.add_argument_group("what to measure")
+    what.add_argument("--perplexity", nargs="+", metavar="PATH", help="text files, folders or prepared corpora")
+    what.add_argument("--choices", nargs="+", metavar="FILE", help="questions, jsonl in HellaSwag's format")
+    what.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness (requirements-eval.txt)")
+    what.add_argument("--prompt", nargs="+", metavar="TEXT", help="beginnings to go on from")
+    how = parser.add_argument_group("how")
+    how.add_argument("--context", type=int, metavar="N", help=f"tokens read; default: the model's, at most {_CONTEXT}")
+    how.add_argument("--stride", type=int, metavar="N", help="between windows of --perplexity; default: context / 2")
+    how.add_argument("--batch_size", type=int, default=8, metavar="N", help="windows or choices (default: %(default)s)")
+    how.add_argument("--limit", type=int, metavar="N", help="documents of each file, questions of each file and task")
+    how.add_argument("--text_key", help="jsonl key or column that holds the text; default: text")
+    how.add_argument("--separator", metavar="TEXT", help="divides text files into documents")
+    how.add_argument("--split", metavar="NAME", help="of a dataset's folder or a prepared corpus (there: validation)")
+    how.add_argument("--num_fewshot", type=int, metavar="N", help="examples before each question of --tasks")
+    how.add_argument("--include_path", type=Path, metavar="FOLDER", help="further tasks in the harness's YAML")
+    how.add_argument("--max_new_tokens", type=int, metavar="N", help="of samples; default: 64")
+    how.add_argument("--temperature", type=float, metavar="X", help="of samples; default: 0.8")
+    how.add_argument("--top_p", type=float, metavar="X", help="of samples")
+    how.add_argument("--seed", type=int, default=0, help="of samples and of the harness (default: %(default)s)")
+    parser.add_argument("--save_to", type=Path, metavar="FILE", help="write everything measured as JSON")
+    return parser
+
+
+@exit_on_user_error
+def main() -> None:
+    """Parse the command line and evaluate."""
+    evaluate(parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

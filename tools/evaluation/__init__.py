@@ -1,0 +1,1 @@
+"""What tools/evaluate_llm.py asks of other packages."""
