@@ -18,7 +18,7 @@ from typing import NamedTuple
 from library.errors import UserError
 from library.llm.tokenizers import Tokenizer
 
-_MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+CHAT_MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _ROLES = ("system", "user", "assistant", "ipython")
 
 
@@ -42,9 +42,9 @@ def chat_tokens(
     Raises:
         UserError: the tokenizer lacks a mark, or a role is unknown.
     """
-    if missing := [mark for mark in _MARKS if mark not in tokenizer.special]:
+    if missing := [mark for mark in CHAT_MARKS if mark not in tokenizer.special]:
         raise UserError(f"the tokenizer has no {missing[0]}, so no Llama 3 chat; use an instruct model's or add it")
-    begin, open_header, close_header, end = (tokenizer.special[mark] for mark in _MARKS)
+    begin, open_header, close_header, end = (tokenizer.special[mark] for mark in CHAT_MARKS)
     tokens, answers = [begin], [False]
     for message in messages:
         if message.role not in _ROLES:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.transformer_lm import TransformerLM
+from library.nn.kv_cache import KVCache
 from library.randomness import generator
 
 
@@ -127,7 +128,10 @@ def choose(logits: Tensor, uniform: Tensor | None) -> Tensor:
 
 @torch.inference_mode()
 def stream_tokens(
-    model: TransformerLM, prompts: Sequence[Sequence[int]], settings: SamplingSettings
+    model: TransformerLM,
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    cache: KVCache | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield, step by step, the new token of every prompt; None for those that have ended.
 
@@ -135,6 +139,8 @@ def stream_tokens(
         model: in eval mode, on any device.
         prompts: tokens of each, at least one; lengths may differ.
         settings: how to choose and when to stop.
+        cache: of one prompt, which begins with the tokens that are in it; it has room for prompt and new tokens, and
+            keeps what was computed. Default: an empty one.
 
     Raises:
         UserError: no prompt, an empty one, a token that the model does not have, or more tokens than the model has
@@ -146,7 +152,9 @@ def stream_tokens(
     longest = max(lengths)
     padding = torch.tensor([longest - length for length in lengths], device=device)
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    cache = model.new_cache(len(prompts), longest + settings.max_new_tokens, padding)
+    if cache is None:
+        cache = model.new_cache(len(prompts), longest + settings.max_new_tokens, padding)
+    tokens = tokens[:, cache.length :]
     uniform = None if settings.greedy else _uniform(len(prompts), settings, device)
     seen = _seen(model, prompts, device) if settings.repetition_penalty != 1.0 else None
     stops, ended = set(settings.stop_tokens), [False] * len(prompts)

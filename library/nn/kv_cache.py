@@ -69,6 +69,20 @@ class KVCache:
         """Count ``tokens`` new columns as filled."""
         self.length += tokens
 
+    def rewind(self, length: int) -> None:
+        """Forget the columns from ``length`` on; the next tokens go there."""
+        assert length <= self.length
+        self.length = length
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` columns; what is filled is copied, a layer at a time."""
+        for tensors in (self._keys, self._values):
+            for layer, old in enumerate(tensors):
+                new = old.new_empty(*old.shape[:2], capacity, old.shape[3])
+                new[:, :, : self.length] = old[:, :, : self.length]
+                tensors[layer] = new
+        self.capacity = capacity
+
     def positions(self, tokens: int) -> Tensor | None:
         """Return the positions [B, tokens] of the next tokens, 0 for padding; None where no row is padded."""
         if self.padding is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from library.training.base_precision import plan_fp8
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DEFAULTS = SamplingSettings()
+SAMPLING_NAMES = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 def text(options: argparse.Namespace) -> list[str]:
@@ -33,16 +35,7 @@ def text(options: argparse.Namespace) -> list[str]:
     prompts = read_prompts(options)
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     ends = open_lm(Path(options.model).expanduser())[0].eos
-    settings = SamplingSettings(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        seed=options.seed,
-        stop_tokens=(*tokenizer.stop_tokens, *ends),
-    )
+    settings = replace(read_settings(options), stop_tokens=(*tokenizer.stop_tokens, *ends))
     given = [prompt_tokens(tokenizer, prompt, options.chat, options.system) for prompt in prompts]
     model = load(options.model, options.dtype, options.fp8_scaled)
     if len(prompts) == 1:
@@ -56,6 +49,11 @@ def text(options: argparse.Namespace) -> list[str]:
         lines = [json.dumps({"prompt": p, "text": t}, ensure_ascii=False) for p, t in zip(prompts, texts, strict=True)]
         write_text(options.save_to, "\n".join(lines) + "\n")
     return texts
+
+
+def read_settings(options: argparse.Namespace) -> SamplingSettings:
+    """Return what the flags of :func:`add_sampling_flags` say."""
+    return SamplingSettings(**{name: getattr(options, name) for name in SAMPLING_NAMES})
 
 
 def load(folder: str, dtype: str | None, fp8_scaled: bool) -> TransformerLM:
@@ -116,9 +114,7 @@ def add_text_command(commands: Any) -> None:
     sub.set_defaults(run=text)
     model = sub.add_argument_group("model")
     model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
-    model.add_argument("--tokenizer", metavar="PATH", help="default: the one in the model's folder")
-    model.add_argument("--dtype", choices=list(_DTYPES), help="of the weights; default: bf16 on a GPU, fp32 on a CPU")
-    model.add_argument("--fp8_scaled", action="store_true", help="quantise linear weights to fp8 as they are loaded")
+    add_model_flags(model)
     what = sub.add_argument_group("prompts")
     what.add_argument(
         "--prompt", nargs="+", metavar="TEXT", help="one is shown while it is written; several are a batch"
@@ -126,7 +122,20 @@ def add_text_command(commands: Any) -> None:
     what.add_argument("--from_file", metavar="FILE", help="a prompt a line")
     what.add_argument("--chat", action="store_true", help="prompts are messages, in Llama 3's chat template")
     what.add_argument("--system", metavar="TEXT", help="system message of --chat")
-    how = sub.add_argument_group("sampling")
+    add_sampling_flags(sub)
+    sub.add_argument("--save_to", type=Path, metavar="FILE", help="write prompts and texts as jsonl")
+
+
+def add_model_flags(model: Any) -> None:
+    """Add the flags that say how a model is loaded to an argument group."""
+    model.add_argument("--tokenizer", metavar="PATH", help="default: the one in the model's folder")
+    model.add_argument("--dtype", choices=list(_DTYPES), help="of the weights; default: bf16 on a GPU, fp32 on a CPU")
+    model.add_argument("--fp8_scaled", action="store_true", help="quantise linear weights to fp8 as they are loaded")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field of ``SamplingSettings`` that a user chooses."""
+    how = parser.add_argument_group("sampling")
     how.add_argument("--max_new_tokens", type=int, default=_DEFAULTS.max_new_tokens, metavar="N")
     how.add_argument(
         "--temperature", type=float, default=_DEFAULTS.temperature, metavar="X", help="0: most likely token"
@@ -136,4 +145,3 @@ def add_text_command(commands: Any) -> None:
     how.add_argument("--min_p", type=float, metavar="X", help="draw among tokens X times as likely as the likeliest")
     how.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X", help="above 1: repeat less")
     how.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--save_to", type=Path, metavar="FILE", help="write prompts and texts as jsonl")

@@ -1,0 +1,265 @@
+"""A conversation with a language model: what was said, as tokens, and the keys and values already computed for them.
+
+    conversation = Conversation(model.config, find_template("auto", tokenizer, folder, model.config.eos))
+    for piece in conversation.answer(model, "What is RoPE?", SamplingSettings(temperature=0.7)):
+        print(piece, end="", flush=True)
+
+The cache stays from turn to turn. A prompt shares its beginning with what is in the cache, usually all but the newest
+message; only the rest goes through the model. What the model said is kept as the tokens it said, never encoded again:
+the same text can be other tokens, and then the cache would be of no use.
+
+When the context is full, the oldest turns are left out, enough of them to make a quarter of the context free: their
+removal moves everything behind them, which has to be computed again, and so this happens every few turns only. A
+text without turns loses its oldest tokens instead.
+
+A conversation does not hold the model: several may be open while another model, or another LoRA, takes its place in
+memory. Who exchanges weights says so, by ``switch`` or ``forget_cache``.
+
+Whoever iterates over an answer may stop at any piece, or be stopped by an exception (Ctrl-C): what was said until
+then is part of the conversation, and the cache holds what was computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from library.errors import UserError
+from library.llm.chat import Message
+from library.llm.chat_templates import Template
+from library.llm.generation import SamplingSettings, stream_tokens
+from library.llm.tokenizers import IncrementalDecoder
+from library.models.lm_config import LMConfig
+from library.models.transformer_lm import TransformerLM
+from library.nn.kv_cache import KVCache
+
+Ending = Literal["said", "max_new_tokens", "context", "stopped"]
+_FIRST_CAPACITY = 256  # columns of a new cache; doubled as needed, as a context of 131,072 is gigabytes
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its answer.
+
+    Attributes:
+        question, answer: as text.
+        tokens: of both, template included, as the model saw them.
+        ended: the model itself ended its answer.
+    """
+
+    question: str
+    answer: str
+    tokens: list[int]
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What an answer took.
+
+    Attributes:
+        tokens: generated.
+        kept: tokens of the prompt that were in the cache.
+        computed: tokens of the prompt that were not.
+        seconds: from the question to the end.
+        ending: the model ended ("said"), a limit did, or whoever listened.
+    """
+
+    tokens: int
+    kept: int
+    computed: int
+    seconds: float
+    ending: Ending
+
+
+class Conversation:
+    """Turns with one model.
+
+    Attributes:
+        turns: all of them, those that no longer fit the context too.
+        system: the system message; may be set at any time.
+        remarks: one line each about what the last answer had to leave out.
+        effort: of the last answer.
+        context: tokens that fit.
+    """
+
+    def __init__(self, config: LMConfig, template: Template, system: str = "", context: int | None = None) -> None:
+        """Begin a conversation.
+
+        Args:
+            config: of the model that will answer.
+            template: how turns become tokens, with the model's tokenizer.
+            system: message that precedes everything.
+            context: tokens that prompt and answer may have; default: what the model was made for.
+
+        Raises:
+            UserError: a system message for a model without turns, or no sensible context.
+        """
+        template.begin(system)
+        self.system, self.turns = system, list[Turn]()
+        self.remarks, self.effort = list[str](), None
+        self._wanted_context = context
+        self._attach(config, template)
+
+    effort: Effort | None
+
+    def _attach(self, config: LMConfig, template: Template) -> None:
+        largest, wanted = config.context, self._wanted_context
+        if wanted is not None and (wanted < 8 or (wanted > largest and not config.has_rope)):
+            raise UserError(f"context: {wanted} does not fit; this model takes 8 to {largest} tokens")
+        self.template, self.context = template, wanted or largest
+        self.stop_tokens = (*template.tokenizer.stop_tokens, *config.eos)
+        self._start = 0  # tokens of the turns that are left out
+        self.forget_cache()
+
+    @property
+    def messages(self) -> list[Message]:
+        """Return all that was said, in order."""
+        said = [Message("system", self.system)] if self.system else []
+        for turn in self.turns:
+            said += [Message("user", turn.question), Message("assistant", turn.answer)]
+        return said
+
+    def reset(self) -> None:
+        """Forget all turns; the system message stays, and the cache of it."""
+        self.turns.clear()
+        self.remarks, self.effort, self._start = [], None, 0
+
+    def forget_cache(self) -> None:
+        """Compute everything again for the next answer, as the model's weights are others now."""
+        self._cache: KVCache | None = None
+        self._cached: list[int] = []  # the tokens that are in it
+
+    def begin_another(self) -> Conversation:
+        """Return an empty conversation with the same model, template and system message."""
+        other = copy.copy(self)
+        other.turns = []
+        other.reset()
+        other.forget_cache()
+        return other
+
+    def switch(self, config: LMConfig, template: Template) -> bool:
+        """Go on with another model; return whether the turns so far could be kept.
+
+        They cannot between a model with turns and one that continues a text.
+        """
+        kept = template.has_turns == self.template.has_turns
+        if not kept:
+            self.reset()
+            self.system = ""
+        self._attach(config, template)
+        turns, self.turns = self.turns, []
+        for turn in turns:
+            asked = template.ask(turn.question, self._follows_text())
+            said = template.close(template.tokenizer.encode(turn.answer), self.stop_tokens)
+            self.turns.append(replace(turn, tokens=asked + said))
+        return kept
+
+    def answer(self, model: TransformerLM, text: str, settings: SamplingSettings) -> Iterator[str]:
+        """Yield the model's answer piece by piece, one a token; a piece is empty while a character is incomplete.
+
+        Args:
+            model: of the configuration, in eval mode.
+            text: what the user says.
+            settings: how tokens are chosen; their stop tokens are the model's. The seed counts up with the turns, or
+                every answer would be drawn with the same numbers.
+
+        Raises:
+            UserError: the message is empty or longer than the context.
+        """
+        started = time.perf_counter()
+        asked = self.template.ask(text, self._follows_text())
+        prompt = self._fitted(asked, settings.max_new_tokens)
+        room = min(settings.max_new_tokens, self.context + 1 - len(prompt))  # the last token needs no place
+        chosen = replace(
+            settings, max_new_tokens=room, seed=settings.seed + len(self.turns), stop_tokens=self.stop_tokens
+        )
+        cache = self._ready_cache(model, prompt, len(prompt) + room)
+        kept, said, tokens, ending = cache.length, "", list[int](), "stopped"
+        decoder = IncrementalDecoder(self.template.tokenizer)
+        try:
+            for (token,) in stream_tokens(model, [prompt], chosen, cache):
+                assert token is not None
+                tokens.append(token)
+                piece = decoder.add(token)
+                said += piece
+                yield piece
+            ending = self._ending(tokens, room, settings)
+            piece = decoder.rest()
+            said += piece
+            yield piece
+        finally:
+            self._cached = [*prompt, *tokens][: cache.length]
+            if tokens:
+                closed = self.template.close(tokens, self.stop_tokens)
+                self.turns.append(Turn(text, said, asked + closed, ending == "said"))
+            seconds = time.perf_counter() - started
+            self.effort = Effort(len(tokens), kept, len(prompt) - kept, seconds, ending)
+
+    def _follows_text(self) -> bool:
+        return bool(self.turns) and not self.turns[-1].ended
+
+    def _ending(self, tokens: list[int], room: int, settings: SamplingSettings) -> Ending:
+        if tokens[-1] in self.stop_tokens:
+            return "said"
+        if room == settings.max_new_tokens:
+            return "max_new_tokens"
+        self.remarks.append(f"the context of {self.context} tokens is full; the answer ends here")
+        return "context"
+
+    def _fitted(self, asked: list[int], wanted: int) -> list[int]:
+        """Return the prompt, with enough left out for an answer of ``wanted`` tokens or a quarter of the context.
+
+        Raises:
+            UserError: ``asked`` alone is too long.
+        """
+        self.remarks = []
+        begin = self.template.begin(self.system)
+        said = [token for turn in self.turns for token in turn.tokens] + asked
+        start, quarter = self._start, max(1, self.context // 4)
+        free = self.context + 1 - len(begin) - (len(said) - start)
+        if free < min(wanted, quarter):
+            start = self._cut(start + quarter - free, len(said))
+            free = self.context + 1 - len(begin) - (len(said) - start)
+        if free < 1:
+            raise UserError(
+                f"the message takes {len(asked)} tokens, the context has room for {self.context - len(begin)}; "
+                "shorten the message"
+            )
+        if start > self._start:
+            self.remarks.append(self._left_out(start))
+        self._start = start
+        return [*begin, *said[start:]]
+
+    def _cut(self, least: int, end: int) -> int:
+        """Return where the prompt is to start, if ``least`` of ``end`` tokens should be left out."""
+        if not self.template.has_turns:
+            return min(least, end - 1)
+        ends = list(accumulate(len(turn.tokens) for turn in self.turns))
+        return next((place for place in ends if place >= least), ends[-1] if ends else 0)
+
+    def _left_out(self, start: int) -> str:
+        full = f"the context of {self.context} tokens is full"
+        if not self.template.has_turns:
+            return f"{full}; the oldest {start} tokens of the text are left out"
+        count = sum(place <= start for place in accumulate(len(turn.tokens) for turn in self.turns))
+        return f"{full}; the oldest {count} of {len(self.turns) + 1} turns are left out"
+
+    def _ready_cache(self, model: TransformerLM, prompt: list[int], capacity: int) -> KVCache:
+        """Return a cache for ``capacity`` tokens that holds as much of the prompt's beginning as was computed."""
+        if self._cache is None:
+            self._cache = model.new_cache(1, max(capacity, min(_FIRST_CAPACITY, self.context + 1)))
+        same = 0
+        for ours, theirs in zip(self._cached, prompt[:-1]):  # at least one token has to give the next one's logits
+            if ours != theirs:
+                break
+            same += 1
+        self._cache.rewind(same)
+        self._cached = prompt[:same]
+        if capacity > self._cache.capacity:
+            self._cache.grow(max(capacity, min(2 * self._cache.capacity, self.context + 1)))
+        return self._cache

@@ -1,0 +1,72 @@
+"""Tiny language models that were really trained, for a second or two, so that what they say can be read and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from library.llm.chat import Message, chat_tokens
+from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
+from library.models.lm_config import LMConfig, gpt2, llama
+from library.models.lm_files import export_hf
+from library.models.transformer_lm import TransformerLM
+
+MARKS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+PAIRS = (
+    ("hello", "hello, I am a very small model"),
+    ("what is RoPE?", "a rotation by the position"),
+    ("what is GQA?", "queries share keys"),
+    ("say it in Greek", "καλημέρα 🌍"),
+    ("what is the cat doing?", "the cat sat on the mat"),
+)
+STORY = "the cat sat on the mat and the dog sat on the cat. then the mat was warm and the dog was glad. "
+
+
+def write_chat_model(folder: Path, context: int = 512, pairs: Sequence[tuple[str, str]] = PAIRS) -> Path:
+    """Write a Llama that answers ``pairs`` in Llama 3's template; return its folder."""
+    texts = [text for pair in pairs for text in pair] + ["user\n\nassistant\n\nsystem"]
+    tokenizer = train_bpe(texts * 3, 400, MARKS)
+    rows = [chat_tokens(tokenizer, [Message("user", q), Message("assistant", a)], False) for q, a in pairs]
+    batch = torch.zeros(len(rows), max(len(tokens) for tokens, _ in rows), dtype=torch.long)
+    targets = torch.full_like(batch, -100)
+    for row, (tokens, said) in enumerate(rows):
+        batch[row, : len(tokens)] = torch.tensor(tokens)
+        after = [token if answer else -100 for token, answer in zip(tokens[1:], said[1:], strict=True)]
+        targets[row, : len(after)] = torch.tensor(after)
+    config = llama(48, 2, 4, 2, 96, tokenizer.vocab_size, context, eos=(tokenizer.special["<|eot_id|>"],))
+    return _write(folder, config, tokenizer, batch, targets, 60)
+
+
+def write_story_model(folder: Path, family: str = "llama", context: int = 8192) -> Path:
+    """Write a base model that continues ``STORY`` without end; return its folder."""
+    tokenizer = train_bpe([STORY] * 9, 320, ("<|endoftext|>",))
+    tokens = torch.tensor([[tokenizer.bos, *tokenizer.encode(STORY * 3)]])
+    sizes = (48, 2, 4, 2, 96) if family == "llama" else (48, 2, 4)
+    config: LMConfig = (llama if family == "llama" else gpt2)(*sizes, tokenizer.vocab_size, context)  # type: ignore[operator]
+    return _write(folder, config, tokenizer, tokens[:, :-1], tokens[:, 1:], 90)
+
+
+def _write(
+    folder: Path,
+    config: LMConfig,
+    tokenizer: HuggingFaceTokenizer,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    steps: int,
+) -> Path:
+    model = TransformerLM(replace(config, tied=True)).initialise(torch.Generator().manual_seed(0))
+    lr = 1e-2 if config.family == "llama" else 5e-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1, (step + 1) / 10) * (1 - step / steps)
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 0.2, f"the tiny model was not trained: loss {loss:.2f}"
+    tokenizer.save(folder)
+    return export_hf(model, folder)

@@ -1,0 +1,213 @@
+"""A conversation whose cache is kept says what one without a cache says; what does not fit is left out, and said."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from library.errors import UserError
+from library.llm.chat import Message, chat_tokens
+from library.llm.chat_templates import find_template
+from library.llm.conversation import Conversation
+from library.llm.generation import SamplingSettings, generate_tokens
+from library.llm.tokenizers import load_tokenizer
+from library.models.lm_files import load_lm
+from library.models.transformer_lm import TransformerLM
+from tests.llm.talkers import PAIRS, write_chat_model, write_story_model
+
+GREEDY = SamplingSettings(max_new_tokens=24, temperature=0)
+DRAWN = SamplingSettings(max_new_tokens=24, temperature=1.5, top_p=0.95, repetition_penalty=1.2, seed=7)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    top = tmp_path_factory.mktemp("models")
+    return {
+        "chat": write_chat_model(top / "chat"),
+        "llama": write_story_model(top / "llama"),
+        "gpt2": write_story_model(top / "gpt2", "gpt2", context=160),
+    }
+
+
+def begin(folder: Path, system: str = "", context: int | None = None) -> tuple[TransformerLM, Conversation]:
+    model = load_lm(folder, torch.float32)
+    template = find_template("auto", load_tokenizer(folder), folder, model.config.eos)
+    return model, Conversation(model.config, template, system, context)
+
+
+def say(model: TransformerLM, conversation: Conversation, text: str, settings: SamplingSettings = GREEDY) -> str:
+    return "".join(conversation.answer(model, text, settings))
+
+
+@pytest.mark.parametrize("settings", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kind", ["chat", "llama", "gpt2"])
+def test_a_kept_cache_gives_the_tokens_of_a_fresh_one(
+    folders: dict[str, Path], kind: str, settings: SamplingSettings
+) -> None:
+    model, kept = begin(folders[kind])
+    _, fresh = begin(folders[kind])
+    for i in range(4):
+        fresh.forget_cache()
+        for conversation in (kept, fresh):
+            say(model, conversation, PAIRS[i % len(PAIRS)][0], settings)
+        assert kept.effort is not None
+        assert fresh.effort is not None
+        assert fresh.effort.kept == 0
+        if i:
+            # all that was said is known; only the newest message, and the last token said, go through the model
+            assert kept.effort.kept >= fresh.effort.computed - len(kept.turns[-1].tokens) + kept.effort.tokens - 1
+            assert kept.effort.kept + kept.effort.computed == fresh.effort.computed
+    assert [turn.tokens for turn in kept.turns] == [turn.tokens for turn in fresh.turns]
+
+
+def test_a_chat_is_what_the_template_makes_of_its_messages(folders: dict[str, Path]) -> None:
+    model, conversation = begin(folders["chat"], system="be short")
+    tokenizer = conversation.template.tokenizer
+    for i, (question, _) in enumerate(PAIRS):
+        before = [*conversation.messages, Message("user", question)]
+        expected = generate_tokens(
+            model,
+            [chat_tokens(tokenizer, before)[0]],
+            SamplingSettings(24, temperature=0, stop_tokens=tokenizer.stop_tokens),
+        )[0]
+        answer = say(model, conversation, question)
+        assert answer == tokenizer.decode(expected, skip_special=True)
+        assert conversation.messages[-1] == Message("assistant", answer)
+        assert len(conversation.turns) == i + 1
+
+
+def test_the_trained_model_answers_also_in_characters_of_several_tokens(folders: dict[str, Path]) -> None:
+    for question, answer in PAIRS:
+        model, conversation = begin(folders["chat"])
+        pieces = list(conversation.answer(model, question, GREEDY))
+        assert "".join(pieces) == answer
+        assert not any("�" in piece for piece in pieces)
+        assert conversation.effort is not None
+        assert conversation.effort.ending == "said"
+
+
+def test_a_base_model_continues_and_goes_on(folders: dict[str, Path]) -> None:
+    model, conversation = begin(folders["llama"])
+    tokenizer = conversation.template.tokenizer
+    first = say(model, conversation, "the cat sat")
+    second = say(model, conversation, "")
+    once = generate_tokens(model, [[tokenizer.bos, *tokenizer.encode("the cat sat")]], SamplingSettings(48, 0))[0]
+    assert first + second == tokenizer.decode(once)
+    assert conversation.effort is not None
+    assert conversation.effort.computed == 1  # the token that was said last
+
+
+def test_an_answer_may_be_stopped_anywhere_and_the_talk_goes_on(folders: dict[str, Path]) -> None:
+    model, conversation = begin(folders["chat"])
+    with closing(conversation.answer(model, "hello", GREEDY)) as pieces:
+        said = next(pieces) + next(pieces) + next(pieces)
+    assert conversation.effort is not None
+    assert conversation.effort.ending == "stopped"
+    assert conversation.messages[-1] == Message("assistant", said)
+    end = conversation.template.tokenizer.special["<|eot_id|>"]
+    assert conversation.turns[0].tokens[-1] == end
+    _, fresh = begin(folders["chat"])
+    fresh.turns = list(conversation.turns)
+    assert say(model, conversation, "what is RoPE?") == say(model, fresh, "what is RoPE?")
+    conversation.answer(model, "never begun", GREEDY).close()
+    assert len(conversation.turns) == 2
+
+
+def test_the_oldest_turns_are_left_out_when_the_context_is_full(folders: dict[str, Path]) -> None:
+    model, conversation = begin(folders["chat"], system="be short", context=96)
+    remarks, known = [], []
+    for _ in range(6):
+        for question, _ in PAIRS:
+            say(model, conversation, question)
+            remarks += conversation.remarks
+            assert conversation.effort is not None
+            known.append(conversation.effort.kept)
+            prompt = conversation.effort.kept + conversation.effort.computed
+            assert prompt + conversation.effort.tokens <= 97  # the last token needs no place
+    assert "the context of 96 tokens is full; the oldest" in remarks[0]
+    assert "turns are left out" in remarks[0]
+    assert len(conversation.turns) == 30  # all are remembered, for saving
+    system = len(chat_tokens(conversation.template.tokenizer, [Message("system", "be short")], False)[0])
+    assert min(known[1:]) >= system - 3  # what precedes the turns is never computed again
+    assert sum(count > system + 3 for count in known) > 10  # nor is every turn paid for by computing all anew
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_text_loses_its_beginning_and_never_ends_in_an_error(folders: dict[str, Path], kind: str) -> None:
+    model, conversation = begin(folders[kind], context=64)
+    said = [say(model, conversation, "the cat" if not i else "", SamplingSettings(40, 0)) for i in range(5)]
+    assert all(said)
+    assert any("tokens of the text are left out" in remark for remark in conversation.remarks)
+    long = say(model, conversation, "the dog was glad " * 40)
+    assert long
+    whole = say(model, Conversation(model.config, conversation.template, context=32), "cat", SamplingSettings(90, 0))
+    assert whole
+
+
+def test_an_answer_that_fills_the_context_ends_there(folders: dict[str, Path]) -> None:
+    model, conversation = begin(folders["llama"], context=32)
+    say(model, conversation, "the cat", SamplingSettings(90, temperature=0))
+    assert conversation.effort is not None
+    assert conversation.effort.ending == "context"
+    assert conversation.effort.computed + conversation.effort.tokens == 33
+    assert conversation.remarks == ["the context of 32 tokens is full; the answer ends here"]
+
+
+def test_a_changed_system_message_or_model_is_what_the_next_answer_sees(folders: dict[str, Path]) -> None:
+    model, conversation = begin(folders["chat"])
+    say(model, conversation, "hello")
+    conversation.system = "be short"
+    _, fresh = begin(folders["chat"], system="be short")
+    fresh.turns = list(conversation.turns)
+    assert say(model, conversation, "what is GQA?", DRAWN) == say(model, fresh, "what is GQA?", DRAWN)
+    assert conversation.switch(model.config, conversation.template)
+    assert [turn.question for turn in conversation.turns] == ["hello", "what is GQA?"]
+    story, plain = begin(folders["llama"])
+    assert not conversation.switch(story.config, plain.template)
+    assert not conversation.turns
+    assert say(story, conversation, "the cat") == say(story, plain, "the cat")
+
+
+def test_what_the_template_is_follows_from_what_was_published(folders: dict[str, Path], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folders["chat"])
+    end = tokenizer.special["<|eot_id|>"]
+    assert find_template("auto", tokenizer, tmp_path, (end,)).name == "llama3"
+    assert find_template("auto", tokenizer, tmp_path, ()).name == "plain"  # a base model with the same tokenizer
+    assert find_template("auto", tokenizer, tmp_path / "Llama3.2-1B-Instruct", ()).name == "llama3"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert find_template("auto", tokenizer, tmp_path, ()).name == "llama3"
+    assert find_template("plain", tokenizer, tmp_path, (end,)).name == "plain"
+    with pytest.raises(UserError, match="no Llama 3 chat"):
+        find_template("llama3", load_tokenizer(folders["gpt2"]), tmp_path, ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "system", "context", "text", "message"),
+    [
+        ("chat", "", 48, "the cat sat on the mat " * 9, "the context has room for 47; shorten the message"),
+        ("chat", "", None, "  ", "the message is empty"),
+        ("llama", "be short", None, "x", "a system message: this model only continues text"),
+        ("gpt2", "", 161, "x", "context: 161 does not fit; this model takes 8 to 160 tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    folders: dict[str, Path], kind: str, system: str, context: int | None, text: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        say(*begin(folders[kind], system, context), text)
+
+
+def test_a_refused_message_changes_nothing(folders: dict[str, Path]) -> None:
+    model, conversation = begin(folders["chat"], context=64)
+    say(model, conversation, "hello")
+    tokens = list(conversation.turns[0].tokens)
+    with pytest.raises(UserError, match="shorten the message"):
+        say(model, conversation, "the cat sat on the mat " * 20)
+    _, fresh = begin(folders["chat"], context=64)
+    fresh.turns = list(conversation.turns)
+    assert [turn.tokens for turn in conversation.turns] == [tokens]
+    assert say(model, conversation, "what is GQA?") == say(model, fresh, "what is GQA?")
