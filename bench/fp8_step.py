@@ -57,11 +57,13 @@ def build(case: str, width: int, checkpointing: bool) -> LoraStep:
 
 
 def _tandem(transformer: nn.Module, case: str) -> list[nn.Parameter]:
+    from library.precision.fp8_linear import make_cpu_kernels
     from library.precision.recipe import Fp8Recipe, quantize_model
 
     FAMILIES["flux"].swap_hot_paths(transformer)
     if "fp8" in case:
         quantize_model(transformer, Fp8Recipe(case.split()[-1]))  # type: ignore[arg-type]
+        make_cpu_kernels(transformer, torch.bfloat16)  # as training does, before the first step
     return tandem_lora("flux", transformer, RANK)
 
 

@@ -180,6 +180,23 @@ class Fp8LinearOfHiddenDtype(Fp8Linear):
             super().register_parameter(name, param)
 
 
+def make_cpu_kernels(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have the kernels that ``model``'s fp8 layers need on the CPU compiled now, and not within the first step.
+
+    Args:
+        model: with its weights on the CPU; elsewhere nothing happens.
+        dtype: of the activations.
+    """
+    seen = set()
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear) and layer._weight.device.type == "cpu":
+            kind = (layer._weight.shape, layer._weight.dtype, None if layer.scale is None else layer.scale.shape)
+            if kind not in seen:
+                seen.add(kind)
+                _product_by_rows(torch.zeros(1, layer.in_features, dtype=dtype), layer._weight, layer.scale, None)
+                _gradient_by_columns(torch.zeros(1, layer.out_features, dtype=dtype), layer._weight, layer.scale)
+
+
 def ddp_ignored_names(model: nn.Module) -> list[str]:
     """Return the names of all frozen parameters and of all buffers of ``model``.
 

@@ -11,15 +11,7 @@ Scales are fp32 and two-dimensional, ``[rows, blocks]`` with rows 1 or ``out`` a
 
 A scale is the group's largest magnitude divided by the format's largest number. A group of zeros has scale 1.
 
-Back to bf16 or fp32 is on the training path: every linear layer does it in every forward and every backward.
-torch's own cast takes 29 ms for 3072 x 3072 on one core (AMD Zen 5, torch 2.13), longer than the matrix
-product with 640 tokens (26 ms), and a table look-up 3 to 40 ms. Here it is integer work: an fp8 code shifted
-left by 7 (e4m3fn) or 8 (e5m2) bits has sign, exponent and mantissa in the fields of an IEEE half, denormals
-included, and is that half times a power of two, which joins the scale. In pieces that stay in the cache this
-takes 2.8 ms with any kind of scale, exact and on all threads, against 3.6 ms for the built-in cast compiled
-by inductor, with nothing to compile. Codes shifted into bf16's fields take 2.3 ms, but there every fp8
-denormal is a bf16 denormal, slow on CPUs that trap those and zero where they are flushed: not taken. The
-product with the scale is made in fp32 and rounded once, so every path gives the same bits.
+How codes become numbers again quickly on a CPU: ``cpu_dequantize``.
 """
 
 from __future__ import annotations
@@ -30,13 +22,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from library.precision.cpu_dequantize import dequantize_on_cpu
 from library.precision.formats import E4M3FN, Fp8Format, format_of
 from library.precision.rounding import round_stochastically, round_to_nearest
 
 Granularity = Literal["cast", "tensor", "row", "block64", "block128"]
 GRANULARITIES: tuple[Granularity, ...] = ("cast", "tensor", "row", "block64", "block128")
-
-_CPU_PIECE = 1 << 18  # numbers dequantised at a time: 1 MiB as fp32; 8 times that falls out of the cache and takes 5 x
 
 
 @dataclass(frozen=True)
@@ -128,30 +119,13 @@ def dequantize(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tenso
         scale: [1 or out, blocks] fp32, or None.
         dtype: fp32, bf16 or fp16.
     """
-    fp8 = format_of(codes.dtype)
-    assert fp8 is not None, f"{codes.dtype} is no fp8 dtype"
+    assert format_of(codes.dtype) is not None, f"{codes.dtype} is no fp8 dtype"
     if codes.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _dequantize_by_bits(codes, scale, dtype, fp8)
+        return dequantize_on_cpu(codes, scale, dtype)
     if scale is None:
         return codes.to(dtype)
     product = _blocked(codes.to(torch.float32), scale) * _per_block(scale)
     return product.to(dtype).view(codes.shape)
-
-
-def _dequantize_by_bits(codes: Tensor, scale: Tensor | None, dtype: torch.dtype, fp8: Fp8Format) -> Tensor:
-    result = torch.empty(codes.shape, dtype=dtype)
-    rows = max(1, _CPU_PIECE // max(1, codes.shape[1]))
-    for start in range(0, codes.shape[0], rows):
-        piece = slice(start, start + rows)
-        halves = codes[piece].view(torch.int8).to(torch.int16).bitwise_left_shift_(fp8.half_shift)
-        if fp8.half_shift == 7:
-            halves.bitwise_and_(-0x4001)  # bit 14 is the sign extension's; the half's exponent there is 0
-        values = halves.view(torch.float16).float()
-        own = torch.ones(1, 1) if scale is None else scale if scale.shape[0] == 1 else scale[piece]
-        # the power of two is exact in fp32 unless it overflows the scale, which then overflows the weight as well
-        _blocked(values, own).mul_(_per_block(own * fp8.half_factor))
-        result[piece].copy_(values)
-    return result
 
 
 def _blocked(values: Tensor, scale: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from library.data.dataset import TrainingData, build_dataset
 from library.data.order import EpochBatchSampler
 from library.errors import UserError
 from library.files import read_safetensors_header
+from library.precision.fp8_linear import make_cpu_kernels
 from library.precision.loading import Fp8Loading
 from library.training.base_precision import describe_base, leave_frozen_out_of_ddp
 from library.training.block_swap import swap_blocks
@@ -34,9 +36,11 @@ from library.training.region_loss import check_seam
 from networks.formats import load_lora
 from networks.injection import AdapterNetwork, attach_lora, inject_adapter
 from networks.metadata import base_mismatch
+from networks.peft_folder import weight_file
 
 if TYPE_CHECKING:
     from library.conditions import ConditionKind
+    from library.config.instruction_schema import LanguageModelConfig
     from library.config.schema import DatasetArguments, FlowConfig, ModelConfig, NetworkConfig, TrainingConfig
     from library.models.protocol import Family, ImageEncoder, TextEncoder
     from library.training.prompts import SamplePrompt
@@ -44,7 +48,7 @@ if TYPE_CHECKING:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def base_dtype(model: ModelConfig, training: TrainingConfig) -> torch.dtype:
+def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfig) -> torch.dtype:
     """Return the dtype of the frozen weights: as asked, or the dtype of the forward pass."""
     name = model.base_dtype
     return _DTYPES[{"no": "fp32"}.get(training.mixed_precision, training.mixed_precision) if name == "auto" else name]
@@ -155,6 +159,8 @@ def prepare_networks(
     loaded_to = torch.device("cpu") if training.blocks_to_swap else device
     transformer, text_encoders = family.load_transformer(dtype, loaded_to, fp8=fp8), None
     fp8.serve(transformer)
+    if device.type == "cpu":
+        make_cpu_kernels(transformer, dtype)
     base_precision = describe_base(layout, fp8, dtype)
     if layout is not None:
         console.print(layout.describe())
@@ -162,7 +168,7 @@ def prepare_networks(
         console.print(f"base: {base_precision}")
     loras: list[AdapterNetwork] = []
     if network.dim_from_weights:
-        loras.append(_attached(transformer, network, plan, lora_dtype, console))
+        loras.append(attached_lora(transformer, network, plan, lora_dtype, console))
     elif plan.trains_transformer:
         loras.append(inject_adapter(transformer, plan.options, plan.targets, training.seed, lora_dtype))
     if plan.text_encoders:
@@ -171,10 +177,8 @@ def prepare_networks(
         loras.append(inject_adapter(text_encoders, options, plan.targets, training.seed, lora_dtype))
     lora = functools.reduce(AdapterNetwork.joined, loras)
     console.print(lora.describe())
-    if network.network_weights:
-        remark = base_mismatch(_metadata_of(network.network_weights), family.fingerprint())
-        if remark:
-            console.print(f"note: {network.network_weights}: {remark}")
+    if remark := base_remark(network.network_weights, family.fingerprint()):
+        console.print(remark)
     if network.network_weights and not network.dim_from_weights:
         console.print(lora.load_file(network.network_weights))
     if plan.options.train_t5xxl:
@@ -191,11 +195,15 @@ def prepare_networks(
     return Networks(transformer, text_encoders, lora, base_precision, fingerprint)
 
 
-def _metadata_of(path: str) -> dict[str, str]:
-    return read_safetensors_header(path).get("__metadata__", {})
+def base_remark(network_weights: str | None, base: str) -> str | None:
+    """Return what to say if the LoRA to go on from was trained on another base than that with fingerprint ``base``."""
+    if network_weights is None:
+        return None
+    metadata = read_safetensors_header(weight_file(Path(network_weights))).get("__metadata__") or {}
+    return f"note: {network_weights}: {remark}" if (remark := base_mismatch(metadata, base)) else None
 
 
-def _attached(
+def attached_lora(
     transformer: nn.Module, network: NetworkConfig, plan: NetworkPlan, dtype: torch.dtype, console: Console
 ) -> AdapterNetwork:
     """Put the transformer's part of ``network_weights`` in, layer by layer as the file has it, to be trained on."""
