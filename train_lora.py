@@ -1,11 +1,13 @@
-"""Train a LoRA for a diffusion transformer.
+"""Train a LoRA for a diffusion transformer or a language model.
 
     python train_lora.py --config_file configs/flux_lora.toml --dataset_config my_dataset.toml
+    python train_lora.py --config_file configs/llm/llama_lora.toml --train_data my_conversations.jsonl
     torchrun --nproc-per-node 2 train_lora.py --config_file ...
 
 ``train`` reads from top to bottom: data and its caches, the run (network, optimizer, schedule), what happens between
-steps, the loop, the summary. What is called from here takes its own section of the configuration; only what checks the
-whole of it, keeps it or builds the run from it takes it all.
+steps, the loop, the summary. So does ``train_language_model``, which is the same run on conversations. What is called
+from here takes its own section of the configuration; only what checks the whole of it, keeps it or builds the run from
+it takes it all.
 """
 
 from __future__ import annotations
@@ -19,18 +21,34 @@ from rich.console import Console
 
 from library.accelerator import build_accelerator
 from library.config import TrainConfig, load_config
+from library.config.instruction_schema import InstructionTrainConfig
 from library.config.kohya import Note, summary
+from library.config.load import load_language_config, names_language_model
 from library.errors import exit_on_user_error
+from library.files import weights_fingerprint
+from library.llm.dialogue_templates import dialogue_template
+from library.llm.tokenizers import load_tokenizer
+from library.models.lm_files import open_lm
 from library.models.registry import model_family
 from library.training.base_precision import plan_fp8, text_encoder_recipe
 from library.training.checkpoint import OutputNames, Position
 from library.training.events import RunEvents
 from library.training.export import lora_writer, write_config
 from library.training.hub import build_upload
+from library.training.instruction.build import (
+    adapter_writer,
+    check_family,
+    instruction_settings,
+    prepare_base,
+    prepare_instruction_run,
+)
+from library.training.instruction.data import prepare_dialogues
+from library.training.instruction.sampling import answer_sampler
+from library.training.instruction.step import held_out_dialogues
 from library.training.loop import Trainer
 from library.training.metrics import MetricsStream
 from library.training.network_plan import plan_network
-from library.training.preflight import check_against_model, check_before_loading
+from library.training.preflight import check_against_model, check_before_loading, check_saved
 from library.training.prepare import base_dtype, prepare_data, prepare_networks
 from library.training.progress import TrainingProgress, print_summary, run_summary
 from library.training.prompt_pictures import check_pictures
@@ -45,6 +63,9 @@ from networks.targets import TARGETS
 @exit_on_user_error
 def main() -> None:
     """Run one training from the command line."""
+    if names_language_model(sys.argv[1:]):
+        train_language_model(load_language_config(sys.argv[1:]))
+        return
     notes: list[Note] = []
     config = load_config(sys.argv[1:], notes)
     if os.environ.get("RANK", "0") == "0":
@@ -108,14 +129,79 @@ def train(config: TrainConfig) -> RunEvents:
             upload=upload,
             save_states_to_hub=config.hub.save_state_to_huggingface,
         )
-        events.at_start(position)
-        Trainer(run, position, config.logging.log_every_n_steps, metrics, progress, events).run()
-        events.at_end(position)
+        run_to_end(events, position, config.logging.log_every_n_steps)
+    finish(events, position, console, begun)
+    return events
+
+
+def train_language_model(config: InstructionTrainConfig) -> RunEvents:
+    """Train a LoRA on conversations as ``config`` says; leave an adapter for peft, metrics and samples.
+
+    Raises:
+        UserError: as :func:`train`.
+    """
+    begun, seed, settings = time.time(), config.training.seed, instruction_settings(config)
+    check_before_loading(config, settings)
+    accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
+    console = Console(quiet=not accelerator.is_main_process, markup=False, highlight=False)
+    folder = Path(config.model.pretrained_model_name_or_path).expanduser()
+    architecture, weights, _ = open_lm(folder)
+    check_family(config.model.model_type, architecture)
+    plan = plan_network(config.network, config.optimizer, config.training, TARGETS[architecture.family])
+    fp8 = plan_fp8(config.precision, weights.fp8, seed, accelerator.device)
+    check_saved(config, plan.targets, weights_fingerprint(folder), settings)
+    tokenizer_path = Path(config.model.tokenizer or folder).expanduser()
+    template = dialogue_template(config.instructions.chat_template, load_tokenizer(tokenizer_path), tokenizer_path)
+    names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, suffix="")
+    sampler = answer_sampler(
+        config.sampling, template, config.instructions.system_prompt, architecture, seed, names.folder / "samples",
+        accelerator, console,
+    )  # fmt: skip
+    upload = build_upload(config.hub, accelerator, console)
+
+    data = prepare_dialogues(config.instructions, template, architecture, seed)
+    console.print("\n".join(data.remarks), soft_wrap=True)
+    dtype = base_dtype(config.model, config.training)
+    base = prepare_base(config, plan, fp8, weights.fp8, dtype, accelerator.device, console)
+    run = prepare_instruction_run(config, plan, base, data, accelerator)
+    held_out = held_out_dialogues(data.held_out, config.instructions, config.validation)
+    position = run.resume(config.training.resume) if config.training.resume else Position()
+    write_config(names.folder, config, accelerator)
+    metrics = MetricsStream(names.folder / "metrics.jsonl", accelerator, config.logging, position.step)
+
+    with TrainingProgress(console, run.total_steps, position.step) as progress:
+        events = RunEvents(
+            run=run,
+            names=names,
+            saving=config.saving,
+            sampling=config.sampling,
+            save_lora=adapter_writer(config, run, base.precision, template.name, begun),
+            metrics=metrics,
+            progress=progress,
+            sampler=sampler,
+            held_out=held_out,
+            upload=upload,
+            save_states_to_hub=config.hub.save_state_to_huggingface,
+        )
+        run_to_end(events, position, config.logging.log_every_n_steps)
+    finish(events, position, console, begun)
+    return events
+
+
+def run_to_end(events: RunEvents, position: Position, log_every: int) -> None:
+    """Train from ``position`` to the last step, with what happens before, between and after."""
+    events.at_start(position)
+    Trainer(events.run, position, log_every, events.metrics, events.progress, events).run()
+    events.at_end(position)
+
+
+def finish(events: RunEvents, position: Position, console: Console, begun: float) -> None:
+    """Show what the run did, and let go of what it held."""
+    accelerator = events.run.accelerator
     if accelerator.is_main_process:
         print_summary(console, run_summary(events, position, time.time() - begun))
     accelerator.wait_for_everyone()  # a process that leaves early takes the process group from under the others
-    metrics.close()
-    return events
+    events.metrics.close()
 
 
 if __name__ == "__main__":

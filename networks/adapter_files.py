@@ -154,7 +154,7 @@ def save_adapter(
     if save_format != "comfy":
         strings[ADAPTER_METADATA_KEY] = _dora_metadata(adapters, targets)
     if save_format == "peft":
-        path = save_peft_config(path, _as_loras(adapters), targets, use_dora=True)
+        path = save_peft_config(path, _as_loras(adapters), targets, strings, use_dora=True)
     strings |= hash_metadata(tensors, strings)
     stream_safetensors(path, {k: (t.dtype, tuple(t.shape)) for k, t in tensors.items()}, tensors.__getitem__, strings)
 

@@ -160,7 +160,7 @@ def save_lora(
             {name: {key.removeprefix(f"{name}."): w for key, w in part.items()} for name, part in components.items()}
         )
     if save_format == "peft":
-        path = save_peft_config(path, weights, targets)
+        path = save_peft_config(path, weights, targets, strings)
     strings |= hash_metadata(tensors, strings)
     stream_safetensors(path, {k: (t.dtype, tuple(t.shape)) for k, t in tensors.items()}, tensors.__getitem__, strings)
 

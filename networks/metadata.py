@@ -29,7 +29,7 @@ def build_metadata(
     title: str,
     timestamp: float,
     architecture: str = "flux-1-dev",
-    resolution: tuple[int, int] = (1024, 1024),
+    resolution: tuple[int, int] | None = (1024, 1024),
     implementation: str = "https://github.com/black-forest-labs/flux",
     description: str | None = None,
     author: str | None = None,
@@ -47,7 +47,7 @@ def build_metadata(
         title: the model's title; kohya takes the output name.
         timestamp: seconds since 1970 of this save.
         architecture: ModelSpec's name of the base, "flux-1-dev" or "flux-1-schnell".
-        resolution: width and height trained at, in pixels.
+        resolution: width and height trained at, in pixels; None for what has no pixels.
         base_fingerprint, text_encoder_fingerprint, base_precision, config_json, version: for ``tandem.*``.
     """
     ss = {
@@ -62,7 +62,7 @@ def build_metadata(
         "architecture": f"{architecture}/lora",
         "implementation": implementation,
         "title": title,
-        "resolution": f"{resolution[0]}x{resolution[1]}",
+        "resolution": f"{resolution[0]}x{resolution[1]}" if resolution else None,
         "date": datetime.fromtimestamp(int(timestamp), tz=UTC).isoformat(),
         "description": description,
         "author": author,

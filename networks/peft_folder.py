@@ -17,6 +17,7 @@ from networks.targets import LoraTargets
 from networks.weights import LoraWeights
 
 PEFT_PREFIX = "base_model.model."  # of the model that peft wraps
+BASE_MODEL = "tandem.base_model"  # metadata: the base's name, where it is known
 _WEIGHTS = "adapter_model.safetensors"
 
 
@@ -27,7 +28,11 @@ def check_layout(targets: LoraTargets, save_format: str) -> None:
 
 
 def save_peft_config(
-    folder: str | Path, weights: Mapping[str, LoraWeights], targets: LoraTargets, use_dora: bool = False
+    folder: str | Path,
+    weights: Mapping[str, LoraWeights],
+    targets: LoraTargets,
+    metadata: Mapping[str, str],
+    use_dora: bool = False,
 ) -> Path:
     """Write ``adapter_config.json`` into ``folder``, made if needed; return where the weights go, beside it.
 
@@ -37,6 +42,7 @@ def save_peft_config(
         return Path(folder)
     fields = peft_config(weights) | {
         "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": metadata.get(BASE_MODEL),
         "fan_in_fan_out": targets.fan_in_fan_out,
         "use_dora": use_dora,
         "inference_mode": True,

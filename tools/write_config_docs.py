@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from library.config.keys import LORA, Script, fields, sections
+from library.config.keys import LANGUAGE_LORA, LORA, Script, fields, section_fields, sections
 from library.config.kohya_flags import FLAGS, Flag, Tool
 from library.config.kohya_values import DEFAULTS, INERT
 from library.config.llm_schema import LLM
@@ -30,8 +30,8 @@ def json_schema(script: Script = LORA) -> str:
     """Return the JSON schema: every key allowed at the top level and under its section's heading."""
     properties: dict[str, Any] = {}
     for name, section in sections(script).items():
-        schema = section.model_json_schema()
-        keys = schema["properties"]
+        own = section_fields(script, section)
+        keys = {key: value for key, value in section.model_json_schema()["properties"].items() if key in own}
         for key in keys.values():
             key.pop("title", None)
         description = (section.__doc__ or "").strip().split("\n")[0]
@@ -46,7 +46,7 @@ def json_schema(script: Script = LORA) -> str:
 def options_page(script: Script = LORA) -> str:
     """Return the Markdown page of all options, a table a section."""
     lines = [
-        f"# Options of {script.name}",
+        f"# Options of {script.name}{' on a language model' if script is LANGUAGE_LORA else ''}",
         "",
         "Every option is a key of the training TOML and a flag of the same name (`--learning_rate 1e-3`); flags win.",
         "Table headings are for the reader: a key may stand under any heading or none. `make docs` writes this page.",
@@ -55,7 +55,7 @@ def options_page(script: Script = LORA) -> str:
         lines += ["", f"## {name}", "", (section.__doc__ or "").strip().split("\n")[0], ""]
         lines += ["| key | type | default | what it does |", "|---|---|---|---|"]
         keys = section.model_json_schema()["properties"]
-        for key, field in section.model_fields.items():
+        for key, field in section_fields(script, section).items():
             default = "required" if field.is_required() else f"`{json.dumps(field.get_default())}`"
             lines.append(f"| `{key}` | {_type(keys[key])} | {default} | {field.description} |")
     return "\n".join(lines) + "\n"
@@ -159,6 +159,8 @@ def main() -> None:
     pages |= {
         ROOT / "configs/llm/train_llm.schema.json": json_schema(LLM),
         ROOT / "docs/llm_options.md": options_page(LLM),
+        ROOT / "configs/llm/train_lora.schema.json": json_schema(LANGUAGE_LORA),
+        ROOT / "docs/llm_lora_options.md": options_page(LANGUAGE_LORA),
     }
     pages[ROOT / "docs/kohya_flags.md"] = kohya_page()
     for path, text in pages.items():

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from library.config.keys import LORA, Script, fields, sections
+from library.config.keys import LORA, Script, fields, section_fields, sections
 from library.config.kohya_flags import FLAGS
 from library.errors import UserError, nearest_of
 
@@ -33,6 +33,9 @@ def unknown_flags(words: Sequence[str], script: Script = LORA) -> Iterator[tuple
     for word in words:
         if word.startswith("--"):
             flag, name = True, word.split("=")[0]
+            if remark := script.elsewhere.get(name.lstrip("-")):
+                yield f"command line: {name}: {remark}", None
+                continue
             meant = nearest_of(name.lstrip("-"), fields(script))
             remedy = f"did you mean {meant!r}?" if meant else "see --help"
             yield f"command line: {name}: unknown flag; {remedy}", meant
@@ -60,7 +63,7 @@ def _parser(script: Script) -> _Parser:
     parser.add_argument("--config_file", metavar="TOML", default=None, help="training TOML with any of the keys below")
     for name, section in sections(script).items():
         group = parser.add_argument_group(name, (section.__doc__ or "").strip().split("\n")[0])
-        for key, field in section.model_fields.items():
+        for key, field in section_fields(script, section).items():
             _add_flag(group, key, field)
     for name in FLAGS.keys() - fields(script).keys() if script.takes_kohya else ():
         _add_kohya_flag(parser, name, FLAGS[name].takes)

@@ -8,30 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
 from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, Section, TrainConfig
 
 
 def find_conflicts(config: TrainConfig) -> Iterator[str]:
     """Yield every conflict among the options, as one line with its remedy."""
-    rules: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
-        _model,
-        _precision,
-        _fp8,
-        _from_weights,
-        _parity,
-        _flow,
-        _saving,
-        _sampling,
-        _tracking,
-        _compiling,
-    )
+    rules: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (_model, _parity, _flow, _sampling)
     for rule in rules:
+        yield from rule(config)
+    yield from shared_conflicts(config)
+
+
+def shared_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+    """Yield the conflicts within what a LoRA on any model has."""
+    for rule in (_precision, _fp8, _from_weights, _saving, _tracking, _compiling):
         yield from rule(config)
     yield from find_optimizer_conflicts(config.optimizer)
 
 
-def _unused(section: Section, keys: tuple[str, ...], condition: bool, reason: str) -> Iterator[str]:
+def unused(section: Section, keys: tuple[str, ...], condition: bool, reason: str) -> Iterator[str]:
     """Yield a complaint for each of ``keys`` that the user set although ``condition`` leaves it without effect."""
     if condition:
         for key in keys:
@@ -47,19 +44,19 @@ def model_conflicts(model: ModelConfig) -> Iterator[str]:
     """Yield a complaint for each file or setting that belongs to another family than ``model_type``."""
     kind = model.model_type
     flux, edits = kind.startswith("flux"), kind == "qwen_image_edit_plus"
-    yield from _unused(model, _FLUX_KEYS, not flux, f'with model_type = "{kind}", whose files are vae and text_encoder')
-    yield from _unused(model, _QWEN_KEYS, flux, f'with model_type = "{kind}", whose files are ae, clip_l and t5xxl')
-    yield from _unused(model, ("zero_cond_t",), not flux and not edits, f'with model_type = "{kind}"')
+    yield from unused(model, _FLUX_KEYS, not flux, f'with model_type = "{kind}", whose files are vae and text_encoder')
+    yield from unused(model, _QWEN_KEYS, flux, f'with model_type = "{kind}", whose files are ae, clip_l and t5xxl')
+    yield from unused(model, ("zero_cond_t",), not flux and not edits, f'with model_type = "{kind}"')
 
 
 def _model(config: TrainConfig) -> Iterator[str]:
     yield from model_conflicts(config.model)
     kind = config.model.model_type
     reason = f'with model_type = "{kind}", which takes no guidance'
-    yield from _unused(config.flow, ("guidance_scale",), not kind.startswith("flux"), reason)
+    yield from unused(config.flow, ("guidance_scale",), not kind.startswith("flux"), reason)
 
 
-def _precision(config: TrainConfig) -> Iterator[str]:
+def _precision(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     training, base = config.training, config.model.base_dtype
     if training.full_bf16 and training.mixed_precision != "bf16":
         yield 'full_bf16: needs the forward pass in bf16 too; set mixed_precision = "bf16"'
@@ -68,18 +65,18 @@ def _precision(config: TrainConfig) -> Iterator[str]:
         yield f'base_dtype: {base} weights need an {base} forward pass; set mixed_precision = "{wanted}"'
 
 
-def _fp8(config: TrainConfig) -> Iterator[str]:
+def _fp8(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     fp8 = config.precision
     if fp8.fp8_base and fp8.fp8_scaled:
         yield "fp8_base: casts without scales, fp8_scaled quantises with scales; keep one of them"
     quantises = fp8.fp8_base or fp8.fp8_scaled
-    yield from _unused(fp8, ("fp8_granularity",), not fp8.fp8_scaled, "without fp8_scaled")
+    yield from unused(fp8, ("fp8_granularity",), not fp8.fp8_scaled, "without fp8_scaled")
     recipe = ("fp8_format", "fp8_keep", "fp8_keep_patterns", "fp8_rounding")
-    yield from _unused(fp8, recipe, not quantises, "without fp8_base or fp8_scaled")
+    yield from unused(fp8, recipe, not quantises, "without fp8_base or fp8_scaled")
     if fp8.fp8_activations != "none" and (fp8.fp8_compute == "scaled_mm" or fp8.fp8_input_gradient):
         yield "fp8_activations: products in fp8 round them already; remove fp8_compute and fp8_input_gradient"
     dequantises = fp8.fp8_compute == "dequant"
-    yield from _unused(fp8, ("fp8_input_gradient",), dequantises, 'with fp8_compute = "dequant"')
+    yield from unused(fp8, ("fp8_input_gradient",), dequantises, 'with fp8_compute = "dequant"')
     for key, wanted in (
         ("fp8_compute = scaled_mm", fp8.fp8_compute == "scaled_mm"),
         ("fp8_input_gradient", fp8.fp8_input_gradient),
@@ -92,7 +89,7 @@ def _fp8(config: TrainConfig) -> Iterator[str]:
         yield 'fp8_text_encoder: T5 leaves the range of fp16; set mixed_precision = "bf16" or remove it'
 
 
-def _from_weights(config: TrainConfig) -> Iterator[str]:
+def _from_weights(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     network = config.network
     if not network.dim_from_weights:
         return
@@ -100,18 +97,16 @@ def _from_weights(config: TrainConfig) -> Iterator[str]:
         yield "dim_from_weights: there is no file to take ranks from; set network_weights"
     ranks = ("network_dim", "network_alpha", "network_args", "network_dropout", "network_type", "init_lora_weights")
     keys = (*ranks, "use_rslora", "network_train_text_encoder_only")
-    yield from _unused(network, keys, True, "with dim_from_weights, which takes layers, ranks and alphas from the file")
+    yield from unused(network, keys, True, "with dim_from_weights, which takes layers, ranks and alphas from the file")
     encoders = any(rate > 0 for rate in config.optimizer.text_encoder_lr)
-    yield from _unused(
-        config.optimizer, ("text_encoder_lr",), encoders, "with dim_from_weights: the transformer learns"
-    )
+    yield from unused(config.optimizer, ("text_encoder_lr",), encoders, "with dim_from_weights: the transformer learns")
 
 
 def _parity(config: TrainConfig) -> Iterator[str]:
     parity = config.parity
     teacher = parity.parity_teacher is not None
     keys = ("parity_lora", "parity_weight", "parity_cache")
-    yield from _unused(parity, keys, not teacher, "without parity_teacher")
+    yield from unused(parity, keys, not teacher, "without parity_teacher")
     if not teacher:
         return
     if not (parity.parity_lora or config.network.network_weights):
@@ -132,48 +127,48 @@ def _flow(config: TrainConfig) -> Iterator[str]:
         yield f"min_timestep: {flow.min_timestep} is not below max_timestep {flow.max_timestep}; swap or change them"
     if scheme in ("logit_normal", "mode") and sampling != "sigma":
         yield f'weighting_scheme: {scheme} shapes the density of timestep_sampling = "sigma" only; set that too'
-    yield from _unused(
+    yield from unused(
         flow,
         ("discrete_flow_shift",),
         sampling not in ("shift", "sigma"),
         f'with timestep_sampling = "{sampling}" (shift and sigma use it)',
     )
-    yield from _unused(
+    yield from unused(
         flow,
         ("sigmoid_scale",),
         sampling not in ("sigmoid", "shift", "flux_shift", "qwen_shift"),
         f'with timestep_sampling = "{sampling}" (sigmoid and the shifts use it)',
     )
-    yield from _unused(
+    yield from unused(
         flow, ("logit_mean", "logit_std"), scheme != "logit_normal", 'without weighting_scheme = "logit_normal"'
     )
-    yield from _unused(flow, ("mode_scale",), scheme != "mode", 'without weighting_scheme = "mode"')
-    yield from _unused(flow, ("huber_c",), flow.loss_type == "l2", 'with loss_type = "l2"')
-    yield from _unused(flow, ("seam_width",), not flow.seam_loss_weight, "without seam_loss_weight")
+    yield from unused(flow, ("mode_scale",), scheme != "mode", 'without weighting_scheme = "mode"')
+    yield from unused(flow, ("huber_c",), flow.loss_type == "l2", 'with loss_type = "l2"')
+    yield from unused(flow, ("seam_width",), not flow.seam_loss_weight, "without seam_loss_weight")
 
 
-def _saving(config: TrainConfig) -> Iterator[str]:
+def _saving(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     saving, hub, validation = config.saving, config.hub, config.validation
     steps, epochs = saving.save_every_n_steps, saving.save_every_n_epochs
-    yield from _unused(saving, ("save_last_n_steps",), steps is None, "without save_every_n_steps")
-    yield from _unused(saving, ("save_last_n_epochs",), epochs is None, "without save_every_n_epochs")
+    yield from unused(saving, ("save_last_n_steps",), steps is None, "without save_every_n_steps")
+    yield from unused(saving, ("save_last_n_epochs",), epochs is None, "without save_every_n_epochs")
     for kind, every in (("steps", steps), ("epochs", epochs)):
         key = f"save_last_n_{kind}_state"
         without_states = every is None or not saving.save_state
-        yield from _unused(saving, (key,), without_states, f"without save_every_n_{kind} and save_state")
+        yield from unused(saving, (key,), without_states, f"without save_every_n_{kind} and save_state")
     if not (validation.validate_every_n_steps or validation.validate_every_n_epochs):
         reason = "without validate_every_n_steps or validate_every_n_epochs"
-        yield from _unused(saving, ("save_best", "early_stop_patience"), True, reason)
+        yield from unused(saving, ("save_best", "early_stop_patience"), True, reason)
     if saving.ema_decay is not None and "schedulefree" in config.optimizer.optimizer_type.lower():
         yield "ema_decay: a schedule-free optimizer averages its weights already; remove ema_decay"
     optional = ("huggingface_path_in_repo", "huggingface_repo_visibility", "save_state_to_huggingface", "async_upload")
-    yield from _unused(hub, optional, hub.huggingface_repo_id is None, "without huggingface_repo_id")
+    yield from unused(hub, optional, hub.huggingface_repo_id is None, "without huggingface_repo_id")
     if hub.save_state_to_huggingface and not (saving.save_state or saving.save_state_on_train_end):
         yield "save_state_to_huggingface: no state is saved; set save_state or save_state_on_train_end"
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:
-    yield from _unused(
+    yield from unused(
         config.sampling,
         ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first", "sample_at_end"),
         config.sampling.sample_prompts is None,
@@ -181,19 +176,19 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
     )
 
 
-def _tracking(config: TrainConfig) -> Iterator[str]:
+def _tracking(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     logging: LoggingConfig = config.logging
-    yield from _unused(logging, ("logging_dir", "log_tracker_name"), logging.log_with is None, "without log_with")
-    yield from _unused(logging, ("wandb_run_name",), logging.log_with not in ("wandb", "all"), "without wandb")
+    yield from unused(logging, ("logging_dir", "log_tracker_name"), logging.log_with is None, "without log_with")
+    yield from unused(logging, ("wandb_run_name",), logging.log_with not in ("wandb", "all"), "without wandb")
 
 
-def _compiling(config: TrainConfig) -> Iterator[str]:
+def _compiling(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     compiling = config.accelerate
     if config.training.blocks_to_swap and compiling.torch_compile:
         yield "blocks_to_swap: compiled blocks keep the memory their weights lay in; remove torch_compile or swap none"
-    yield from _unused(
+    yield from unused(
         compiling, ("dynamo_backend", "dynamo_mode"), not compiling.torch_compile, "without torch_compile"
     )
-    yield from _unused(
+    yield from unused(
         compiling, ("dynamo_mode",), compiling.dynamo_backend != "inductor", 'without dynamo_backend = "inductor"'
     )

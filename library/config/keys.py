@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from library.config.conflicts import find_conflicts
+from library.config.instruction_conflicts import find_instruction_conflicts
+from library.config.instruction_schema import OF_IMAGES, InstructionTrainConfig
 from library.config.schema import TrainConfig
 
 Fields = dict[str, tuple[str, FieldInfo]]
@@ -24,6 +26,8 @@ class Script:
         schema: all sections.
         conflicts: yields a line for options that exclude each other.
         takes_kohya: whether keys and flags of kohya's trainers are taken too.
+        leaves_out: keys of the sections that the script does not have.
+        elsewhere: keys of other models that the same script trains -> what to say of them.
     """
 
     name: str
@@ -31,17 +35,56 @@ class Script:
     schema: type[BaseModel]
     conflicts: Callable[[Any], Iterator[str]]
     takes_kohya: bool = False
+    leaves_out: frozenset[str] = frozenset()
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
-LORA = Script("train_lora.py", "Train a LoRA.", TrainConfig, find_conflicts, takes_kohya=True)
+def _sections(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    found = {name: field.annotation for name, field in schema.model_fields.items()}
+    return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, BaseModel)}
+
+
+def _keys(schema: type[BaseModel]) -> set[str]:
+    return {key for cls in _sections(schema).values() for key in cls.model_fields}
+
+
+_IMAGE_KEYS = (_keys(TrainConfig) - _keys(InstructionTrainConfig)) | OF_IMAGES
+_LANGUAGE_KEYS = _keys(InstructionTrainConfig) - _keys(TrainConfig)
+
+LORA = Script(
+    "train_lora.py",
+    "Train a LoRA.",
+    TrainConfig,
+    find_conflicts,
+    takes_kohya=True,
+    elsewhere=dict.fromkeys(
+        _LANGUAGE_KEYS, 'is about language models; set model_type = "llama" or "gpt2", or remove it'
+    ),
+)
+LANGUAGE_LORA = Script(
+    "train_lora.py",
+    "Train a LoRA on a language model.",
+    InstructionTrainConfig,
+    find_instruction_conflicts,
+    leaves_out=OF_IMAGES,
+    elsewhere=dict.fromkeys(_IMAGE_KEYS, "is about image models, this is a language model; remove it"),
+)
 
 
 def sections(script: Script = LORA) -> dict[str, type[BaseModel]]:
     """Return the schema's sections by name."""
-    found = {name: field.annotation for name, field in script.schema.model_fields.items()}
-    return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, BaseModel)}
+    return _sections(script.schema)
+
+
+def section_fields(script: Script, section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the keys of one section that the script has, with their fields."""
+    return {key: field for key, field in section.model_fields.items() if key not in script.leaves_out}
 
 
 def fields(script: Script = LORA) -> Fields:
     """Return every key of the schema with its section and field."""
-    return {key: (name, field) for name, cls in sections(script).items() for key, field in cls.model_fields.items()}
+    return {
+        key: (name, field)
+        for name, cls in sections(script).items()
+        for key, field in section_fields(script, cls).items()
+    }

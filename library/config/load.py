@@ -13,17 +13,20 @@ taken, and options that contradict each other among those that could be read.
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import toml
 from pydantic import ValidationError
 
 from library.config.command_line import parse_flags, unknown_flags
-from library.config.keys import LORA, Script, fields, sections
+from library.config.instruction_schema import LANGUAGE_MODELS, InstructionTrainConfig
+from library.config.keys import LANGUAGE_LORA, LORA, Script, fields, sections
 from library.config.kohya import Note, is_known, translate
 from library.config.schema import TrainConfig
 from library.errors import UserError, did_you_mean, nearest_of
@@ -74,6 +77,25 @@ def load_config(argv: Sequence[str], notes: list[Note] | None = None) -> TrainCo
     return config
 
 
+def names_language_model(argv: Sequence[str]) -> bool:
+    """Return whether ``model_type``, a flag or a key of the TOML file, is one of a language model."""
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--model_type", "--config_file"):
+        flags.add_argument(name, nargs="?")
+    known, _ = flags.parse_known_args(argv)
+    if known.model_type is not None or known.config_file is None:
+        return known.model_type in LANGUAGE_MODELS
+    with suppress(OSError, ValueError, IndexError, UserError):  # told of when the file is read in earnest
+        tables = toml.loads(_toml_path(known.config_file).read_text(encoding="utf-8"))
+        return any(key == "model_type" and value in LANGUAGE_MODELS for key, value in _flattened(tables, set()))
+    return False
+
+
+def load_language_config(argv: Sequence[str]) -> InstructionTrainConfig:
+    """Read a configuration that :func:`names_language_model`; raises as :func:`load_config`."""
+    return cast(InstructionTrainConfig, load_for(LANGUAGE_LORA, argv))
+
+
 def load_for(script: Script, argv: Sequence[str]) -> Any:
     """Return the validated configuration of a script that takes no keys of kohya's; raises as :func:`load_config`."""
     given = read_arguments(argv, script)
@@ -108,8 +130,7 @@ def read_toml(path: str | Path, script: Script = LORA) -> Given:
     Raises:
         UserError: the file does not exist or is no TOML.
     """
-    if not Path(path).exists() and Path(f"{path}.toml").exists():
-        path = f"{path}.toml"
+    path = _toml_path(path)
     if Path(path).is_dir():
         inside = ", such as config.toml in it" if (Path(path) / "config.toml").is_file() else ""
         raise UserError(f"{path}: is a folder; give --config_file the path of a training TOML{inside}")
@@ -130,7 +151,7 @@ def read_toml(path: str | Path, script: Script = LORA) -> Given:
         where = f"{path}:{_line_of(key, text)}: {key}"
         if key not in known and not (script.takes_kohya and is_known(key)):
             given.problems.append(f"{where}: {_unknown(key, value, script)}")
-            given.meant |= {nearest_of(key, known) or ""}
+            given.meant |= set() if key in script.elsewhere else {nearest_of(key, known) or ""}
             continue
         if key in given.values:
             given.problems.append(f"{where}: stands in this file twice; keep one")
@@ -145,8 +166,15 @@ def read_toml(path: str | Path, script: Script = LORA) -> Given:
     return given
 
 
+def _toml_path(path: str | Path) -> Path:
+    """Return the file that ``path`` names, whose suffix may be left out."""
+    return Path(path) if Path(path).exists() or not Path(f"{path}.toml").exists() else Path(f"{path}.toml")
+
+
 def _unknown(key: str, value: Any, script: Script) -> str:
     """Return what to say of a key that is none."""
+    if key in script.elsewhere:
+        return script.elsewhere[key]
     if key in _OF_DATASETS and script is LORA:
         return "describes images; put it into the file that dataset_config names"
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):

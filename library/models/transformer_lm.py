@@ -27,6 +27,7 @@ from library.nn.cross_entropy import token_cross_entropy
 from library.nn.feedforward import FeedForward, GatedFeedForward
 from library.nn.kv_cache import KVCache
 from library.nn.norms import RMSNorm
+from library.nn.packing import document_mask, document_positions
 from library.nn.rope import RopeTables, Table, rotate_half_split, turn_token, whole_head
 
 _INIT_STD = 0.02  # of both papers' published code
@@ -135,18 +136,26 @@ class TransformerLM(nn.Module):
                 parameter.normal_(0.0, std, generator=generator)
         return self
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Return logits [B, S, padded V]; or with ``targets`` [B, S] the mean cross-entropy, fp32 [].
 
         Args:
             tokens: [B, S] int64; with ``cache``, those that follow what is in it.
             targets: the token that should follow each; -100 counts for nothing.
             cache: is extended by ``tokens``.
+            documents: [B, S] int64, the document that each token belongs to; they see nothing of each other. Without
+                it a row is one document.
 
         Raises:
             UserError: more tokens than a model with learned positions has places for.
         """
-        hidden = self.hidden(tokens, cache)
+        hidden = self.hidden(tokens, cache, documents)
         if targets is None:
             return self.lm_head(hidden)
         return token_cross_entropy(hidden, self.lm_head, targets, self.config.vocab_size)
@@ -155,11 +164,14 @@ class TransformerLM(nn.Module):
         """Return the logits [B, V] of what follows the last of ``tokens``, padding rows cut off."""
         return self.lm_head(self.hidden(tokens, cache)[:, -1])[:, : self.config.vocab_size]
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the normed residual stream [B, S, W] that the head reads; arguments as for :meth:`forward`."""
         length, start = tokens.shape[1], cache.length if cache is not None else 0
         self._check_length(start + length)
         places, mask = (cache.positions(length), cache.mask(length)) if cache is not None else (None, None)
+        if documents is not None:
+            assert cache is None, "documents stand side by side in training only"
+            places, mask = document_positions(documents), document_mask(documents)
         # While decoding, a row is one token and needs no axis for them: every call is a little cheaper.
         decoding = cache is not None and length == 1 and not torch.is_grad_enabled()
         x = self.embedding(tokens)
@@ -174,7 +186,7 @@ class TransformerLM(nn.Module):
             rope = whole_head(rope) if decoding else rope
         for layer, block in enumerate(self.blocks):
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, use_reentrant=False)
+                x = checkpoint(block, x, rope, None, layer, mask, use_reentrant=False)
             else:
                 x = block(x, rope, cache, layer, mask)
         if cache is not None:

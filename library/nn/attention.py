@@ -71,6 +71,9 @@ def attend(
         grouped = query.reshape(query.shape[0], kv_heads, heads // kv_heads, -1).transpose(1, 2)
         mixed = attend(grouped, key, value, mask=mask, scale=scale, backend=backend)
         return mixed.transpose(1, 2).reshape(query.shape)
+    if mask is not None and heads != kv_heads and query.is_cuda:
+        # No fused kernel takes both a mask and groups; the fallback would make the scores of all heads.
+        key, value = (tensor.repeat_interleave(heads // kv_heads, dim=2) for tensor in (key, value))
     arguments = _kernel_arguments(query, key, value, mask, causal, scale)
     if backend == "auto":
         output = F.scaled_dot_product_attention(*arguments[0], **arguments[1])

@@ -28,6 +28,7 @@ from library.files import write_safetensors, write_text
 from library.training.state_file import read_state, write_state
 
 if TYPE_CHECKING:
+    from library.config.instruction_schema import InstructionTrainConfig
     from library.config.schema import TrainConfig
 
 
@@ -49,10 +50,15 @@ def lasting_settings(config: TrainConfig, text_encoders: str | None = None) -> d
 
     ``text_encoders`` is the fingerprint of those that are trained.
     """
+    trained_text = {} if text_encoders is None else {"text_encoders": text_encoders}
+    return trained_text | shared_settings(config)
+
+
+def shared_settings(config: TrainConfig | InstructionTrainConfig) -> dict[str, Any]:
+    """Return those of :func:`lasting_settings` that a LoRA on any model has."""
     optimizer, network, precision = config.optimizer, config.network, config.precision
     dropouts = ("rank_dropout", "module_dropout")  # hold from the next step on
-    trained_text = {} if text_encoders is None else {"text_encoders": text_encoders}
-    return trained_text | {
+    return {
         "optimizer_type": optimizer.optimizer_type,
         "optimizer_args": _sorted_pairs(optimizer.optimizer_args),
         "learning_rate": optimizer.learning_rate,
@@ -255,6 +261,7 @@ class OutputNames:
 
     folder: Path
     name: str
+    suffix: str = ".safetensors"  # of LoRAs; a language model's are folders without one
 
     def stem(self, step: int | None = None, epoch: int | None = None) -> str:
         """Return the name without suffix for a step, an epoch, or the end of training."""
@@ -263,8 +270,8 @@ class OutputNames:
         return f"{self.name}-{epoch:06d}" if epoch is not None else self.name
 
     def lora(self, stem: str) -> Path:
-        """Return the path of a LoRA file."""
-        return self.folder / f"{stem}.safetensors"
+        """Return the path of a LoRA."""
+        return self.folder / f"{stem}{self.suffix}"
 
     def state(self, stem: str) -> Path:
         """Return the path of a state folder."""

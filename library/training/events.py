@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from library.training.checkpoint import OutputNames, Position, save_training_state
 from library.training.hub import HubUpload
@@ -19,13 +19,34 @@ from library.training.metrics import MetricsStream
 from library.training.progress import TrainingProgress
 from library.training.retention import remove_old
 from library.training.run import Run
-from library.training.sampling import Sampler
-from library.training.validation import HeldOut, validation_loss
 
 if TYPE_CHECKING:
-    from library.config.schema import SamplingConfig, SavingConfig
+    from accelerate import Accelerator
+    from torch import nn
+
+    from library.config.instruction_schema import InstructionSamplingConfig, InstructionValidationConfig
+    from library.config.schema import SamplingConfig, SavingConfig, ValidationConfig
 
 SaveLora = Callable[[Path, Position], None]
+
+
+class Sampler(Protocol):
+    """What shows how the model does: ``library.training.sampling.Sampler`` draws pictures, others write text."""
+
+    def sample(self, transformer: nn.Module, step: int) -> list[Path]: ...
+
+    def recall(self, last_step: int) -> None: ...
+
+    def write_sheets(self) -> list[Path]: ...
+
+
+class HeldOut(Protocol):
+    """What a run is validated on: ``library.training.validation.HeldOut``, or a language model's."""
+
+    @property
+    def config(self) -> ValidationConfig | InstructionValidationConfig: ...
+
+    def loss(self, model: nn.Module, accelerator: Accelerator) -> float: ...
 
 
 @dataclass
@@ -35,7 +56,7 @@ class RunEvents:
     run: Run
     names: OutputNames
     saving: SavingConfig
-    sampling: SamplingConfig
+    sampling: SamplingConfig | InstructionSamplingConfig
     save_lora: SaveLora
     metrics: MetricsStream
     progress: TrainingProgress
@@ -103,9 +124,7 @@ class RunEvents:
         if self.held_out is None:
             return None
         with self._looking("validate"):
-            held_out = self.held_out
-            sigmas = held_out.config.validation_sigmas
-            loss = validation_loss(self.run.model, held_out.batches, held_out.step, sigmas, self.run.accelerator)
+            loss = self.held_out.loss(self.run.model, self.run.accelerator)
         self.metrics.write({"step": step, "val_loss": loss})
         self.val_loss, self._validated_at = loss, step
         return loss

@@ -19,12 +19,13 @@ from networks.metadata import build_metadata
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from library.config.instruction_schema import InstructionTrainConfig
     from library.config.schema import TrainConfig
     from library.data.dataset import TrainingData
     from library.training.run import Run
 
 
-def write_config(folder: Path, config: TrainConfig, accelerator: Accelerator) -> None:
+def write_config(folder: Path, config: TrainConfig | InstructionTrainConfig, accelerator: Accelerator) -> None:
     """Keep the resolved configuration beside what it makes, as TOML that runs again (main process only)."""
     if accelerator.is_main_process:
         sections = config.model_dump(exclude_unset=True, exclude_none=True)

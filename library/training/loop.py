@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -23,9 +23,6 @@ from library.training.lr_tracker import read_learning_rates
 from library.training.metrics import MetricsStream, peak_memory_bytes
 from library.training.progress import TrainingProgress
 from library.training.run import Run
-
-if TYPE_CHECKING:
-    from library.data.batches import Batch
 
 _EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
 
@@ -56,7 +53,7 @@ class Trainer:
         """Train until ``total_steps`` optimizer steps are done."""
         for model in self.parts.models:
             model.train()
-        record = _Record(self.parts.accelerator, self.position)
+        record = _Record(self.parts.accelerator, self.position, self.parts.step.figure)
         while self.position.step < self.parts.total_steps and not self.events.stopped:
             self._epoch(record)
 
@@ -66,9 +63,9 @@ class Trainer:
         self.parts.batches.set_position(position.epoch, position.batches)
         record.restart_clock()
         for batch, waited in _timed(self.parts.loader):
-            loss, sigmas, grad_norm = self._batch(batch)
+            loss, figures, grad_norm = self._batch(batch)
             position.batches += accelerator.num_processes
-            record.add(loss, sigmas, waited)
+            record.add(loss, figures, waited)
             if not accelerator.sync_gradients:
                 continue
             position.step += 1
@@ -85,14 +82,14 @@ class Trainer:
         position.epoch, position.batches = position.epoch + 1, 0
         self.events.after_epoch(position)
 
-    def _batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _batch(self, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Forward and backward of one batch; the update too where the accumulation is complete."""
         run, position, accelerator = self.parts, self.position, self.parts.accelerator
         with accelerator.accumulate(*run.models):
             # LoRA dropout is the one global draw; seeding it here makes it a function of the position too.
             rank = accelerator.process_index
             torch.manual_seed(derive_seed(run.step.seed, "dropout", position.step, position.batches, rank))
-            loss, sigmas = run.step.loss(run.model, batch, position.step)
+            loss, figures = run.step.loss(run.model, batch, position.step)
             accelerator.backward(loss)
             grad_norm = None
             if accelerator.sync_gradients:
@@ -104,7 +101,7 @@ class Trainer:
             if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
                 run.lr_schedule.step()
             run.optimizer.zero_grad()
-        return loss.detach(), sigmas, grad_norm
+        return loss.detach(), figures, grad_norm
 
     def _is_logged(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.parts.total_steps
@@ -120,19 +117,19 @@ class Trainer:
 class _Record:
     """Gathers a step's figures on the device; reads them back only when asked to."""
 
-    def __init__(self, accelerator: Accelerator, position: Position) -> None:
-        self._accelerator, self._position = accelerator, position
+    def __init__(self, accelerator: Accelerator, position: Position, figure: str) -> None:
+        self._accelerator, self._position, self._figure = accelerator, position, figure
         self._ema: Tensor | None = None
         self._losses: list[Tensor] = []
-        self._sigmas: list[Tensor] = []
+        self._figures: list[Tensor] = []
         self._steps, self._waited, self._busy = 0, 0.0, 0.0
         self._loss = self._grad_norm = torch.zeros(())
         self._clock = time.perf_counter()
 
-    def add(self, loss: Tensor, sigmas: Tensor, waited: float) -> None:
+    def add(self, loss: Tensor, figures: Tensor, waited: float) -> None:
         """Take in one batch."""
         self._losses.append(loss)
-        self._sigmas.append(sigmas)
+        self._figures.append(figures)
         self._waited += waited
 
     def close_step(self, grad_norm: Tensor | None) -> None:
@@ -162,11 +159,11 @@ class _Record:
             "loss": loss,
             "loss_ema": ema_value,
             "grad_norm": grad_norm,
-            "sigma_mean": float(torch.cat(self._sigmas).mean()),
+            self._figure: float(torch.cat(self._figures).mean()),
             "s_per_it": self._busy / self._steps,
             "data_wait_s": self._waited / self._steps,
         }
-        self._sigmas, self._steps, self._waited, self._busy = [], 0, 0.0, 0.0
+        self._figures, self._steps, self._waited, self._busy = [], 0, 0.0, 0.0
         return figures
 
 

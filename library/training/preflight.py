@@ -6,22 +6,27 @@ Each of these would be found later too, where it is used; here only the looking 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from library.errors import UserError
-from library.training.checkpoint import check_state, lasting_settings, read_position
+from library.training.checkpoint import check_state, lasting_settings, read_position, shared_settings
 from library.training.optimizers import check_optimizer
 from networks.adapter_files import check_save_format, read_updates
 
 if TYPE_CHECKING:
+    from library.config.instruction_schema import InstructionTrainConfig
     from library.config.schema import TrainConfig
     from library.models.protocol import Family, TextEncoder
     from library.training.network_plan import NetworkPlan
+    from networks.targets import LoraTargets
 
 
-def check_before_loading(config: TrainConfig) -> None:
-    """Look at what the run is going to need besides models and data.
+def check_before_loading(
+    config: TrainConfig | InstructionTrainConfig, settings: Mapping[str, Any] | None = None
+) -> None:
+    """Look at what the run is going to need besides models and data; ``settings`` are those of a state, if not usual.
 
     Raises:
         UserError: no such optimizer or argument of it, no ``network_weights``, no state to ``resume`` or one of other
@@ -33,7 +38,7 @@ def check_before_loading(config: TrainConfig) -> None:
     if weights and not Path(weights).exists():
         raise UserError(f"network_weights: {weights} does not exist; check the path")
     if resume:
-        read_position(resume, lasting_settings(config))
+        read_position(resume, shared_settings(config) if settings is None else settings)
     _check_writable(Path(config.saving.output_dir))
 
 
@@ -44,13 +49,26 @@ def check_against_model(config: TrainConfig, family: Family, plan: NetworkPlan, 
         UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` is damaged, was trained on
             another base or with other text encoders, or has nothing left to train.
     """
+    trained_text = text_encoder.fingerprint if plan.text_encoders and config.training.resume else None
+    check_saved(config, plan.targets, family.fingerprint(), lasting_settings(config, trained_text))
+
+
+def check_saved(
+    config: TrainConfig | InstructionTrainConfig, targets: LoraTargets, base: str, settings: Mapping[str, Any]
+) -> None:
+    """Look at ``network_weights`` and ``resume``; see :func:`check_against_model`.
+
+    Args:
+        config: sections ``network`` and ``training`` are read.
+        targets, base: the base model's row and fingerprint.
+        settings: that a state goes on with.
+    """
     training = config.training
     if config.network.network_weights:
-        read_updates(config.network.network_weights, plan.targets)
+        read_updates(config.network.network_weights, targets)
     if training.resume:
-        trained_text = text_encoder.fingerprint if plan.text_encoders else None
         steps = training.max_train_steps if training.max_train_epochs is None else None
-        check_state(training.resume, family.fingerprint(), lasting_settings(config, trained_text), steps)
+        check_state(training.resume, base, settings, steps)
 
 
 def _check_writable(folder: Path) -> None:

@@ -31,7 +31,7 @@ def remove_old(
     """
     if step is not None:
         limits = (_steps(step, saving.save_last_n_steps), _steps(step, saving.save_last_n_steps_state))
-        pattern = re.compile(re.escape(name) + r"-step(\d{8})(\.safetensors|-state)")
+        pattern = re.compile(re.escape(name) + r"-step(\d{8})(\.safetensors|-state|)")
     else:
         assert epoch is not None
         every = saving.save_every_n_epochs or 1
@@ -39,15 +39,17 @@ def remove_old(
             _epochs(epoch, every, saving.save_last_n_epochs),
             _epochs(epoch, every, saving.save_last_n_epochs_state),
         )
-        pattern = re.compile(re.escape(name) + r"-(\d{6})(\.safetensors|-state)")
+        pattern = re.compile(re.escape(name) + r"-(\d{6})(\.safetensors|-state|)")
     oldest_lora, oldest_state = limits
     for path in folder.iterdir():
         if not (match := pattern.fullmatch(path.name)):
             continue
+        if not match[2] and not (path / "adapter_config.json").is_file():
+            continue  # no LoRA of a language model
         is_state = match[2] == "-state"
         oldest = (oldest_state if oldest_state is not None else oldest_lora) if is_state else oldest_lora
         if oldest is not None and int(match[1]) < oldest:
-            shutil.rmtree(path) if is_state else path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _steps(step: int, last: int | None) -> int | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -18,16 +18,23 @@ from library.training.network_plan import NetworkPlan
 from library.training.optimizers import averaged_weights, build_optimizer
 from library.training.prepare import Networks, total_steps, training_loader
 from library.training.schedules import build_schedule
-from library.training.step import FlowStep
+from library.training.step import FlowStep, TrainingStep
 from library.training.weight_average import WeightAverage
 from networks.injection import AdapterNetwork
 
 if TYPE_CHECKING:
     from library.config.schema import TrainConfig
     from library.data.dataset import TrainingData
-    from library.data.order import EpochBatchSampler
     from library.models.protocol import Family
     from library.training.teacher import Teacher
+
+
+class EpochBatches(Protocol):
+    """What orders the batches of an epoch: ``library.data.order.EpochBatchSampler`` or another."""
+
+    def set_position(self, epoch: int, first_batch: int = 0) -> None: ...
+
+    def batches_per_epoch(self, epoch: int | None = None) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -35,14 +42,14 @@ class Run:
     """A run's parts, wrapped by accelerate where that is needed."""
 
     accelerator: Accelerator
-    step: FlowStep
+    step: TrainingStep
     transformer: nn.Module  # with its LoRA, out of any wrapper
     model: nn.Module  # the same as the engine runs it; ``step`` has the text encoders as the engine runs them
     network: AdapterNetwork
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
-    loader: DataLoader[Any]  # of Batch
-    batches: EpochBatchSampler
+    loader: DataLoader[Any]
+    batches: EpochBatches
     total_steps: int
     max_grad_norm: float
     base_fingerprint: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,32 @@ if TYPE_CHECKING:
     from library.training.teacher import Teacher
 
 
+class TrainingStep(Protocol):
+    """What the loop asks of a forward pass.
+
+    Attributes:
+        figure: what the metrics call the mean of the second value of :meth:`loss`.
+        seed: of the run.
+        text_encoders: those that are trained, as prepared.
+    """
+
+    figure: ClassVar[str]
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def text_encoders(self) -> nn.Module | None: ...
+
+    def loss(self, model: nn.Module, batch: Any, step: int) -> tuple[Tensor, Tensor]:
+        """Return the batch's loss (a scalar with gradient) and a figure of each sample (CPU) at step ``step``."""
+
+
 @dataclass(frozen=True)
 class FlowStep:
     """What a forward pass needs besides the batch."""
+
+    figure: ClassVar[str] = "sigma_mean"
 
     family: Family
     flow: FlowConfig

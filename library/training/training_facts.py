@@ -147,10 +147,15 @@ _PATHS = {  # may be relative; what is absolute is known by itself
     "output_dir",
     "sample_prompts",
     "logging_dir",
+    "tokenizer",
+    "train_data",
+    "validation_data",
 }
 
 
 def _cut(key: str, value: object) -> object:
+    if isinstance(value, list):
+        return [_cut(key, item) for item in value]
     if not isinstance(value, str):
         return value
     windows = PureWindowsPath(value)  # takes both kinds of slash

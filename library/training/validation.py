@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from library.data.batches import Bucket, CachedDataset, collate
 from library.errors import UserError
-from library.training.step import FlowStep
+from library.training.step import FlowStep, TrainingStep
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,8 +29,12 @@ class HeldOut:
     step: FlowStep
     config: ValidationConfig
 
+    def loss(self, model: nn.Module, accelerator: Accelerator) -> float:
+        """Return the validation loss of ``model`` as it is; see :func:`validation_loss`."""
+        return validation_loss(model, self.batches, self.step, self.config.validation_sigmas, accelerator)
 
-def hold_out(data: TrainingData, step: FlowStep, config: ValidationConfig) -> HeldOut | None:
+
+def hold_out(data: TrainingData, step: TrainingStep, config: ValidationConfig) -> HeldOut | None:
     """Return the held-out images, or None where the dataset holds none out.
 
     Raises:
@@ -41,6 +45,7 @@ def hold_out(data: TrainingData, step: FlowStep, config: ValidationConfig) -> He
             key = sorted(config.model_fields_set)[0]
             raise UserError(f"{key}: no images are held out; set validation_split in the dataset TOML, or remove {key}")
         return None
+    assert isinstance(step, FlowStep)
     return HeldOut(held_out_loader(data.validation, config.max_validation_images), step, config)
 
 
