@@ -1,6 +1,6 @@
 """A conversation with a language model: what was said, as tokens, and the keys and values already computed for them.
 
-    conversation = Conversation(model.config, find_template("auto", tokenizer, folder, model.config.eos))
+    conversation = Conversation(model.config, find_chat_template("auto", tokenizer, folder, model.config.eos))
     for piece in conversation.answer(model, "What is RoPE?", SamplingSettings(temperature=0.7)):
         print(piece, end="", flush=True)
 
@@ -25,12 +25,11 @@ import copy
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Literal
 
 from library.errors import UserError
 from library.llm.chat import Message
-from library.llm.chat_templates import Template
+from library.llm.chat_templates import ChatTemplate, TextTemplate, Turn
 from library.llm.generation import SamplingSettings, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder
 from library.models.lm_config import LMConfig
@@ -39,22 +38,6 @@ from library.nn.kv_cache import KVCache
 
 Ending = Literal["said", "max_new_tokens", "context", "stopped"]
 _FIRST_CAPACITY = 256  # columns of a new cache; doubled as needed, as a context of 131,072 is gigabytes
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A question and its answer.
-
-    Attributes:
-        question, answer: as text.
-        tokens: of both, template included, as the model saw them.
-        ended: the model itself ended its answer.
-    """
-
-    question: str
-    answer: str
-    tokens: list[int]
-    ended: bool
 
 
 @dataclass(frozen=True)
@@ -87,7 +70,7 @@ class Conversation:
         context: tokens that fit.
     """
 
-    def __init__(self, config: LMConfig, template: Template, system: str = "", context: int | None = None) -> None:
+    def __init__(self, config: LMConfig, template: ChatTemplate, system: str = "", context: int | None = None) -> None:
         """Begin a conversation.
 
         Args:
@@ -99,7 +82,7 @@ class Conversation:
         Raises:
             UserError: a system message for a model without turns, or no sensible context.
         """
-        template.begin(system)
+        template.prompt(system, [], "?")
         self.system, self.turns = system, list[Turn]()
         self.remarks, self.effort = list[str](), None
         self._wanted_context = context
@@ -107,13 +90,13 @@ class Conversation:
 
     effort: Effort | None
 
-    def _attach(self, config: LMConfig, template: Template) -> None:
+    def _attach(self, config: LMConfig, template: ChatTemplate) -> None:
         largest, wanted = config.context, self._wanted_context
         if wanted is not None and (wanted < 8 or (wanted > largest and not config.has_rope)):
             raise UserError(f"context: {wanted} does not fit; this model takes 8 to {largest} tokens")
         self.template, self.context = template, wanted or largest
         self.stop_tokens = (*template.tokenizer.stop_tokens, *config.eos)
-        self._start = 0  # tokens of the turns that are left out
+        self._left_out = 0  # turns, or tokens of a text, at the beginning
         self.forget_cache()
 
     @property
@@ -127,7 +110,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget all turns; the system message stays, and the cache of it."""
         self.turns.clear()
-        self.remarks, self.effort, self._start = [], None, 0
+        self.remarks, self.effort, self._left_out = [], None, 0
 
     def forget_cache(self) -> None:
         """Compute everything again for the next answer, as the model's weights are others now."""
@@ -142,7 +125,7 @@ class Conversation:
         other.forget_cache()
         return other
 
-    def switch(self, config: LMConfig, template: Template) -> bool:
+    def switch(self, config: LMConfig, template: ChatTemplate) -> bool:
         """Go on with another model; return whether the turns so far could be kept.
 
         They cannot between a model with turns and one that continues a text.
@@ -152,11 +135,7 @@ class Conversation:
             self.reset()
             self.system = ""
         self._attach(config, template)
-        turns, self.turns = self.turns, []
-        for turn in turns:
-            asked = template.ask(turn.question, self._follows_text())
-            said = template.close(template.tokenizer.encode(turn.answer), self.stop_tokens)
-            self.turns.append(replace(turn, tokens=asked + said))
+        self.turns = [replace(turn, said=()) for turn in self.turns]  # tokens of another tokenizer
         return kept
 
     def answer(self, model: TransformerLM, text: str, settings: SamplingSettings) -> Iterator[str]:
@@ -172,8 +151,7 @@ class Conversation:
             UserError: the message is empty or longer than the context.
         """
         started = time.perf_counter()
-        asked = self.template.ask(text, self._follows_text())
-        prompt = self._fitted(asked, settings.max_new_tokens)
+        prompt = self._fitted(text, settings.max_new_tokens)
         room = min(settings.max_new_tokens, self.context + 1 - len(prompt))  # the last token needs no place
         chosen = replace(
             settings, max_new_tokens=room, seed=settings.seed + len(self.turns), stop_tokens=self.stop_tokens
@@ -195,13 +173,9 @@ class Conversation:
         finally:
             self._cached = [*prompt, *tokens][: cache.length]
             if tokens:
-                closed = self.template.close(tokens, self.stop_tokens)
-                self.turns.append(Turn(text, said, asked + closed, ending == "said"))
+                self.turns.append(Turn(text, said, tuple(tokens), ending == "said"))
             seconds = time.perf_counter() - started
             self.effort = Effort(len(tokens), kept, len(prompt) - kept, seconds, ending)
-
-    def _follows_text(self) -> bool:
-        return bool(self.turns) and not self.turns[-1].ended
 
     def _ending(self, tokens: list[int], room: int, settings: SamplingSettings) -> Ending:
         if tokens[-1] in self.stop_tokens:
@@ -211,43 +185,46 @@ class Conversation:
         self.remarks.append(f"the context of {self.context} tokens is full; the answer ends here")
         return "context"
 
-    def _fitted(self, asked: list[int], wanted: int) -> list[int]:
+    def _fitted(self, text: str, wanted: int) -> list[int]:
         """Return the prompt, with enough left out for an answer of ``wanted`` tokens or a quarter of the context.
 
         Raises:
-            UserError: ``asked`` alone is too long.
+            UserError: ``text`` alone is too long.
         """
         self.remarks = []
-        begin = self.template.begin(self.system)
-        said = [token for turn in self.turns for token in turn.tokens] + asked
-        start, quarter = self._start, max(1, self.context // 4)
-        free = self.context + 1 - len(begin) - (len(said) - start)
-        if free < min(wanted, quarter):
-            start = self._cut(start + quarter - free, len(said))
-            free = self.context + 1 - len(begin) - (len(said) - start)
-        if free < 1:
+        quarter = max(1, self.context // 4)
+        fits = self._fitted_text if isinstance(self.template, TextTemplate) else self._fitted_turns
+        prompt, left_out = fits(text, min(wanted, quarter), quarter)
+        if len(prompt) > self.context:
             raise UserError(
-                f"the message takes {len(asked)} tokens, the context has room for {self.context - len(begin)}; "
+                f"the message makes a prompt of {len(prompt)} tokens, the context has room for {self.context}; "
                 "shorten the message"
             )
-        if start > self._start:
-            self.remarks.append(self._left_out(start))
-        self._start = start
-        return [*begin, *said[start:]]
+        if left_out > self._left_out:
+            what = f"{left_out} of {len(self.turns) + 1} turns" if self.template.has_turns else f"{left_out} tokens"
+            self.remarks.append(f"the context of {self.context} tokens is full; the oldest {what} are left out")
+        self._left_out = left_out
+        return prompt
 
-    def _cut(self, least: int, end: int) -> int:
-        """Return where the prompt is to start, if ``least`` of ``end`` tokens should be left out."""
-        if not self.template.has_turns:
-            return min(least, end - 1)
-        ends = list(accumulate(len(turn.tokens) for turn in self.turns))
-        return next((place for place in ends if place >= least), ends[-1] if ends else 0)
+    def _fitted_turns(self, text: str, least: int, quarter: int) -> tuple[list[int], int]:
+        """Return the prompt and the number of turns left out: if not ``least`` tokens are free, until a quarter is."""
+        left_out, needed = self._left_out, least
+        while True:
+            prompt = self.template.prompt(self.system, self.turns[left_out:], text)
+            if self.context + 1 - len(prompt) >= needed or left_out == len(self.turns):
+                return prompt, left_out
+            left_out, needed = left_out + 1, quarter
 
-    def _left_out(self, start: int) -> str:
-        full = f"the context of {self.context} tokens is full"
-        if not self.template.has_turns:
-            return f"{full}; the oldest {start} tokens of the text are left out"
-        count = sum(place <= start for place in accumulate(len(turn.tokens) for turn in self.turns))
-        return f"{full}; the oldest {count} of {len(self.turns) + 1} turns are left out"
+    def _fitted_text(self, text: str, least: int, quarter: int) -> tuple[list[int], int]:
+        """Return the prompt and the number of tokens left out, as for turns; what is typed may lose its beginning."""
+        assert isinstance(self.template, TextTemplate)
+        begin = self.template.beginning
+        whole = self.template.prompt(self.system, self.turns, text)[len(begin) :]
+        left_out = self._left_out
+        free = self.context + 1 - len(begin) - (len(whole) - left_out)
+        if free < least:
+            left_out += quarter - free
+        return begin + whole[left_out:], left_out
 
     def _ready_cache(self, model: TransformerLM, prompt: list[int], capacity: int) -> KVCache:
         """Return a cache for ``capacity`` tokens that holds as much of the prompt's beginning as was computed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,17 @@ import torch
 
 from library.errors import UserError
 from library.llm.chat import Message, chat_tokens
-from library.llm.chat_templates import find_template
+from library.llm.chat_templates import find_chat_template
 from library.llm.conversation import Conversation
+from library.llm.dialogue_templates import dialogue_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
 from library.models.lm_files import load_lm
 from library.models.transformer_lm import TransformerLM
 from tests.llm.talkers import PAIRS, write_chat_model, write_story_model
 
+JINJA = "{% for m in messages %}<|start_header_id|>{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
+JINJA += "{% if add_generation_prompt %}<|start_header_id|>assistant: {% endif %}"
 GREEDY = SamplingSettings(max_new_tokens=24, temperature=0)
 DRAWN = SamplingSettings(max_new_tokens=24, temperature=1.5, top_p=0.95, repetition_penalty=1.2, seed=7)
 
@@ -35,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def begin(folder: Path, system: str = "", context: int | None = None) -> tuple[TransformerLM, Conversation]:
     model = load_lm(folder, torch.float32)
-    template = find_template("auto", load_tokenizer(folder), folder, model.config.eos)
+    template = find_chat_template("auto", load_tokenizer(folder), folder, model.config.eos)
     return model, Conversation(model.config, template, system, context)
 
 
@@ -58,10 +62,31 @@ def test_a_kept_cache_gives_the_tokens_of_a_fresh_one(
         assert fresh.effort is not None
         assert fresh.effort.kept == 0
         if i:
-            # all that was said is known; only the newest message, and the last token said, go through the model
-            assert kept.effort.kept >= fresh.effort.computed - len(kept.turns[-1].tokens) + kept.effort.tokens - 1
+            # all that was said is known, but for its last token and the mark that ends the turn
+            history = len(kept.template.prompt("", kept.turns[:i], "?")) - len(kept.template.prompt("", [], "?"))
+            assert kept.effort.kept >= history - 2
             assert kept.effort.kept + kept.effort.computed == fresh.effort.computed
-    assert [turn.tokens for turn in kept.turns] == [turn.tokens for turn in fresh.turns]
+    assert [turn.said for turn in kept.turns] == [turn.said for turn in fresh.turns]
+
+
+@pytest.mark.parametrize("name", ["own", "plain"])
+def test_other_templates_keep_their_cache_too(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+    model = load_lm(folders["chat"], torch.float32)
+    tokenizer = load_tokenizer(folders["chat"])
+    (tmp_path / "chat_template.jinja").write_text(JINJA)
+    template = find_chat_template(name, tokenizer, tmp_path, ())
+    kept, fresh = (Conversation(model.config, template, system="be short") for _ in range(2))
+    for question, _ in PAIRS:
+        fresh.forget_cache()
+        for conversation in (kept, fresh):
+            say(model, conversation, question, DRAWN)
+        assert kept.effort is not None
+        assert len(kept.turns) == 1 or kept.effort.kept > kept.effort.computed
+    assert kept.turns == fresh.turns
+    said = [Message("system", "be short"), *kept.messages[1:], Message("user", "and?")]
+    expected = dialogue_template(name, tokenizer, tmp_path).tokens(said, answer_next=True)[0]
+    prompt = template.prompt("be short", [replace(turn, said=()) for turn in kept.turns], "and?")
+    assert prompt == expected
 
 
 def test_a_chat_is_what_the_template_makes_of_its_messages(folders: dict[str, Path]) -> None:
@@ -108,8 +133,9 @@ def test_an_answer_may_be_stopped_anywhere_and_the_talk_goes_on(folders: dict[st
     assert conversation.effort is not None
     assert conversation.effort.ending == "stopped"
     assert conversation.messages[-1] == Message("assistant", said)
-    end = conversation.template.tokenizer.special["<|eot_id|>"]
-    assert conversation.turns[0].tokens[-1] == end
+    tokenizer = conversation.template.tokenizer
+    stopped = tokenizer.decode(conversation.template.prompt("", conversation.turns, "and?"))
+    assert f"{said}<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nand?<|eot_id|>" in stopped
     _, fresh = begin(folders["chat"])
     fresh.turns = list(conversation.turns)
     assert say(model, conversation, "what is RoPE?") == say(model, fresh, "what is RoPE?")
@@ -139,9 +165,11 @@ def test_the_oldest_turns_are_left_out_when_the_context_is_full(folders: dict[st
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_text_loses_its_beginning_and_never_ends_in_an_error(folders: dict[str, Path], kind: str) -> None:
     model, conversation = begin(folders[kind], context=64)
-    said = [say(model, conversation, "the cat" if not i else "", SamplingSettings(40, 0)) for i in range(5)]
-    assert all(said)
-    assert any("tokens of the text are left out" in remark for remark in conversation.remarks)
+    remarks = []
+    for text in ("the cat", "", "", "", ""):
+        assert say(model, conversation, text, SamplingSettings(40, temperature=0))
+        remarks += conversation.remarks
+    assert any("tokens are left out" in remark for remark in remarks)
     long = say(model, conversation, "the dog was glad " * 40)
     assert long
     whole = say(model, Conversation(model.config, conversation.template, context=32), "cat", SamplingSettings(90, 0))
@@ -175,20 +203,20 @@ def test_a_changed_system_message_or_model_is_what_the_next_answer_sees(folders:
 def test_what_the_template_is_follows_from_what_was_published(folders: dict[str, Path], tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folders["chat"])
     end = tokenizer.special["<|eot_id|>"]
-    assert find_template("auto", tokenizer, tmp_path, (end,)).name == "llama3"
-    assert find_template("auto", tokenizer, tmp_path, ()).name == "plain"  # a base model with the same tokenizer
-    assert find_template("auto", tokenizer, tmp_path / "Llama3.2-1B-Instruct", ()).name == "llama3"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    assert find_template("auto", tokenizer, tmp_path, ()).name == "llama3"
-    assert find_template("plain", tokenizer, tmp_path, (end,)).name == "plain"
+    assert find_chat_template("auto", tokenizer, tmp_path, (end,)).name == "llama3"
+    assert find_chat_template("auto", tokenizer, tmp_path, ()).name == "text"  # a base model with the same tokenizer
+    assert find_chat_template("auto", tokenizer, tmp_path / "Llama3.2-1B-Instruct", ()).name == "llama3"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": JINJA}))
+    assert find_chat_template("auto", tokenizer, tmp_path, ()).name == "own"
+    assert find_chat_template("text", tokenizer, tmp_path, (end,)).name == "text"
     with pytest.raises(UserError, match="no Llama 3 chat"):
-        find_template("llama3", load_tokenizer(folders["gpt2"]), tmp_path, ())
+        find_chat_template("llama3", load_tokenizer(folders["gpt2"]), tmp_path, ())
 
 
 @pytest.mark.parametrize(
     ("kind", "system", "context", "text", "message"),
     [
-        ("chat", "", 48, "the cat sat on the mat " * 9, "the context has room for 47; shorten the message"),
+        ("chat", "", 48, "the cat sat on the mat " * 9, "the context has room for 48; shorten the message"),
         ("chat", "", None, "  ", "the message is empty"),
         ("llama", "be short", None, "x", "a system message: this model only continues text"),
         ("gpt2", "", 161, "x", "context: 161 does not fit; this model takes 8 to 160 tokens"),
@@ -204,10 +232,10 @@ def test_what_cannot_be_is_refused(
 def test_a_refused_message_changes_nothing(folders: dict[str, Path]) -> None:
     model, conversation = begin(folders["chat"], context=64)
     say(model, conversation, "hello")
-    tokens = list(conversation.turns[0].tokens)
+    turns = list(conversation.turns)
     with pytest.raises(UserError, match="shorten the message"):
         say(model, conversation, "the cat sat on the mat " * 20)
     _, fresh = begin(folders["chat"], context=64)
     fresh.turns = list(conversation.turns)
-    assert [turn.tokens for turn in conversation.turns] == [tokens]
+    assert conversation.turns == turns
     assert say(model, conversation, "what is GQA?") == say(model, fresh, "what is GQA?")

@@ -1,0 +1,268 @@
+"""``tools/chat.py`` in a terminal and in a pipe, and the shelf that models and LoRAs stand on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
+
+from library.errors import UserError
+from library.llm.generation import SamplingSettings, generate_tokens
+from library.llm.tokenizers import load_tokenizer
+from library.models.lm_files import load_lm
+from library.training.instruction.adapters import put_lora_on
+from tests.llm.talkers import PAIRS, write_chat_model, write_story_model
+from tests.processes import LIMIT
+from tools.chat import chat, parser
+from tools.chatting.commands import run_command
+from tools.chatting.session import Session
+from tools.chatting.shelf import Loading, ModelShelf, find_loras, find_models
+
+ROOT = Path(__file__).resolve().parents[2]
+GREEDY = SamplingSettings(max_new_tokens=24, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("models")
+    write_chat_model(top / "chat")
+    write_story_model(top / "deeper" / "story")
+    write_story_model(top / "gpt2", "gpt2", context=160)
+    (top / "encoder").mkdir()
+    (top / "encoder" / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    return top
+
+
+@pytest.fixture(scope="module")
+def loras(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two random LoRAs of the chat model, as peft writes them."""
+    top = tmp_path_factory.mktemp("loras")
+    for seed, name in enumerate(("first", "second")):
+        torch.manual_seed(seed)
+        base = LlamaForCausalLM.from_pretrained(models / "chat")
+        layers = ["q_proj", "down_proj"]
+        adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=64, target_modules=layers, init_lora_weights=False))
+        adapted.save_pretrained(top / name)
+    return top
+
+
+def session(models: Path, settings: SamplingSettings = GREEDY, loras: dict[str, Path] | None = None) -> Session:
+    return Session(ModelShelf(find_models([], models), loras or {}, Loading()), settings)
+
+
+def say(talk: Session, text: str) -> str:
+    return "".join(talk.answer(text))
+
+
+def piped(models: Path, lines: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools/chat.py"), "--models_dir", str(models), *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=LIMIT, env=environment)
+
+
+def test_a_pipe_of_lines_is_a_conversation(models: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.jsonl"
+    lines = f"hello\n/set temperature 0\nwhat is GQA?\n/save {file}\n/reset\nsay it in Greek\n/save {file}\n"
+    done = piped(models, f"{lines}/quit\nnot read\n", "--temperature", "0.5", "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    answers = [answer for _, answer in (PAIRS[0], PAIRS[2], PAIRS[3])]
+    assert [line for line in done.stdout.splitlines() if line in answers] == answers
+    assert "not read" not in done.stdout
+    saved = [json.loads(line)["messages"] for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [[message["content"] for message in talk] for talk in saved] == [
+        [*PAIRS[0], *PAIRS[2]],
+        list(PAIRS[3]),
+    ]
+    assert [message["role"] for message in saved[0]] == ["user", "assistant"] * 2
+
+
+class Terminal:
+    """tools/chat.py behind a pseudo-terminal."""
+
+    def __init__(self, *words: str) -> None:
+        self._leader, follower = pty.openpty()
+        command = [sys.executable, str(ROOT / "tools/chat.py"), *words]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "200"}
+        streams = {"stdin": follower, "stdout": follower, "stderr": follower}
+        self.process = subprocess.Popen(command, env=environment, preexec_fn=_own_terminal, **streams)
+        os.close(follower)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._leader, text.encode())
+
+    def wait_for(self, text: str, seconds: float = 60) -> str:
+        """Return what was shown up to and with ``text`` since the last call."""
+        limit = time.monotonic() + seconds
+        while text not in self.shown:
+            assert time.monotonic() < limit, f"no {text!r} in {self.shown!r}"
+            os.set_blocking(self._leader, False)
+            try:
+                self.shown += os.read(self._leader, 65536).decode(errors="replace")
+            except BlockingIOError:
+                time.sleep(0.02)
+        before, _, self.shown = self.shown.partition(text)
+        return before + text
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self._leader)
+
+
+def _own_terminal() -> None:
+    """Make the child leader of a session whose controlling terminal is its stdin, so that ^C reaches it."""
+    import fcntl
+    import termios
+
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(models: Path, tmp_path: Path) -> None:
+    history = tmp_path / "history"
+    words = ["--model", str(models / "deeper" / "story"), "--max_new_tokens", "8000", "--temperature", "0"]
+    terminal = Terminal(*words, "--history_file", str(history))
+    try:
+        terminal.wait_for("> ")
+        terminal.type("the cat\n")
+        terminal.wait_for("the dog was glad")
+        terminal.type("\x03")
+        terminal.wait_for("(stopped)")
+        assert "tokens in" in terminal.wait_for("known")
+        terminal.wait_for("> ")
+        terminal.type("half a li\x03")  # at the prompt it clears the line
+        terminal.wait_for("(/quit or Ctrl-D leaves)")
+        terminal.wait_for("> ")
+        terminal.type("/history\n")
+        told = terminal.wait_for("> ")
+        assert "user: the cat" in told
+        assert "assistant:  sat on the mat" in told
+        assert "half a li" not in told
+        terminal.type("/set max_new_tokens 7\n")
+        terminal.wait_for("> ")
+        terminal.type("\n")  # nothing: go on
+        terminal.wait_for("cut off after 7 tokens (max_new_tokens)")
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=60) == 0
+    finally:
+        terminal.close()
+    assert "the cat" in history.read_text()
+
+
+def test_steering_characters_of_a_model_do_not_reach_the_terminal() -> None:
+    from tools.chatting.terminal import _STEERING
+
+    assert "a\x1b[2Jb\nc\td\x9be\x07é🌍".translate(_STEERING) == "a[2Jb\nc\tdeé🌍"
+
+
+def test_a_lora_comes_and_goes_without_loading_the_base_again(models: Path, loras: Path) -> None:
+    talk = session(models, loras=find_loras([], loras))
+    talk.choose("chat", None)
+    base, plain = talk.shelf.model, say(talk, "what is RoPE?")
+    weight = base.embedding.weight.data_ptr()
+    said = {}
+    for name in ("first", "second"):
+        run_command(talk, "lora", name)
+        talk.conversation.reset()
+        said[name] = say(talk, "what is RoPE?")
+        tokens = talk.conversation.template.prompt("", [], "what is RoPE?")
+        alone = load_lm(models / "chat", torch.float32)
+        put_lora_on(alone, loras / name)
+        stops = SamplingSettings(24, temperature=0, stop_tokens=load_tokenizer(models / "chat").stop_tokens)
+        expected = generate_tokens(alone, [tokens], stops)[0]
+        assert said[name] == load_tokenizer(models / "chat").decode(expected, skip_special=True)
+    assert len({plain, *said.values()}) == 3
+    run_command(talk, "lora", "none")
+    talk.conversation.reset()
+    assert say(talk, "what is RoPE?") == plain
+    assert talk.shelf.model is base
+    assert base.embedding.weight.data_ptr() == weight
+
+
+def test_a_lora_that_does_not_fit_leaves_everything_as_it_was(models: Path, loras: Path) -> None:
+    talk = session(models, loras=find_loras([], loras))
+    talk.choose("chat", "first")
+    before = say(talk, "what is RoPE?")
+    with pytest.raises(UserError, match="first"):
+        talk.choose("gpt2", "first")
+    talk.conversation.reset()
+    assert say(talk, "what is RoPE?") == before
+    assert (talk.model_name, talk.lora_name) == ("chat", "first")
+
+
+def test_sessions_share_a_shelf_and_do_not_mix(models: Path) -> None:
+    mine, alone = session(models), session(models)
+    yours = mine.begin_another()
+    mine.choose("chat", None)
+    for talk in (yours, alone):
+        talk.choose("story", None)
+    for question in ("hello", "say it in Greek"):
+        assert say(mine, question) == dict(PAIRS)[question]  # the shelf goes to and fro
+        assert say(yours, "the cat") == say(alone, "the cat")
+    assert [len(talk.conversation.turns) for talk in (mine, yours, alone)] == [2, 2, 2]
+    assert mine.conversation.effort is not None
+    assert mine.conversation.effort.kept > 0  # the cache outlives the model's absence
+
+
+def test_models_are_found_and_named(models: Path) -> None:
+    assert list(find_models([], models)) == ["chat", "gpt2", "story"]
+    assert list(find_models([str(models / "deeper" / "story")], models)) == ["story", "chat", "gpt2"]
+    assert list(find_models([str(models / "a" / "x"), str(models / "b" / "x")], None)) == ["a/x", "b/x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("set temperatur 1", "no setting 'temperatur'; did you mean 'temperature'"),
+        ("set top_k many", "top_k: 'many' is no whole number"),
+        ("set top_p 2", "top_p: 2.0 does not fit"),
+        ("set temperature off", "temperature: 'off' is no number"),
+        ("save", "/save: needs a file's name"),
+        ("model nobody", "no model 'nobody'; choose one of chat, gpt2, story"),
+        ("lora any", "no LoRA 'any'; there is none"),
+    ],
+)
+def test_commands_name_their_mistakes(models: Path, line: str, message: str) -> None:
+    talk = session(models, SamplingSettings(4))
+    name, _, rest = line.partition(" ")
+    with pytest.raises(UserError, match=message):
+        run_command(talk, name, rest)
+    assert talk.settings == SamplingSettings(4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no model to talk to"),
+        (["--model", "x", "--port", "1"], "--port: has no effect without --web"),
+        (["--model", "x", "y", "--tokenizer", "t"], "--tokenizer: goes with one --model"),
+        (["--models_dir", "nowhere"], "--models_dir: nowhere: no such folder"),
+        (["--model", "{models}/chat", "--lora", "nowhere"], "--lora: nowhere: no such file"),
+        (["--model", "{models}/gpt2", "--system", "x"], "a system message: this model only continues text"),
+        (["--model", "{models}/gpt2", "--context", "200"], "context: 200 does not fit"),
+        (["--model", "{models}/gpt2", "--chat_template", "llama3"], "no Llama 3 chat"),
+        (["--model", "x", "--web", "--history_file", "h"], "--history_file: has no effect with --web"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(models: Path, words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        chat(parser().parse_args([word.format(models=models) for word in words]))
+
+
+def test_the_browser_is_refused_in_one_line_where_gradio_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gradio", None)  # as if it were not installed
+    with pytest.raises(UserError, match="--web: gradio is not installed; run make setup-web"):
+        chat(parser().parse_args(["--model", "x", "--web"]))

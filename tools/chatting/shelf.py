@@ -1,0 +1,182 @@
+"""The models and LoRAs that one may talk to; one model at a time is in memory, a LoRA comes and goes on it."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from library.errors import UserError, did_you_mean
+from library.llm.chat_templates import ChatTemplate, find_chat_template
+from library.llm.tokenizers import load_tokenizer
+from library.models.lm_files import open_lm
+from library.models.transformer_lm import TransformerLM
+from library.training.instruction.adapters import put_lora_on
+from networks.adapter import AdapterLinear
+from tools.generation.text import load
+
+_DEPTH = 3  # folders below --models_dir and --loras_dir that are looked into: train_llm.py writes output/NAME/NAME
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How models are loaded.
+
+    Attributes:
+        tokenizer: a path, or None for the one in the model's folder.
+        dtype, fp8_scaled: as for ``tools/generate.py text``.
+        chat_template: which template, or "auto".
+    """
+
+    tokenizer: str | None = None
+    dtype: str | None = None
+    fp8_scaled: bool = False
+    chat_template: str = "auto"
+
+
+class ModelShelf:
+    """What there is to talk to, and what of it is in memory.
+
+    Attributes:
+        models, loras: name -> path.
+        model, template: in memory, the template with the model's tokenizer.
+        model_name, lora_name: what they are; no LoRA is None.
+    """
+
+    model: TransformerLM
+    template: ChatTemplate
+
+    def __init__(self, models: dict[str, Path], loras: dict[str, Path], loading: Loading) -> None:
+        """Load the first model; raises a UserError if it cannot be, or if there is none."""
+        if not models:
+            raise UserError("no model to talk to; give --model FOLDER, or --models_dir with models below it")
+        self.models, self.loras, self._loading = models, loras, loading
+        self.model_name, self.lora_name = "", None
+        self.use(next(iter(models)), None)
+
+    lora_name: str | None
+
+    def use(self, model_name: str, lora_name: str | None) -> None:
+        """Have a model in memory with a LoRA on it or none; what is there already stays, the base under a LoRA too.
+
+        Raises:
+            UserError: no such name, or it cannot be loaded.
+        """
+        for kind, name, known in (("model", model_name, self.models), ("LoRA", lora_name, self.loras)):
+            if name is not None and name not in known:
+                choice = f"choose one of {', '.join(known)}" if known else "there is none"
+                raise UserError(f"no {kind} {name!r}{did_you_mean(name, known)}; {choice}")
+        if model_name != self.model_name:
+            self._load(model_name)
+        if lora_name != self.lora_name:
+            self._exchange_lora(lora_name)
+
+    def _load(self, name: str) -> None:
+        folder = self.models[name].expanduser()
+        tokenizer = load_tokenizer(self._loading.tokenizer or folder)
+        config = open_lm(folder)[0]
+        if tokenizer.vocab_size > config.vocab_size:
+            raise UserError(
+                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "
+                "use the model's own tokenizer"
+            )
+        template = find_chat_template(self._loading.chat_template, tokenizer, folder, config.eos)
+        if self.model_name:
+            self.model_name, self.lora_name = "", None
+            del self.model  # before the next one needs its memory
+            gc.collect()
+        self.model = load(str(folder), self._loading.dtype, self._loading.fp8_scaled)
+        self.template, self.model_name = template, name
+
+    def _exchange_lora(self, name: str | None) -> None:
+        before = self.lora_name
+        take_loras_off(self.model)
+        self.lora_name = None
+        try:
+            if name is not None:
+                put_lora_on(self.model, self.loras[name])
+                self.lora_name = name
+        except UserError:
+            if before is not None:
+                put_lora_on(self.model, self.loras[before])
+                self.lora_name = before
+            raise
+
+
+def take_loras_off(model: TransformerLM) -> None:
+    """Put the layers back that a LoRA was put around; their weights were never touched."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, AdapterLinear):
+            model.set_submodule(name, module.base)
+
+
+def find_models(named: Sequence[str], below: Path | None) -> dict[str, Path]:
+    """Return name -> folder of the models that are named, in order, and of those below a folder.
+
+    Raises:
+        UserError: ``below`` is no folder, or no model is in it.
+    """
+    paths = [Path(name).expanduser() for name in named]
+    if below is not None:
+        found = [folder for folder in _folders(below, "--models_dir") if _is_model(folder)]
+        if not found:
+            raise UserError(f"--models_dir: {below}: no GPT-2 or Llama model in it; choose another folder")
+        paths += found
+    return _by_name(paths)
+
+
+def find_loras(named: Sequence[str], below: Path | None) -> dict[str, Path]:
+    """Return name -> PEFT folder or safetensors file of the LoRAs that are named and of those below a folder.
+
+    Raises:
+        UserError: a file is missing, ``below`` is no folder, or nothing is in it.
+    """
+    paths = [Path(name).expanduser() for name in named]
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"--lora: {path}: no such file or folder; check the path")
+    if below is not None:
+        folders = _folders(below, "--loras_dir")
+        adapters = [folder for folder in folders if (folder / "adapter_config.json").is_file()]
+        files = [file for folder in folders if folder not in adapters for file in sorted(folder.glob("*.safetensors"))]
+        found = adapters + [file for file in files if file.name != "model.safetensors"]
+        if not found:
+            raise UserError(f"--loras_dir: {below}: no adapter folder or safetensors file in it; choose another")
+        paths += found
+    return _by_name(paths)
+
+
+def _folders(top: Path, flag: str) -> list[Path]:
+    top = top.expanduser()
+    if not top.is_dir():
+        raise UserError(f"{flag}: {top}: no such folder; check the path")
+    folders, level = [top], [top]
+    for _ in range(_DEPTH):
+        level = [inner for folder in level for inner in sorted(folder.iterdir()) if inner.is_dir()]
+        folders += level
+    return folders
+
+
+def _is_model(folder: Path) -> bool:
+    if (folder / "params.json").is_file() or any(folder.glob("*.ckpt.index")):
+        return True
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") in ("gpt2", "llama")
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _by_name(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return the paths by their last part, or by more of it where two share that."""
+    unique = list({path.resolve(): path for path in paths}.values())
+    names: dict[str, Path] = {}
+    for path in unique:
+        parts = path.resolve().parts
+        same = [other.resolve().parts for other in unique if other != path]
+        length = 1
+        while length < len(parts) and any(other[-length:] == parts[-length:] for other in same):
+            length += 1
+        names["/".join(parts[-length:])] = path
+    return names
