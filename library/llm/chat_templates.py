@@ -83,8 +83,8 @@ class TurnTemplate(ChatTemplate):
         prompt: list[int] = []
         for owner, run in groupby(zip(owners, tokens, strict=True), key=lambda pair: pair[0]):
             encoded = [token for _, token in run]
-            turn = None if owner == NO_ANSWER else turns[(owner - first) // 2]
-            prompt += encoded if turn is None or not turn.said else self._said(turn, encoded)
+            answered = None if owner == NO_ANSWER else turns[(owner - first) // 2]
+            prompt += self._said(answered, encoded) if answered is not None and answered.said else encoded
         return prompt
 
     def _said(self, turn: Turn, encoded: list[int]) -> list[int]:

@@ -157,7 +157,8 @@ class Conversation:
             settings, max_new_tokens=room, seed=settings.seed + len(self.turns), stop_tokens=self.stop_tokens
         )
         cache = self._ready_cache(model, prompt, len(prompt) + room)
-        kept, said, tokens, ending = cache.length, "", list[int](), "stopped"
+        kept, said, tokens = cache.length, "", list[int]()
+        ending: Ending = "stopped"
         decoder = IncrementalDecoder(self.template.tokenizer)
         try:
             for (token,) in stream_tokens(model, [prompt], chosen, cache):
