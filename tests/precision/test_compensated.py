@@ -11,7 +11,7 @@ from library.precision.parity.compensated import merge_into_fp8, quantize_compen
 from library.precision.parity.survival import saturated, survival
 from library.precision.quantize import GRANULARITIES, Granularity, quantize
 from tests.precision.layers import make_layer
-from tests.precision.test_survival import comfyui
+from tests.precision.users_merges import comfyui
 
 
 def by_the_textbook(weight: Tensor, moment: Tensor, scale: Tensor | None, fp8: Fp8Format) -> Tensor:

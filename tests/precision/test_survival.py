@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from library.precision.formats import E4M3FN
 from library.precision.parity.survival import saturated, survival, survival_of_rounding
 from library.precision.quantize import GRANULARITIES, Granularity, Quantized, quantize
 from library.precision.recipe import Fp8Recipe
-from library.precision.rounding import round_stochastically
 from tests.precision.layers import make_layer
+from tests.precision.users_merges import comfyui, musubi_base_weights, sd_scripts
 
 
 def isotropic(weight: Tensor, share: float = 0.01, seed: int = 1) -> Tensor:
@@ -85,25 +84,6 @@ def test_nothing_to_add_survives_and_a_change_elsewhere_does_not_count() -> None
     half = survival(weight + 0.5 * update + beside, weight, update)
     assert half.gain == pytest.approx(0.5, abs=1e-6)
     assert half.cosine == pytest.approx(0.5 / (0.25 + 9) ** 0.5, abs=1e-6)
-
-
-# What other programs do when a LoRA is merged into a scaled fp8 file, written out from their published behaviour.
-def comfyui(weight: Quantized, update: Tensor) -> Quantized:
-    """ComfyUI comfy/ops.py and comfy/float.py: dequantise, add, divide by the *old* scale, round stochastically."""
-    assert weight.scale is not None
-    merged = (weight.dequantize(torch.float32) + update) / weight.scale
-    return Quantized(round_stochastically(merged, E4M3FN, torch.Generator().manual_seed(0)), weight.scale)
-
-
-def musubi_base_weights(weight: Quantized, update: Tensor) -> Quantized:
-    """musubi-tuner --base_weights on a scaled file: the update is added to the codes, whose scale nobody applies."""
-    codes = (weight.codes.to(torch.float32) + update).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return Quantized(codes, weight.scale)
-
-
-def sd_scripts(weight: Quantized, update: Tensor) -> Quantized:
-    """sd-scripts flux_merge_lora.py into an fp8 file: add in float, cast back to the file's dtype (no scales there)."""
-    return Quantized((weight.dequantize(torch.float32) + update).to(torch.float8_e4m3fn), None)
 
 
 def test_what_other_programs_merges_leave_of_an_update() -> None:
