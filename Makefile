@@ -4,7 +4,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo demo-fp8 test test-all check format docs clean
+.PHONY: help setup demo demo-fp8 demo-llm test test-all check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -22,6 +22,9 @@ demo: $(STAMP)  ## train a LoRA on the built-in tiny FLUX: samples, curves, metr
 
 demo-fp8: $(STAMP) ## a fill LoRA trained in bf16, served in fp8: the damage, its causes, the fix; output/demo_fp8
 	$(PY) tools/demo_fp8.py
+
+demo-llm: $(STAMP) ## a small Llama from fresh weights to stories: curves, perplexity, samples; output/demo_llm
+	$(PY) tools/demo_llm.py
 
 test: $(STAMP)  ## the tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 -q

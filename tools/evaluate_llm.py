@@ -2,7 +2,7 @@
 
     python tools/evaluate_llm.py --model output/llama_tiny/llama_tiny --perplexity data/my_texts held_out.txt
     python tools/evaluate_llm.py --model Llama-3.2-1B --choices hellaswag_val.jsonl --limit 1000 --save_to scores.json
-    python tools/evaluate_llm.py --model Llama-3.2-1B --tasks arc_easy,lambada_openai
+    python tools/evaluate_llm.py --model Llama-3.2-1B --lora output/my_lora --tasks arc_easy,lambada_openai
 
 What is measured, and how, is said at the top of ``library/llm/perplexity.py`` and ``library/llm/choices.py``.
 """
@@ -34,8 +34,10 @@ from library.llm.token_shards import INDEX, TokenShards
 from library.llm.tokenizers import Tokenizer, load_tokenizer
 from library.models.lm_files import open_lm
 from library.models.transformer_lm import TransformerLM
+from library.training.instruction.adapters import put_lora_on
 from library.training.progress import counting
 from tools.generation.text import load, prompt_tokens
+from tools.merge_lora import parse_source
 
 _CONTEXT = 2048  # at most, unless asked for more: what models were compared at when these measures were made
 _NEEDS = {
@@ -71,10 +73,14 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             texts[path] = documents(path, tokenizer, options)
             reading(1)
     model = load(options.model, options.dtype, options.fp8_scaled)
+    if options.lora:
+        source = parse_source(options.lora)
+        put_lora_on(model, source.path, source.ratio)
     results: dict[str, Any] = {
         "model": options.model,
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         "fp8_scaled": options.fp8_scaled,
+        "lora": options.lora,
     }
     if texts:
         results["perplexity"] = perplexities(model, tokenizer, texts, context, options, console)
@@ -247,6 +253,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--tokenizer", metavar="PATH", help="default: the one in the model's folder")
     model.add_argument("--dtype", choices=["fp32", "fp16", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
     model.add_argument("--fp8_scaled", action="store_true", help="quantise linear weights to fp8 as they are loaded")
+    model.add_argument("--lora", metavar="ADAPTER[:STRENGTH]", help="PEFT adapter folder, or the file in it")
     what = parser.add_argument_group("what to measure")
     what.add_argument("--perplexity", nargs="+", metavar="PATH", help="text files, folders or prepared corpora")
     what.add_argument("--choices", nargs="+", metavar="FILE", help="questions, jsonl in HellaSwag's format")

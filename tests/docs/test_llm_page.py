@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -31,8 +32,10 @@ def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> 
     (tmp_path / "my_texts").mkdir()
     for i in range(30):
         (tmp_path / "my_texts" / f"{i}.txt").write_text(f"Once upon a time there were {i} cats. " * 6)
+    question = {"ctx": "Once upon a time", "endings": ["there were 3 cats.", "cats."], "label": 0}
+    (tmp_path / "hellaswag_val.jsonl").write_text(json.dumps(question))
     commands = re.findall(r"^\.venv/bin/python (.*)$", PAGE, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 6
     for command in commands:
         script, *rest = shlex.split(command.replace("8192", "300"))
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -42,6 +45,7 @@ def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> 
     assert (tmp_path / "output/llama_tiny/llama_tiny/model.safetensors").stat().st_size > 0
     assert (tmp_path / "output/llama_tiny/llama_tiny-step00000002-state/position.json").is_file()
     assert (tmp_path / "output/llama_tiny/lr.svg").is_file()
+    assert json.loads((tmp_path / "scores.json").read_text())["perplexity"]["data/my_texts"]["tokens"] > 0
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs/llm").glob("*.toml")), ids=lambda path: path.stem)

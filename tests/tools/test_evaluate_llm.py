@@ -12,11 +12,13 @@ import sys
 from math import log2
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from library.errors import UserError
-from library.llm.tokenizers import train_bpe
+from library.llm.tokenizers import load_tokenizer, train_bpe
 from library.models.lm_config import llama
 from library.models.lm_files import export_hf
 from library.models.transformer_lm import TransformerLM
@@ -89,6 +91,29 @@ def test_an_fp8_base_is_measured_too(folder: Path) -> None:
     assert own["perplexity"] == pytest.approx(257, rel=1e-5)
 
 
+def test_a_lora_of_peft_is_part_of_the_model(folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    torch.nn.init.normal_(base.lm_head.weight)  # a head that tells hidden states apart
+    base.save_pretrained(tmp_path / "model")
+    load_tokenizer(folder / "model").save(tmp_path / "model")
+    tuned = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:  # zero in a fresh adapter
+            torch.nn.init.normal_(parameter, std=0.3)
+    tuned.save_pretrained(tmp_path / "lora")
+    ids = torch.tensor([[0, *load_tokenizer(folder / "model").encode(TEXT)]])
+    with torch.no_grad():
+        expected = tuned(ids, labels=ids).loss.item()
+        with tuned.disable_adapter():
+            plain = tuned(ids, labels=ids).loss.item()
+    assert abs(expected - plain) > 1e-2
+    lora = str(tmp_path / "lora")
+    for flags, loss in (["--lora", lora], expected), (["--lora", f"{lora}:0"], plain), ([], plain):
+        (own,) = run(tmp_path, "--perplexity", str(folder / "text.txt"), *flags)["perplexity"].values()
+        assert own["loss"] == pytest.approx(loss, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -100,6 +125,7 @@ def test_an_fp8_base_is_measured_too(folder: Path) -> None:
         (["--perplexity", "text.txt", "--context", "8", "--stride", "9"], "--stride: 9 does not fit"),
         (["--perplexity", "nowhere.txt"], "no such file or folder"),
         (["--perplexity", "long.jsonl", "--text_key", "body"], r"long\.jsonl:1: no key 'body'"),
+        (["--perplexity", "text.txt", "--lora", "nowhere"], "nowhere"),
         (["--choices", "long.jsonl"], r"long\.jsonl:1: no key 'ctx'"),
         (["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], "top_p: has no effect at temperature 0"),
     ],
