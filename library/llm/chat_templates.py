@@ -48,11 +48,13 @@ class ChatTemplate(ABC):
         name: as a user writes it.
         has_turns: whether there are messages (else one text that is continued).
         tokenizer: the model's.
+        ends: tokens that end an answer, besides those that end a text.
     """
 
     name: str
     has_turns: bool
     tokenizer: Tokenizer
+    ends: tuple[int, ...] = ()
 
     @abstractmethod
     def prompt(self, system: str, turns: Sequence[Turn], text: str) -> list[int]:
@@ -69,7 +71,8 @@ class TurnTemplate(ChatTemplate):
     has_turns = True
 
     def __init__(self, dialogue: DialogueTemplate) -> None:
-        self.name, self.tokenizer, self._dialogue = dialogue.name, dialogue.tokenizer, dialogue
+        self.name, self.tokenizer, self.ends = dialogue.name, dialogue.tokenizer, tuple(dialogue.ends)
+        self._dialogue = dialogue
 
     def prompt(self, system: str, turns: Sequence[Turn], text: str) -> list[int]:
         """Return the prompt; an answer that was stopped or cut off ends as the template ends answers."""

@@ -95,7 +95,7 @@ class Conversation:
         if wanted is not None and (wanted < 8 or (wanted > largest and not config.has_rope)):
             raise UserError(f"context: {wanted} does not fit; this model takes 8 to {largest} tokens")
         self.template, self.context = template, wanted or largest
-        self.stop_tokens = (*template.tokenizer.stop_tokens, *config.eos)
+        self.stop_tokens = (*template.tokenizer.stop_tokens, *template.ends, *config.eos)
         self._left_out = 0  # turns, or tokens of a text, at the beginning
         self.forget_cache()
 

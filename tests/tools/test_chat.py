@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from library.errors import UserError
@@ -190,6 +192,24 @@ def test_a_lora_comes_and_goes_without_loading_the_base_again(models: Path, lora
     assert say(talk, "what is RoPE?") == plain
     assert talk.shelf.model is base
     assert base.embedding.weight.data_ptr() == weight
+
+
+def test_a_lora_brings_the_template_that_it_was_trained_with(models: Path, loras: Path, tmp_path: Path) -> None:
+    tensors = load_file(loras / "first" / "adapter_model.safetensors")
+    (tmp_path / "lora").mkdir()
+    shutil.copy(loras / "first" / "adapter_config.json", tmp_path / "lora")
+    save_file(tensors, tmp_path / "lora" / "adapter_model.safetensors", {"tandem.chat_template": "plain"})
+    talk = session(models, loras=find_loras([str(tmp_path / "lora")], loras))
+    talk.choose("story", None)
+    assert not talk.conversation.template.has_turns
+    say(talk, "the cat")
+    talk.choose("story", "lora")
+    assert "talks in turns (template plain)" in talk.introduction()
+    assert talk.conversation.turns == []
+    assert "begins anew" in talk.remarks()[0]
+    say(talk, "the cat?")
+    talk.choose("story", "first")  # says nothing about its template
+    assert not talk.conversation.template.has_turns
 
 
 def test_a_lora_that_does_not_fit_leaves_everything_as_it_was(models: Path, loras: Path) -> None:

@@ -68,13 +68,14 @@ class Session:
         yield from self.conversation.answer(self.shelf.model, text, self.settings)
 
     def _take(self, model_name: str, lora_name: str | None) -> None:
-        self.shelf.use(model_name, lora_name)
-        known_model, known_lora = self._ready_for
-        if model_name != known_model:
-            if not self.conversation.switch(self.shelf.model.config, self.shelf.template):
-                self._notes.append("the conversation begins anew: one of the two models knows no turns")
-        elif lora_name != known_lora:
-            self.conversation.forget_cache()
+        shelf, conversation = self.shelf, self.conversation
+        shelf.use(model_name, lora_name)
+        if model_name != self._ready_for[0] or shelf.template.name != conversation.template.name:
+            said = bool(conversation.turns)
+            if not conversation.switch(shelf.model.config, shelf.template) and said:
+                self._notes.append("the conversation begins anew: a text and a talk in turns do not go together")
+        elif lora_name != self._ready_for[1]:
+            conversation.forget_cache()
         self._ready_for = (model_name, lora_name)
 
     def remarks(self) -> list[str]:

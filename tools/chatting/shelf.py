@@ -13,7 +13,7 @@ from library.llm.chat_templates import ChatTemplate, find_chat_template
 from library.llm.tokenizers import load_tokenizer
 from library.models.lm_files import open_lm
 from library.models.transformer_lm import TransformerLM
-from library.training.instruction.adapters import put_lora_on
+from library.training.instruction.adapters import put_lora_on, template_of
 from networks.adapter import AdapterLinear
 from tools.generation.text import load
 
@@ -41,12 +41,13 @@ class ModelShelf:
 
     Attributes:
         models, loras: name -> path.
-        model, template: in memory, the template with the model's tokenizer.
+        model, template: in memory; the template is the one that the LoRA was trained with, or the model's.
         model_name, lora_name: what they are; no LoRA is None.
     """
 
     model: TransformerLM
     template: ChatTemplate
+    _own_template: ChatTemplate
 
     def __init__(self, models: dict[str, Path], loras: dict[str, Path], loading: Loading) -> None:
         """Load the first model; raises a UserError if it cannot be, or if there is none."""
@@ -88,21 +89,30 @@ class ModelShelf:
             del self.model  # before the next one needs its memory
             gc.collect()
         self.model = load(str(folder), self._loading.dtype, self._loading.fp8_scaled)
-        self.template, self.model_name = template, name
+        self.template = self._own_template = template
+        self.model_name = name
 
     def _exchange_lora(self, name: str | None) -> None:
-        before = self.lora_name
+        before, template = self.lora_name, self._own_template
+        if name is not None:
+            template = self._template_with(self.loras[name])
         take_loras_off(self.model)
-        self.lora_name = None
         try:
             if name is not None:
                 put_lora_on(self.model, self.loras[name])
-                self.lora_name = name
         except UserError:
             if before is not None:
                 put_lora_on(self.model, self.loras[before])
-                self.lora_name = before
             raise
+        self.lora_name, self.template = name, template
+
+    def _template_with(self, lora: Path) -> ChatTemplate:
+        """Return the template that a LoRA was trained with, where it says so and nobody asked for another."""
+        trained_with = template_of(lora)
+        if trained_with is None or self._loading.chat_template != "auto":
+            return self._own_template
+        folder = self.models[self.model_name].expanduser()
+        return find_chat_template(trained_with, self._own_template.tokenizer, folder, self.model.config.eos)
 
 
 def take_loras_off(model: TransformerLM) -> None:
