@@ -36,7 +36,7 @@ from library.models.lm_files import open_lm
 from library.models.transformer_lm import TransformerLM
 from library.training.instruction.adapters import put_lora_on
 from library.training.progress import counting
-from tools.generation.text import load, prompt_tokens
+from tools.generation.text import add_model_flags, load, prompt_tokens
 from tools.merge_lora import parse_source
 
 _CONTEXT = 2048  # at most, unless asked for more: what models were compared at when these measures were made
@@ -250,9 +250,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
-    model.add_argument("--tokenizer", metavar="PATH", help="default: the one in the model's folder")
-    model.add_argument("--dtype", choices=["fp32", "fp16", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
-    model.add_argument("--fp8_scaled", action="store_true", help="quantise linear weights to fp8 as they are loaded")
+    add_model_flags(model)
     model.add_argument("--lora", metavar="ADAPTER[:STRENGTH]", help="PEFT adapter folder, or the file in it")
     what = parser.add_argument_group("what to measure")
     what.add_argument("--perplexity", nargs="+", metavar="PATH", help="text files, folders or prepared corpora")
