@@ -14,12 +14,16 @@ import torch
 from library.config.schema import PrecisionConfig
 from library.errors import UserError
 from library.files import write_text
-from library.llm.chat import Message, chat_tokens
+from library.llm.chat import Message
+from library.llm.dialogue_templates import TEMPLATES, DialogueTemplate, Llama3Template, dialogue_template
 from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer
 from library.models.lm_files import load_lm, open_lm
 from library.models.transformer_lm import TransformerLM
 from library.training.base_precision import plan_fp8
+from library.training.instruction.adapters import put_lora_on, template_of
+from networks.merge import LoraSource
+from tools.merge_lora import parse_source
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DEFAULTS = SamplingSettings()
@@ -35,9 +39,14 @@ def text(options: argparse.Namespace) -> list[str]:
     prompts = read_prompts(options)
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     ends = open_lm(Path(options.model).expanduser())[0].eos
-    settings = replace(read_settings(options), stop_tokens=(*tokenizer.stop_tokens, *ends))
-    given = [prompt_tokens(tokenizer, prompt, options.chat, options.system) for prompt in prompts]
+    lora = parse_source(options.lora) if options.lora else None
+    template = read_template(options, tokenizer, lora)
+    turn_ends = template.ends if template else ()
+    settings = replace(read_settings(options), stop_tokens=(*tokenizer.stop_tokens, *turn_ends, *ends))
+    given = [prompt_tokens(tokenizer, prompt, options.chat, options.system, template) for prompt in prompts]
     model = load(options.model, options.dtype, options.fp8_scaled)
+    if lora is not None:
+        put_lora_on(model, lora.path, lora.ratio)
     if len(prompts) == 1:
         texts = [_streamed(model, tokenizer, given[0], settings, "" if options.chat else prompts[0])]
     else:
@@ -65,6 +74,22 @@ def load(folder: str, dtype: str | None, fp8_scaled: bool) -> TransformerLM:
     return load_lm(folder, _DTYPES[name], device, fp8=fp8)
 
 
+def read_template(
+    options: argparse.Namespace, tokenizer: Tokenizer, lora: LoraSource | None
+) -> DialogueTemplate | None:
+    """Return the template of --chat: as asked, as the LoRA was trained with, or Llama 3's; None without --chat.
+
+    Raises:
+        UserError: the tokenizer lacks the template's marks, or --chat_template is in vain.
+    """
+    if not options.chat:
+        if options.chat_template:
+            raise UserError("--chat_template: has no effect without --chat; add it")
+        return None
+    name = options.chat_template or (template_of(lora.path) if lora else None) or "llama3"
+    return dialogue_template(name, tokenizer, options.tokenizer or options.model)
+
+
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """Return the prompts that the command line names; raises a UserError if there are none, or --system is in vain."""
     if bool(options.prompt) == bool(options.from_file):
@@ -83,11 +108,14 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str, chat: bool, system: str | None) -> list[int]:
-    """Return the tokens of a prompt: a text's beginning, or a message in Llama 3's template."""
+def prompt_tokens(
+    tokenizer: Tokenizer, prompt: str, chat: bool, system: str | None, template: DialogueTemplate | None = None
+) -> list[int]:
+    """Return the tokens of a prompt: a text's beginning, or a message in ``template``, Llama 3's by default."""
     if chat:
         messages = [Message("system", system)] if system else []
-        return chat_tokens(tokenizer, [*messages, Message("user", prompt)])[0]
+        template = template or Llama3Template(tokenizer)
+        return template.tokens([*messages, Message("user", prompt)], answer_next=True)[0]
     first = [] if tokenizer.bos is None else [tokenizer.bos]
     return first + tokenizer.encode(prompt)
 
@@ -115,12 +143,16 @@ def add_text_command(commands: Any) -> None:
     model = sub.add_argument_group("model")
     model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
     add_model_flags(model)
+    model.add_argument("--lora", metavar="FOLDER[:STRENGTH]", help="LoRA that train_lora.py or peft wrote")
     what = sub.add_argument_group("prompts")
     what.add_argument(
         "--prompt", nargs="+", metavar="TEXT", help="one is shown while it is written; several are a batch"
     )
     what.add_argument("--from_file", metavar="FILE", help="a prompt a line")
-    what.add_argument("--chat", action="store_true", help="prompts are messages, in Llama 3's chat template")
+    what.add_argument("--chat", action="store_true", help="prompts are messages, in a chat template")
+    what.add_argument(
+        "--chat_template", choices=TEMPLATES, help="of --chat; default: as --lora was trained with, else llama3"
+    )
     what.add_argument("--system", metavar="TEXT", help="system message of --chat")
     add_sampling_flags(sub)
     sub.add_argument("--save_to", type=Path, metavar="FILE", help="write prompts and texts as jsonl")

@@ -7,10 +7,24 @@ from pathlib import Path
 import torch
 
 from library.errors import UserError
+from library.files import read_safetensors_header
 from library.models.lm_projections import separate_projections
 from library.models.transformer_lm import TransformerLM
 from networks.injection import AdapterNetwork, LoraNetwork, attach_file
+from networks.peft_folder import weight_file
 from networks.targets import TARGETS
+
+
+TEMPLATE = "tandem.chat_template"  # metadata: how the conversations were written that it was trained on
+
+
+def template_of(path: str | Path) -> str | None:
+    """Return the name of the chat template that a LoRA was trained with, None if it does not say.
+
+    Raises:
+        UserError: no such file.
+    """
+    return (read_safetensors_header(weight_file(Path(path))).get("__metadata__") or {}).get(TEMPLATE)
 
 
 def put_lora_on(

@@ -28,6 +28,7 @@ from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loading
 from library.training.base_precision import describe_base, leave_frozen_out_of_ddp
 from library.training.checkpoint import Position, shared_settings
+from library.training.instruction.adapters import TEMPLATE
 from library.training.instruction.data import InstructionData
 from library.training.instruction.step import InstructionStep
 from library.training.network_plan import NetworkPlan
@@ -40,8 +41,6 @@ from library.training.weight_average import WeightAverage
 from networks.injection import AdapterNetwork, inject_adapter
 from networks.metadata import build_metadata
 from networks.peft_folder import BASE_MODEL
-
-TEMPLATE = "tandem.chat_template"  # metadata: how conversations were written
 
 
 def instruction_settings(config: InstructionTrainConfig) -> dict[str, Any]:

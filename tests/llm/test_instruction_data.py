@@ -1,0 +1,316 @@
+"""Conversations as tokens and batches, beside transformers' chat templates and Meta's published code."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import sentencepiece
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from library.errors import UserError
+from library.llm.chat import Message
+from library.llm.dialogue_templates import NO_ANSWER, DialogueTemplate, dialogue_template
+from library.llm.dialogues import Dialogue, dialogue_of, read_dialogues
+from library.llm.instruction_batches import (
+    Example,
+    InstructionSampler,
+    collate_windows,
+    pack_examples,
+    tokenise_dialogues,
+)
+from library.llm.tokenizers import load_tokenizer, train_bpe
+from library.nn.cross_entropy import IGNORED
+from library.nn.packing import document_mask, document_positions
+
+CONVERSATION = [
+    Message("system", "Be short."),
+    Message("user", "What is a cat?"),
+    Message("assistant", "An animal."),
+    Message("user", "And a mat?"),
+    Message("assistant", "A rug, café."),
+]
+TEXTS = [message.content for message in CONVERSATION] * 3 + ["user", "assistant", "system"]
+LLAMA3_MARKS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+# As published with Llama 3 Instruct and with Qwen, with the answers marked as transformers' documentation says.
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def without_marks(template: str) -> str:
+    return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def tokenizer_folder(folder: Path, special: Sequence[str], template: str | None = None) -> Path:
+    train_bpe(TEXTS, 300, special).save(folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def of_transformers(folder: Path, template: str, answer_next: bool = False) -> tuple[list[int], list[int]]:
+    """Return tokens and assistant mask of ``CONVERSATION`` by transformers."""
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [message._asdict() for message in CONVERSATION]
+    made = theirs.apply_chat_template(
+        messages,
+        chat_template=template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        add_generation_prompt=answer_next,
+    )
+    return made["input_ids"], made["assistant_masks"]
+
+
+@pytest.mark.parametrize("answer_next", [False, True])
+@pytest.mark.parametrize(
+    ("name", "special", "source"),
+    [("llama3", LLAMA3_MARKS, LLAMA3), ("chatml", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), CHATML)],
+)
+def test_templates_give_the_tokens_and_the_answers_of_transformers(
+    tmp_path: Path, name: str, special: Sequence[str], source: str, answer_next: bool
+) -> None:
+    folder = tokenizer_folder(tmp_path, special)
+    template = dialogue_template("auto", load_tokenizer(folder), folder)
+    assert template.name == name
+    tokens, owners = template.tokens(CONVERSATION, answer_next)
+    expected, mask = of_transformers(folder, source, answer_next)
+    assert tokens == expected
+    assert [owner != NO_ANSWER for owner in owners] == [bool(learnt) for learnt in mask]
+    assert {owner for owner in owners if owner != NO_ANSWER} == {2, 4}
+
+
+@pytest.mark.parametrize("source", [LLAMA3, without_marks(LLAMA3), without_marks(CHATML)], ids=["marked", "", "chatml"])
+def test_the_tokenizers_own_template_is_followed_with_and_without_marked_answers(tmp_path: Path, source: str) -> None:
+    folder = tokenizer_folder(tmp_path, (*LLAMA3_MARKS, "<|im_start|>", "<|im_end|>"), source)
+    template = dialogue_template("auto", load_tokenizer(folder), folder)
+    assert template.name == "own"
+    tokens, owners = template.tokens(CONVERSATION)
+    marked = CHATML if "im_start" in source else LLAMA3
+    expected, mask = of_transformers(folder, marked)
+    assert tokens == expected
+    assert [owner != NO_ANSWER for owner in owners] == [bool(learnt) for learnt in mask]
+
+
+def test_llama_2_is_written_as_metas_code_writes_it(tmp_path: Path) -> None:
+    model = io.BytesIO()
+    words = [f"[INST] <<SYS>> {text} <</SYS>> [/INST] {text}" for text in TEXTS]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(words), model_writer=model, vocab_size=100, model_type="bpe", minloglevel=2
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    ours, theirs = load_tokenizer(tmp_path), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    template = dialogue_template("auto", ours, tmp_path)
+    assert template.name == "llama2"
+    tokens, owners = template.tokens(CONVERSATION)
+    first = "[INST] <<SYS>>\nBe short.\n<</SYS>>\n\nWhat is a cat? [/INST] An animal. "
+    second = "[INST] And a mat? [/INST] A rug, café. "
+    expected = [1, *theirs.encode(first), 2, 1, *theirs.encode(second), 2]  # llama/generation.py: bos and eos each turn
+    assert tokens == expected
+    said = [[t for t, owner in zip(tokens, owners, strict=True) if owner == index] for index in (2, 4)]
+    assert [theirs.decode(answer) for answer in said] == [theirs.decode(theirs.encode("An animal. ")),
+                                                          theirs.decode(theirs.encode("A rug, café. "))]  # fmt: skip
+    assert [answer[-1] for answer in said] == [2, 2]
+    asked = template.tokens(CONVERSATION[:2], answer_next=True)[0]
+    assert asked == tokens[: len(asked)]
+
+
+def test_a_model_without_marks_learns_answers_that_end_the_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder(tmp_path, ("<|endoftext|>",)))
+    template = dialogue_template("auto", tokenizer, tmp_path)
+    tokens, owners = template.tokens(CONVERSATION)
+    text = (
+        "Be short.\n\nUser: What is a cat?\nAssistant: An animal.<|endoftext|>User: And a mat?\nAssistant: A rug, café."
+    )
+    assert tokenizer.decode(tokens) == text + "<|endoftext|>"
+    said = [tokenizer.decode([t for t, owner in zip(tokens, owners, strict=True) if owner == i]) for i in (2, 4)]
+    assert said == [" An animal.<|endoftext|>", " A rug, café.<|endoftext|>"]
+    asked = template.tokens(CONVERSATION[:2], answer_next=True)[0]
+    assert asked == tokens[: len(asked)]
+
+
+@pytest.mark.parametrize("name", ["llama3", "chatml", "plain", "own"])
+def test_no_message_can_end_its_turn(tmp_path: Path, name: str) -> None:
+    marks = ("<|endoftext|>", *LLAMA3_MARKS, "<|im_start|>", "<|im_end|>")
+    folder = tokenizer_folder(tmp_path, marks, without_marks(LLAMA3))
+    tokenizer = load_tokenizer(folder)
+    template = dialogue_template(name, tokenizer, folder)
+
+    def ends(text: str) -> int:
+        tokens, _ = template.tokens([Message("user", text), Message("assistant", "ok")])
+        return sum(token in tokenizer.special.values() for token in tokens)
+
+    assert ends("a <|eot_id|> <|im_end|> <|endoftext|> b") == ends("a b")
+
+
+SHAREGPT = {"user": "human", "assistant": "gpt", "system": "system"}
+SHAPES = {
+    "messages": {"messages": [message._asdict() for message in CONVERSATION]},
+    "parts": {"messages": [{"role": m.role, "content": [{"type": "text", "text": m.content}]} for m in CONVERSATION]},
+    "sharegpt": {"conversations": [{"from": SHAREGPT[role], "value": text} for role, text in CONVERSATION]},
+    "sharegpt with system": {
+        "system": "Be short.",
+        "conversations": [{"from": SHAREGPT[role], "value": text} for role, text in CONVERSATION[1:]],
+    },
+    "alpaca": {
+        "system": "Be short.",
+        "history": [["What is a cat?", "An animal."]],
+        "instruction": "And a mat?",
+        "input": "",
+        "output": "A rug, café.",
+    },
+    "prompt": {
+        "prompt": [message._asdict() for message in CONVERSATION[:-1]],
+        "completion": [CONVERSATION[-1]._asdict()],
+    },
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_shapes_and_files_give_the_same_conversation(tmp_path: Path, shape: str, suffix: str) -> None:
+    file = tmp_path / f"data{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([SHAPES[shape]]), file)
+    else:
+        file.write_text(json.dumps(SHAPES[shape] if suffix == ".jsonl" else [SHAPES[shape]]) + "\n")
+    (dialogue,) = read_dialogues([tmp_path])
+    assert list(dialogue.messages) == CONVERSATION
+    assert dialogue.learnt == (False, False, True, False, True)
+    assert dialogue.where == f"{file}:1"
+
+
+def test_an_alpaca_input_stands_below_the_instruction_and_a_weight_of_0_is_context() -> None:
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    assert dialogue_of(record, "x").messages == (Message("user", "Add.\n\n1 and 2"), Message("assistant", "3"))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+    turns += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 1}]
+    assert dialogue_of({"messages": turns}, "x").learnt == (False, False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "x"}', "has text, which is no known shape"),
+        ("[1]", "no object with keys"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "says nothing that could be learnt"),
+        ('{"messages": [{"role": "bot", "content": "x"}]}', "role 'bot' is none of"),
+        ('{"prompt": "a", "completion": 3}', "holds no text"),
+        ("{", "no JSON"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_named_in_one_line(tmp_path: Path, line: str, said: str) -> None:
+    good = json.dumps({"prompt": "a", "completion": "b"})
+    (tmp_path / "data.jsonl").write_text(f"{good}\n\n{line}\n")
+    with pytest.raises(UserError) as caught:
+        read_dialogues([tmp_path / "data.jsonl"])
+    assert str(caught.value).startswith(f"{tmp_path / 'data.jsonl'}:3: ")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["llama2", "plain"])
+def test_a_template_without_a_place_for_a_message_says_so(tmp_path: Path, name: str) -> None:
+    folder = tokenizer_folder(tmp_path, ("<s>", "</s>"))
+    template = dialogue_template(name, load_tokenizer(folder), folder)
+    twice = Dialogue(
+        (Message("user", "a"), Message("user", "b"), Message("assistant", "c")), (False, False, True), "f:7"
+    )
+    with pytest.raises(UserError, match=f"^f:7: chat_template: {name} takes user and assistant in turn"):
+        tokenise_dialogues([twice], template, 64)
+    with pytest.raises(UserError, match="no template of its own"):
+        dialogue_template("own", load_tokenizer(folder), folder)
+    with pytest.raises(UserError, match="no ChatML"):
+        dialogue_template("chatml", load_tokenizer(folder), folder)
+
+
+def examples(lengths: Sequence[int]) -> list[Example]:
+    """Return examples of these lengths; each learns half of its tokens, which name the example."""
+    made = []
+    for number, length in enumerate(lengths):
+        targets = torch.full((length,), number)
+        targets[: length // 2] = IGNORED
+        made.append(Example(torch.full((length,), number), targets))
+    return made
+
+
+def plain(folder: Path) -> DialogueTemplate:
+    return dialogue_template("plain", load_tokenizer(tokenizer_folder(folder, ("<|endoftext|>",))), folder)
+
+
+def test_targets_are_the_next_tokens_and_long_conversations_lose_their_end(tmp_path: Path) -> None:
+    template = plain(tmp_path)
+    dialogue = Dialogue(tuple(CONVERSATION), (False, False, False, False, True), "x")
+    tokens, owners = template.tokens(CONVERSATION)
+    (whole,) = tokenise_dialogues([dialogue], template, len(tokens)).examples
+    assert whole.tokens.tolist() == tokens[:-1]
+    assert whole.targets.tolist() == [
+        t if owner == 4 else IGNORED for t, owner in zip(tokens[1:], owners[1:], strict=True)
+    ]
+    (everything,) = tokenise_dialogues([dialogue], template, len(tokens), learn_all=True).examples
+    assert everything.targets.tolist() == tokens[1:]
+    begins = owners.index(4)
+    cut = tokenise_dialogues([dialogue], template, begins + 1)
+    assert (cut.cut, cut.dropped, cut.examples[0].learnt) == (1, 0, 2)
+    with pytest.raises(UserError, match="^max_length: no answer begins within"):
+        tokenise_dialogues([dialogue], template, begins - 1)
+
+
+def test_packing_keeps_every_conversation_once_and_fills_windows() -> None:
+    lengths = [int(n) for n in torch.randint(3, 40, (200,), generator=torch.Generator().manual_seed(0))]
+    windows = pack_examples(examples(lengths), 64)
+    held = sorted(int(example.tokens[0]) for window in windows for example in window)
+    assert held == list(range(200))
+    sizes = [sum(len(example.tokens) for example in window) for window in windows]
+    assert max(sizes) <= 64
+    assert len(windows) <= -(-sum(lengths) // 64) + 1  # best-fit decreasing is nearly as good as can be
+
+
+def test_documents_have_positions_from_0_and_see_nothing_of_each_other() -> None:
+    batch = collate_windows([(tuple(examples([3, 2])), 1), (tuple(examples([4])), 1)])
+    assert batch.documents is not None
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]
+    assert batch.targets.tolist()[1] == [IGNORED, IGNORED, 0, 0, IGNORED]
+    assert document_positions(batch.documents).tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
+    expected = torch.block_diag(torch.ones(3, 3).tril(), torch.ones(2, 2).tril()).bool()
+    assert torch.equal(document_mask(batch.documents)[0, 0], expected)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_epoch_sees_all_and_each_batch_knows_what_its_step_learns(world: int) -> None:
+    windows = [(example,) for example in examples([int(n) for n in range(4, 27)])]
+    sampler = InstructionSampler(windows, 4, seed=1, num_processes=world, accumulation=3)
+    batches: list[tuple[int, int]] = []
+    orders = []
+    for epoch in range(6):
+        sampler.set_position(epoch)
+        plan = list(sampler)
+        assert len(plan) == sampler.batches_per_epoch() == 6
+        assert sorted(index for batch in plan for index, _ in batch) == list(range(23))
+        batches += [(sum(windows[i][0].learnt for i, _ in batch), batch[0][1]) for batch in plan]
+        orders.append([[i for i, _ in batch] for batch in plan])
+    step = 3 * world
+    for first in range(0, len(batches) - step + 1, step):
+        together = batches[first : first + step]
+        assert {said for _, said in together} == {sum(learnt for learnt, _ in together)}
+    assert orders[0] != orders[1]
+    assert max(max(map(len, batch)) - min(map(len, batch)) for batch in [[windows[i][0].tokens for i in b]
+               for b in orders[0]]) <= 3  # fmt: skip
+    sampler.set_position(4, 2 * world)
+    assert [[i for i, _ in batch] for batch in sampler] == orders[4][2 * world :]

@@ -1,0 +1,366 @@
+"""LoRAs on language models: the step beside transformers and peft, and whole runs through train_lora.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from library.config.load import load_language_config, names_language_model
+from library.config.schema import NetworkConfig
+from library.errors import UserError
+from library.llm.instruction_batches import Example, collate_windows
+from library.llm.tokenizers import train_bpe
+from library.models.lm_files import load_lm
+from library.models.lm_projections import separate_projections
+from library.models.transformer_lm import TransformerLM
+from library.nn.cross_entropy import IGNORED
+from library.training.events import RunEvents
+from library.training.instruction.adapters import put_lora_on
+from library.training.instruction.step import InstructionStep
+from networks.injection import inject_lora
+from networks.network import LoraNetwork
+from networks.options import parse_network_args
+from networks.targets import TARGETS
+from tests.models.lms import VOCABULARY, write_reference
+from train_lora import train_language_model
+
+SPREAD = {"initializer_range": 0.2}  # the usual 0.02 leaves a frozen head of width 32 next to nothing to say
+ANSWERS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+
+
+def examples(lengths: tuple[int, ...] = (9, 5, 12, 3)) -> list[Example]:
+    """Return random conversations, each with its last tokens learnt."""
+    random, made = torch.Generator().manual_seed(0), []
+    for length in lengths:
+        tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=random)
+        targets = tokens[1:].clone()
+        targets[: length // 2] = IGNORED
+        made.append(Example(tokens[:-1], targets))
+    return made
+
+
+def model_with_lora(folder: Path) -> tuple[TransformerLM, LoraNetwork]:
+    """Return the model in fp32 with a LoRA whose B is filled, so that A gets a gradient too."""
+    model = load_lm(folder, torch.float32)
+    separate_projections(model)
+    targets = TARGETS[model.config.family]
+    options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3.0), targets)
+    network = inject_lora(model, options, targets, seed=0)
+    random = torch.Generator().manual_seed(1)
+    for layer in network.modules.values():
+        layer.lora_B.weight.data.normal_(std=0.1, generator=random)
+    return model.train(), network
+
+
+def gradients(network: LoraNetwork) -> dict[str, Tensor]:
+    found = {}
+    for name, layer in network.modules.items():
+        for part, parameter in layer.trained().items():
+            assert parameter.grad is not None
+            found[f"{name}.{part}"], parameter.grad = parameter.grad, None
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.2"])
+def test_a_step_has_the_loss_and_the_gradients_of_transformers_and_peft(tmp_path: Path, name: str) -> None:
+    theirs = write_reference(tmp_path, name)
+    model, network = model_with_lora(tmp_path)
+    batch = collate_windows([((example,), 22) for example in examples()])
+    learnt = int((batch.targets != IGNORED).sum())
+    batch.learnt_in_step = learnt
+    loss, counted = InstructionStep(seed=0, batches_in_step=1).loss(model, batch, 0)
+    loss.backward()
+
+    config = LoraConfig(
+        r=4, lora_alpha=3, target_modules=list(network.modules), fan_in_fan_out=name == "gpt2", task_type="CAUSAL_LM"
+    )
+    peft = get_peft_model(theirs, config)
+    named = dict(peft.named_parameters())
+    for key, tensor in network.state_dict().items():
+        named[f"base_model.model.{key.replace('.weight', '.default.weight')}"].data.copy_(tensor)
+    padding = torch.arange(batch.tokens.shape[1]) < torch.tensor([[len(e.tokens)] for e in examples()])
+    logits = peft(batch.tokens, attention_mask=padding.long()).logits
+    their_loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+    their_loss.backward()
+
+    assert int(counted) == learnt
+    # fp32; sums in another order, of projections that are stacked there or here
+    torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=0)
+    for key, gradient in gradients(network).items():
+        other = named[f"base_model.model.{key.replace('.weight', '.default.weight')}"].grad
+        assert other is not None
+        assert (gradient - other).abs().max() <= 2e-5 * other.abs().max(), key
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+def test_packed_conversations_learn_as_those_in_rows_of_their_own(
+    tmp_path: Path, name: str, checkpointing: bool
+) -> None:
+    write_reference(tmp_path, name)
+    model, network = model_with_lora(tmp_path)
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    four, step = examples(), InstructionStep(seed=0, batches_in_step=1)
+    learnt = sum(example.learnt for example in four)
+    alone = collate_windows([((example,), learnt) for example in four])
+    packed = collate_windows([((four[2], four[0]), learnt), ((four[1], four[3]), learnt)])
+    assert alone.documents is None
+    assert packed.documents is not None
+    found = []
+    for batch in (alone, packed):
+        loss, _ = step.loss(model, batch, 0)
+        loss.backward()
+        found.append((loss.detach(), gradients(network)))
+    # the same numbers summed in other places; a token of another conversation would change the second digit
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=0)
+    for key, gradient in found[0][1].items():
+        assert (gradient - found[1][1][key]).abs().max() <= 2e-5 * gradient.abs().max(), key
+    leaking, _ = step.loss(model, collate_windows([((e,), learnt) for e in _joined(packed.tokens, packed.targets)]), 0)
+    assert (leaking.detach() - found[0][0]).abs() > 1e-3  # that is what a mask prevents
+
+
+def _joined(tokens: Tensor, targets: Tensor) -> list[Example]:
+    return [Example(row, target) for row, target in zip(tokens, targets, strict=True)]
+
+
+def test_accumulated_batches_give_the_mean_over_tokens(tmp_path: Path) -> None:
+    write_reference(tmp_path, "llama3")
+    model, network = model_with_lora(tmp_path)
+    four = examples()
+    learnt = sum(example.learnt for example in four)
+    loss, _ = InstructionStep(0, 1).loss(model, collate_windows([((example,), learnt) for example in four]), 0)
+    loss.backward()
+    together = gradients(network)
+    for example in four:
+        loss, _ = InstructionStep(0, 4).loss(model, collate_windows([((example,), learnt)]), 0)
+        (loss / 4).backward()  # as accelerate divides
+    for key, gradient in gradients(network).items():
+        assert (gradient - together[key]).abs().max() <= 2e-5 * gradient.abs().max(), key
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny models with a tokenizer, and conversations to learn by heart."""
+    place = tmp_path_factory.mktemp("llm")
+    records = [
+        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": answer}]}
+        for i, answer in enumerate(ANSWERS)
+    ]
+    (place / "data.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    tokenizer = train_bpe([f"User: say {i}\nAssistant: {answer}" for i, answer in enumerate(ANSWERS)] * 3, 290)
+    size = tokenizer.vocab_size
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = LlamaConfig(vocab_size=size, num_key_value_heads=2, max_position_embeddings=64, **sizes, **SPREAD)
+    gpt2 = GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=2, n_head=4, **SPREAD)
+    for name, model in (("llama", LlamaForCausalLM(llama)), ("gpt2", GPT2LMHeadModel(gpt2))):
+        model.save_pretrained(place / name)
+        tokenizer.save(place / name)
+    return place
+
+
+def flags(place: Path, output: Path, model_type: str = "llama", **settings: object) -> list[str]:
+    """Return the flags of a short run; ``settings`` override them."""
+    values: dict[str, object] = {
+        "model_type": model_type,
+        "pretrained_model_name_or_path": place / model_type,
+        "train_data": [place / "data.jsonl"],
+        "output_dir": output,
+        "network_dim": 8,
+        "network_alpha": 16,
+        "network_dropout": 0.1,
+        "learning_rate": 1e-2,
+        "max_train_steps": 6,
+        "train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "seed": 3,
+    }
+    words: list[str] = []
+    for key, value in (values | settings).items():
+        if isinstance(value, bool):
+            words.append(f"--{key}" if value else f"--no-{key}")
+        else:
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def run(place: Path, output: Path, model_type: str = "llama", **settings: object) -> RunEvents:
+    AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
+    return train_language_model(load_language_config(flags(place, output, model_type, **settings)))
+
+
+def adapter(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_a_run_learns_the_answers_and_peft_loads_what_it_leaves(place: Path, tmp_path: Path, model_type: str) -> None:
+    run(
+        place,
+        tmp_path,
+        model_type,
+        max_train_steps=40,
+        network_args=["down_proj_dim=4" if model_type == "llama" else "mlp_c_proj_dim=4", "loraplus_lr_ratio=4"],
+        packing=True,
+        max_length=40,
+        validation_data=[place / "data.jsonl"],
+        validate_every_n_steps=20,
+        save_best=True,
+        sample_prompts=["say 3"],
+        sample_tokens=12,
+        sample_at_first=True,
+        output_name="assistant",
+    )
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    validated = [line["val_loss"] for line in lines if "val_loss" in line]
+    assert validated[-1] < 0.3 * validated[0]  # what it learnt by heart; a uniform guess has ln 290 = 5.7
+    assert {"lr/lora_A", "lr/lora_B", "learnt_tokens", "grad_norm"} <= lines[-1].keys() | lines[-2].keys()
+    assert (tmp_path / "samples/step000000.txt").is_file()
+    assert "four" in (tmp_path / "samples/step000040.txt").read_text()
+    assert (tmp_path / "assistant-best/adapter_config.json").is_file()
+
+    tokens = torch.randint(0, 290, (2, 20), generator=torch.Generator().manual_seed(0))
+    base = AutoModelForCausalLM.from_pretrained(place / model_type, dtype=torch.float32).eval()
+    theirs = PeftModel.from_pretrained(base, tmp_path / "assistant")(tokens).logits
+    ours = load_lm(place / model_type, torch.float32)
+    before = ours(tokens)
+    network = put_lora_on(ours, tmp_path / "assistant")
+    assert (ours(tokens) - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+    assert (before - theirs).abs().max() > 0.1 * theirs.abs().max()
+    with network.disabled():
+        torch.testing.assert_close(ours(tokens), before, rtol=1e-5, atol=1e-5)  # projections apart: other sums
+    with pytest.raises(UserError, match="has a LoRA already"):
+        put_lora_on(ours, tmp_path / "assistant")
+    with safe_open(tmp_path / "assistant/adapter_model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert metadata["tandem.chat_template"] == "plain"
+    assert str(place) not in json.dumps(metadata)  # nobody's folders
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"packing": True, "max_length": 40, "ema_decay": 0.9}], ids=["rows", "packed"]
+)
+def test_a_resumed_run_gives_the_same_adapter(place: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+    run(place, tmp_path / "whole", save_every_n_steps=3, save_state=True, save_last_n_steps=2, **settings)
+    assert not (tmp_path / "whole/lora-step00000003").exists()  # older than the last two steps
+    run(place, tmp_path / "first", save_every_n_steps=3, save_state=True, **settings)
+    run(place, tmp_path / "second", resume=tmp_path / "first/lora-step00000003-state", **settings)
+    whole, resumed = adapter(tmp_path / "whole/lora"), adapter(tmp_path / "second/lora")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    with pytest.raises(UserError, match="was trained with learn"):
+        run(place, tmp_path / "third", resume=tmp_path / "first/lora-step00000003-state", learn="all", **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fp8_scaled": True},
+        {"fp8_base": True, "fp8_activations": "row"},
+        {"network_type": "dora", "mixed_precision": "bf16"},
+        {"use_rslora": True, "init_lora_weights": "pissa", "network_dropout": 0.0, "gradient_checkpointing": True},
+    ],
+    ids=["fp8", "fp8 activations", "dora", "pissa"],
+)
+def test_other_bases_and_kinds_learn_too(place: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+    events = run(
+        place,
+        tmp_path,
+        max_train_steps=10,
+        validation_data=[place / "data.jsonl"],
+        validate_every_n_steps=10,
+        sample_prompts=["say 3"],
+        sample_tokens=4,
+        **settings,
+    )
+    losses = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    before = next(line["val_loss"] for line in losses if "val_loss" in line)
+    assert events.val_loss is not None
+    assert events.val_loss < before - 0.3
+    base = AutoModelForCausalLM.from_pretrained(place / "llama", dtype=torch.float32).eval()
+    tokens = torch.arange(20)[None]
+    theirs = PeftModel.from_pretrained(base, tmp_path / "lora")(tokens).logits
+    ours = load_lm(place / "llama", torch.float32)
+    put_lora_on(ours, tmp_path / "lora")
+    # DoRA's lengths and PiSSA's start are computed from the base again, in peft by another order of sums
+    assert (ours(tokens) - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+def test_a_run_goes_on_from_an_adapter(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(place, tmp_path / "first", network_args=["q_proj_dim=4", "gate_proj_dim=0"])
+    for name, more in (
+        ("again", {"network_args": ["q_proj_dim=4", "gate_proj_dim=0"]}),
+        ("dims", {"dim_from_weights": True, "network_dim": None}),
+    ):
+        chosen = flags(place, tmp_path / name, network_weights=tmp_path / "first/lora", learning_rate=0.0, **more)
+        if name == "dims":
+            for key in ("--network_dim", "--network_alpha", "--network_dropout"):
+                place_of = chosen.index(key)
+                del chosen[place_of : place_of + 2]
+        AcceleratorState._reset_state(reset_partial_state=True)
+        train_language_model(load_language_config(chosen))
+        before, after = adapter(tmp_path / "first/lora"), adapter(tmp_path / name / "lora")
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    assert "trained on base" not in capsys.readouterr().out  # it is the same base
+    with pytest.raises(UserError, match="not in the file"):
+        run(place, tmp_path / "other", network_weights=tmp_path / "first/lora")
+
+
+REFUSED = {
+    "timestep_sampling": ({"timestep_sampling": "shift"}, "--timestep_sampling: is about image models"),
+    "vae": ({"vae": "x"}, "--vae: is about image models"),
+    "masked_loss": ({"masked_loss": True}, "--masked_loss: is about image models"),
+    "dataset_config": ({"dataset_config": "x.toml"}, "--dataset_config: is about image models"),
+    "text_encoder_lr": ({"text_encoder_lr": 1e-4}, "--text_encoder_lr: is about image models"),
+    "network_type": ({"network_type": "lokr"}, "network_type: peft's lokr has another form"),
+    "dora": ({"network_args": ["img_attn_dim=3"]}, "network_args: unknown key 'img_attn_dim'"),
+    "max_length": ({"max_length": 65}, "max_length: 65 is more than the model's context of 64"),
+    "sample_tokens": ({"sample_prompts": ["x"], "sample_tokens": 64}, "sample_tokens: a prompt of"),
+    "data": ({"train_data": ["nowhere.jsonl"]}, "nowhere.jsonl: no such file"),
+    "split": ({"validation_split": 0.99}, "validation_split: 0.99 of 8 conversations leaves none"),
+    "validate": ({"validate_every_n_steps": 2}, "validate_every_n_steps: has no effect without validation_data"),
+    "samples": ({"sample_every_n_steps": 2}, "sample_every_n_steps: has no effect without sample_prompts"),
+    "template": ({"chat_template": "llama3"}, "the tokenizer has no <|begin_of_text|>"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(place: Path, tmp_path: Path, case: str) -> None:
+    settings, said = REFUSED[case]
+    with pytest.raises(UserError) as caught:
+        run(place, tmp_path, **settings)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_folder_of_the_other_family_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match='^model_type: gpt2, but the folder holds a llama; set "llama"$'):
+        run(place, tmp_path, "gpt2", pretrained_model_name_or_path=place / "llama")
+
+
+def test_keys_of_language_models_are_refused_for_image_models(tmp_path: Path) -> None:
+    from library.config import load_config
+
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        'model_type = "flux"\npretrained_model_name_or_path = "x"\ndataset_config = "d.toml"\npacking = true\n'
+    )
+    assert not names_language_model(["--config_file", str(toml)])
+    assert names_language_model(["--config_file", str(toml), "--model_type", "llama"])
+    with pytest.raises(UserError) as caught:
+        load_config(["--config_file", str(toml), "--chat_template", "plain"])
+    first, second = str(caught.value).splitlines()[:2]
+    assert "packing: is about language models; set model_type" in first
+    assert "--chat_template: is about language models" in second
