@@ -40,6 +40,13 @@ from tools.generation.text import add_model_flags, load, prompt_tokens
 from tools.merge_lora import parse_source
 
 _CONTEXT = 2048  # at most, unless asked for more: what models were compared at when these measures were made
+_PERPLEXITY_ROWS = {
+    "loss": "loss of a token",
+    "perplexity": "perplexity of a token",
+    "bits_per_byte": "bits per byte",
+    "byte_perplexity": "perplexity of a byte",
+    "word_perplexity": "perplexity of a word",
+}
 _NEEDS = {
     "stride": "perplexity",
     "text_key": "perplexity",
@@ -72,6 +79,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         for path in options.perplexity or ():
             texts[path] = documents(path, tokenizer, options)
             reading(1)
+    tasks = find_harness_tasks(options) if options.tasks else None
     model = load(options.model, options.dtype, options.fp8_scaled)
     if options.lora:
         source = parse_source(options.lora)
@@ -86,8 +94,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         results["perplexity"] = perplexities(model, tokenizer, texts, context, options, console)
     if questions:
         results["choices"] = choices(model, tokenizer, questions, context, options.batch_size, console)
-    if options.tasks:
-        results["tasks"] = harness_tasks(model, tokenizer, context, options, console)
+    if tasks is not None:
+        results["tasks"] = harness_tasks(model, tokenizer, tasks, context, options, console)
     if options.prompt:
         results["samples"] = samples(model, tokenizer, options, config.eos)
     show(results, console)
@@ -179,16 +187,28 @@ def choices(
     return measured
 
 
+def find_harness_tasks(options: argparse.Namespace) -> tuple[Any, list[str]]:
+    """Return the harness's index of tasks and the names that are asked for; raises as ``find_tasks``."""
+    from tools.evaluation.lm_harness import find_tasks
+
+    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    return find_tasks(names, options.include_path), names
+
+
 def harness_tasks(
-    model: TransformerLM, tokenizer: Tokenizer, context: int, options: argparse.Namespace, console: Console
+    model: TransformerLM,
+    tokenizer: Tokenizer,
+    tasks: tuple[Any, list[str]],
+    context: int,
+    options: argparse.Namespace,
+    console: Console,
 ) -> dict[str, Any]:
     """Return task -> metric -> value, from lm-evaluation-harness."""
     from tools.evaluation.lm_harness import HarnessModel, run_tasks
 
     with counting(console) as start:
         asked = HarnessModel(model, tokenizer, context, options.batch_size, start, options.seed)
-        names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-        return run_tasks(asked, names, options.num_fewshot, options.limit, options.include_path)
+        return run_tasks(asked, *tasks, options.num_fewshot, options.limit)
 
 
 def samples(
@@ -214,11 +234,12 @@ def samples(
 def show(results: dict[str, Any], console: Console) -> None:
     """Print what was measured: a table for each kind, and the samples."""
     if measured := results.get("perplexity"):
-        table = _table("perplexity", "loss", "per token", "bits/byte", "per byte", "per word", "tokens", "window")
-        for path, own in measured.items():
-            means = [own[k] for k in ("loss", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")]
-            window = f"{own['context']}, stride {own['stride']}"
-            table.add_row(path, *(f"{mean:.4g}" for mean in means), f"{own['tokens']:,}", window)
+        table = _table("", *measured)
+        for key, name in _PERPLEXITY_ROWS.items():
+            table.add_row(name, *(f"{own[key]:,.4f}" for own in measured.values()))
+        for key in ("documents", "tokens", "bytes", "words"):
+            table.add_row(key, *(f"{own[key]:,}" for own in measured.values()))
+        table.add_row("window", *(f"{own['context']}, stride {own['stride']}" for own in measured.values()))
         console.print(table)
     if measured := results.get("choices"):
         table = _table("multiple choice", "acc", "acc_norm", "questions")
@@ -240,7 +261,7 @@ def _table(first: str, *numbers: str) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(first, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     return table
 
 

@@ -193,6 +193,7 @@ def test_the_harness_measures_what_this_tool_does(folder: Path, own_tasks: Path)
     assert theirs["own_choices"]["acc,none"] == ours["acc"]
     assert theirs["own_choices"]["acc_norm,none"] == ours["acc_norm"]
     assert theirs["own_choices"]["acc_stderr,none"] == pytest.approx(ours["acc_stderr"])
+    assert theirs["own_choices"]["num_fewshot"] == 0
     assert theirs["own_rolling"]["byte_perplexity,none"] == pytest.approx(257, rel=1e-5)
     assert theirs["own_writing"]["exact_match,none"] == 0.0
 

@@ -146,44 +146,55 @@ class HarnessModel(LM):
         return texts
 
 
-def run_tasks(
-    model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, limit: int | None, include_path: Path | None
-) -> dict[str, dict[str, Any]]:
-    """Return the results of each task (and group): metric -> value.
+def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
+    """Return the harness's index of tasks, having seen that these exist and that their data can be had.
 
     Args:
-        model: that is asked.
-        tasks: names of the harness's tasks, groups or tags.
-        num_fewshot: examples before each question; the tasks' own number if None.
-        limit: questions of each task.
+        names: of the harness's tasks, groups or tags.
         include_path: folder with further tasks in the harness's YAML.
 
     Raises:
         UserError: a task does not exist, or its data cannot be had.
     """
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    for name in tasks:
+    for name in names:
         if name not in manager.all_tasks:
-            raise UserError(
-                f"--tasks: no task {name!r}{did_you_mean(name, manager.all_tasks)}; lm_eval ls tasks lists all"
-            )
+            nearest = did_you_mean(name, manager.all_tasks)
+            raise UserError(f"--tasks: no task {name!r}{nearest}; lm_eval ls tasks lists all")
     try:
-        found = simple_evaluate(
-            model=model,
-            tasks=list(tasks),
-            num_fewshot=num_fewshot,
-            limit=limit,
-            task_manager=manager,
-            log_samples=False,
-            random_seed=model.seed,
-            numpy_random_seed=model.seed,
-            torch_random_seed=model.seed,
-            fewshot_random_seed=model.seed,
-        )
+        manager.load(list(names))
     except (ConnectionError, FileNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--tasks: the data of {', '.join(tasks)} cannot be had: {reason}") from None
-    return {
-        name: {key: value for key, value in values.items() if isinstance(value, int | float)}
-        for name, values in {**found["results"], **found.get("groups", {})}.items()
-    }
+        raise UserError(f"--tasks: the data of {', '.join(names)} cannot be had: {reason}") from None
+    return manager
+
+
+def run_tasks(
+    model: HarnessModel, manager: TaskManager, names: Sequence[str], num_fewshot: int | None, limit: int | None
+) -> dict[str, dict[str, Any]]:
+    """Return the results of each task (and group): metric -> value, with the task's version and number of examples.
+
+    Args:
+        model: that is asked.
+        manager: of :func:`find_tasks`.
+        names: of tasks, groups or tags.
+        num_fewshot: examples before each question; the tasks' own number if None.
+        limit: questions of each task.
+    """
+    found = simple_evaluate(
+        model=model,
+        tasks=list(names),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
+        random_seed=model.seed,
+        numpy_random_seed=model.seed,
+        torch_random_seed=model.seed,
+        fewshot_random_seed=model.seed,
+    )
+    results = {}
+    for name, values in {**found["results"], **found.get("groups", {})}.items():
+        about = {"version": found["versions"].get(name), "num_fewshot": found["n-shot"].get(name)}
+        results[name] = {key: value for key, value in {**values, **about}.items() if isinstance(value, int | float)}
+    return results
