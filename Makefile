@@ -3,8 +3,9 @@ PYTHON ?= python3.11
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+WEB    := $(VENV)/.installed-web
 
-.PHONY: help setup demo demo-fp8 demo-llm test test-all check format docs clean
+.PHONY: help setup demo demo-fp8 demo-llm test test-all test-web setup-web check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -16,6 +17,13 @@ $(STAMP): requirements.txt requirements-dev.txt constraints.txt
 	@touch $@
 
 setup: $(STAMP) ## virtual environment and packages
+
+# Complete, hence --no-deps: gradio asks for an older pillow, which it needs for pictures only.
+$(WEB): $(STAMP) requirements-web.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-web.txt
+	@touch $@
+
+setup-web: $(WEB) ## what tools/chat.py --web needs besides
 
 demo: $(STAMP)  ## train a LoRA on the built-in tiny FLUX: samples, curves, metrics in output/demo
 	$(PY) train_lora.py --config_file configs/demo.toml
@@ -31,6 +39,10 @@ test: $(STAMP)  ## the tests
 
 test-all: $(STAMP) ## the tests, the slow ones too
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q
+
+test-web: $(WEB) ## the chat's page, in the Chromium of this machine
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-web-dev.txt
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/tools/test_chat_page.py
 
 check: $(STAMP) ## lint, format, types, direction of imports
 	$(PY) -m ruff check .

@@ -25,11 +25,15 @@ PAIRS = (
 STORY = "the cat sat on the mat and the dog sat on the cat. then the mat was warm and the dog was glad. "
 
 
-def write_chat_model(folder: Path, context: int = 512, pairs: Sequence[tuple[str, str]] = PAIRS) -> Path:
-    """Write a Llama that answers ``pairs`` in Llama 3's template; return its folder."""
+def write_chat_model(
+    folder: Path, context: int = 512, pairs: Sequence[tuple[str, str]] = PAIRS, steps: int = 60
+) -> Path:
+    """Write a Llama that answers ``pairs`` in Llama 3's template, one and all in a row; return its folder."""
     texts = [text for pair in pairs for text in pair] + ["user\n\nassistant\n\nsystem"]
     tokenizer = train_bpe(texts * 3, 400, MARKS)
-    rows = [chat_tokens(tokenizer, [Message("user", q), Message("assistant", a)], False) for q, a in pairs]
+    talks = [[Message("user", question), Message("assistant", answer)] for question, answer in pairs]
+    talks.append([message for talk in talks for message in talk])
+    rows = [chat_tokens(tokenizer, talk, answer_next=False) for talk in talks]
     batch = torch.zeros(len(rows), max(len(tokens) for tokens, _ in rows), dtype=torch.long)
     targets = torch.full_like(batch, -100)
     for row, (tokens, said) in enumerate(rows):
@@ -37,7 +41,7 @@ def write_chat_model(folder: Path, context: int = 512, pairs: Sequence[tuple[str
         after = [token if answer else -100 for token, answer in zip(tokens[1:], said[1:], strict=True)]
         targets[row, : len(after)] = torch.tensor(after)
     config = llama(48, 2, 4, 2, 96, tokenizer.vocab_size, context, eos=(tokenizer.special["<|eot_id|>"],))
-    return _write(folder, config, tokenizer, batch, targets, 60)
+    return _write(folder, config, tokenizer, batch, targets, steps)
 
 
 def write_story_model(folder: Path, family: str = "llama", context: int = 8192) -> Path:

@@ -29,8 +29,8 @@ _LOOK = 0.05  # seconds between looks at an answer's progress
 _NO_LORA = "none"
 _BUSY = "an answer is being written; stop it first"
 _WAITING = "another tab is being answered; this one is next ..."
+_FONT = (gr.themes.utils.fonts.LocalFont("IBM Plex Sans", weights=(400, 700)), "system-ui", "sans-serif")
 _CSS = """
-.gradio-container {max-width: 100% !important}
 #introduction p {margin: 0; opacity: 0.7}
 #status p {margin: 0; font-size: 0.85em; opacity: 0.7}
 """
@@ -98,7 +98,7 @@ class Page:
         self._speeches: dict[str, Speech] = {}
         settings, shelf = first.settings, first.shelf
         has_turns = first.conversation.template.has_turns
-        with gr.Blocks(title="Tandem chat", analytics_enabled=False, fill_height=True) as self.blocks:
+        with gr.Blocks(title="Tandem chat", analytics_enabled=False, fill_height=True, fill_width=True) as self.blocks:
             with gr.Sidebar(width=340):
                 self.model = gr.Dropdown(list(shelf.models), value=first.model_name, label="Model", elem_id="model")
                 self.lora = gr.Dropdown(
@@ -308,6 +308,8 @@ def serve(session: Session, host: str, port: int | None) -> None:
         UserError: the port is taken, or the address is not this machine's.
     """
     port = _checked_port(host, port or 0)
+    for name in ("no_proxy", "NO_PROXY"):  # gradio asks its own server whether it is up
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost", host]))
     page = Page(session)
     page.blocks.queue(default_concurrency_limit=None)
     page.blocks.launch(
@@ -321,7 +323,7 @@ def serve(session: Session, host: str, port: int | None) -> None:
         footer_links=[],
         enable_monitoring=False,
         prevent_thread_lock=True,
-        theme=gr.themes.Soft(primary_hue="teal", neutral_hue="slate"),
+        theme=gr.themes.Default(primary_hue="teal", neutral_hue="slate", text_size="sm", spacing_size="sm", font=_FONT),
         css=_CSS,
     )
     print(f"{session.introduction()}\nhttp://{host}:{port} (Ctrl-C ends it)", flush=True)
