@@ -165,7 +165,7 @@ def _loss_legend(runs: Sequence[Run]) -> list[Line2D]:
             entries.insert(0, Line2D([], [], color=colour, alpha=0.35, linewidth=1, label="each step"))
     if any("val_loss" in run.columns for run in runs):
         held_out = _held_out_colour(0, runs) if len(runs) == 1 else _GREY
-        entries.append(Line2D([], [], color=held_out, label="held-out images", **_HELD_OUT))
+        entries.append(Line2D([], [], color=held_out, label="held-out data", **_HELD_OUT))
     return entries
 
 
