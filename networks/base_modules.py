@@ -22,17 +22,22 @@ from networks.key_map import KeyMap
 from networks.targets import LoraTargets, architectures
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
+_LEFT_OUT = "transformer."  # what GPT-2's published file leaves out of transformers' names
 
 
 @dataclass(frozen=True)
 class BaseModule:
-    """One module's place: ``rows`` of ``tensor`` in ``file``; ``swapped``: their two halves come in the other order."""
+    """One module's place: ``rows`` of ``tensor`` in ``file``.
+
+    ``swapped``: their two halves come in the other order. ``transposed``: the tensor is [in, out], columns are meant.
+    """
 
     file: Path
     tensor: str
     rows: slice
     columns: int
-    swapped: bool
+    swapped: bool = False
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,20 +80,23 @@ def _modules(files: Sequence[BaseFile], keys: KeyMap, model_name: str) -> dict[s
     for file in files:
         for key, (_, shape) in file.tensors.items():
             prefix = next(p for p in _PREFIXES if key.startswith(p))
-            place = keys.find(key.removeprefix(prefix).removesuffix(".weight"))
+            name = key.removeprefix(prefix).removesuffix(".weight")
+            place = keys.find(name) or keys.find(_LEFT_OUT + name)
             if not key.endswith(".weight") or place is None or len(shape) != 2:
                 continue
             if place.part is not None:
-                places[place.modules[place.part]] = BaseModule(file.path, key, slice(0, shape[0]), shape[1], False)
+                rows, columns = shape[::-1] if place.row.transposed else shape
+                module = BaseModule(file.path, key, slice(0, rows), columns, transposed=place.row.transposed)
+                places[place.modules[place.part]] = module
                 continue
             try:
-                rows = place.row.part_rows(shape[0], shape[1])
+                heights = place.row.part_rows(shape[0], shape[1])
             except ValueError as error:
                 raise UserError(f"{file.path}: {key}: {error}; not a {model_name} model") from None
             top = 0
-            for module, height in zip(place.modules, rows, strict=True):
+            for name, height in zip(place.modules, heights, strict=True):
                 part = slice(top, top + height)
-                places[module] = BaseModule(file.path, key, part, shape[1], place.row.halves_swapped)
+                places[name] = BaseModule(file.path, key, part, shape[1], place.row.halves_swapped)
                 top += height
     return places
 
@@ -115,7 +123,8 @@ class WeightReader:
     def read(self, module: BaseModule, device: torch.device | str = "cpu") -> Tensor:
         """Return the weight of ``module``, [out, in] fp32 on ``device``, rows in diffusers' order."""
         with safe_open(module.file, framework="pt") as file:
-            rows = file.get_slice(module.tensor)[module.rows].to(device)
+            tensor = file.get_slice(module.tensor)
+            rows = (tensor[:].t() if module.transposed else tensor[module.rows]).to(device)
         piece = _Piece(module.tensor, module.rows.start, module.rows.stop)
         if self._layout is not None and self._layout.holds_codes([piece]):
             scale = self._layout.scale_of([piece])

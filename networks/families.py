@@ -62,6 +62,14 @@ def _targets_of(path: Path, model_type: str | None) -> LoraTargets:
     return fitting[0] if fitting else best_targets(header)
 
 
+def language_targets(path: Path) -> LoraTargets | None:
+    """Return the row of the language model that ``path`` is a LoRA of, None if it is none of a language model's."""
+    if not weight_file(path).is_file():
+        return None
+    likely = likely_targets(read_safetensors_header(weight_file(path)))
+    return likely[0] if len(likely) == 1 and likely[0].own_names else None
+
+
 def likely_targets(header: Mapping[str, dict]) -> list[LoraTargets]:
     """Return the row of the family that a LoRA's metadata name, if its keys fit, or else of each that they fit."""
     fitting = fitting_targets(header)

@@ -26,12 +26,14 @@ class KeyRow:
         original: the original module's name. parts: the diffusers modules, in the order of their rows.
         rows: each part's output rows as a multiple of the input columns; empty where there is one part.
         halves_swapped: the part's two row halves come in the other order.
+        transposed: published files keep the weight as [in, out] (transformers' Conv1D).
     """
 
     original: str
     parts: tuple[str, ...]
     rows: tuple[int, ...] = ()
     halves_swapped: bool = False
+    transposed: bool = False
 
     def part_rows(self, out_features: int, in_features: int) -> list[int]:
         """Return how many output rows of the original module belong to each part.

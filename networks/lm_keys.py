@@ -28,5 +28,8 @@ LLAMA_KEYS = KeyMap(
     tuple(KeyRow(f"blocks.{{i}}.{ours}", (f"model.layers.{{i}}.{theirs}",)) for ours, theirs in _LLAMA.items())
 )
 GPT2_KEYS = KeyMap(
-    tuple(KeyRow(f"blocks.{{i}}.{ours}", (f"transformer.h.{{i}}.{theirs}",)) for ours, theirs in _GPT2.items())
+    tuple(
+        KeyRow(f"blocks.{{i}}.{ours}", (f"transformer.h.{{i}}.{theirs}",), transposed=True)
+        for ours, theirs in _GPT2.items()
+    )
 )

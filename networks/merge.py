@@ -57,12 +57,16 @@ class LoraSource:
 
 @dataclass(frozen=True)
 class Update:
-    """One module's update and the rows of the base tensor it goes to; ``swap`` exchanges their halves."""
+    """One module's update and the rows of the base tensor it goes to; ``swap`` exchanges their halves.
+
+    ``transposed``: the base tensor is [in, out].
+    """
 
     weights: LoraWeights | AdapterWeights
     ratio: float
     rows: slice
     swap: bool
+    transposed: bool = False
 
     def apply(self, weight: Tensor) -> Tensor:
         """Return the rows' new weight, fp32 [rows, in]."""
@@ -221,7 +225,9 @@ def plan_updates(
             if shape != (rows, columns or shape[1]):
                 made_for = f"{rows}x{columns or 'any'}"
                 problems.append(f"{name} is for {made_for}, the base has {shape[0]}x{shape[1]}")
-            updates.setdefault(place.tensor, []).append(Update(weights, source.ratio, place.rows, place.swapped))
+            updates.setdefault(place.tensor, []).append(
+                Update(weights, source.ratio, place.rows, place.swapped, place.transposed)
+            )
         if problems:
             raise UserError(f"{source.path}: {names_in_short(problems)}; it was trained on another model")
     return updates
@@ -234,7 +240,8 @@ def merge_tensor(tensor: Tensor, updates: Sequence[Update], dtype: torch.dtype) 
     total = tensor.float()
     total = total.clone() if total is tensor else total
     for update in updates:
-        total[update.rows] = update.apply(total[update.rows])
+        own = total.t() if update.transposed else total
+        own[update.rows] = update.apply(own[update.rows])
     return total.to(dtype)
 
 

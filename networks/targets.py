@@ -96,7 +96,6 @@ class LoraTargets:
         text_encoders: those that can be trained, in the order of ``text_encoder_lr``.
         plain_layouts: layouts whose files have diffusers' module names although the original checkpoint has others.
         own_names: modules of the model have the key map's original names; those in files are transformers'.
-        fan_in_fan_out: transformers keeps these layers' weights as [in, out], which PEFT has to be told.
     """
 
     family: str
@@ -113,7 +112,11 @@ class LoraTargets:
     implementation: str = "https://github.com/black-forest-labs/flux"
     plain_layouts: tuple[str, ...] = ()
     own_names: bool = False
-    fan_in_fan_out: bool = False
+
+    @property
+    def fan_in_fan_out(self) -> bool:
+        """Whether transformers keeps these layers' weights as [in, out], which PEFT has to be told."""
+        return any(row.transposed for row in self.keys.rows)
 
     def path_in_model(self, module_name: str) -> str:
         """Return where the module that files call ``module_name`` is in the model."""
@@ -296,7 +299,6 @@ GPT2_TARGETS = LoraTargets(
     architecture="gpt2",
     implementation="https://github.com/huggingface/transformers",
     own_names=True,
-    fan_in_fan_out=True,
 )
 
 TARGETS: Mapping[str, LoraTargets] = {

@@ -6,7 +6,8 @@
     python tools/merge_lora.py --lora a.safetensors:0.8 b.safetensors --save_to both.safetensors \\
         --method svd --new_rank 32
 
-``--model`` is a diffusers folder or a single file (original or ComfyUI keys); the result has the same layout.
+``--model`` is a diffusers folder or a single file (original or ComfyUI keys), or a language model's folder in
+transformers' format; the result has the same layout.
 A LoRA may be in any layout; ``:0.8`` after its name is its strength, 1.0 without. Its text encoder layers go into the
 folder's text encoders; where the base is a single file, ``--transformer_only`` leaves them out.
 
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from library.errors import UserError, exit_on_user_error
-from networks.families import lora_targets
+from networks.families import language_targets, lora_targets
 from networks.formats import LAYOUTS, PRECISIONS, load_lora
 from networks.merge import LoraSource, MergeReport, merge_loras
 from networks.resizing import join_loras
@@ -133,7 +134,9 @@ def main() -> None:
         "--save_precision", choices=[*PRECISIONS, *FP8_PRECISIONS], help="default: as in --model, or the LoRAs"
     )
     parser.add_argument(
-        "--model_type", choices=list(TARGETS), help="architecture family (default: flux; of LoRAs alone as they say)"
+        "--model_type",
+        choices=list(TARGETS),
+        help="architecture family (default: flux; of language models, and of LoRAs alone, as they say)",
     )
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
     lora = parser.add_argument_group("without --model")
@@ -144,7 +147,13 @@ def main() -> None:
     add_fp8_arguments(parser)
     options = parser.parse_args()
     targets = TARGETS[options.model_type or "flux"]
+    if options.model is not None and options.model_type is None:
+        targets = language_targets(parse_source(options.lora[0]).path) or targets
     if goes_into_fp8(options):
+        if targets.own_names:
+            raise UserError(
+                "--save_precision: language models are not merged into fp8; merge in bf16 and load that with fp8_scaled"
+            )
         if unused := next((name for name in _OF_A_LORA if getattr(options, name)), None):
             raise UserError(f"--{unused}: has no effect on a merge into fp8; remove it")
         sources = [parse_source(text) for text in options.lora]

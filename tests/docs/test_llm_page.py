@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import runpy
@@ -15,6 +16,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from library.config.llm_schema import load_llm_config
+from library.config.load import load_language_config, names_language_model
 from library.models.lm_config import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +26,8 @@ SHORT = {
     "tools/prepare_text.py": "--workers 0 --validation_share 0.2",
     "train_llm.py": f"{SMALL} --save_every_n_steps 2 --save_state",
     "tools/generate.py": "--max_new_tokens 4",
+    "tools/chat.py": "--max_new_tokens 4",
+    "train_lora.py": "--max_length 32 --sample_prompts hi --sample_tokens 4 --mixed_precision no --max_train_epochs 4",
 }
 
 
@@ -34,34 +38,46 @@ def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> 
         (tmp_path / "my_texts" / f"{i}.txt").write_text(f"Once upon a time there were {i} cats. " * 6)
     question = {"ctx": "Once upon a time", "endings": ["there were 3 cats.", "cats."], "label": 0}
     (tmp_path / "hellaswag_val.jsonl").write_text(json.dumps(question))
+    said = [{"instruction": f"How many cats? {i}", "output": f"{i} cats."} for i in range(30)]
+    (tmp_path / "my_conversations.jsonl").write_text("\n".join(map(json.dumps, said)))
     commands = re.findall(r"^\.venv/bin/python (.*)$", PAGE, re.MULTILINE)
-    assert len(commands) == 6
+    assert len(commands) == 10
     for command in commands:
         script, *rest = shlex.split(command.replace("8192", "300"))
         AcceleratorState._reset_state(reset_partial_state=True)
         argv = [script, *rest, *SHORT.get(script, "").split()]
-        with chdir(tmp_path), mock.patch.object(sys, "argv", argv):
+        typed = mock.patch.object(sys, "stdin", io.StringIO("How many cats?\n"))  # to chat with
+        with chdir(tmp_path), mock.patch.object(sys, "argv", argv), typed:
             runpy.run_path(str(ROOT / script), run_name="__main__")
     assert (tmp_path / "output/llama_tiny/llama_tiny/model.safetensors").stat().st_size > 0
     assert (tmp_path / "output/llama_tiny/llama_tiny-step00000002-state/position.json").is_file()
     assert (tmp_path / "output/llama_tiny/lr.svg").is_file()
+    assert (tmp_path / "output/llama_lora/assistant/adapter_config.json").is_file()
+    assert (tmp_path / "output/my_assistant/model.safetensors").is_file()
     assert json.loads((tmp_path / "scores.json").read_text())["perplexity"]["data/my_texts"]["tokens"] > 0
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs/llm").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_ready_config_is_valid(config: Path) -> None:
-    read = load_llm_config(["--config_file", str(config)])
-    assert read.model.init_from is not None or read.model.preset in PRESETS
+    words = ["--config_file", str(config)]
+    if names_language_model(words):
+        assert load_language_config(words).instructions.train_data
+    else:
+        read = load_llm_config(words)
+        assert read.model.init_from is not None or read.model.preset in PRESETS
     schema_line = config.read_text(encoding="utf-8").splitlines()[0]
     assert (config.parent / schema_line.removeprefix("#:schema ")).is_file()
 
 
 def test_the_schema_and_the_options_page_are_up_to_date() -> None:
+    from library.config.keys import LANGUAGE_LORA
     from library.config.llm_schema import LLM
     from tools.write_config_docs import json_schema, options_page
 
     for path, text in (
         ("configs/llm/train_llm.schema.json", json_schema(LLM)),
         ("docs/llm_options.md", options_page(LLM)),
+        ("configs/llm/train_lora.schema.json", json_schema(LANGUAGE_LORA)),
+        ("docs/llm_lora_options.md", options_page(LANGUAGE_LORA)),
     ):
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run make docs"

@@ -14,7 +14,6 @@ from networks.injection import AdapterNetwork, LoraNetwork, attach_file
 from networks.peft_folder import weight_file
 from networks.targets import TARGETS
 
-
 TEMPLATE = "tandem.chat_template"  # metadata: how the conversations were written that it was trained on
 
 

@@ -1,0 +1,118 @@
+"""A language model's LoRA in the tools: merged into its model, written with, resized."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from library.llm.chat import Message
+from library.llm.dialogue_templates import dialogue_template
+from library.llm.generation import SamplingSettings, generate_tokens
+from library.llm.tokenizers import load_tokenizer, train_bpe
+from library.models.lm_files import load_lm
+from networks.formats import load_lora, save_lora
+from networks.targets import TARGETS
+from tests.models.lms import reference
+from tools.generate import parser
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = torch.arange(40).view(2, 20)
+
+
+def write_pair(folder: Path, name: str) -> PreTrainedModel:
+    """Write a model and a LoRA that peft made of it, of all linear layers; return the model with the LoRA."""
+    model = reference(name)
+    model.save_pretrained(folder / "model")
+    torch.manual_seed(1)
+    transposed = name == "gpt2"
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules="all-linear", fan_in_fan_out=transposed, task_type="CAUSAL_LM"
+    )
+    peft = get_peft_model(model, config)
+    for key, parameter in peft.named_parameters():
+        if "lora_B" in key:
+            parameter.data.normal_(std=0.1)
+    peft.save_pretrained(folder / "lora")
+    return peft.eval()
+
+
+def merge(*words: object) -> None:
+    with mock.patch.object(sys, "argv", ["merge_lora.py", *map(str, words)]):
+        runpy.run_path(str(ROOT / "tools/merge_lora.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.2"])
+def test_a_lora_of_pefts_merges_into_transformers_folder(tmp_path: Path, name: str) -> None:
+    peft = write_pair(tmp_path, name)
+    merge("--model", tmp_path / "model", "--lora", tmp_path / "lora", "--save_to", tmp_path / "merged")
+    expected = peft(TOKENS).logits
+    for read in (load_lm(tmp_path / "merged", torch.float32)(TOKENS),
+                 AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(TOKENS).logits):  # fmt: skip
+        assert (read - expected).abs().max() <= 1e-5 * expected.abs().max()  # fp32, added to the weight instead
+    merge("--model", tmp_path / "model", "--lora", f"{tmp_path / 'lora'}:0.0", "--save_to", tmp_path / "same")
+    same, model = (load_lm(tmp_path / folder, torch.float32)(TOKENS) for folder in ("same", "model"))
+    assert torch.equal(same, model)
+
+
+def test_gpt2s_published_file_without_the_models_prefix_is_merged_too(tmp_path: Path) -> None:
+    peft = write_pair(tmp_path, "gpt2")
+    model = reference("gpt2")
+    model.transformer.save_pretrained(tmp_path / "model")  # "h.0.attn.c_attn.weight", as openai-community/gpt2 has it
+    merge("--model", tmp_path / "model", "--lora", tmp_path / "lora", "--save_to", tmp_path / "merged")
+    ours, expected = load_lm(tmp_path / "merged", torch.float32)(TOKENS), peft(TOKENS).logits
+    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_merge_into_fp8_and_a_lora_of_another_size_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pair(tmp_path / "a", "llama3")
+    write_pair(tmp_path / "b", "llama2")
+    both = ("--lora", tmp_path / "a/lora", "--save_to", tmp_path / "merged")
+    for words, said in (
+        (("--model", tmp_path / "a/model", "--save_precision", "fp8"), "language models are not merged into fp8"),
+        (("--model", tmp_path / "b/model"), "it was trained on another model"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            merge(*words, *both)
+        assert left.value.code == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+def test_loras_of_language_models_become_one_file_that_peft_knows(tmp_path: Path) -> None:
+    peft = write_pair(tmp_path, "llama3")
+    merge("--lora", f"{tmp_path / 'lora'}:0.5", f"{tmp_path / 'lora'}:0.5", "--save_to", tmp_path / "both.safetensors")
+    targets = TARGETS["llama"]
+    save_lora(tmp_path / "folder", load_lora(tmp_path / "both.safetensors", targets).weights, targets, "peft")
+    again = PeftModel.from_pretrained(reference("llama3"), tmp_path / "folder")
+    torch.testing.assert_close(again(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_generate_writes_with_a_lora_in_the_asked_template(tmp_path: Path) -> None:
+    write_pair(tmp_path, "llama3")
+    words = ["--model", str(tmp_path / "model"), "--lora", f"{tmp_path / 'lora'}:1", "--max_new_tokens", "8"]
+    big = reference("llama3")  # whose vocabulary is smaller than one of bytes
+    big.resize_token_embeddings(320)
+    big.save_pretrained(tmp_path / "model")
+    tokenizer = train_bpe(["User: hello there\nAssistant: hi"] * 4, 300)
+    tokenizer.save(tmp_path / "model")
+    options = parser().parse_args(["text", *words, "--prompt", "hello", "--temperature", "0", "--chat",
+                                   "--chat_template", "plain"])  # fmt: skip
+    (made,) = options.run(options)
+    with_lora = PeftModel.from_pretrained(big, tmp_path / "lora").eval()
+    template = dialogue_template("plain", load_tokenizer(tmp_path / "model"), tmp_path / "model")
+    prompt, _ = template.tokens([Message("user", "hello")], answer_next=True)
+    expected = with_lora.generate(
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos, pad_token_id=0
+    )[0, len(prompt) :]
+    assert made == tokenizer.decode(expected.tolist(), skip_special=True)
+    without = generate_tokens(load_lm(tmp_path / "model", torch.float32), [prompt], SamplingSettings(8, temperature=0))
+    assert tokenizer.decode(without[0], skip_special=True) != made
