@@ -35,12 +35,14 @@ from rich.table import Table
 
 from bench.measure import write_report
 from library.config.schema import ModelConfig
+from library.models.protocol import ImageEncoder
 from library.training.calibration import CalibrationOptions, prepare_calibration
 from networks.formats import load_lora
 from tools.report.deployments import REFERENCE, Models, Variant, parse_deployment
 from tools.report.differences import Differences, compare
 from tools.report.fixes import FixOptions, try_fixes
 from tools.report.measure import Asked, prepare_probe, run_named
+from tools.report.runs import Outcome, Probe
 from tools.tiny_models.mascot import random_zorbo
 from tools.tiny_models.painting import to_image
 
@@ -114,8 +116,31 @@ def measure_seed(seed: int, held_out: Path, images: int, folder: Path) -> dict[s
     found["merged, compensated"] = figures("compensated", compensated, beside)
     fitted = replace(options, dataset_config=str(TRAINING), images=12, cache_directory=str(folder / "cache"))
     fix_options = FixOptions(folder / "fixes", lora, str(MODEL), str(served), [], fitted, None, 60.0, 0.2)
-    found |= {fix.name: fix.figures for fix in try_fixes(models, asked, probe, reference, (), fix_options, console)}
+    fixes = try_fixes(models, asked, probe, reference, (), fix_options, console)
+    found |= {fix.name: fix.figures for fix in fixes}
+    encoder = models.image_encoder(REFERENCE)
+    found["white noise of the last one's size"] = compare(
+        reference, white_noise(reference, fixes[-1].outcome, probe, encoder), probe
+    )
     return found
+
+
+@torch.no_grad()
+def white_noise(reference: Outcome, outcome: Outcome, probe: Probe, encoder: ImageEncoder) -> Outcome:
+    """Return what would have come out if ``outcome`` missed ``reference`` by white noise, as much in each region.
+
+    An error that knows nothing of the border: what the seam's figures are for it is the pictures' doing and the
+    decoder's, since an error shows more detail in a detailed place.
+    """
+    noisy = Outcome(reference.velocities, [list(step) for step in reference.path])
+    for number, (wanted, found) in enumerate(zip(reference.latents, outcome.latents, strict=True)):
+        mask, random = probe.mask(number), torch.Generator().manual_seed(number)
+        noise = torch.randn(wanted.shape, generator=random)
+        for region in (torch.ones(wanted.shape[-2:], dtype=torch.bool),) if mask is None else (mask, ~mask):
+            noise[:, region] *= (found - wanted)[:, region].square().mean().sqrt()
+        noisy.path[-1][number] = wanted + noise
+        noisy.pictures.append(encoder.decode((wanted + noise)[None])[0].float())
+    return noisy
 
 
 def row_of(case: str, seeds: list[Differences]) -> dict[str, Any]:

@@ -181,12 +181,16 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
 ) -> None:
     """Of random weights the LoRA can make up for part of the rounding only; more rank makes up for more."""
     deploy = place / "fp8.safetensors"
-    found = report(place, deploy, "--fix", "retarget", "correction", "keep", "--fix_target", "0.5")
+    found = report(place, deploy, "--fix", "retarget", "correction", "rebuild", "keep", "--fix_target", "0.5")
     before = found["deployment"]["velocity"]
     after = {fix["name"]: fix["figures"]["velocity"] for fix in found["fixes"]}
-    assert list(after) == ["retarget", "correction", "keep"]
+    assert list(after) == ["retarget", "correction", "rebuild", "keep"]
     assert after["retarget"] < before
     assert after["correction"] < 0.8 * after["retarget"]
+    assert after["keep"] < after["rebuild"] < 0.5 * before
+    rebuilt, larger = (Path(fix["files"][0]) for fix in found["fixes"][2:])
+    assert rebuilt.stat().st_size == pytest.approx(deploy.stat().st_size, rel=0.01)
+    assert larger.stat().st_size == pytest.approx(1.1 * deploy.stat().st_size, rel=0.1)
     (corrected,) = found["fixes"][1]["files"]
     with safe_open(corrected, framework="pt") as file:
         assert file.metadata()["tandem.base_name"] == deploy.name

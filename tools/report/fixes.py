@@ -4,9 +4,11 @@
 2. *strength*: for a merge that lost part of the update, the LoRA at 1 / survival. Free; the one-minute test.
 3. *retarget*: the LoRA refitted to the fp8 file, same rank, no training.
 4. *correction*: the same with 16 ranks more, and a LoRA for layers that had none.
-5. *keep*: the layers that give back most per megabyte run in bf16, up to a tenth of the file, under the refitted LoRA.
-6. *teacher*: 200 steps on the fp8 file that learn the bf16 model's answers, from the refitted LoRA on.
-7. *together*: the same from the corrected LoRA on.
+5. *rebuild*: the fp8 file made anew from bf16, of the same layout and size, rounded with compensation, under a LoRA
+   refitted to it.
+6. *keep*: the same, a tenth larger: the layers that give back most per megabyte stay in bf16.
+7. *teacher*: 200 steps on the fp8 file that learn the bf16 model's answers, from the refitted LoRA on.
+8. *together*: the larger file, the correction for it, the steps on it.
 
 Files that a fix makes lie in ``fixes/`` beside the report, in the LoRA's own format.
 """
@@ -26,7 +28,6 @@ from rich.table import Table
 
 from library.config import load_config
 from library.errors import UserError
-from library.precision.parity.keep import Candidate, choose_kept
 from library.training.calibration import CalibrationOptions
 from networks.formats import load_lora
 from networks.weights import LoraWeights
@@ -35,11 +36,12 @@ from tools.report.deployments import REFERENCE, Models, Variant
 from tools.report.differences import Differences, compare
 from tools.report.layers import LayerRow
 from tools.report.measure import Asked, run_named
+from tools.report.rebuilding import rebuild
 from tools.report.runs import Outcome, Probe
 from train_lora import train
 
-FIXES = ("settings", "strength", "retarget", "correction", "keep", "teacher", "together")
-CORRECTION_RANK, TEACHER_STEPS, KEPT_SHARE = 16, 200, 0.1
+FIXES = ("settings", "strength", "retarget", "correction", "rebuild", "keep", "teacher", "together")
+CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, KEPT_SHARE = 16, 200, "2e-4", 0.1
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def try_fixes(
     Args:
         models, asked: of the deployment.
         probe, reference: what fixes are measured on, and what they are compared with.
-        layers: of the deployment, for the survival of its LoRA and what to keep in bf16; may be empty.
+        layers: of the deployment, for the survival of its LoRA; may be empty.
         options: files, flags, limits.
     """
     begun = time.monotonic()
@@ -136,26 +138,27 @@ def try_fixes(
     if gains and asked.variant.merge is not None and 0 < median(gains) < 0.95:
         stronger = replace(asked.variant, strength=asked.variant.strength / median(gains))
         attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
-    made: dict[int, Path] = {}  # correction rank -> the refitted LoRA, of this run
-
-    def refitted(correction_rank: int) -> Path:
-        if correction_rank not in made:
-            name = "corrected" if correction_rank else "retargeted"
-            made[correction_rank] = _retarget(models, options, options.folder / f"{name}.safetensors", correction_rank)
-        return made[correction_rank]
-
-    def with_lora(path: Path) -> tuple[Models, Variant, tuple[Path, ...]]:
-        return _with_lora(models, path), plain, (path,)
-
-    kept = _worth_keeping(layers)
-    size = sum(row.size for row in layers if row.name in kept) / 2**20
+    workshop = _Workshop(models, options)
     ranks = f"{CORRECTION_RANK} ranks more in every fp8 layer"
     steps = f"{TEACHER_STEPS} training steps"
-    attempt("retarget", "a forward pass over the calibration; the same rank", lambda: with_lora(refitted(0)))
-    attempt("correction", ranks, lambda: with_lora(refitted(CORRECTION_RANK)))
-    attempt("keep", f"{size:.0f} MB more: {len(kept)} layers in bf16", lambda: _keeping(models, kept, refitted(0)))
-    attempt("teacher", f"{steps}, the same rank", lambda: with_lora(_teach(models, options, refitted(0))))
-    attempt("together", f"{steps} and {ranks}", lambda: with_lora(_teach(models, options, refitted(CORRECTION_RANK))))
+    larger = f"an fp8 file {KEPT_SHARE:.0%} larger, rounded anew"
+
+    def with_lora(lora: Path, of: Models = models) -> tuple[Models, Variant, tuple[Path, ...]]:
+        own = (of.deployed.path,) if of is not models and of.deployed.path else ()
+        return _with_lora(of, lora), plain, (*own, lora)
+
+    def fitted(of: Models, correction_rank: int = 0) -> tuple[Models, Variant, tuple[Path, ...]]:
+        return with_lora(workshop.refitted(of, correction_rank), of)
+
+    def taught(of: Models, correction_rank: int = 0) -> tuple[Models, Variant, tuple[Path, ...]]:
+        return with_lora(workshop.taught(of, workshop.refitted(of, correction_rank)), of)
+
+    attempt("retarget", "a forward pass over the calibration; the same rank", lambda: fitted(models))
+    attempt("correction", ranks, lambda: fitted(models, CORRECTION_RANK))
+    attempt("rebuild", "an fp8 file of the same size, rounded anew", lambda: fitted(workshop.rebuilt()))
+    attempt("keep", larger, lambda: fitted(workshop.rebuilt(KEPT_SHARE)))
+    attempt("teacher", f"{steps}, the same rank", lambda: taught(models))
+    attempt("together", f"{larger}, {ranks}, {steps}", lambda: taught(workshop.rebuilt(KEPT_SHARE), CORRECTION_RANK))
     return fixes
 
 
@@ -199,45 +202,64 @@ def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:
     return table
 
 
-def _retarget(models: Models, options: FixOptions, save_to: Path, correction_rank: int) -> Path:
-    """Refit the LoRA to the deployed weights; return its file."""
-    calibration = options.calibration
-    words = ["--lora", str(options.lora), "--base", options.base, "--deploy", options.deploy]
-    words += ["--save_to", str(save_to), "--overwrite", "--correction_rank", str(correction_rank)]
-    words += ["--model_type", models.family.name, *options.model_flags, *_shared_flags(options)]
-    words += ["--calibration_images", str(calibration.images)]
-    words += ["--calibration_sigmas", *(f"{sigma:g}" for sigma in calibration.sigmas)]
-    retarget_lora.retarget(retarget_lora.parser().parse_args(words), Console(quiet=True))
-    return save_to
+class _Workshop:
+    """Makes the files that fixes need, each once."""
 
+    def __init__(self, models: Models, options: FixOptions) -> None:
+        self.models, self.options = models, options
+        self._rebuilt: dict[float, Models] = {}
+        self._refitted: dict[tuple[str, int], Path] = {}
 
-def _keeping(models: Models, kept: frozenset[str], lora: Path) -> tuple[Models, Variant, tuple[Path, ...]]:
-    """Return the models with ``kept`` in high precision.
+    def rebuilt(self, kept_share: float = 0.0) -> Models:
+        """Return the models with the served file made anew."""
+        if kept_share not in self._rebuilt:
+            name = f"rebuilt_{kept_share:.0%}_larger".replace("%", "") if kept_share else "rebuilt"
+            base, save_to, flags = self.options.base, self.options.folder / name, self._calibration_flags()
+            self._rebuilt[kept_share] = rebuild(self.models, base, save_to, True, kept_share, flags)
+        return self._rebuilt[kept_share]
 
-    Raises:
-        UserError: what layers give back was not measured.
-    """
-    if not kept:
-        raise UserError("what each layer gives back was not measured; leave out --no_benefits")
-    changed = _with_lora(models, lora)
-    changed.kept = kept
-    return changed, replace(REFERENCE, weights=True), (lora,)
+    def refitted(self, models: Models, correction_rank: int) -> Path:
+        """Return the LoRA refitted to the weights that ``models`` deploy."""
+        key = self._name(models), correction_rank
+        if key not in self._refitted:
+            name = "corrected" if correction_rank else "retargeted"
+            save_to = self.options.folder / (f"{name}_for_{key[0]}.safetensors" if key[0] else f"{name}.safetensors")
+            words = ["--lora", str(self.options.lora), "--base", self.options.base, "--deploy", self._deploy(models)]
+            words += ["--save_to", str(save_to), "--overwrite", "--correction_rank", str(correction_rank)]
+            words += ["--model_type", models.family.name, *self._calibration_flags()]
+            retarget_lora.retarget(retarget_lora.parser().parse_args(words), Console(quiet=True))
+            self._refitted[key] = save_to
+        return self._refitted[key]
 
+    def taught(self, models: Models, lora: Path) -> Path:
+        """Train ``lora`` on the weights that ``models`` deploy, the reference being the teacher; return its file.
 
-def _teach(models: Models, options: FixOptions, lora: Path) -> Path:
-    """Train ``lora`` on the deployed weights, the reference being the teacher; return the trained file.
+        Raises:
+            UserError: see ``train_lora.train``.
+        """
+        options = self.options
+        output = options.folder / f"taught_{lora.stem}"
+        words = ["--model_type", models.family.name, *options.model_flags, *_deployed_flags(models, options)]
+        words += ["--parity_teacher", options.base, "--parity_lora", str(options.lora), "--network_weights", str(lora)]
+        words += ["--dim_from_weights", "--output_dir", str(output), "--output_name", "taught"]
+        words += [*_shared_flags(options), "--max_train_steps", str(TEACHER_STEPS), "--lr_scheduler", "cosine"]
+        words += ["--learning_rate", TEACHER_RATE, "--max_data_loader_n_workers", "0"]
+        train(load_config(words))
+        return output / "taught.safetensors"
 
-    Raises:
-        UserError: see ``train_lora.train``.
-    """
-    output = options.folder / f"taught_{lora.stem}"
-    words = ["--model_type", models.family.name, *options.model_flags, *_deployed_flags(models, options)]
-    words += ["--parity_teacher", options.base, "--parity_lora", str(options.lora), "--network_weights", str(lora)]
-    words += ["--dim_from_weights", "--output_dir", str(output), "--output_name", "taught", *_shared_flags(options)]
-    words += ["--max_train_steps", str(TEACHER_STEPS), "--learning_rate", "2e-4", "--lr_scheduler", "cosine"]
-    words += ["--max_data_loader_n_workers", "0"]
-    train(load_config(words))
-    return output / "taught.safetensors"
+    def _calibration_flags(self) -> list[str]:
+        calibration = self.options.calibration
+        words = [*self.options.model_flags, *_shared_flags(self.options)]
+        words += ["--calibration_images", str(calibration.images)]
+        return [*words, "--calibration_sigmas", *(f"{sigma:g}" for sigma in calibration.sigmas)]
+
+    def _name(self, models: Models) -> str:
+        """Return the name of a rebuilt file; empty for what the user deploys."""
+        path = models.deployed.path
+        return "" if models is self.models or path is None else path.stem
+
+    def _deploy(self, models: Models) -> str:
+        return self.options.deploy if models is self.models else str(models.deployed.path)
 
 
 def _shared_flags(options: FixOptions) -> list[str]:
@@ -265,14 +287,6 @@ def _deployed_flags(models: Models, options: FixOptions) -> list[str]:
     words += ["--fp8_keep", *recipe.keep] if recipe.keep else ["--fp8_keep"]
     return [*words, *(["--fp8_base"] if recipe.granularity == "cast" else
                       ["--fp8_scaled", "--fp8_granularity", recipe.granularity])]  # fmt: skip
-
-
-def _worth_keeping(layers: Sequence[LayerRow]) -> frozenset[str]:
-    """Return the layers to keep in bf16, at most a tenth of the fp8 file."""
-    rows = [row for row in layers if row.benefit is not None]
-    budget = int(KEPT_SHARE * sum(row.size for row in rows))
-    chosen = choose_kept((Candidate(row.name, row.benefit or 0.0, row.size) for row in rows), budget)
-    return frozenset(candidate.name for candidate in chosen)
 
 
 def _own(models: Models, path: Path) -> dict[str, LoraWeights]:
