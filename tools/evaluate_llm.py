@@ -118,6 +118,8 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name}: {value} does not fit; it must be at least 1")
+    if options.include_path is not None and not options.include_path.is_dir():
+        raise UserError(f"--include_path: {options.include_path}: no such folder; check the path")
     if options.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks: needs lm-evaluation-harness; run pip install -r requirements-eval.txt")
 
@@ -215,10 +217,9 @@ def samples(
     model: TransformerLM, tokenizer: Tokenizer, options: argparse.Namespace, ends: tuple[int, ...]
 ) -> list[dict[str, str]]:
     """Return each prompt and what the model writes after it."""
-    temperature = 0.8 if options.temperature is None else options.temperature
     settings = SamplingSettings(
-        max_new_tokens=options.max_new_tokens or 64,
-        temperature=temperature,
+        max_new_tokens=64 if options.max_new_tokens is None else options.max_new_tokens,
+        temperature=0.8 if options.temperature is None else options.temperature,
         top_p=options.top_p,
         seed=options.seed,
         stop_tokens=(*tokenizer.stop_tokens, *ends),

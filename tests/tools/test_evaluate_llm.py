@@ -127,6 +127,8 @@ def test_a_lora_of_peft_is_part_of_the_model(folder: Path, tmp_path: Path) -> No
         (["--perplexity", "long.jsonl", "--text_key", "body"], r"long\.jsonl:1: no key 'body'"),
         (["--perplexity", "text.txt", "--lora", "nowhere"], "nowhere"),
         (["--choices", "long.jsonl"], r"long\.jsonl:1: no key 'ctx'"),
+        (["--prompt", "x", "--max_new_tokens", "0"], "max_new_tokens: 0 does not fit"),
+        (["--tasks", "x", "--include_path", "nowhere"], "--include_path: nowhere: no such folder"),
         (["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], "top_p: has no effect at temperature 0"),
     ],
 )
