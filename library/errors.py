@@ -18,6 +18,14 @@ class UserError(ValueError):
     """Bad input from outside, described in one line that ends with the remedy."""
 
 
+class WriteError(UserError):
+    """A file or folder that cannot be written: the disk is full, read-only, gone, or belongs to somebody else."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        super().__init__(f"{path}: cannot be written ({reason}); free space or choose another folder")
+        self.reason = reason
+
+
 def nearest_of(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
     """Return the candidate nearest to ``word``, if one is at least so similar (0 to 1)."""
     nearest = difflib.get_close_matches(word, list(candidates), n=1, cutoff=similarity)
@@ -51,7 +59,10 @@ def one_line(error: UserError) -> str:
 
 
 def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a script's ``main``: a ``UserError`` becomes one line on stderr and exit code 2."""
+    """Decorate a script's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
+
+    So does Ctrl-C, with the shell's own exit code for it, 130.
+    """
 
     @wraps(main)
     def wrapped() -> None:
@@ -60,5 +71,8 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
         except UserError as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
             raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
 
     return wrapped

@@ -1,8 +1,4 @@
-"""Writing files so that nothing already on disk is lost, and recognising them again.
-
-Every file Tandem writes goes to a temporary name in the same folder, is flushed to the disk and then renamed,
-which the operating system does in one step: a reader sees the old file or the new one, never half of one.
-"""
+"""Writing files so that nothing already on disk is lost (see :mod:`library.atomic`), and recognising them again."""
 
 from __future__ import annotations
 
@@ -10,43 +6,17 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
+from library.atomic import atomic_path
 from library.errors import UserError
+from library.safetensors_stream import stream_safetensors
 
 _FINGERPRINT_SLICES = 256  # evenly spaced slices hashed from a weight file ...
 _FINGERPRINT_SLICE_BYTES = 16384  # ... of this many bytes each: 4 MiB read from a file of any size
-
-
-@contextmanager
-def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; rename it to ``path`` when the block ends without an error.
-
-    Parent folders are made. When the block raises, the temporary file is removed and ``path`` is untouched.
-
-    Raises:
-        UserError: the folder cannot be written to.
-    """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, target)
-    except OSError as error:
-        raise UserError(
-            f"{target}: cannot be written ({error.strerror}); free space or choose another folder"
-        ) from error
-    finally:
-        with suppress(OSError):  # the folder itself may be what cannot be used
-            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -58,10 +28,16 @@ def write_text(path: str | Path, text: str) -> None:
 def write_safetensors(
     path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write ``tensors`` and string ``metadata`` as a safetensors file in one step; tensors may lie on any device."""
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with atomic_path(path) as temporary:
-        save_file(on_cpu, temporary, metadata=dict(metadata or {}))
+    """Write ``tensors`` and string ``metadata`` as a safetensors file in one step; tensors may lie on any device.
+
+    ``safetensors``' own writer takes a temporary name that nobody can recognise after a crash, and leaves files that
+    only their owner may read.
+
+    Raises:
+        WriteError: see :func:`library.atomic.atomic_path`.
+    """
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    stream_safetensors(path, layout, lambda name: tensors[name], metadata)
 
 
 def read_safetensors_header(path: str | Path) -> dict[str, dict]:

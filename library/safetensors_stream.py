@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from library.files import atomic_path
+from library.atomic import atomic_path
 
 DTYPE_NAMES = {
     torch.float64: "F64",

@@ -11,10 +11,9 @@ word. ``lasting_settings`` names those settings; a run that changed one is refus
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from library.atomic import atomic_folder
 from library.errors import UserError
 from library.files import write_safetensors, write_text
 from library.training.state_file import read_state, write_state
@@ -43,6 +43,19 @@ class Position:
     val_loss_before: float | None = None
     best_val_loss: float | None = None
     validations_since_best: int = 0
+    updates_dropped: int = 0  # steps that were not finite
+    nonfinite_in_row: int = 0  # those since the last that was
+    skipped_samples: list[str] = field(default_factory=list)  # identities left out by nonfinite = "rollback"
+    validated_at: int | None = None  # the step of the last validation that was compared with the best
+    step_ended: tuple[int, int] | None = None  # epoch and batches when the last step ended, within an unfinished one
+
+    def at_last_step(self) -> Position:
+        """Return where the last whole step ended: what was accumulated since is no part of a state.
+
+        The end of an epoch may lie within a step of several batches.
+        """
+        epoch, batches = self.step_ended or (self.epoch, self.batches)
+        return replace(self, epoch=epoch, batches=batches, step_ended=None)
 
 
 def lasting_settings(config: TrainConfig, text_encoders: str | None = None) -> dict[str, Any]:
@@ -107,37 +120,23 @@ def save_training_state(
     """Write a state folder in one step, replacing an older one of the same name.
 
     Args:
-        folder: where; ``<folder>.tmp`` is used while writing.
+        folder: where.
         weights: the trained parameters by name.
         parts: optimizer, schedule, scaler by name.
         position: where the run stands.
         base: the base model's fingerprint, checked when resuming.
         settings: of ``lasting_settings``, checked when resuming.
+
+    Raises:
+        WriteError: the disk is full or cannot be written to; the older state is as it was.
+        UserError: a part's state holds something that cannot be written.
     """
-    about = asdict(position) | {"base": base, "settings": dict(settings or {})}
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    about = asdict(position.at_last_step()) | {"base": base, "settings": dict(settings or {}), "saved": time.time()}
+    with atomic_folder(folder) as temporary:
         write_safetensors(temporary / "lora.safetensors", weights)
         for name, part in parts.items():
             write_state(temporary / name, part.state_dict())
         write_text(temporary / "position.json", json.dumps(about))
-        replace_folder(temporary, folder)
-    except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written ({error.strerror}); free space, earlier states are kept"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def replace_folder(new: Path, folder: Path) -> None:
-    """Put ``new`` in the place of ``folder``; at every moment one of the two is there under some name."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(new, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Position, str]:
@@ -148,7 +147,7 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
     """
     try:
         saved = json.loads((Path(folder) / "position.json").read_text(encoding="utf-8"))
-        base, then = saved.pop("base"), saved.pop("settings")
+        base, then, _ = saved.pop("base"), saved.pop("settings"), saved.pop("saved", None)
         position = Position(**saved)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"position.json is damaged: {error}"

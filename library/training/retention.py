@@ -7,9 +7,10 @@ step or epoch are touched: never the final LoRA, the best one, or what a longer 
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from library.atomic import discard
 
 if TYPE_CHECKING:
     from library.config.schema import SavingConfig
@@ -49,7 +50,7 @@ def remove_old(
         is_state = match[2] == "-state"
         oldest = (oldest_state if oldest_state is not None else oldest_lora) if is_state else oldest_lora
         if oldest is not None and int(match[1]) < oldest:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            discard(path)
 
 
 def _steps(step: int, last: int | None) -> int | None:

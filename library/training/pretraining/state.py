@@ -7,8 +7,7 @@ written under a temporary name and renamed when it is whole.
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from library.atomic import atomic_folder
 from library.config.llm_schema import LLMConfig
 from library.errors import UserError
 from library.files import write_safetensors, write_text
-from library.training.checkpoint import Stateful, replace_folder
+from library.training.checkpoint import Stateful
 from library.training.state_file import read_state, write_state
 
 _WEIGHTS, _POSITION = "weights.safetensors", "position.json"
@@ -58,21 +58,13 @@ def save_state(
     position: PretrainingPosition,
     settings: Mapping[str, Any],
 ) -> None:
-    """Write a state folder in one step, replacing an older one of the same name; raises a UserError if it cannot."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    """Write a state folder in one step, replacing an older one of the same name; raises a WriteError if it cannot."""
+    with atomic_folder(folder) as temporary:
         write_safetensors(temporary / _WEIGHTS, dict(model.named_parameters()))
         for name, part in parts.items():
             write_state(temporary / name, part.state_dict())
-        write_text(temporary / _POSITION, json.dumps({**asdict(position), "settings": dict(settings)}))
-        replace_folder(temporary, folder)
-    except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written ({error.strerror}); free space, earlier states are kept"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        about = {**asdict(position), "settings": dict(settings), "saved": time.time()}
+        write_text(temporary / _POSITION, json.dumps(about))
 
 
 @torch.no_grad()
@@ -92,7 +84,7 @@ def load_state(
     folder = Path(folder)
     try:
         saved = json.loads((folder / _POSITION).read_text(encoding="utf-8"))
-        then = saved.pop("settings")
+        then, _ = saved.pop("settings"), saved.pop("saved", None)
         position = PretrainingPosition(**saved)
         weights = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:

@@ -1,0 +1,197 @@
+"""Writing files and folders in one step, and putting right what a killed process left behind.
+
+What is written goes to a temporary name in the same folder, ``.<name>.<process>.tmp``, is flushed to the disk and then
+renamed, which the operating system does in one step: a reader sees the old content or the new, never half of one. A
+folder that exists cannot be renamed onto, so the two change places where the file system can do that (Linux'
+``renameat2``), and elsewhere the old one steps aside as ``.<name>.<process>.old`` for a moment. A folder that is to go
+is renamed to ``.<name>.<process>.gone`` first, so that a half-deleted one is never taken for a whole one.
+
+``<process>`` names machine (or container), process and when it began. ``clear_leftovers`` thereby knows whose work in
+progress it must leave alone: that of processes still running, and for ten minutes that of other machines on the same
+disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from library.errors import WriteError
+
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<begun>\d+)\.(?P<kind>tmp|old|gone)")
+# Another machine's leftover is one when it has not been touched for so long; two renames take no time.
+_FOREIGN_SECONDS = {"tmp": 600.0, "gone": 600.0, "old": 5.0}
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; rename it to ``path`` when the block ends without an error.
+
+    Parent folders are made. When the block raises, the temporary file is removed and ``path`` is untouched.
+
+    Raises:
+        WriteError: the folder cannot be written to, or the disk is full.
+    """
+    target = Path(path)
+    temporary = _beside(target, "tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        _flush(temporary)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise WriteError(target, error.strerror or str(error)) from error
+    finally:
+        with suppress(OSError):  # the folder itself may be what cannot be used
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(folder: str | Path) -> Iterator[Path]:
+    """Yield an empty temporary folder; it takes the place of ``folder`` when the block ends without an error.
+
+    Raises:
+        WriteError: it, or a file in it, cannot be written; ``folder`` is as it was.
+    """
+    target = Path(folder)
+    temporary = _beside(target, "tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for inner in [path for path in temporary.rglob("*") if path.is_dir()]:
+            _flush(inner)
+        _flush(temporary)
+        _replace_folder(temporary, target)
+        _flush(target.parent)
+    except OSError as error:
+        raise WriteError(target, error.strerror or str(error)) from error
+    except WriteError as error:  # a file in it, by a name that nobody has seen
+        raise WriteError(target, error.reason) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def discard(path: str | Path) -> None:
+    """Delete a file or folder; a folder is never seen half deleted under its name."""
+    path = Path(path)
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    gone = _beside(path, "gone")
+    os.replace(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def clear_leftovers(folder: str | Path) -> list[Path]:
+    """Delete what killed processes left half-written in ``folder``; return what was put back in its place.
+
+    Put back is a folder that was being replaced when its process was killed, and has no successor yet.
+
+    Args:
+        folder: not looked into deeper; may be missing.
+    """
+    restored: list[Path] = []
+    try:
+        names = sorted(path.name for path in Path(folder).iterdir())
+    except OSError:
+        return restored
+    for name in names:
+        match = _LEFTOVER.fullmatch(name)
+        leftover = Path(folder) / name
+        if match is None or _in_use(match, leftover):
+            continue
+        final = leftover.with_name(match["name"])
+        with suppress(OSError):
+            if match["kind"] == "old" and not final.exists():
+                os.replace(leftover, final)
+                restored.append(final)
+            elif leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
+    return restored
+
+
+def _in_use(match: re.Match[str], leftover: Path) -> bool:
+    machine, pid, owner = match["machine"], match["pid"], f"{match['machine']}-{match['pid']}-{match['begun']}"
+    if owner == _this_process():
+        return False  # what is looked for at the start was not made by this process, but by one of the same numbers
+    if machine == _machine() and match["begun"] != "0":
+        return _begun(int(pid)) == int(match["begun"])
+    try:
+        return time.time() - leftover.stat().st_ctime < _FOREIGN_SECONDS[match["kind"]]
+    except OSError:
+        return False
+
+
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{_this_process()}.{kind}")
+
+
+def _this_process() -> str:
+    return _process_name(os.getpid())
+
+
+@functools.lru_cache(maxsize=4)  # a forked process has another number
+def _process_name(pid: int) -> str:
+    return f"{_machine()}-{pid}-{_begun(pid)}"
+
+
+@functools.cache
+def _machine() -> str:
+    """Return eight hex digits for what numbers its processes together: this boot of this machine, or a container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        known = f"{boot}{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        known = platform.node()
+    return hashlib.blake2b(known.encode(), digest_size=4).hexdigest()
+
+
+def _begun(pid: int) -> int:
+    """Return when a process began, in clock ticks since boot (proc(5): field 22 of stat); 0 if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        state, *fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces
+        return 0 if state in ("Z", "X") else int(fields[18])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _replace_folder(new: Path, folder: Path) -> None:
+    if not folder.exists():
+        os.replace(new, folder)
+    elif not _exchange(new, folder):
+        old = _beside(folder, "old")
+        os.replace(folder, old)
+        os.replace(new, folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two names change places in one step; return whether this system and file system can."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):
+        return False
+    paths = os.fsencode(one), os.fsencode(other)
+    return bool(renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
