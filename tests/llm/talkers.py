@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
 
 from library.llm.chat import Message, chat_tokens
 from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
@@ -51,6 +53,16 @@ def write_story_model(folder: Path, family: str = "llama", context: int = 8192) 
     sizes = (48, 2, 4, 2, 96) if family == "llama" else (48, 2, 4)
     config: LMConfig = (llama if family == "llama" else gpt2)(*sizes, tokenizer.vocab_size, context)  # type: ignore[operator]
     return _write(folder, config, tokenizer, tokens[:, :-1], tokens[:, 1:], 90)
+
+
+def write_lora(model: Path, folder: Path, seed: int) -> Path:
+    """Write a random LoRA of a Llama, as peft does, that changes what it says; return its folder."""
+    torch.manual_seed(seed)
+    base = LlamaForCausalLM.from_pretrained(model)
+    layers = ["q_proj", "down_proj"]
+    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=64, target_modules=layers, init_lora_weights=False))
+    adapted.save_pretrained(folder)
+    return folder
 
 
 def _write(

@@ -14,16 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
 
 from library.errors import UserError
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
 from library.models.lm_files import load_lm
 from library.training.instruction.adapters import put_lora_on
-from tests.llm.talkers import PAIRS, write_chat_model, write_story_model
+from tests.llm.talkers import PAIRS, write_chat_model, write_lora, write_story_model
 from tests.processes import LIMIT
 from tools.chat import chat, parser
 from tools.chatting.commands import run_command
@@ -50,11 +48,7 @@ def loras(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two random LoRAs of the chat model, as peft writes them."""
     top = tmp_path_factory.mktemp("loras")
     for seed, name in enumerate(("first", "second")):
-        torch.manual_seed(seed)
-        base = LlamaForCausalLM.from_pretrained(models / "chat")
-        layers = ["q_proj", "down_proj"]
-        adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=64, target_modules=layers, init_lora_weights=False))
-        adapted.save_pretrained(top / name)
+        write_lora(models / "chat", top / name, seed)
     return top
 
 

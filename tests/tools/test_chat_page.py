@@ -18,8 +18,9 @@ from library.llm.chat import Message, chat_tokens
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
 from library.models.lm_files import load_lm
+from library.training.instruction.adapters import put_lora_on
 from tests.chat_page import CHROMIUM, WAIT, Tab, expect, open_browser, serve_chat, words
-from tests.llm.talkers import write_chat_model, write_story_model
+from tests.llm.talkers import write_chat_model, write_lora, write_story_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="no chromium on this machine")]
 
@@ -29,14 +30,15 @@ ENDLESS = 60_000  # tokens: minutes
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("models")
-    write_chat_model(top / "chat")
+    write_lora(write_chat_model(top / "chat"), top / "loras" / "other", seed=1)
     write_story_model(top / "story", context=2 * ENDLESS)
     return top
 
 
 @pytest.fixture(scope="module")
 def address(models: Path) -> Iterator[str]:
-    with serve_chat("--models_dir", str(models), "--temperature", "0.8", "--max_new_tokens", str(ENDLESS)) as found:
+    where = ["--models_dir", str(models), "--loras_dir", str(models / "loras")]
+    with serve_chat(*where, "--temperature", "0.8", "--max_new_tokens", str(ENDLESS)) as found:
         yield found
 
 
@@ -53,10 +55,13 @@ def tab(browser: object, address: str) -> Iterator[Tab]:
     opened.page.close()
 
 
-def expected(folder: Path, tokens: list[int], count: int) -> str:
+def expected(folder: Path, tokens: list[int], count: int, lora: Path | None = None) -> str:
     tokenizer = load_tokenizer(folder)
     settings = SamplingSettings(count, temperature=0, stop_tokens=tokenizer.stop_tokens)
-    (made,) = generate_tokens(load_lm(folder, torch.float32), [tokens], settings)
+    model = load_lm(folder, torch.float32)
+    if lora is not None:
+        put_lora_on(model, lora)
+    (made,) = generate_tokens(model, [tokens], settings)
     return words(tokenizer.decode(made, skip_special=True))
 
 
@@ -134,7 +139,26 @@ def test_tabs_wait_for_each_other_and_a_closed_one_holds_nobody_up(
     assert tab.answers() == [expected(models / "chat", tokens, 30)]
 
 
+def test_a_lora_is_chosen_and_put_away_again(tab: Tab, models: Path) -> None:
+    tokens = chat_tokens(load_tokenizer(models / "chat"), [Message("user", "what is RoPE?")])[0]
+    plain = expected(models / "chat", tokens, 30)
+    changed = expected(models / "chat", tokens, 30, models / "loras" / "other")
+    assert plain != changed
+    tab.set_number("temperature", 0)
+    tab.set_number("max", 30)
+    for lora, answer, introduced in (("other", changed, "chat with other talks"), ("none", plain, "chat talks")):
+        tab.choose("lora", lora)
+        expect(tab.page.locator("#introduction")).to_contain_text(introduced, timeout=WAIT)
+        tab.page.click("#reset")
+        expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(0)
+        tab.send("what is RoPE?")
+        expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(1, timeout=WAIT)
+        tab.wait_idle()
+        assert tab.answers() == [answer]
+
+
 def test_a_message_that_cannot_be_is_given_back(tab: Tab) -> None:
+    tab.send("")  # nothing happens
     tab.send("the cat sat on the mat " * 200)
     expect(tab.page.locator("#status")).to_contain_text("shorten the message", timeout=WAIT)
     tab.wait_idle()

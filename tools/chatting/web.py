@@ -43,6 +43,7 @@ class Speech(threading.Thread):
 
     Attributes:
         text: said so far.
+        begun: there was a first token, which may have no text.
         waiting: the model is answering another tab.
         error: a line, if it could not be said.
         finished: nothing more will come.
@@ -52,7 +53,7 @@ class Speech(threading.Thread):
         super().__init__(daemon=True)
         self._session, self._lock, self._message = session, lock, message
         self._stop_asked = threading.Event()
-        self.text, self.error, self.waiting = "", "", False
+        self.text, self.error, self.begun, self.waiting = "", "", False, False
         self.finished = threading.Event()
 
     def stop(self) -> None:
@@ -78,6 +79,7 @@ class Speech(threading.Thread):
         try:
             with closing(self._session.answer(self._message)) as pieces:
                 for piece in pieces:
+                    self.begun = True
                     self.text += piece
                     if self._stop_asked.is_set():
                         return
@@ -210,12 +212,10 @@ class Page:
     def _outcome(self, session: Session, speech: Speech, message: str, before: list, talk: list) -> Updates:
         if speech.error:
             return {self.talk: before, self.message: message, self.status: f"**error: {speech.error}**"}
-        if not speech.text:
+        if not speech.begun:
             return {self.talk: before, self.message: message, self.status: "stopped before the first word"}
         notes = [session.report(), *session.remarks()]
-        turns = len(session.conversation.turns)
-        talk = talk if turns * 2 > len(before) else talk[len(before) :]  # the conversation began anew meanwhile
-        return {self.talk: [*talk, _said(speech.text)], self.status: "\n\n".join(notes)}
+        return {self.talk: [*talk, _said(speech.text or "(nothing)")], self.status: "\n\n".join(notes)}
 
     def _stop(self, request: gr.Request) -> None:
         if speech := self._speeches.get(self._tab(request)):
@@ -233,11 +233,7 @@ class Page:
         error = _BUSY if self._tab(request) in self._speeches else ""
         if not error:
             lora_name = None if lora == _NO_LORA or model != session.model_name else lora
-            with self._lock:
-                try:
-                    session.choose(model, lora_name)
-                except UserError as problem:
-                    error = one_line(problem)
+            error = self._take(session, model, lora_name)
         if error:
             gr.Warning(error)
         conversation = session.conversation
@@ -251,6 +247,18 @@ class Page:
         }
         updates[self.system] = gr.update(interactive=True) if has_turns else gr.update(value="", interactive=False)
         return updates if conversation.turns else updates | {self.talk: []}
+
+    def _take(self, session: Session, model: str, lora: str | None) -> str:
+        """Exchange model or LoRA; return why it cannot be, if so."""
+        if not self._lock.acquire(timeout=1):
+            return "another tab is being answered; choose again afterwards"
+        try:
+            session.choose(model, lora)
+        except UserError as problem:
+            return one_line(problem)
+        finally:
+            self._lock.release()
+        return ""
 
     def _leave(self, request: gr.Request) -> None:
         self._stop(request)
