@@ -66,7 +66,8 @@ def fingerprint(path: str | Path) -> str:
 
     A file's size and 256 evenly spaced slices of it are hashed, so a 24 GB checkpoint takes milliseconds. Any
     retrained or requantised file differs in every slice; a file edited by hand in a few bytes may be missed.
-    A folder is the hash of its ``*.json``, ``*.safetensors`` and tokenizer files by relative name.
+    A folder is the hash of its ``*.json``, ``*.safetensors`` and tokenizer files by relative name; where there are no
+    safetensors, of PyTorch's and TensorFlow's weight files.
 
     Raises:
         UserError: ``path`` does not exist.
@@ -75,7 +76,11 @@ def fingerprint(path: str | Path) -> str:
     if not root.exists():
         raise UserError(f"{path}: no such file or folder; check the path")
     wanted = {".json", ".safetensors", ".txt", ".model"}
-    files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in wanted and f.is_file())
+    files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.is_file())
+    if root.is_dir():
+        if not any(file.suffix == ".safetensors" for file in files):
+            wanted |= {".bin", ".pth", *(file.suffix for file in files if file.suffix.startswith(".data-"))}
+        files = [file for file in files if file.suffix in wanted]
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size

@@ -265,5 +265,9 @@ def _problem(item: Any, origins: dict[str, str]) -> str:
     nearest = ""
     expected = item.get("ctx", {}).get("expected")
     if expected:
-        nearest = did_you_mean(str(item["input"]), re.findall(r"'([^']*)'", expected))
+        words = re.findall(r"'([^']*)'", expected)
+        if key == "model_type" and "flux" in words:  # the first word of which schema a configuration has
+            words += LANGUAGE_MODELS
+            message += f", or of a language model {' or '.join(map(repr, LANGUAGE_MODELS))}"
+        nearest = did_you_mean(str(item["input"]), words)
     return f"{origins.get(key, key)}: {item['input']!r} does not fit: should be {message}{nearest}"

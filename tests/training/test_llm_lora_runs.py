@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from library.config.load import load_language_config, names_language_model
 from library.config.schema import NetworkConfig
 from library.errors import UserError
+from library.files import weights_fingerprint
 from library.llm.instruction_batches import Example, collate_windows
 from library.llm.tokenizers import train_bpe
 from library.models.lm_files import load_lm
@@ -32,6 +33,8 @@ from networks.network import LoraNetwork
 from networks.options import parse_network_args
 from networks.targets import TARGETS
 from tests.models.lms import VOCABULARY, write_reference
+from tests.processes import launcher
+from tests.runs import start
 from train_lora import train_language_model
 
 SPREAD = {"initializer_range": 0.2}  # the usual 0.02 leaves a frozen head of width 32 next to nothing to say
@@ -297,6 +300,19 @@ def test_other_bases_and_kinds_learn_too(place: Path, tmp_path: Path, settings: 
     assert (ours(tokens) - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
+def test_two_processes_equal_one(place: Path, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"network_dropout": 0.0, "packing": True, "max_length": 20, "train_batch_size": 1}
+    settings |= {"validation_data": [place / "data.jsonl"], "validate_every_n_steps": 6}
+    one = run(place, tmp_path / "one", gradient_accumulation_steps=2, **settings)
+    two = start(launcher(), flags(place, tmp_path / "two", gradient_accumulation_steps=1, **settings), tmp_path)
+    assert two.returncode == 0, two.stderr
+    ours, theirs = adapter(tmp_path / "one/lora"), adapter(tmp_path / "two/lora")
+    # gradients of two batches are added by all-reduce instead of in place: fp32 rounding through six steps of Adam
+    assert all((ours[key] - theirs[key]).abs().max() <= 2e-4 * ours[key].abs().max() for key in ours)
+    last = json.loads((tmp_path / "two/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["val_loss"] == pytest.approx(one.val_loss, rel=1e-5)
+
+
 def test_a_run_goes_on_from_an_adapter(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(place, tmp_path / "first", network_args=["q_proj_dim=4", "gate_proj_dim=0"])
     for name, more in (
@@ -315,6 +331,15 @@ def test_a_run_goes_on_from_an_adapter(place: Path, tmp_path: Path, capsys: pyte
     assert "trained on base" not in capsys.readouterr().out  # it is the same base
     with pytest.raises(UserError, match="not in the file"):
         run(place, tmp_path / "other", network_weights=tmp_path / "first/lora")
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "consolidated.00.pth", "model.ckpt.data-00000-of-00001"])
+def test_a_fingerprint_tells_weights_apart_in_every_published_layout(tmp_path: Path, file: str) -> None:
+    found = []
+    for number in range(2):
+        torch.save({"a": torch.full((9,), float(number))}, tmp_path / file)
+        found.append(weights_fingerprint(tmp_path))
+    assert found[0] != found[1]
 
 
 REFUSED = {
@@ -361,6 +386,8 @@ def test_keys_of_language_models_are_refused_for_image_models(tmp_path: Path) ->
     assert names_language_model(["--config_file", str(toml), "--model_type", "llama"])
     with pytest.raises(UserError) as caught:
         load_config(["--config_file", str(toml), "--chat_template", "plain"])
+    with pytest.raises(UserError, match=r"or of a language model 'llama' or 'gpt2'; did you mean 'llama'"):
+        load_config(["--config_file", str(toml), "--model_type", "lama"])
     first, second = str(caught.value).splitlines()[:2]
     assert "packing: is about language models; set model_type" in first
     assert "--chat_template: is about language models" in second
