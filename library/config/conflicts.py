@@ -23,7 +23,7 @@ def find_conflicts(config: TrainConfig) -> Iterator[str]:
 
 def shared_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     """Yield the conflicts within what a LoRA on any model has."""
-    for rule in (_precision, _fp8, _from_weights, _saving, _tracking, _compiling):
+    for rule in (_precision, _faults, _fp8, _from_weights, _saving, _tracking, _compiling):
         yield from rule(config)
     yield from find_optimizer_conflicts(config.optimizer)
 
@@ -63,6 +63,11 @@ def _precision(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     wanted = {"bf16": "bf16", "fp16": "fp16"}.get(base)
     if wanted and training.mixed_precision != wanted:
         yield f'base_dtype: {base} weights need an {base} forward pass; set mixed_precision = "{wanted}"'
+
+
+def _faults(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+    training = config.training
+    yield from unused(training, ("nonfinite_limit",), training.nonfinite == "stop", 'with nonfinite = "stop"')
 
 
 def _fp8(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:

@@ -17,6 +17,8 @@ def find_instruction_conflicts(config: InstructionTrainConfig) -> Iterator[str]:
         yield f"network_type: peft's {kind} has another form; a language model takes lora and dora"
     if data.validation_data and data.validation_split:
         yield "validation_split: validation_data is what is validated on; remove one of them"
+    if config.training.nonfinite == "rollback":
+        yield "nonfinite: rollback leaves single images out; with conversations choose stop or skip"
     keys = ("validate_every_n_steps", "validate_every_n_epochs", "max_validation_conversations")
     held_out = bool(data.validation_data) or data.validation_split > 0
     yield from unused(validation, keys, not held_out, "without validation_data or validation_split")

@@ -228,6 +228,14 @@ class TrainingConfig(Section):
     seed: int = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
     resume: str | None = Field(None, description="state folder to go on from (written by save_state)")
     prior_loss_weight: NotNegative = Field(1.0, description="weight of regularisation images (is_reg)")
+    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="a step whose loss or gradients are not finite: save what was before it and stop; skip its update; "
+        "or leave the images at fault out from then on and take the step again",
+    )
+    nonfinite_limit: Positive = Field(
+        10, description="stop after so many steps in a row that are not finite (skip, rollback)"
+    )
 
 
 class FlowConfig(Section):

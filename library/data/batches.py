@@ -8,8 +8,8 @@ the same.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -54,6 +54,11 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def only(self, sample: int) -> Batch:
+        """Return a batch of one of the samples."""
+        part = self._map(lambda tensor: tensor[sample : sample + 1])
+        return replace(part, captions=part.captions[sample : sample + 1])
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory (asked for by the data loader)."""
@@ -116,6 +121,16 @@ class CachedDataset(Dataset[Item]):
 
     def __len__(self) -> int:
         return len(self.buckets)
+
+    def items_of(self, identities: Collection[str]) -> list[int]:
+        """Return the items of the samples with these identities, all repeats."""
+        owners = [i for i, sample in enumerate(self.samples) if sample.identity in identities]
+        return [int(self._first[i]) + repeat for i in owners for repeat in range(self.samples[i].repeats)]
+
+    def samples_of(self, sample_ids: Sequence[int]) -> list[Sample]:
+        """Return the samples with these ids, in their order; for messages: all ids are computed for it."""
+        by_id = {sample.sample_id(repeat): sample for sample in self.samples for repeat in range(sample.repeats)}
+        return [by_id[one] for one in sample_ids]
 
     def captions_of(self, sample: Sample) -> tuple[str, ...]:
         """Return the caption variants of a sample; a held-out sample has one."""

@@ -13,11 +13,12 @@ because every process must take the same number of steps. accelerate (``even_bat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch.utils.data import Sampler
 
+from library.errors import UserError
 from library.randomness import generator
 
 Size = tuple[int, int]  # width, height in pixels
@@ -75,6 +76,31 @@ class EpochBatchSampler(Sampler[list[tuple[int, int]]]):
         self.epoch = 0
         self.first_batch = 0
         self._planned: tuple[int, list[list[int]]] | None = None
+        self._instead: dict[int, int] = {}  # items left out, and those that take their places
+
+    def exclude(self, items: Collection[int]) -> None:
+        """Leave ``items`` out; the next item of the same bucket is seen in each one's place.
+
+        Batches keep their number and sizes, so positions mean what they meant, and processes stay in step.
+
+        Raises:
+            UserError: nothing of a bucket is left.
+        """
+        in_bucket: dict[Bucket, list[int]] = defaultdict(list)
+        for index, bucket in enumerate(self.buckets):
+            in_bucket[bucket].append(index)
+        left_out = set(items)
+        self._instead = {}
+        for item in sorted(left_out):
+            same = in_bucket[self.buckets[item]]
+            kept = [other for other in same if other not in left_out]
+            if not kept:
+                width, height = self.buckets[item][1]
+                raise UserError(
+                    f"nonfinite: no image of {width}x{height} is left that gives finite numbers; "
+                    'look at the images and their caches, or set nonfinite = "stop"'
+                )
+            self._instead[item] = next((other for other in kept if other > item), kept[0])
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None:
         """Start the next pass in ``epoch`` (from 0) at ``first_batch``, counted over all processes."""
@@ -88,7 +114,7 @@ class EpochBatchSampler(Sampler[list[tuple[int, int]]]):
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch = self.epoch
         for batch in self._plan(epoch)[self.first_batch :]:
-            yield [(epoch, index) for index in batch]
+            yield [(epoch, self._instead.get(index, index)) for index in batch]
 
     def __len__(self) -> int:
         """Batches of the next pass, over all processes."""

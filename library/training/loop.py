@@ -3,7 +3,8 @@
 One optimizer step is: ``gradient_accumulation_steps`` batches forward and backward, clipping, the optimizer, the
 schedule. Everything random in it is a function of (seed, step, sample), so the loop carries no hidden state: its
 whole memory is ``Position`` and what optimizer and schedule hold. The device is read back (one synchronisation)
-only at steps that are logged.
+only at steps that are logged, and before something looks at the weights; ``update_guard`` keeps what is not finite
+from them meanwhile.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from library.randomness import derive_seed
 from library.training.checkpoint import Position
 from library.training.lr_tracker import read_learning_rates
 from library.training.metrics import MetricsStream, peak_memory_bytes
+from library.training.nonfinite import FaultPolicy, leave_out
 from library.training.progress import TrainingProgress
 from library.training.run import Run
+from library.training.update_guard import UpdateGuard
 
 _EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
 
@@ -31,6 +34,10 @@ class Events(Protocol):
     """What the loop tells of its progress."""
 
     stopped: bool  # whether training is to end here
+
+    def is_due(self, position: Position) -> bool: ...
+
+    def save_before_fault(self, position: Position) -> str | None: ...
 
     def after_step(self, position: Position) -> None: ...
 
@@ -47,15 +54,26 @@ class Trainer:
     metrics: MetricsStream
     progress: TrainingProgress
     events: Events
+    faults: FaultPolicy = field(default_factory=FaultPolicy)
     _rates: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._guard = UpdateGuard(self.parts)
+
     def run(self) -> None:
-        """Train until ``total_steps`` optimizer steps are done."""
+        """Train until ``total_steps`` optimizer steps are done.
+
+        Raises:
+            UserError: a step is not finite and the policy is to stop.
+        """
+        if left_out := leave_out(self.parts, self.position):
+            self.progress.note(f"{left_out} images stay left out, as in the state")
         for model in self.parts.models:
             model.train()
         record = _Record(self.parts.accelerator, self.position, self.parts.step.figure)
         while self.position.step < self.parts.total_steps and not self.events.stopped:
             self._epoch(record)
+        self._went_back(record)  # where the end was not a step that is logged
 
     def _epoch(self, record: _Record) -> None:
         """Train to the end of the epoch or of the run; leave ``position`` at the start of the next epoch."""
@@ -63,15 +81,17 @@ class Trainer:
         self.parts.batches.set_position(position.epoch, position.batches)
         record.restart_clock()
         for batch, waited in _timed(self.parts.loader):
+            self._guard.begin(position, record.ema)
             loss, figures, grad_norm = self._batch(batch)
             position.batches += accelerator.num_processes
             record.add(loss, figures, waited)
             if not accelerator.sync_gradients:
                 continue
             position.step += 1
-            if self.parts.average is not None:
-                self.parts.average.update()
+            self._guard.end(position)
             record.close_step(grad_norm)
+            if (self._is_logged(position.step) or self.events.is_due(position)) and self._went_back(record):
+                return
             self.progress.advance(position.step)
             if self._is_logged(position.step):
                 self._log(record)
@@ -79,8 +99,21 @@ class Trainer:
             record.restart_clock()
             if position.step == self.parts.total_steps or self.events.stopped:
                 return
+        if self._went_back(record):
+            return
         position.epoch, position.batches = position.epoch + 1, 0
         self.events.after_epoch(position)
+
+    def _went_back(self, record: _Record) -> bool:
+        """Ask whether the steps since the last answer were finite; if not, stand before the first bad one, or stop."""
+        mark = self._guard.settle(self.position)
+        if mark is None:
+            return False
+        record.go_back(mark.loss_ema)
+        note = self.faults.respond(self.parts, self.position, mark.end, self.events.save_before_fault)
+        self.progress.note(note)
+        self.metrics.write({"step": self.position.step, "updates_dropped": self.position.updates_dropped})
+        return True
 
     def _batch(self, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Forward and backward of one batch; the update too where the accumulation is complete."""
@@ -90,18 +123,23 @@ class Trainer:
             rank = accelerator.process_index
             torch.manual_seed(derive_seed(run.step.seed, "dropout", position.step, position.batches, rank))
             loss, figures = run.step.loss(run.model, batch, position.step)
-            accelerator.backward(loss)
+            accelerator.backward(self._guard.poisoned(loss))
             grad_norm = None
             if accelerator.sync_gradients:
                 limit = run.max_grad_norm or float("inf")  # with inf the norm is measured, not changed
                 grad_norm = accelerator.clip_grad_norm_(run.network.parameters(), limit)
                 if self._is_logged(position.step + 1):
                     self._rates = read_learning_rates(run.optimizer)  # as this step is going to use them
-            run.optimizer.step()
-            if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
-                run.lr_schedule.step()
+                self._guard.update(grad_norm, self._update)
+                if not accelerator.optimizer_step_was_skipped:
+                    run.lr_schedule.step()
             run.optimizer.zero_grad()
         return loss.detach(), figures, grad_norm
+
+    def _update(self) -> None:
+        self.parts.optimizer.step()
+        if self.parts.average is not None:
+            self.parts.average.update()
 
     def _is_logged(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.parts.total_steps
@@ -119,7 +157,7 @@ class _Record:
 
     def __init__(self, accelerator: Accelerator, position: Position, figure: str) -> None:
         self._accelerator, self._position, self._figure = accelerator, position, figure
-        self._ema: Tensor | None = None
+        self.ema: Tensor | None = None
         self._losses: list[Tensor] = []
         self._figures: list[Tensor] = []
         self._steps, self._waited, self._busy = 0, 0.0, 0.0
@@ -135,9 +173,9 @@ class _Record:
     def close_step(self, grad_norm: Tensor | None) -> None:
         """Take in the end of an optimizer step."""
         self._loss = torch.stack(self._losses).mean()
-        first = self._position.step == 1 and self._ema is None
-        past = self._loss if first else self._position.loss_ema if self._ema is None else self._ema
-        self._ema = _EMA * past + (1 - _EMA) * self._loss
+        first = self._position.step == 1 and self.ema is None
+        past = self._loss if first else self._position.loss_ema if self.ema is None else self.ema
+        self.ema = _EMA * past + (1 - _EMA) * self._loss
         self._losses = []
         if grad_norm is not None:
             self._grad_norm = grad_norm
@@ -145,13 +183,17 @@ class _Record:
         now = time.perf_counter()
         self._busy, self._clock = self._busy + now - self._clock, now
 
+    def go_back(self, ema: Tensor | None) -> None:
+        """Forget the steps since one at whose beginning ``ema`` was the average, and the batches of one half done."""
+        self.ema, self._losses = ema, []
+
     def restart_clock(self) -> None:
         """Leave out of s/it what was done between steps: saving, sampling, validating."""
         self._clock = time.perf_counter()
 
     def read(self) -> dict[str, float]:
         """Return the figures since the last call, the loss averaged over processes."""
-        ema = self._ema if self._ema is not None else self._loss
+        ema = self.ema if self.ema is not None else self._loss
         on_device = torch.stack([self._loss, ema, torch.as_tensor(self._grad_norm, device=ema.device)])
         loss, ema_value, grad_norm = self._accelerator.reduce(on_device, reduction="mean").tolist()
         self._position.loss_ema = ema_value

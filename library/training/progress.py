@@ -96,6 +96,10 @@ class TrainingProgress:
             eta = duration((self._total - step) * metrics["s_per_it"])
             self._console.print(f"step {step}/{self._total}  {one_line(metrics)}  eta {eta}", soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """Print a line that stays, above the live ones."""
+        self._console.print(text, soft_wrap=True)
+
     def summary(self) -> list[tuple[str, str]]:
         """Return the rows on speed, as means over what was shown, and on the last learning rates."""
         if not self._shown:

@@ -22,22 +22,22 @@ class WeightAverage:
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
         self._parameters = list(parameters)
         self._decay = decay
-        self._updates = 0
-        self._averages = [p.detach().float().clone() for p in parameters]
+        self.updates = 0
+        self.averages = [p.detach().float().clone() for p in parameters]
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights as they are after an optimizer step."""
-        decay = min(self._decay, (1 + self._updates) / (10 + self._updates))
-        self._updates += 1
+        decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
         weights: list[Tensor] = [p.detach().float() for p in self._parameters]
-        torch._foreach_lerp_(self._averages, weights, 1 - decay)
+        torch._foreach_lerp_(self.averages, weights, 1 - decay)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside the block the parameters hold their averages; afterwards they are back bit for bit."""
         kept = [p.detach().clone() for p in self._parameters]
-        self._write(self._averages)
+        self._write(self.averages)
         try:
             yield
         finally:
@@ -50,11 +50,11 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages and number of updates."""
-        return {"updates": self._updates, "averages": list(self._averages)}
+        return {"updates": self.updates, "averages": list(self.averages)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Go on from what :meth:`state_dict` returned."""
-        self._updates = state_dict["updates"]
-        for average, saved in zip(self._averages, state_dict["averages"], strict=True):
+        self.updates = state_dict["updates"]
+        for average, saved in zip(self.averages, state_dict["averages"], strict=True):
             average.copy_(saved)

@@ -1,0 +1,245 @@
+"""No update that is not a number reaches the weights, and nobody waits for the device to find out.
+
+Whether a step's loss and gradients are finite is known on the device; asking for it there would make the host wait in
+every step. So the device decides by itself, and the host asks when it reads the loss anyway (``settle``: at steps that
+are logged, and before anything looks at the weights).
+
+1. A loss that is not finite multiplies its gradients by NaN (``poisoned``). Gradients are summed over the batches of a
+   step and averaged over processes, so after that their norm is NaN on every process: all decide alike, and no
+   collective is added. What remains is one question: is the gradient norm finite?
+2. Before the optimizer runs, weights and what it keeps are copied. It steps on gradients that are set to zero where
+   the answer is no. Then, for each tensor, the device takes the new values if gradients and new weights are finite and
+   the copies if not. This is a selection between bit patterns (new * flag + old * (1 - flag) as integers), which NaN
+   cannot get through, in a few kernels over all tensors; optimizers need no support for it.
+3. The flag stays down once it is down: what follows a bad step changes nothing until the host has asked. A count of
+   the good steps tells it which step was the first bad one.
+4. What lives on the host (``k`` and ``d`` of Prodigy, step counts, learning rates, the schedule) is remembered at each
+   step's beginning; ``settle`` puts the bad step's back. The run then stands exactly before that step, whatever
+   ``log_every_n_steps`` is, and the loop goes on from there as the policy says.
+
+What it costs: the copies, 4 bytes a weight and what the optimizer keeps (8 for AdamW), while the optimizer runs; no
+activations live at that time, so the peak of a step does not rise. With a loss scaler (fp16) gradients that overflow
+are its business while its scale is above 1; a loss that is not finite, or gradients that are not at scale 1, are ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from library.training.checkpoint import Position
+from library.training.optimizers import unwrapped
+
+if TYPE_CHECKING:
+    from library.training.run import Run
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Mark:
+    """The beginning of a step: all of a run's state that is not held in tensors on the device."""
+
+    position: Position
+    end: Position  # where the step ended, once it did
+    loss_ema: Tensor | None
+    groups: list[dict[str, Any]]
+    states: dict[Tensor, dict[str, Any]]
+    schedule: dict[str, Any]
+    average: int | None
+
+
+@dataclass
+class UpdateGuard:
+    """Takes the updates of a run; see the module's text."""
+
+    run: Run
+    _marks: list[Mark] = field(default_factory=list)
+    _open: bool = False
+
+    def __post_init__(self) -> None:
+        self._device = self.run.network.parameters()[0].device
+        self._reset()
+
+    def _reset(self) -> None:
+        self._marks.clear()
+        self._good = torch.ones((), dtype=torch.bool, device=self._device)
+        self._done = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._loss_bad = torch.zeros((), device=self._device)
+        self._open = False
+
+    def begin(self, position: Position, loss_ema: Tensor | None) -> None:
+        """Remember where a step begins; the further batches of the same step change nothing."""
+        if self._open:
+            return
+        optimizer = unwrapped(self.run.optimizer)
+        self._marks.append(
+            Mark(
+                position=_copied(position),
+                end=position,
+                loss_ema=loss_ema,
+                groups=[{k: self._on_host(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+                states={
+                    p: {k: self._on_host(v) for k, v in s.items()}
+                    for p, s in optimizer.state.items()
+                    if isinstance(s, dict)
+                },
+                schedule=copy.deepcopy(self.run.lr_schedule.state_dict()),
+                average=self.run.average.updates if self.run.average is not None else None,
+            )
+        )
+        self._open = True
+
+    def poisoned(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` with gradients that are NaN where it is not finite itself; else the same, bit for bit."""
+        finite = loss.detach().isfinite()
+        self._loss_bad = self._loss_bad + ~finite
+        return loss * torch.where(finite, 1.0, math.nan)
+
+    def update(self, grad_norm: Tensor, take_step: Callable[[], None]) -> None:
+        """Run ``take_step`` (optimizer and average) if ``grad_norm`` is finite and so are the weights afterwards."""
+        self._good = self._good & self._is_finite(torch.as_tensor(grad_norm, device=self._device))
+        before = self._tensors()
+        kept = {key: tensor.detach().clone() for key, tensor in before.items()}
+        _zero_unless(self._good, [p.grad for p in self.run.network.parameters() if p.grad is not None])
+        take_step()
+        after = self._tensors()
+        self._good = self._good & all_finite(self.run.network.parameters())
+        pairs = [(after[key], old) for key, old in kept.items() if key in after and after[key].shape == old.shape]
+        _take_unless(self._good, pairs)
+        self._done = self._done + self._good
+
+    def end(self, position: Position) -> None:
+        """Note that the step is over and where the run stands."""
+        self._marks[-1].end, self._open = _copied(position), False
+
+    def settle(self, position: Position) -> Mark | None:
+        """Ask the device; return the first bad step's mark with run and ``position`` put back to it, or None."""
+        closed = len(self._marks) - self._open
+        done = int(self._done)  # the one point where the host waits
+        if done < closed:
+            mark = self._marks[done]
+            mark.position.nonfinite_in_row *= not done
+            self._put_back(mark)
+            vars(position).update(vars(_copied(mark.position)))
+            self._reset()
+            return mark
+        if closed:
+            position.nonfinite_in_row = 0
+        opened = self._marks[closed:]
+        self._reset()
+        self._marks, self._open = opened, bool(opened)
+        return None
+
+    def _is_finite(self, grad_norm: Tensor) -> Tensor:
+        scaler, finite = self.run.accelerator.scaler, grad_norm.isfinite().all()
+        if scaler is None:
+            return finite
+        bad_losses = self.run.accelerator.reduce(self._loss_bad, reduction="sum")  # the scaler forgives a NaN norm
+        self._loss_bad = torch.zeros_like(self._loss_bad)
+        scale = scaler._scale if scaler._scale is not None else torch.ones((), device=self._device)
+        return (bad_losses == 0) & (finite | (scale > 1))
+
+    def _on_host(self, value: Any) -> Any:
+        """A copy of a value that the host can change; tensors on the device are taken care of there."""
+        if isinstance(value, Tensor):
+            return value if value.device == self._device else value.clone()
+        return copy.copy(value)
+
+    def _tensors(self) -> dict[tuple[int, str], Tensor]:
+        """Everything on the device that a step changes, by its place."""
+        optimizer = unwrapped(self.run.optimizer)
+        found: dict[tuple[int, str], Tensor] = {}
+        for i, parameter in enumerate(self.run.network.parameters()):
+            found[i, "weight"] = parameter.data
+        for i, group in enumerate(optimizer.param_groups):
+            found |= {(i, f"group {k}"): v for k, v in group.items() if isinstance(v, Tensor)}
+            for parameter in group["params"]:
+                own = optimizer.state.get(parameter, {})
+                found |= {(id(parameter), k): v for k, v in own.items() if isinstance(v, Tensor)}
+        if self.run.average is not None:
+            found |= {(i, "average"): tensor for i, tensor in enumerate(self.run.average.averages)}
+        scaler = self.run.accelerator.scaler
+        if scaler is not None and scaler._scale is not None:
+            found |= {(0, "scale"): scaler._scale, (0, "growth"): scaler._growth_tracker}
+        shared = {
+            id(tensor): key for key, tensor in reversed(found.items())
+        }  # some libraries share one between weights
+        return {key: t for key, t in found.items() if t.device == self._device and shared[id(t)] == key}
+
+    def _is_back(self, now: Any, then: Any) -> bool:
+        """Whether the device has put ``now`` back to what it was; that it holds may lie elsewhere meanwhile."""
+        held = isinstance(now, Tensor) and isinstance(then, Tensor) and then.device == self._device
+        return held and now.device == then.device and now.shape == then.shape
+
+    def _put_back(self, mark: Mark) -> None:
+        """Give the host's part of the state the values it had at ``mark``; forget gradients of a step half done."""
+        run, optimizer = self.run, unwrapped(self.run.optimizer)
+        for group, old in zip(optimizer.param_groups, mark.groups, strict=True):
+            for key in [key for key in group if key != "params" and key not in old]:
+                del group[key]
+            group.update({k: v for k, v in old.items() if not self._is_back(group.get(k), v)})
+        for parameter in [p for p in optimizer.state if p not in mark.states]:
+            del optimizer.state[parameter]
+        for parameter, values in mark.states.items():
+            own = optimizer.state[parameter]
+            for key in [key for key in own if key not in values]:
+                del own[key]
+            own.update({k: v for k, v in values.items() if not self._is_back(own.get(k), v)})
+        run.lr_schedule.load_state_dict(mark.schedule)
+        if run.average is not None:
+            assert mark.average is not None
+            run.average.updates = mark.average
+        run.accelerator.step = 0  # accelerate's count of batches, from which it knows where a step ends
+        optimizer.zero_grad()
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return on their device whether every number of ``tensors`` is finite; nothing waits for the answer."""
+    largest = torch._foreach_norm([t.detach() for t in tensors], math.inf)  # keeps NaN
+    return torch.stack([value.float() for value in largest]).isfinite().all()
+
+
+def _copied(position: Position) -> Position:
+    return replace(position, skipped_samples=list(position.skipped_samples))
+
+
+def _by_bits(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the indices of the tensors of one width."""
+    by_width: dict[int, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
+            by_width[tensor.element_size()].append(i)
+    yield from by_width.values()
+
+
+@torch.no_grad()
+def _zero_unless(flag: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Set ``tensors`` to zero where ``flag`` is not set; NaN too."""
+    for indices in _by_bits(tensors):
+        bits = [_bits(tensors[i]) for i in indices]
+        torch._foreach_mul_(bits, flag.to(bits[0].dtype))
+
+
+@torch.no_grad()
+def _take_unless(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write each pair's second tensor over the first where ``flag`` is not set."""
+    for indices in _by_bits([new for new, _ in pairs]):
+        new = [_bits(pairs[i][0]) for i in indices]
+        old = [_bits(pairs[i][1]) for i in indices]
+        keep = flag.to(new[0].dtype)
+        torch._foreach_mul_(new, keep)
+        torch._foreach_mul_(old, 1 - keep)
+        torch._foreach_add_(new, old)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor's memory as integers of its width."""
+    return tensor.detach().view(_BITS[tensor.element_size()])
