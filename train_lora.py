@@ -159,7 +159,7 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
     )  # fmt: skip
     upload = build_upload(config.hub, accelerator, console)
 
-    data = prepare_dialogues(config.instructions, template, architecture, seed)
+    data = prepare_dialogues(config.instructions, template, architecture, seed, console)
     console.print("\n".join(data.remarks), soft_wrap=True)
     dtype = base_dtype(config.model, config.training)
     base = prepare_base(config, plan, fp8, weights.fp8, dtype, accelerator.device, console)

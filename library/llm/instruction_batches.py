@@ -62,7 +62,11 @@ class Tokenised:
 
 
 def tokenise_dialogues(
-    dialogues: Sequence[Dialogue], template: DialogueTemplate, max_length: int, learn_all: bool = False
+    dialogues: Sequence[Dialogue],
+    template: DialogueTemplate,
+    max_length: int,
+    learn_all: bool = False,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Tokenised:
     """Return ``dialogues`` as examples of at most ``max_length`` tokens.
 
@@ -71,12 +75,14 @@ def tokenise_dialogues(
         template: how they become tokens.
         max_length: a longer conversation loses its end.
         learn_all: learn every token, not only the assistant's.
+        progress: called with the number of conversations done since the last call.
 
     Raises:
         UserError: the template refuses a conversation (file and line are named), or nothing is left.
     """
     examples, cut, dropped = [], 0, 0
     for dialogue in dialogues:
+        progress(1)
         try:
             tokens, owners = template.tokens(dialogue.messages)
         except UserError as error:

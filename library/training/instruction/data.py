@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from rich.console import Console
 
 from library.config.instruction_schema import InstructionConfig
 from library.errors import UserError
@@ -15,6 +16,7 @@ from library.llm.dialogues import Dialogue, read_dialogues
 from library.llm.instruction_batches import Example, Tokenised, Window, pack_examples, tokenise_dialogues
 from library.models.lm_config import LMConfig
 from library.randomness import generator
+from library.training.progress import counting
 
 _USUAL_LENGTH = 2048  # of a window, where the model's context is longer
 
@@ -37,9 +39,9 @@ class InstructionData:
 
 
 def prepare_dialogues(
-    config: InstructionConfig, template: DialogueTemplate, model: LMConfig, seed: int
+    config: InstructionConfig, template: DialogueTemplate, model: LMConfig, seed: int, console: Console
 ) -> InstructionData:
-    """Read, split, tokenise and pack the conversations.
+    """Read, split, tokenise and pack the conversations; show how far that is.
 
     Raises:
         UserError: files that cannot be read, conversations that do not suit the template, a ``max_length`` that the
@@ -58,15 +60,17 @@ def prepare_dialogues(
     if config.validation_split:
         dialogues, held_out = _split(dialogues, config.validation_split, seed)
     learn_all = config.learn == "all"
-    read = tokenise_dialogues(dialogues, template, max_length, learn_all)
+    with counting(console) as start:
+        advance = start("tokenising conversations", len(dialogues) + len(held_out))
+        read = tokenise_dialogues(dialogues, template, max_length, learn_all, advance)
+        held = tokenise_dialogues(held_out, template, max_length, learn_all, advance).examples if held_out else []
     windows: list[Window] = [(example,) for example in read.examples]
     if config.packing:
         windows = pack_examples(read.examples, max_length)
     remarks = _describe(read, windows, template, max_length, config.packing)
-    examples = tokenise_dialogues(held_out, template, max_length, learn_all).examples if held_out else []
-    if examples:
-        remarks.append(f"{len(examples):,} conversations to validate on")
-    return InstructionData(windows, examples, max_length, remarks)
+    if held:
+        remarks.append(f"{len(held):,} conversations to validate on")
+    return InstructionData(windows, held, max_length, remarks)
 
 
 def _describe(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ class AnswerSampler:
     Attributes:
         prompts: as the user wrote them, and ``tokens`` of each up to where the answer begins.
         folder: gets a text file for each step.
+        drawn: these files by step.
     """
 
     prompts: list[str]
@@ -39,6 +40,7 @@ class AnswerSampler:
     folder: Path
     accelerator: Accelerator
     console: Console
+    drawn: dict[int, list[Path]] = field(default_factory=dict)
 
     def sample(self, transformer: nn.Module, step: int) -> list[Path]:
         """Answer every prompt; return the file."""
@@ -53,10 +55,14 @@ class AnswerSampler:
         pairs = [f"> {prompt}\n\n{answer}" for prompt, answer in zip(self.prompts, answers, strict=True)]
         write_text(path, "\n\n----\n\n".join(pairs) + "\n")
         self.console.print(f"step {step}: {self.prompts[0]!r} -> {answers[0]!r}", soft_wrap=True)
+        self.drawn[step] = [path]
         return [path]
 
     def recall(self, last_step: int) -> None:
-        """Do nothing: what an interrupted run wrote stays where it is."""
+        """Take up the answers that an interrupted run wrote, up to ``last_step``."""
+        for path in sorted(self.folder.glob(f"step{'[0-9]' * 6}*.txt")):
+            if (step := int(path.stem.removeprefix("step"))) <= last_step:
+                self.drawn[step] = [path]
 
     def write_sheets(self) -> list[Path]:
         """Return nothing: texts are read one by one."""
