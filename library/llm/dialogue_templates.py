@@ -15,6 +15,7 @@ Sources: Llama 2: meta-llama/llama ``llama/generation.py``; ChatML: openai-pytho
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from library.llm.chat import CHAT_MARKS, Message, chat_tokens
 from library.llm.tokenizers import Tokenizer
 
 NO_ANSWER = -1
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DATE = "26 Jul 2024"  # Llama 3.1's default; it writes today's if not told, and a run resumed tomorrow would be another
 _BREAK = "\ue000"  # private use: put into special tokens' names in messages, and taken out again before encoding
 
 
@@ -189,13 +192,14 @@ class OwnTemplate(DialogueTemplate):
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        marked = "generation" in self._source and "{%" in self._source.partition("generation")[0][-4:]
+        marked = _MARKED.search(self._source) is not None
         try:
             texts, spans = render_jinja_template(
                 [[message._asdict() for message in messages]],
                 chat_template=self._source,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=answer_next,
+                date_string=_DATE,
                 **self._names,
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as error:

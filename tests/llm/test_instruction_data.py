@@ -96,7 +96,15 @@ def test_templates_give_the_tokens_and_the_answers_of_transformers(
     assert {owner for owner in owners if owner != NO_ANSWER} == {2, 4}
 
 
-@pytest.mark.parametrize("source", [LLAMA3, without_marks(LLAMA3), without_marks(CHATML)], ids=["marked", "", "chatml"])
+SOURCES = [
+    LLAMA3,
+    "{% if add_generation_prompt and 0 %}{% endif %}" + LLAMA3,
+    without_marks(LLAMA3),
+    without_marks(CHATML),
+]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=["marked", "marked later", "unmarked", "chatml"])
 def test_the_tokenizers_own_template_is_followed_with_and_without_marked_answers(tmp_path: Path, source: str) -> None:
     folder = tokenizer_folder(tmp_path, (*LLAMA3_MARKS, "<|im_start|>", "<|im_end|>"), source)
     template = dialogue_template("auto", load_tokenizer(folder), folder)
@@ -106,6 +114,17 @@ def test_the_tokenizers_own_template_is_followed_with_and_without_marked_answers
     expected, mask = of_transformers(folder, marked)
     assert tokens == expected
     assert [owner != NO_ANSWER for owner in owners] == [bool(learnt) for learnt in mask]
+
+
+def test_a_template_that_writes_todays_date_gives_the_same_tokens_every_day(tmp_path: Path) -> None:
+    dated = (
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+        + without_marks(LLAMA3).replace("{{ bos_token }}", "")
+    )
+    folder = tokenizer_folder(tmp_path, LLAMA3_MARKS, dated)
+    tokenizer = load_tokenizer(folder)
+    text = tokenizer.decode(dialogue_template("own", tokenizer, folder).tokens(CONVERSATION)[0])
+    assert text.startswith("26 Jul 2024<|start_header_id|>")  # as Llama 3.1's template without a clock
 
 
 def test_llama_2_is_written_as_metas_code_writes_it(tmp_path: Path) -> None:
