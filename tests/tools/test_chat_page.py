@@ -149,12 +149,12 @@ def test_a_lora_is_chosen_and_put_away_again(tab: Tab, models: Path) -> None:
     for lora, answer, introduced in (("other", changed, "chat with other talks"), ("none", plain, "chat talks")):
         tab.choose("lora", lora)
         expect(tab.page.locator("#introduction")).to_contain_text(introduced, timeout=WAIT)
-        tab.page.click("#reset")
-        expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(0)
         tab.send("what is RoPE?")
         expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(1, timeout=WAIT)
         tab.wait_idle()
         assert tab.answers() == [answer]
+        tab.page.click("#reset")
+        expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(0)
 
 
 def test_a_message_that_cannot_be_is_given_back(tab: Tab) -> None:

@@ -161,6 +161,7 @@ class Page:
             [self.message, self.talk, *choices],
             changed,
             concurrency_limit=None,
+            trigger_mode="multiple",  # "once" would drop what is sent right after an empty line
             **hidden,
         )
         self.stop.click(self._stop, None, None, queue=False, **hidden)
