@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +25,7 @@ from library.config import TrainConfig, load_config
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.kohya import Note, summary
 from library.config.load import load_language_config, names_language_model
+from library.config.schema import TrainingConfig
 from library.errors import exit_on_user_error
 from library.files import weights_fingerprint
 from library.llm.dialogue_templates import dialogue_template
@@ -48,11 +50,13 @@ from library.training.instruction.step import held_out_dialogues
 from library.training.loop import Trainer
 from library.training.metrics import MetricsStream
 from library.training.network_plan import plan_network
+from library.training.nonfinite import FaultPolicy
 from library.training.preflight import check_against_model, check_before_loading, check_saved
 from library.training.prepare import base_dtype, prepare_data, prepare_networks
-from library.training.progress import TrainingProgress, print_summary, run_summary
+from library.training.progress import TrainingProgress, print_summary, run_summary, shown_path
 from library.training.prompt_pictures import check_pictures
 from library.training.prompts import SamplePrompt, check_steering, read_prompts
+from library.training.resume import AUTO, resolve_resume
 from library.training.run import prepare_run
 from library.training.sampling import build_sampler
 from library.training.teacher import prepare_teacher
@@ -64,13 +68,19 @@ from networks.targets import TARGETS
 def main() -> None:
     """Run one training from the command line."""
     if names_language_model(sys.argv[1:]):
-        train_language_model(load_language_config(sys.argv[1:]))
+        leave(train_language_model(load_language_config(sys.argv[1:])))
         return
     notes: list[Note] = []
     config = load_config(sys.argv[1:], notes)
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(summary(notes)), end="\n" if notes else "")
-    train(config)
+    leave(train(config))
+
+
+def leave(events: RunEvents) -> None:
+    """End the process with the exit code of a run that was stopped; a finished one just returns."""
+    if events.wish.stop is not None:
+        raise SystemExit(events.wish.exit_code)
 
 
 def train(config: TrainConfig) -> RunEvents:
@@ -83,6 +93,8 @@ def train(config: TrainConfig) -> RunEvents:
     check_before_loading(config)
     accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
     console = Console(quiet=not accelerator.is_main_process, markup=False)  # paths may hold [brackets]
+    asked, auto = config, config.training.resume == AUTO
+    config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
     family = model_family(config.model)
     plan = plan_network(config.network, config.optimizer, config.training, TARGETS[family.name])
     dtype = base_dtype(config.model, config.training)
@@ -94,8 +106,8 @@ def train(config: TrainConfig) -> RunEvents:
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
         console.print(f"note: {remark}")
     check_pictures(prompts, family.conditioning, family.most_references)
-    check_against_model(config, family, plan, text_encoder)
-    upload = build_upload(config.hub, accelerator, console)
+    check_against_model(config, family, plan, text_encoder, finished_too=auto)
+    upload = build_upload(config.hub, accelerator, console, config.saving.output_dir, bool(config.training.resume))
 
     # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
     data = prepare_data(
@@ -110,8 +122,8 @@ def train(config: TrainConfig) -> RunEvents:
     held_out = hold_out(data, run.step, config.validation)
     names = OutputNames(Path(config.saving.output_dir), config.saving.output_name)
     sampler = build_sampler(family, prompts, image_encoder, data, names.folder / "samples", networks.text_encoders)
-    position = run.resume(config.training.resume) if config.training.resume else Position()
-    write_config(names.folder, config, accelerator)
+    position = run.resume(config.training.resume, auto) if config.training.resume else Position()
+    write_config(names.folder, asked, accelerator)
     metrics = MetricsStream(names.folder / "metrics.jsonl", accelerator, config.logging, position.step)
     save_lora = lora_writer(config, run, data, networks.base_precision, family.modelspec_architecture, begun)
 
@@ -127,9 +139,10 @@ def train(config: TrainConfig) -> RunEvents:
             sampler=sampler,
             held_out=held_out,
             upload=upload,
+            begun=begun,
             save_states_to_hub=config.hub.save_state_to_huggingface,
         )
-        run_to_end(events, position, config.logging.log_every_n_steps)
+        run_to_end(events, position, config.logging.log_every_n_steps, config.training)
     finish(events, position, console, begun)
     return events
 
@@ -144,12 +157,14 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
     check_before_loading(config, settings)
     accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
     console = Console(quiet=not accelerator.is_main_process, markup=False, highlight=False)
+    asked, auto = config, config.training.resume == AUTO
+    config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
     folder = Path(config.model.pretrained_model_name_or_path).expanduser()
     architecture, weights, _ = open_lm(folder)
     check_family(config.model.model_type, architecture)
     plan = plan_network(config.network, config.optimizer, config.training, TARGETS[architecture.family])
     fp8 = plan_fp8(config.precision, weights.fp8, seed, accelerator.device)
-    check_saved(config, plan.targets, weights_fingerprint(folder), settings)
+    check_saved(config, plan.targets, weights_fingerprint(folder), settings, finished_too=auto)
     tokenizer_path = Path(config.model.tokenizer or folder).expanduser()
     template = dialogue_template(config.instructions.chat_template, load_tokenizer(tokenizer_path), tokenizer_path)
     names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, suffix="")
@@ -157,7 +172,7 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
         config.sampling, template, config.instructions.system_prompt, architecture, seed, names.folder / "samples",
         accelerator, console,
     )  # fmt: skip
-    upload = build_upload(config.hub, accelerator, console)
+    upload = build_upload(config.hub, accelerator, console, config.saving.output_dir, bool(config.training.resume))
 
     data = prepare_dialogues(config.instructions, template, architecture, seed, console)
     console.print("\n".join(data.remarks), soft_wrap=True)
@@ -165,8 +180,8 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
     base = prepare_base(config, plan, fp8, weights.fp8, dtype, accelerator.device, console)
     run = prepare_instruction_run(config, plan, base, data, accelerator)
     held_out = held_out_dialogues(data.held_out, config.instructions, config.validation)
-    position = run.resume(config.training.resume) if config.training.resume else Position()
-    write_config(names.folder, config, accelerator)
+    position = run.resume(config.training.resume, auto) if config.training.resume else Position()
+    write_config(names.folder, asked, accelerator)
     metrics = MetricsStream(names.folder / "metrics.jsonl", accelerator, config.logging, position.step)
 
     with TrainingProgress(console, run.total_steps, position.step) as progress:
@@ -181,18 +196,21 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
             sampler=sampler,
             held_out=held_out,
             upload=upload,
+            begun=begun,
             save_states_to_hub=config.hub.save_state_to_huggingface,
         )
-        run_to_end(events, position, config.logging.log_every_n_steps)
+        run_to_end(events, position, config.logging.log_every_n_steps, config.training)
     finish(events, position, console, begun)
     return events
 
 
-def run_to_end(events: RunEvents, position: Position, log_every: int) -> None:
+def run_to_end(events: RunEvents, position: Position, log_every: int, training: TrainingConfig) -> None:
     """Train from ``position`` to the last step, with what happens before, between and after."""
-    events.at_start(position)
-    Trainer(events.run, position, log_every, events.metrics, events.progress, events).run()
-    events.at_end(position)
+    faults = FaultPolicy(training.nonfinite, training.nonfinite_limit)
+    with events.requests.listening():
+        events.at_start(position)
+        Trainer(events.run, position, log_every, events.metrics, events.progress, events, faults).run()
+        events.at_end(position)
 
 
 def finish(events: RunEvents, position: Position, console: Console, begun: float) -> None:
@@ -200,8 +218,16 @@ def finish(events: RunEvents, position: Position, console: Console, begun: float
     accelerator = events.run.accelerator
     if accelerator.is_main_process:
         print_summary(console, run_summary(events, position, time.time() - begun))
+        if events.wish.stop is not None:
+            state = shown_path(events.names.state(events.names.stem(step=position.step)))
+            console.print(
+                f"stopped by {events.wish.stop} after step {position.step}: go on with --resume {state}, or "
+                "--resume auto",
+                soft_wrap=True,
+            )
     accelerator.wait_for_everyone()  # a process that leaves early takes the process group from under the others
     events.metrics.close()
+    events.keeper.report()
 
 
 if __name__ == "__main__":

@@ -107,7 +107,10 @@ class LLMTrainingConfig(Section):
     allow_tf32: bool = Field(False, description="let a GPU multiply fp32 matrices in TF32")
     gradient_checkpointing: bool = Field(False, description="recompute blocks in backward: less memory, more time")
     seed: int = Field(0, description="initial weights, order of the data and samples follow from it")
-    resume: str | None = Field(None, description="state folder to go on from (written by save_state)")
+    resume: str | None = Field(
+        None,
+        description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",
+    )
 
 
 class LLMSavingConfig(Section):
@@ -117,6 +120,12 @@ class LLMSavingConfig(Section):
     output_name: str = Field("model", pattern=r"^[^/\\]+$", description="name of the model's folder in output_dir")
     save_every_n_steps: Positive | None = Field(None, description="write the model every so many optimizer steps")
     save_state: bool = Field(False, description="write the whole training state with every saved model")
+    save_retries: Annotated[int, Field(ge=0)] = Field(
+        10, description="tries more to write the last model where that fails, over about seven minutes"
+    )
+    save_fallback_dir: str | None = Field(
+        None, description="folder for it after that; default: <output_name>-rescued in the system's temporary folder"
+    )
     save_precision: Literal["fp32", "bf16"] | None = Field(None, description="of saved models; default: the weights'")
 
 

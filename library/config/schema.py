@@ -130,6 +130,9 @@ class DatasetArguments(Section):
     text_encoder_batch_size: Positive = Field(4, description="captions encoded at once while caching")
     train_batch_size: Positive = Field(1, description="batch size where the dataset TOML names none")
     max_data_loader_n_workers: Annotated[int, Field(ge=0)] = Field(2, description="worker processes that read caches")
+    strict_dataset: bool = Field(
+        False, description="look every image over before caching and refuse to start at any finding (docs/reliability.md)"
+    )
 
 
 class NetworkConfig(Section):
@@ -226,7 +229,10 @@ class TrainingConfig(Section):
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     full_bf16: bool = Field(False, description="LoRA weights in bf16 too, updated with stochastic rounding")
     seed: int = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
-    resume: str | None = Field(None, description="state folder to go on from (written by save_state)")
+    resume: str | None = Field(
+        None,
+        description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",
+    )
     prior_loss_weight: NotNegative = Field(1.0, description="weight of regularisation images (is_reg)")
     nonfinite: Literal["stop", "skip", "rollback"] = Field(
         "stop",
@@ -297,6 +303,12 @@ class SavingConfig(Section):
     save_precision: Literal["fp32", "fp16", "bf16"] | None = Field(None, description="default: the training dtype")
     save_state: bool = Field(False, description="write the whole training state with every saved LoRA")
     save_state_on_train_end: bool = Field(False, description="write the training state at the end")
+    save_retries: Annotated[int, Field(ge=0)] = Field(
+        10, description="tries more to write the last LoRA and state where that fails, over about seven minutes"
+    )
+    save_fallback_dir: str | None = Field(
+        None, description="folder for them after that; default: <output_name>-rescued in the system's temporary folder"
+    )
     save_format: Literal["diffusers", "kohya", "comfy"] = Field("diffusers", description="key layout of the LoRA file")
     training_comment: str | None = Field(None, description="free text for the LoRA's metadata")
 

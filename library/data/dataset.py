@@ -115,6 +115,13 @@ class TrainingData:
     def _samples(self) -> list[Sample]:
         return [sample for dataset in self._datasets for sample in dataset.samples]
 
+    @property
+    def cache_folders(self) -> list[Path]:
+        """The folders that cache files are written into."""
+        caches = dict.fromkeys(sample.group.cache for sample in self._samples)
+        folders = [cache / kind for cache in caches for kind in ("latents", "conditions")]
+        return [*(index.folder for index in self._indexes), *folders, self.text_folder / "text"]
+
     def batch_sampler(self, num_processes: int = 1) -> EpochBatchSampler:
         """Return the batch sampler of the training samples."""
         return EpochBatchSampler(self.train.buckets, self.train.batch_sizes, self.seed, num_processes)

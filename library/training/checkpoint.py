@@ -164,7 +164,9 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
     return position, base
 
 
-def check_state(folder: str | Path, base: str, settings: Mapping[str, Any], total_steps: int | None) -> None:
+def check_state(
+    folder: str | Path, base: str, settings: Mapping[str, Any], total_steps: int | None, finished_too: bool = False
+) -> None:
     """Look at a state before models are read: whether it is whole, fits this run, and leaves something to train.
 
     Args:
@@ -172,6 +174,7 @@ def check_state(folder: str | Path, base: str, settings: Mapping[str, Any], tota
         base: the fingerprint of this run's base model.
         settings: of ``lasting_settings``.
         total_steps: optimizer steps of this run, where they are known yet.
+        finished_too: see :func:`refuse_finished`.
 
     Raises:
         UserError: with the reason.
@@ -179,7 +182,7 @@ def check_state(folder: str | Path, base: str, settings: Mapping[str, Any], tota
     position, saved_base = read_position(folder, settings)
     _refuse_other_base(folder, saved_base, base)
     if total_steps is not None:
-        refuse_finished(folder, position, total_steps)
+        refuse_finished(folder, position, total_steps, finished_too)
     for name in ("optimizer", "schedule"):
         read_state(Path(folder) / name)
     _read_weights(Path(folder))
@@ -190,13 +193,13 @@ def _refuse_other_base(folder: str | Path, saved: str, base: str) -> None:
         raise UserError(f"resume: {folder} was trained on another base model; set the one it was trained on")
 
 
-def refuse_finished(folder: str | Path, position: Position, total_steps: int) -> None:
+def refuse_finished(folder: str | Path, position: Position, total_steps: int, finished_too: bool = False) -> None:
     """Refuse a state with nothing left to train.
 
     Raises:
-        UserError: it stands at the end of the run or behind it.
+        UserError: it stands behind the end of the run, or, unless ``finished_too``, at it.
     """
-    if position.step >= total_steps:
+    if position.step > total_steps or (position.step == total_steps and not finished_too):
         raise UserError(
             f"resume: {folder} is at step {position.step} and the run ends at {total_steps}; "
             "raise max_train_steps or max_train_epochs"

@@ -7,16 +7,19 @@ optimizers keep two sets of weights; whatever looks at the LoRA from outside loo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from library.atomic import atomic_folder
 from library.training.checkpoint import OutputNames, Position, save_training_state
 from library.training.hub import HubUpload
+from library.training.keeping import Keeper, fallback_folder
 from library.training.lr_plot import plot_runs
 from library.training.metrics import MetricsStream
-from library.training.progress import TrainingProgress
+from library.training.progress import TrainingProgress, shown_path
+from library.training.requests import NOTHING, Requests, Wish
 from library.training.retention import remove_old
 from library.training.run import Run
 
@@ -32,6 +35,8 @@ SaveLora = Callable[[Path, Position], None]
 
 class Sampler(Protocol):
     """What shows how the model does: ``library.training.sampling.Sampler`` draws pictures, others write text."""
+
+    drawn: dict[int, list[Path]]  # by step
 
     def sample(self, transformer: nn.Module, step: int) -> list[Path]: ...
 
@@ -63,11 +68,20 @@ class RunEvents:
     sampler: Sampler | None
     held_out: HeldOut | None
     upload: HubUpload | None
+    begun: float  # seconds since 1970
     save_states_to_hub: bool = False
     stopped: bool = False
+    wish: Wish = NOTHING  # that stopped the run
     val_loss: float | None = None
     _validated_at: int | None = None
     _sampled_at: int | None = None
+
+    def __post_init__(self) -> None:
+        fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
+        self.keeper = Keeper(self.names.folder, fallback, self.saving.save_retries, self.progress.note)
+        self.requests = Requests(
+            self.names.folder, self.run.accelerator, self.begun, is_owed=lambda: self.keeper.is_due
+        )
 
     def at_start(self, position: Position) -> None:
         """Look at the untrained network: validation loss and samples before the first step."""
@@ -75,20 +89,61 @@ class RunEvents:
             position.val_loss_before = self._validate(position.step)
             if self.sampling.sample_at_first:
                 self._sample(position.step)
-        elif self.sampler is not None:
+            return
+        if self.sampler is not None:
             self.sampler.recall(position.step)
+        self._catch_up(position)
+
+    def _catch_up(self, position: Position) -> None:
+        """Do what the run that wrote the state was asked to stop before: look at the weights, or end."""
+        step = position.step
+        every = self.held_out.config.validate_every_n_steps if self.held_out else None
+        if _due(step, every) and position.validated_at != step:
+            self._compare(position)
+        if _due(step, self.sampling.sample_every_n_steps) and self.sampler and step not in self.sampler.drawn:
+            self._sample(step)
+        self._stop_if_stale(position)
+
+    def is_due(self, position: Position) -> bool:
+        """Return whether :meth:`after_step` is going to look at the weights."""
+        if self.requests.look(position.step):
+            return True
+        validation = self.held_out.config.validate_every_n_steps if self.held_out else None
+        counts = (validation, self.sampling.sample_every_n_steps, self.saving.save_every_n_steps)
+        return any(_due(position.step, every) for every in counts)
+
+    def save_before_fault(self, position: Position) -> str | None:
+        """Save LoRA and state as they are before a step that cannot be taken; return the LoRA's path, if any."""
+        if position.step == 0:
+            return None
+        stem = self.names.stem(step=position.step)
+        self._save(stem, position, with_state=True, last=lambda: self.requests.signalled)
+        return shown_path(self.names.lora(stem))
 
     def after_step(self, position: Position) -> None:
         """Do what is due after an optimizer step."""
         step = position.step
+        wish = self.requests.look(step)
+        if wish.stop is not None and step < self.run.total_steps:
+            self._stop(wish, position)
+            return
         if _due(step, self.held_out.config.validate_every_n_steps if self.held_out else None):
             self._compare(position)
             self._stop_if_stale(position)
-        if _due(step, self.sampling.sample_every_n_steps):
+        if _due(step, self.sampling.sample_every_n_steps) or wish.sample:
             self._sample(step)
-        if _due(step, self.saving.save_every_n_steps):
-            self._save(self.names.stem(step=step), position, with_state=self.saving.save_state)
-            self._rotate(step=step)
+        if _due(step, self.saving.save_every_n_steps) or wish.save:
+            with_state = self.saving.save_state or (wish.save and not self.keeper.failures)
+            if self._save(self.names.stem(step=step), position, with_state):
+                self._rotate(step=step)
+        self.requests.answered(wish)
+
+    def _stop(self, wish: Wish, position: Position) -> None:
+        """Keep what has been trained, and end: there may be only seconds."""
+        stem, in_a_hurry = self.names.stem(step=position.step), wish.stop != "STOP"
+        self._save(stem, position, with_state=True, last=lambda: in_a_hurry or self.requests.signalled)
+        self.requests.answered(wish)
+        self.stopped, self.wish = True, wish
 
     def after_epoch(self, position: Position) -> None:
         """Do what is due after an epoch; ``position.epoch`` is the number of epochs done."""
@@ -98,15 +153,17 @@ class RunEvents:
             self._stop_if_stale(position)
         if _due(epoch, self.sampling.sample_every_n_epochs):
             self._sample(position.step)
-        if _due(epoch, self.saving.save_every_n_epochs):
-            self._save(self.names.stem(epoch=epoch), position, with_state=self.saving.save_state)
+        if not _due(epoch, self.saving.save_every_n_epochs):
+            return
+        if self._save(self.names.stem(epoch=epoch), position, with_state=self.saving.save_state):
             self._rotate(epoch=epoch)
 
     def at_end(self, position: Position) -> None:
         """Save first, then look at the result; what can fail for lack of memory comes after what must be kept."""
-        self._save(
-            self.names.stem(), position, with_state=self.saving.save_state or self.saving.save_state_on_train_end
-        )
+        if self.wish.stop is not None:
+            return
+        with_state = self.saving.save_state or self.saving.save_state_on_train_end
+        self._save(self.names.stem(), position, with_state, last=lambda: self.requests.signalled)
         if self._validated_at != position.step:
             self._compare(position)
         if self.sampling.sample_at_end and self._sampled_at != position.step:
@@ -116,9 +173,17 @@ class RunEvents:
         """Draw the learning rate curves and the sheets of samples; return the pictures (main process only)."""
         if not self.run.accelerator.is_main_process:
             return []
-        pictures = [self.names.folder / "lr.png"]
-        plot_runs([self.names.folder], pictures[0])
-        return pictures + (self.sampler.write_sheets() if self.sampler else [])
+        pictures: list[Path] = []
+
+        def plot() -> None:
+            plot_runs([self.names.folder], self.names.folder / "lr.png")
+            pictures.append(self.names.folder / "lr.png")
+
+        self.keeper.tolerate(plot)
+        if self.sampler is not None:
+            sheets = self.sampler.write_sheets
+            self.keeper.tolerate(lambda: pictures.extend(sheets()))
+        return pictures
 
     def _validate(self, step: int) -> float | None:
         if self.held_out is None:
@@ -132,8 +197,9 @@ class RunEvents:
     def _compare(self, position: Position) -> None:
         """Validate, and keep the best LoRA so far."""
         loss = self._validate(position.step)
-        if loss is None:
+        if loss is None or position.validated_at == position.step:
             return
+        position.validated_at = position.step
         if position.best_val_loss is None or loss < position.best_val_loss:
             position.best_val_loss, position.validations_since_best = loss, 0
             if self.saving.save_best:
@@ -157,24 +223,42 @@ class RunEvents:
         self._sampled_at = step
         with self._looking("sample"):
             if self.run.accelerator.is_main_process:
-                self.sampler.sample(self.run.transformer, step)
+                sampler, transformer = self.sampler, self.run.transformer
+                self.keeper.tolerate(lambda: sampler.sample(transformer, step))
             self.run.accelerator.wait_for_everyone()
 
-    def _save(self, stem: str, position: Position, with_state: bool) -> None:
+    def _save(self, stem: str, position: Position, with_state: bool, last: Callable[[], bool] | None = None) -> bool:
+        """Save the LoRA, and a state; return on the main process whether that could be done.
+
+        ``last`` is given when there is no later: it tells whether the process is about to be ended.
+        """
+        saved: list[Path] | None = None
         with self.progress.phase("save"):
             if self.run.accelerator.is_main_process:
-                saved = [self.names.lora(stem)]
-                with self.run.deployed_weights():
-                    self.save_lora(saved[0], position)
-                if with_state:
-                    weights, base = self.run.network.state_dict(), self.run.base_fingerprint
-                    folder, settings = self.names.state(stem), self.run.settings
-                    save_training_state(folder, weights, self.run.parts(), position, base, settings)
-                    saved += [folder] if self.save_states_to_hub else []
+
+                def write(folder: Path) -> list[Path]:
+                    return self._write(replace(self.names, folder=folder), stem, position, with_state)
+
+                saved = self.keeper.attempt(write) if last is None else self.keeper.insist(write, last)
                 if self.upload is not None:
-                    for path in saved:
+                    for path in saved or []:
                         self.upload.push(path)
             self.run.accelerator.wait_for_everyone()
+        return saved is not None
+
+    def _write(self, names: OutputNames, stem: str, position: Position, with_state: bool) -> list[Path]:
+        """Write the LoRA, and a state; return what is to be uploaded."""
+        saved = [names.lora(stem)]
+        with self.run.deployed_weights(), nullcontext(saved[0]) if names.suffix else atomic_folder(saved[0]) as target:
+            self.save_lora(target, position)
+        if with_state:
+            folder = names.state(stem)
+            saved += [folder] if self.save_states_to_hub else []
+            if self.upload is not None:
+                self.upload.note(saved)  # a run that goes on from this state uploads them, should this one be killed
+            weights, base = self.run.network.state_dict(), self.run.base_fingerprint
+            save_training_state(folder, weights, self.run.parts(), position, base, self.run.settings)
+        return saved
 
     @contextmanager
     def _looking(self, phase: str) -> Iterator[None]:

@@ -2,19 +2,24 @@
 
 The token comes from the environment (``HF_TOKEN``) or from ``huggingface-cli login``, never from a configuration
 file, which ends up in metadata and logs. Access is checked before training starts. An upload that fails later does
-not end the run: it is told, and tried again with the next one and at the end.
+not end the run: it is told, and tried again with the next one and at the end. What is not uploaded yet is kept in
+``uploads.json`` beside it, so that a run that goes on after being killed uploads that too.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi
 from rich.console import Console
 
-from library.errors import UserError
+from library.errors import UserError, WriteError
+from library.files import write_text
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,8 +30,10 @@ if TYPE_CHECKING:
 class HubUpload:
     """Pushes files and folders of one run into one repository."""
 
-    def __init__(self, config: HubConfig, console: Console) -> None:
+    def __init__(self, config: HubConfig, console: Console, journal: Path | None = None) -> None:
         """Make sure that the repository exists and can be written to.
+
+        ``journal`` is the file that remembers what is to be uploaded; None for none.
 
         Raises:
             UserError: no token, no right to write, or no connection.
@@ -36,6 +43,7 @@ class HubUpload:
         self._in_background, self._console = config.async_upload, console
         self._api = HfApi()
         self._waiting: list[Path] = []
+        self._journal, self._noted = journal, list[Path]()
         self._running: list[tuple[Path, Future[Any]]] = []
         try:
             private = config.huggingface_repo_visibility == "private"
@@ -47,10 +55,28 @@ class HubUpload:
                 "write access, or remove the key"
             ) from error
 
+    def note(self, paths: Iterable[Path]) -> None:
+        """Remember that ``paths`` are going to be uploaded."""
+        self._noted += [path for path in paths if path not in self._noted]
+        self._write_journal()
+
+    def recall(self) -> None:
+        """Take up what an interrupted run had still to upload to the same place, and is there."""
+        if self._journal is None:
+            return
+        try:
+            saved = json.loads(self._journal.read_text(encoding="utf-8"))
+            names = saved["paths"] if [saved["repo"], saved["folder"]] == [self._repo, self._folder] else []
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        there = [path for path in (self._journal.parent / Path(str(name)).name for name in names) if path.exists()]
+        self._noted, self._waiting = list(there), there
+
     def push(self, path: Path) -> None:
         """Upload a file or folder, and what failed before."""
+        self.note([path])
         self._collect()
-        for waiting in [*self._waiting, path]:
+        for waiting in dict.fromkeys([*self._waiting, path]):
             self._start(waiting)
         self._waiting = []
         if not self._in_background:
@@ -66,6 +92,9 @@ class HubUpload:
         return self._waiting
 
     def _start(self, path: Path) -> None:
+        if not path.exists():  # save_last_n_steps has removed it
+            self._noted = [noted for noted in self._noted if noted != path]
+            return
         target = f"{self._folder}/{path.name}".lstrip("/")
         future: Future[Any]
         if path.is_dir():
@@ -85,11 +114,34 @@ class HubUpload:
                 reason = str(error).strip().splitlines()[0]
                 self._console.print(f"warning: {path.name} was not uploaded to {self._repo} ({reason}); trying again")
                 self._waiting.append(path)
+            else:
+                self._noted = [noted for noted in self._noted if noted != path]
         self._running = []
+        self._write_journal()
+
+    def _write_journal(self) -> None:
+        """Keep the names of what is not uploaded; it lies beside the journal."""
+        if self._journal is None:
+            return
+        names = [path.name for path in self._noted if path.parent == self._journal.parent]
+        with suppress(WriteError):  # it only helps after a crash
+            if names:
+                content = {"repo": self._repo, "folder": self._folder, "paths": names}
+                write_text(self._journal, json.dumps(content, indent=1) + "\n")
+            else:
+                self._journal.unlink(missing_ok=True)
 
 
-def build_upload(config: HubConfig, accelerator: Accelerator, console: Console) -> HubUpload | None:
-    """Return the run's upload on its main process, or None where none is wanted."""
+def build_upload(
+    config: HubConfig, accelerator: Accelerator, console: Console, output_dir: str, resumed: bool
+) -> HubUpload | None:
+    """Return the run's upload on its main process, or None where none is wanted.
+
+    A ``resumed`` run takes up what the one before had still to upload.
+    """
     if config.huggingface_repo_id is None or not accelerator.is_main_process:
         return None
-    return HubUpload(config, console)
+    upload = HubUpload(config, console, Path(output_dir) / "uploads.json")
+    if resumed:
+        upload.recall()
+    return upload

@@ -59,6 +59,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._guard = UpdateGuard(self.parts)
+        self._step_ended = (0, 0)  # epoch and batches when the last whole step ended
 
     def run(self) -> None:
         """Train until ``total_steps`` optimizer steps are done.
@@ -71,6 +72,7 @@ class Trainer:
         for model in self.parts.models:
             model.train()
         record = _Record(self.parts.accelerator, self.position, self.parts.step.figure)
+        self._step_ended = self.position.epoch, self.position.batches
         while self.position.step < self.parts.total_steps and not self.events.stopped:
             self._epoch(record)
         self._went_back(record)  # where the end was not a step that is logged
@@ -88,6 +90,7 @@ class Trainer:
             if not accelerator.sync_gradients:
                 continue
             position.step += 1
+            position.step_ended, self._step_ended = None, (position.epoch, position.batches)
             self._guard.end(position)
             record.close_step(grad_norm)
             if (self._is_logged(position.step) or self.events.is_due(position)) and self._went_back(record):
@@ -101,6 +104,7 @@ class Trainer:
                 return
         if self._went_back(record):
             return
+        position.step_ended = None if accelerator.sync_gradients else self._step_ended
         position.epoch, position.batches = position.epoch + 1, 0
         self.events.after_epoch(position)
 
@@ -111,6 +115,7 @@ class Trainer:
             return False
         record.go_back(mark.loss_ema)
         note = self.faults.respond(self.parts, self.position, mark.end, self.events.save_before_fault)
+        self._step_ended = self.position.epoch, self.position.batches
         self.progress.note(note)
         self.metrics.write({"step": self.position.step, "updates_dropped": self.position.updates_dropped})
         return True

@@ -7,8 +7,12 @@ training line, ``step val_loss`` in a validation line.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +33,8 @@ class MetricsStream:
         """Open the stream; what a resumed run is going to write again is cut off, a new run starts a new file."""
         self._accelerator = accelerator
         self._path = path
+        self._waiting, self._told = b"", False
+        self._there: set[frozenset[str]] = set()  # keys of the lines that an interrupted run wrote of that step
         if logging.log_with:
             run = {"wandb": {"name": logging.wandb_run_name}} if logging.wandb_run_name else {}
             accelerator.init_trackers(logging.log_tracker_name, init_kwargs=run)
@@ -36,16 +42,39 @@ class MetricsStream:
             lines = path.read_text(encoding="utf-8").splitlines() if resume_step and path.exists() else []
             kept = [line for line in lines if _step_of(line) <= resume_step]
             write_text(path, "".join(line + "\n" for line in kept))
+            self._there = {frozenset(line) for line in map(json.loads, kept) if line["step"] == resume_step}
+        self._resume_step = resume_step
 
     def write(self, values: dict[str, float]) -> None:
         """Write one line; ``values`` holds ``step``."""
-        if self._accelerator.is_main_process:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
+        again = values["step"] == self._resume_step and frozenset(values) in self._there
+        if self._accelerator.is_main_process and not again:
+            self._waiting += (json.dumps(values) + "\n").encode()
+            self._append()
         self._accelerator.log({k: v for k, v in values.items() if k != "step"}, step=int(values["step"]))
 
+    def _append(self) -> None:
+        """Write what waits, whole lines or nothing; a full disk gets another chance with the next line."""
+        begin = None
+        try:
+            with open(self._path, "ab", buffering=0) as file:
+                begin = file.tell()
+                written = file.write(self._waiting)
+                if written < len(self._waiting):
+                    raise OSError(errno.ENOSPC, "the disk is full")
+            self._waiting = b""
+        except OSError as error:
+            with suppress(OSError):
+                if begin is not None:
+                    os.truncate(self._path, begin)
+            if not self._told:
+                print(f"warning: {self._path}: cannot be written ({error.strerror}); trying again", file=sys.stderr)
+            self._told = True
+
     def close(self) -> None:
-        """Let the trackers write what they hold back."""
+        """Write what waits, and let the trackers do so."""
+        if self._waiting:
+            self._append()
         self._accelerator.end_training()
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from library.errors import UserError
 from library.training.checkpoint import check_state, lasting_settings, read_position, shared_settings
 from library.training.optimizers import check_optimizer
+from library.training.resume import AUTO
 from networks.adapter_files import check_save_format, read_updates
 
 if TYPE_CHECKING:
@@ -37,24 +38,32 @@ def check_before_loading(
     weights, resume = config.network.network_weights, config.training.resume
     if weights and not Path(weights).exists():
         raise UserError(f"network_weights: {weights} does not exist; check the path")
-    if resume:
+    if resume and resume != AUTO:
         read_position(resume, shared_settings(config) if settings is None else settings)
     _check_writable(Path(config.saving.output_dir))
 
 
-def check_against_model(config: TrainConfig, family: Family, plan: NetworkPlan, text_encoder: TextEncoder) -> None:
+def check_against_model(
+    config: TrainConfig, family: Family, plan: NetworkPlan, text_encoder: TextEncoder, finished_too: bool = False
+) -> None:
     """Look at the files a run goes on from, now that headers tell which model it is; no weights of it are read.
+
+    ``finished_too`` allows a state at the run's last step.
 
     Raises:
         UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` is damaged, was trained on
             another base or with other text encoders, or has nothing left to train.
     """
     trained_text = text_encoder.fingerprint if plan.text_encoders and config.training.resume else None
-    check_saved(config, plan.targets, family.fingerprint(), lasting_settings(config, trained_text))
+    check_saved(config, plan.targets, family.fingerprint(), lasting_settings(config, trained_text), finished_too)
 
 
 def check_saved(
-    config: TrainConfig | InstructionTrainConfig, targets: LoraTargets, base: str, settings: Mapping[str, Any]
+    config: TrainConfig | InstructionTrainConfig,
+    targets: LoraTargets,
+    base: str,
+    settings: Mapping[str, Any],
+    finished_too: bool = False,
 ) -> None:
     """Look at ``network_weights`` and ``resume``; see :func:`check_against_model`.
 
@@ -62,13 +71,14 @@ def check_saved(
         config: sections ``network`` and ``training`` are read.
         targets, base: the base model's row and fingerprint.
         settings: that a state goes on with.
+        finished_too: as for :func:`check_against_model`.
     """
     training = config.training
     if config.network.network_weights:
         read_updates(config.network.network_weights, targets)
     if training.resume:
         steps = training.max_train_steps if training.max_train_epochs is None else None
-        check_state(training.resume, base, settings, steps)
+        check_state(training.resume, base, settings, steps, finished_too)
 
 
 def _check_writable(folder: Path) -> None:

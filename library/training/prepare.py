@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from library.data.batches import collate
 from library.data.dataset import TrainingData, build_dataset
+from library.data.lint import check, summarise
 from library.data.order import EpochBatchSampler
 from library.errors import UserError
 from library.files import read_safetensors_header
@@ -33,6 +34,8 @@ from library.training.network_plan import NetworkPlan
 from library.training.progress import counting
 from library.training.prompt_pictures import PictureRules, text_jobs
 from library.training.region_loss import check_seam
+from library.training.requests import ignore_signals
+from library.training.resume import tidy
 from networks.formats import load_lora
 from networks.injection import AdapterNetwork, attach_lora, inject_adapter
 from networks.metadata import base_mismatch
@@ -95,7 +98,10 @@ def prepare_data(
     check_seam(flow, data)
     check_references(data, most_references)
     console.print(data.describe())
+    look_over(data, arguments.strict_dataset, accelerator, console)
     rank, world = accelerator.process_index, accelerator.num_processes
+    if accelerator.is_main_process:
+        tidy(data.cache_folders, console.print)
     with counting(console) as progress:
         data.cache_latents(image_encoder, arguments.vae_batch_size, progress, rank, world)
         image_encoder.release()
@@ -105,6 +111,25 @@ def prepare_data(
         text_encoder.release()
     accelerator.wait_for_everyone()
     return data
+
+
+def look_over(data: TrainingData, strict: bool, accelerator: Accelerator, console: Console) -> None:
+    """Say what is known to be odd about the dataset; with ``strict`` look at every file and refuse any finding.
+
+    Raises:
+        UserError: something was found.
+    """
+    for line in summarise(data.listed):
+        console.print(f"note: {line}", soft_wrap=True)
+    if not strict:
+        return
+    with accelerator.main_process_first(), counting(console) as start:  # the others find what it remembered
+        report = check(data.config, data.pixel_multiple, data.conditioning, start)
+    if report.findings:
+        raise UserError(
+            f"strict_dataset: {data.config.path}: {'; '.join(report.lines())}; put them right "
+            "(tools/check_dataset.py shows all), or remove strict_dataset"
+        )
 
 
 def check_references(data: TrainingData, most: int | None) -> None:
@@ -230,6 +255,7 @@ def training_loader(
         collate_fn=collate,
         num_workers=workers,
         persistent_workers=workers > 0,
+        worker_init_fn=ignore_signals,
         pin_memory=accelerator.device.type == "cuda",
     )
     return sampler, loader

@@ -144,12 +144,15 @@ def run_summary(events: RunEvents, position: Position, seconds: float) -> list[t
     if before is not None and after is not None:
         change = (after / before - 1) * 100
         rows.insert(2, ("validation loss", f"{before:.4f} before -> {after:.4f} after ({change:+.1f} %)"))
-    if events.stopped:
+    if events.wish.stop is not None:
+        rows.append(("stopped", f"by {events.wish.stop} before step {events.run.total_steps}"))
+    elif events.stopped:
         rows.append(("stopped early", f"no lower validation loss since {position.best_val_loss:.4f}"))
     if events.upload and (failed := events.upload.finish()):
         rows.append(("not uploaded", ", ".join(shown_path(path) for path in failed)))
     pictures = events.draw()
-    files = [events.names.lora(events.names.stem()), *pictures, events.names.folder / "metrics.jsonl"]
+    stem = events.names.stem() if events.wish.stop is None else events.names.stem(step=position.step)
+    files = [events.names.lora(stem), *pictures, events.names.folder / "metrics.jsonl"]
     return rows + [(path.stem if path in pictures else path.name, shown_path(path)) for path in files]
 
 

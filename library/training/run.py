@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
+from library.errors import UserError
 from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
 from library.training.network_plan import NetworkPlan
 from library.training.optimizers import averaged_weights, build_optimizer
@@ -70,15 +71,23 @@ class Run:
             parts["average"] = self.average
         return parts
 
-    def resume(self, folder: str) -> Position:
+    def resume(self, folder: str, finished_too: bool = False) -> Position:
         """Put a saved state back into the run; return where it stands.
 
+        ``finished_too`` allows a state at the run's last step, whose end is yet to come.
+
         Raises:
-            UserError: no state, one of another base, LoRA or optimizer, or one with nothing left to train.
+            UserError: no state, one of another base, LoRA or optimizer, one with nothing left to train, or one that
+                stands where this number of processes cannot share the batches that are left of the epoch.
         """
         weights, base = self.network.state_dict(), self.base_fingerprint
         position = load_training_state(folder, weights, self.parts(), base, self.settings)
-        refuse_finished(folder, position, self.total_steps)
+        refuse_finished(folder, position, self.total_steps, finished_too)
+        if position.batches % self.accelerator.num_processes:
+            raise UserError(
+                f"resume: {folder} stands after batch {position.batches} of its epoch, which "
+                f"{self.accelerator.num_processes} processes cannot divide; go on with as many as it was trained with"
+            )
         return position
 
     @contextmanager
