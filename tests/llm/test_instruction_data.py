@@ -117,10 +117,8 @@ def test_the_tokenizers_own_template_is_followed_with_and_without_marked_answers
 
 
 def test_a_template_that_writes_todays_date_gives_the_same_tokens_every_day(tmp_path: Path) -> None:
-    dated = (
-        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
-        + without_marks(LLAMA3).replace("{{ bos_token }}", "")
-    )
+    date = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    dated = date + "{{ date_string }}" + without_marks(LLAMA3).replace("{{ bos_token }}", "")
     folder = tokenizer_folder(tmp_path, LLAMA3_MARKS, dated)
     tokenizer = load_tokenizer(folder)
     text = tokenizer.decode(dialogue_template("own", tokenizer, folder).tokens(CONVERSATION)[0])
