@@ -1,0 +1,279 @@
+"""What is wrong with a dataset, or looks as if it were, before hours are spent on it.
+
+=============  =======================================================================================================
+unreadable     a picture, mask or control picture that does not decode to its end
+mask           a mask in other proportions than its picture
+control        a control picture in other proportions than its picture (refused never, stretched never: but cropped)
+setup          what training would refuse: a missing file, a caption that is no UTF-8, a picture without a bucket
+duplicate      pictures of the same bytes
+alike          pictures that look the same: another size, another compression (see :mod:`library.data.picture_facts`)
+caption        empty captions, and one caption for several pictures
+upscaled       pictures smaller than their bucket, which are enlarged
+bars           letterbox or pillarbox: even bars on two opposite sides, which the model learns to paint
+=============  =======================================================================================================
+
+``check`` looks at everything; ``summarise`` only at what is known without opening a picture.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from library.conditions import ConditionKind
+from library.data.buckets import Bucketing
+from library.data.companions import is_image, stem
+from library.data.config import Dataset, DatasetConfig, Subset
+from library.data.file_index import FileIndex, SourceFile, list_folder
+from library.data.picture_facts import PictureFacts, PictureIndex
+from library.data.samples import Sample, cache_folder
+from library.data.sources import Source, find_sources
+from library.errors import UserError
+
+Advance = Callable[[int], None]
+
+ERRORS = ("unreadable", "mask", "setup")  # training would stop at these
+TITLES = {
+    "unreadable": "Unreadable or cut off",
+    "setup": "Refused by training",
+    "mask": "Masks of another shape",
+    "control": "Control pictures of another shape",
+    "duplicate": "The same file twice",
+    "alike": "Nearly the same picture",
+    "caption": "Captions",
+    "upscaled": "Smaller than their bucket",
+    "bars": "Bars at the border",
+}
+_ALIKE_BITS = 4  # of 64 that may differ; unrelated photographs differ in about half
+_ALIKE_COLOUR = 12.0  # mean difference of the sketches, of 255
+_BAR = 0.02  # of the side: 20 pixels of 1024
+_ROWS = 512  # likenesses compared with all others at once
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about one picture or several that belong together."""
+
+    kind: str
+    paths: tuple[str, ...]
+    text: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether training would stop at it."""
+        return self.kind in ERRORS
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of a dataset."""
+
+    pictures: int
+    findings: list[Finding]
+
+    def counts(self) -> dict[str, int]:
+        """Return the findings of each kind, in the order of :data:`TITLES`, kinds without any left out."""
+        found = {kind: sum(f.kind == kind for f in self.findings) for kind in TITLES}
+        return {kind: count for kind, count in found.items() if count}
+
+    def lines(self) -> list[str]:
+        """Return a line for each kind found, with its first example."""
+        firsts = {kind: next(f for f in self.findings if f.kind == kind) for kind in self.counts()}
+        return [f"{TITLES[kind].lower()}: {n} ({firsts[kind].text})" for kind, n in self.counts().items()]
+
+
+def check(
+    config: DatasetConfig,
+    pixel_multiple: int,
+    conditioning: ConditionKind,
+    start: Callable[[str, int], Advance],
+) -> Report:
+    """Look at every picture, mask and caption of a dataset TOML.
+
+    Args:
+        config: the checked TOML.
+        pixel_multiple: image sides are multiples of this.
+        conditioning: what the model is given besides a caption.
+        start: ``start(description, total) -> advance(n)``, for the progress bar.
+
+    Raises:
+        UserError: a folder cannot be read, or the cache folder not be written to.
+    """
+    findings: list[Finding] = []
+    pictures: dict[str, PictureFacts] = {}
+    captions: list[tuple[str, str, bool]] = []
+    count = 0
+    for dataset in config.datasets:
+        buckets = Bucketing(dataset, pixel_multiple)
+        for subset in dataset.subsets:
+            folder = cache_folder(dataset, subset)
+            sources = _sources(subset, folder, findings, conditioning)
+            files = {file.path: file for source in sources for file in _files(source)}
+            looks = PictureIndex(folder)
+            advance = start(f"looking at {subset.written_dir}", looks.missing(list(files.values())))
+            facts = dict(zip(files, looks.look(list(files.values()), advance), strict=True))
+            findings += _of_files(facts)
+            for source in sources:
+                findings += _of_picture(source, facts, dataset, subset, buckets)
+            tokens = subset.settings.class_tokens is not None or subset.settings.is_reg
+            captions += [(source.image.path, source.caption, tokens) for source in sources]
+            pictures |= {source.image.path: facts[source.image.path] for source in sources}
+            count += len(sources)
+    whole = {path: facts for path, facts in pictures.items() if facts.problem is None}
+    findings += [*_duplicates(whole), *_alike(whole), *_captions(captions)]
+    order = list(TITLES)
+    return Report(count, sorted(findings, key=lambda finding: order.index(finding.kind)))
+
+
+def summarise(samples: Sequence[Sample]) -> list[str]:
+    """Return lines on what a start knows of its samples anyway: captions, and sizes against buckets."""
+    pictures = {sample.image.path: sample for sample in samples}
+    findings = _captions(
+        [
+            (path, s.caption, s.group.subset.settings.class_tokens is not None or s.group.subset.settings.is_reg)
+            for path, s in pictures.items()
+        ]
+    )
+    for sample in pictures.values():
+        assert sample.image.size is not None
+        findings += _upscaled(sample.image.path, sample.image.size, sample.fit.resized)
+    return Report(len(pictures), findings).lines()
+
+
+def _sources(subset: Subset, folder: Path, findings: list[Finding], conditioning: ConditionKind) -> list[Source]:
+    """The subset's pictures; where training would refuse it, as many of them as can be found without it."""
+    index = FileIndex(folder)
+    remarks: list[str] = []
+    try:
+        return find_sources(subset, index, remarks, conditioning)
+    except UserError as error:
+        findings.append(Finding("setup", (), str(error)))
+    if subset.image_dir is None or subset.metadata_file is not None:
+        return []
+    listed = list_folder(subset.image_dir)
+    suffix = "." + subset.settings.caption_extension.removeprefix(".")
+    found: list[Source] = []
+    for name in filter(is_image, listed):
+        beside, caption = stem(name) + suffix, subset.settings.class_tokens or ""
+        if beside in listed:
+            caption = (subset.image_dir / beside).read_text(encoding="utf-8-sig", errors="replace").strip()
+        found.append(Source(name, index.image(str(subset.image_dir / name), listed[name]), caption))
+    return found
+
+
+def _files(source: Source) -> list[SourceFile]:
+    return [f for f in (source.image, source.mask, source.fill_mask, *source.controls) if f is not None]
+
+
+def _of_files(facts: dict[str, PictureFacts]) -> list[Finding]:
+    return [
+        Finding("unreadable", (path,), f"{Path(path).name}: {one.problem}")
+        for path, one in facts.items()
+        if one.problem is not None
+    ]
+
+
+def _of_picture(
+    source: Source, facts: dict[str, PictureFacts], dataset: Dataset, subset: Subset, buckets: Bucketing
+) -> list[Finding]:
+    """Findings about a picture's size, borders and companions."""
+    path, own = source.image.path, facts[source.image.path]
+    if own.problem is not None:
+        return []
+    found: list[Finding] = []
+    for kind, files in (("mask", (source.mask, source.fill_mask)), ("control", source.controls)):
+        for file in files:
+            if file is not None and facts[file.path].problem is None and not _same_shape(facts[file.path], own):
+                sizes = f"{_text(facts[file.path].size)} for a picture of {_text(own.size)}"
+                found.append(Finding(kind, (path, file.path), f"{Path(file.path).name}: {sizes}"))
+    try:
+        fit = buckets.fit(own.size, subset.settings.random_crop, path)
+        found += _upscaled(path, own.size, fit.resized)
+    except UserError as error:
+        found.append(Finding("setup", (path,), str(error)))
+    left, top, right, bottom = own.bars
+    across, above = min(left, right) >= _BAR, min(top, bottom) >= _BAR
+    if across != above:  # on all four sides: an object on a plain ground
+        sides = f"{left:.0%} left, {right:.0%} right" if across else f"{top:.0%} above, {bottom:.0%} below"
+        found.append(Finding("bars", (path,), f"{Path(path).name}: even bars, {sides}"))
+    return found
+
+
+def _upscaled(path: str, size: tuple[int, int], resized: tuple[int, int]) -> list[Finding]:
+    factor = max(resized[0] / size[0], resized[1] / size[1])
+    if min(resized[0] / size[0], resized[1] / size[1]) <= 1:  # rounding may enlarge one side by a pixel
+        return []
+    return [Finding("upscaled", (path,), f"{Path(path).name}: {_text(size)} is enlarged {factor:.2f} times")]
+
+
+def _same_shape(one: PictureFacts, other: PictureFacts) -> bool:
+    """Whether two sizes have the same proportions, within the one per cent that training allows."""
+    return abs(one.width * other.height - one.height * other.width) <= 0.01 * one.width * other.height
+
+
+def _duplicates(pictures: dict[str, PictureFacts]) -> list[Finding]:
+    by_content: dict[str, list[str]] = defaultdict(list)
+    for path, facts in pictures.items():
+        by_content[facts.content].append(path)
+    return [
+        Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file")
+        for paths in by_content.values()
+        if len(paths) > 1
+    ]
+
+
+def _alike(pictures: dict[str, PictureFacts]) -> list[Finding]:
+    """Groups of pictures that look the same; those of the same bytes count as one."""
+    one_each = {facts.content: path for path, facts in reversed(pictures.items())}
+    paths = sorted(one_each.values())
+    if len(paths) < 2:
+        return []
+    likeness = np.array([pictures[path].likeness for path in paths], np.uint64)
+    sketches = np.stack([_sketch(pictures[path]) for path in paths]).astype(np.float32)
+    groups = {path: {path} for path in paths}
+    for first in range(0, len(paths), _ROWS):
+        distance = np.bitwise_count(likeness[first : first + _ROWS, None] ^ likeness[None, :])
+        rows, others = np.nonzero(distance <= _ALIKE_BITS)
+        for i, j in zip((rows + first).tolist(), others.tolist(), strict=True):
+            if i < j and np.abs(sketches[i] - sketches[j]).mean() <= _ALIKE_COLOUR:
+                joined = groups[paths[i]] | groups[paths[j]]
+                groups |= dict.fromkeys(joined, joined)
+    distinct = {min(group): sorted(group) for group in groups.values() if len(group) > 1}
+    return [Finding("alike", tuple(group), f"{_names(group)} look the same") for group in distinct.values()]
+
+
+def _sketch(facts: PictureFacts) -> NDArray[np.uint8]:
+    return np.frombuffer(base64.b64decode(facts.sketch), np.uint8)
+
+
+def _captions(captions: Iterable[tuple[str, str, bool]]) -> list[Finding]:
+    """Empty captions, and captions that several pictures share where no class token is meant to."""
+    by_text: dict[str, list[str]] = defaultdict(list)
+    empty: list[str] = []
+    for path, caption, is_shared in captions:
+        if not caption.strip():
+            empty.append(path)
+        elif not is_shared:
+            by_text[caption.strip()].append(path)
+    found = [Finding("caption", tuple(empty), f"{_names(empty)}: empty caption")] if empty else []
+    for text, paths in by_text.items():
+        if len(set(paths)) > 1:
+            short = text if len(text) <= 40 else f"{text[:40]}..."
+            found.append(Finding("caption", tuple(paths), f"{_names(paths)} share the caption {short!r}"))
+    return found
+
+
+def _names(paths: Sequence[str]) -> str:
+    names = [Path(path).name for path in paths[:3]]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(names) + more
+
+
+def _text(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"

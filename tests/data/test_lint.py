@@ -1,0 +1,195 @@
+"""Datasets with faults made on purpose: what the check finds, what it does not, and how it is shown."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from library.config.schema import DatasetArguments
+from library.data import picture_facts
+from library.data.config import load_dataset_config
+from library.data.lint import Report, check
+from library.data.picture_facts import difference_hash, find_bars
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def picture(seed: int, size: tuple[int, int] = (160, 160)) -> Image.Image:
+    """A picture of soft blobs; no two seeds look alike."""
+    noise = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), np.uint8)
+    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
+
+
+def barred(bars: tuple[int, int], colour: int = 0) -> Image.Image:
+    """A picture with ``bars`` = (left and right, top and bottom) pixels of one colour."""
+    return ImageOps.expand(picture(77), border=(bars[0], bars[1]), fill=(colour,) * 3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Six good pictures with captions and a TOML; files are old enough to be remembered."""
+    (tmp_path / "images").mkdir()
+    for i in range(6):
+        put(tmp_path, f"{i}.png", picture(i))
+    write_toml(tmp_path)
+    return tmp_path
+
+
+def put(folder: Path, name: str, image: Image.Image, caption: str | None = None, **options: object) -> Path:
+    path = folder / "images" / name
+    image.save(path, **options)
+    path.with_suffix(".txt").write_text(f"a picture called {name}" if caption is None else caption)
+    past = time.time() - 100
+    os.utime(path, (past, past))
+    return path
+
+
+def write_toml(folder: Path, subset: str = "") -> None:
+    text = "[[datasets]]\nresolution = 128\nenable_bucket = true\nbucket_reso_steps = 32\n[[datasets.subsets]]\n"
+    (folder / "dataset.toml").write_text(f'{text}image_dir = "images"\ncaption_extension = ".txt"\n{subset}\n')
+
+
+def looked(folder: Path, kind: str = "none") -> Report:
+    arguments = DatasetArguments(dataset_config=str(folder / "dataset.toml"))
+    config = load_dataset_config(folder / "dataset.toml", arguments, kind)  # type: ignore[arg-type]
+    return check(config, 16, kind, lambda *_: lambda _: None)  # type: ignore[arg-type]
+
+
+def found(folder: Path, kind: str) -> list[set[str]]:
+    return [{Path(path).name for path in finding.paths} for finding in looked(folder).findings if finding.kind == kind]
+
+
+def test_a_good_dataset_has_no_findings(folder: Path) -> None:
+    report = looked(folder)
+    assert report.findings == []
+    assert report.pictures == 6
+
+
+@pytest.mark.parametrize("name", ["cut.png", "cut.jpg", "cut.webp"])
+def test_files_that_end_too_early_are_found(folder: Path, name: str) -> None:
+    whole = put(folder, name, picture(50, (600, 400)))
+    whole.write_bytes(whole.read_bytes()[: whole.stat().st_size * 2 // 3])
+    assert found(folder, "unreadable") == [{name}]
+
+
+def test_a_file_that_is_no_picture_and_an_empty_one_are_found(folder: Path) -> None:
+    for name, content in (("text.png", b"hello"), ("empty.jpg", b"")):
+        put(folder, name, picture(51)).write_bytes(content)
+    assert sorted(map(sorted, found(folder, "unreadable"))) == [["empty.jpg"], ["text.png"]]
+
+
+def test_equal_files_and_pictures_that_look_the_same(folder: Path) -> None:
+    (folder / "images" / "copy.png").write_bytes((folder / "images" / "2.png").read_bytes())
+    (folder / "images" / "copy.txt").write_text("another")
+    put(folder, "small.jpg", picture(4).resize((140, 140)), quality=60)
+    put(folder, "bright.png", picture(5).point(lambda value: min(255, value + 8)))
+    assert found(folder, "duplicate") == [{"2.png", "copy.png"}]
+    assert sorted(map(sorted, found(folder, "alike"))) == [["4.png", "small.jpg"], ["5.png", "bright.png"]]
+
+
+def test_flat_pictures_of_other_colours_do_not_look_the_same(folder: Path) -> None:
+    for colour in ("red", "green", "blue"):  # the difference hash of each is 0
+        put(folder, f"{colour}.png", Image.new("RGB", (160, 160), colour))
+    assert found(folder, "alike") == []
+
+
+def test_the_hash_is_the_one_by_hand() -> None:
+    ramp = Image.fromarray(np.tile(np.arange(255, 0, -28, dtype=np.uint8)[:9], (8, 1)))  # falls from left to right
+    assert ramp.size == (9, 8)
+    assert difference_hash(ramp) == 2**64 - 1
+    assert difference_hash(ImageOps.mirror(ramp)) == 0
+
+
+@pytest.mark.parametrize("colour", [0, 255, 40])
+def test_bars_are_measured(colour: int) -> None:
+    assert find_bars(barred((0, 20), colour)) == (0.0, 0.1, 0.0, 0.1)  # 20 of 200
+    left, top, right, bottom = find_bars(barred((40, 0), colour))
+    assert (top, bottom) == (0.0, 0.0)
+    assert (left, right) == pytest.approx((40 / 240, 40 / 240), abs=0.005)
+
+
+def test_letterboxes_are_found_and_objects_on_plain_ground_are_not(folder: Path) -> None:
+    put(folder, "letter.jpg", barred((0, 20)), quality=85)
+    put(folder, "pillar.png", barred((20, 0)))
+    put(folder, "object.png", barred((20, 20), 255))
+    put(folder, "flat.png", Image.new("RGB", (160, 160), "white"))
+    assert sorted(map(sorted, found(folder, "bars"))) == [["letter.jpg"], ["pillar.png"]]
+
+
+def test_captions_that_are_empty_or_shared(folder: Path) -> None:
+    (folder / "images" / "1.txt").write_text(" \n")
+    for name in ("2", "3"):
+        (folder / "images" / f"{name}.txt").write_text("the same")
+    assert sorted(map(sorted, found(folder, "caption"))) == [["1.png"], ["2.png", "3.png"]]
+    assert "empty caption" in found_text(folder, "setup")  # training refuses the file
+
+
+def found_text(folder: Path, kind: str) -> str:
+    return "\n".join(finding.text for finding in looked(folder).findings if finding.kind == kind)
+
+
+def test_captions_shared_on_purpose_are_not_told(folder: Path) -> None:
+    for caption in (folder / "images").glob("*.txt"):
+        caption.unlink()
+    write_toml(folder, 'class_tokens = "a cat"')
+    assert found(folder, "caption") == []
+
+
+def test_small_pictures_are_told_with_their_factor(folder: Path) -> None:
+    put(folder, "small.png", picture(60, (64, 64)))
+    assert "small.png: 64x64 is enlarged 2.00 times" in found_text(folder, "upscaled")
+
+
+def test_masks_of_another_shape_and_cut_off(folder: Path) -> None:
+    (folder / "masks").mkdir()
+    for i in range(6):
+        Image.new("L", (160, 160) if i else (160, 90), 255).save(folder / "masks" / f"{i}.png")
+    broken = folder / "masks" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:-40])
+    write_toml(folder, 'conditioning_data_dir = "masks"')
+    assert "0.png: 160x90 for a picture of 160x160" in found_text(folder, "mask")
+    assert {"3.png"} in found(folder, "unreadable")
+
+
+def test_control_pictures_of_another_shape(folder: Path) -> None:
+    (folder / "controls").mkdir()
+    for i in range(6):
+        picture(i + 100, (160, 160) if i else (90, 160)).save(folder / "controls" / f"{i}.png")
+    write_toml(folder, 'control_directory = "controls"')
+    (finding,) = [f for f in looked(folder, "references").findings if f.kind == "control"]
+    assert finding.text == "0.png: 90x160 for a picture of 160x160"
+
+
+def test_the_second_look_opens_nothing_but_what_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = looked(folder)
+    opened: list[str] = []
+    look_at = picture_facts.look_at
+    monkeypatch.setattr(picture_facts, "look_at", lambda path: opened.append(path) or look_at(path))
+    assert looked(folder) == first
+    assert opened == []
+    put(folder, "3.png", picture(200))
+    looked(folder)
+    assert [Path(path).name for path in opened] == ["3.png"]
+
+
+def test_the_command_writes_a_page_with_its_pictures_inside(folder: Path) -> None:
+    put(folder, "letter.png", barred((0, 20)))
+    put(folder, "<b>.png", picture(0))
+    words = [sys.executable, str(ROOT / "tools/check_dataset.py"), "dataset.toml", "--report", "report.html"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Bars at the border" in done.stdout
+    html = (folder / "report.html").read_text()
+    assert html.count("data:image/jpeg;base64,") == 3
+    assert "&lt;b&gt;.png" in html
+    assert "<b>.png" not in html
+    strict = subprocess.run([*words, "--strict"], cwd=folder, capture_output=True, text=True, check=False)
+    assert strict.returncode == 2
+    assert strict.stderr.splitlines()[-1].startswith("error: dataset.toml: 2 findings")
