@@ -1,0 +1,177 @@
+"""Steps that are not finite: NaN in a cached latent, latents that overflow in the model, weights that leave the range.
+
+Eight images in batches of four, so an epoch is two steps. What a bad step must not change is compared with runs that
+never met it; that the answer does not depend on when the host asks is compared bit for bit between log intervals.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from library.errors import UserError
+from library.training.events import RunEvents
+from tests.runs import arguments as flags
+from tests.runs import lora, run, start, write_dataset
+
+BAD = "5.png"
+# seed 3 puts the bad image into the first step, when optimizers have no state yet; 0 and 1 into the third and fourth
+OPTIMIZERS = {
+    "adamw": {"ema_decay": 0.9, "lr_scheduler": "cosine", "max_grad_norm": 0.5, "seed": 1},
+    "prodigy": {"optimizer_type": "Prodigy", "learning_rate": 1.0, "gradient_accumulation_steps": 2, "seed": 1},
+    "schedule-free": {"optimizer_type": "AdamWScheduleFree", "optimizer_args": ["warmup_steps=3"]},
+    "lion, bf16": {"optimizer_type": "Lion", "full_bf16": True, "mixed_precision": "bf16", "seed": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def clean(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset whose caches are whole."""
+    toml = write_dataset(tmp_path_factory.mktemp("clean"), text="batch_size = 2")
+    run(base, toml, toml.parent / "out", max_train_steps=1)
+    return toml
+
+
+def spoilt(clean: Path, folder: Path, value: float) -> Path:
+    """Copy the dataset with one number of one image's latents set to ``value``."""
+    shutil.copytree(clean.parent, folder, ignore=shutil.ignore_patterns("out"))
+    for file in folder.rglob("latents/*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+        if metadata["image"] == BAD:
+            tensors = load_file(file)
+            tensors["latents"][3, 2, 1] = value
+            save_file(tensors, file, metadata)
+    return folder / clean.name
+
+
+def finite(weights: dict[str, torch.Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_stop_names_the_image_and_keeps_what_was_learnt_before(base: Path, clean: Path, tmp_path: Path) -> None:
+    data = spoilt(clean, tmp_path / "data", math.nan)
+    with pytest.raises(UserError) as caught:
+        run(base, data, tmp_path / "out", max_train_steps=8, log_every_n_steps=8, seed=1)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert BAD in message
+    assert "sigma 0." in message
+    assert "the cached latents" in message
+    (saved,) = (tmp_path / "out").glob("lora-step*.safetensors")
+    steps = int(saved.stem[-8:])
+    assert f"step {steps + 1} is not finite" in message
+    assert str(saved) in message
+    assert not (tmp_path / "out" / "lora.safetensors").exists()
+    assert steps == 3
+    run(base, clean, tmp_path / "clean", max_train_steps=steps, seed=1)
+    assert same(load_file(saved), lora(tmp_path / "clean"))  # bit for bit: the bad step left no trace
+    assert (tmp_path / "out" / f"{saved.stem}-state" / "position.json").exists()
+
+
+def test_the_exit_code_is_2_and_the_message_one_line(base: Path, clean: Path, tmp_path: Path) -> None:
+    data = spoilt(clean, tmp_path / "data", math.inf)
+    done = start([], flags(base, data, tmp_path / "out"), tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("error: step ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_when_the_host_asks_changes_nothing(
+    base: Path, clean: Path, tmp_path: Path, policy: str, settings: dict[str, object]
+) -> None:
+    data = spoilt(clean, tmp_path / "data", math.nan)
+    settings = {"max_train_steps": 7, "nonfinite": policy, **settings}
+    each = run(base, data, tmp_path / "each", log_every_n_steps=1, **settings)
+    once = run(base, data, tmp_path / "once", log_every_n_steps=100, **settings)
+    assert same(lora(tmp_path / "each"), lora(tmp_path / "once"))
+    assert finite(lora(tmp_path / "each"))
+    metrics = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("each", "once")]
+    assert all('"updates_dropped": 1' in text for text in metrics)
+    assert "NaN" not in metrics[0]
+    assert each.run.lr_schedule.last_epoch == once.run.lr_schedule.last_epoch == 7  # dropped updates do not count
+
+
+def test_samples_left_out_stay_out_after_a_resume(base: Path, clean: Path, tmp_path: Path) -> None:
+    data = spoilt(clean, tmp_path / "data", math.nan)
+    settings = {"nonfinite": "rollback", "save_state": True, "save_every_n_steps": 5, "seed": 1}
+    run(base, data, tmp_path / "whole", max_train_steps=12, **settings)
+    dropped = (tmp_path / "whole" / "metrics.jsonl").read_text().count("updates_dropped")
+    assert dropped == 1  # three epochs, one meeting
+    run(base, data, tmp_path / "half", max_train_steps=5, **settings)
+    state = tmp_path / "half" / "lora-step00000005-state"
+    assert BAD in (state / "position.json").read_text()
+    run(base, data, tmp_path / "rest", max_train_steps=12, resume=state, **settings)
+    assert same(lora(tmp_path / "whole"), lora(tmp_path / "rest"))
+    assert "updates_dropped" not in (tmp_path / "rest" / "metrics.jsonl").read_text()
+
+
+def test_a_finite_number_that_overflows_in_the_model_is_traced_to_its_module(
+    base: Path, clean: Path, tmp_path: Path
+) -> None:
+    data = spoilt(clean, tmp_path / "data", 3e38)  # fp32 ends at 3.4e38: the loss's square does not hold it
+    with pytest.raises(UserError, match=f"{BAD} .*first in ") as caught:
+        run(base, data, tmp_path / "out", max_train_steps=8)
+    assert "the cached" not in str(caught.value)
+    named = str(caught.value).split("first in ")[1].split(")")[0]
+    assert named in dict(base_modules(base)) or named == "the model's output"
+
+
+def base_modules(base: Path) -> list[tuple[str, torch.nn.Module]]:
+    return list(FluxTransformer2DModel.from_pretrained(base / "transformer").named_modules())
+
+
+def test_an_update_that_overflows_does_not_reach_the_weights(base: Path, clean: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not finite"):
+        run(base, clean, tmp_path / "out", max_train_steps=8, learning_rate=1e38, max_grad_norm=0)
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        assert finite(load_file(file))
+
+
+def test_a_weight_made_infinite_from_outside_ends_the_run_without_a_save(
+    base: Path, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after_step = RunEvents.after_step
+
+    def poke(self: RunEvents, position: object) -> None:
+        after_step(self, position)  # type: ignore[arg-type]
+        with torch.no_grad():
+            self.run.network.parameters()[3].view(-1)[0] = math.inf
+
+    monkeypatch.setattr(RunEvents, "after_step", poke)
+    with pytest.raises(UserError, match=r"the LoRA's \S+ is not finite before the step"):
+        run(base, clean, tmp_path / "out", nonfinite="rollback")
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+def test_a_run_in_which_nothing_is_finite_stops_after_the_limit(base: Path, clean: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data" / clean.name
+    shutil.copytree(clean.parent, data.parent, ignore=shutil.ignore_patterns("out"))
+    for file in data.parent.rglob("text/*.safetensors"):
+        save_file({name: tensor * math.nan for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(UserError, match="4 steps in a row are not finite, .*the cached"):
+        run(base, data, tmp_path / "out", nonfinite="skip", nonfinite_limit=3, max_train_steps=50)
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+    with pytest.raises(UserError, match="no image of 64x64 is left"):
+        run(base, data, tmp_path / "out", nonfinite="rollback", max_train_steps=50)
+
+
+def test_two_processes_agree_though_one_alone_meets_the_image(base: Path, clean: Path, tmp_path: Path) -> None:
+    data = spoilt(clean, tmp_path / "data", math.nan)
+    settings = {"max_train_steps": 5, "nonfinite": "skip", "log_every_n_steps": 3}
+    done = start(launcher(), flags(base, data, tmp_path / "out", **settings), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "updates_dropped" in (tmp_path / "out" / "metrics.jsonl").read_text()
+    assert finite(lora(tmp_path / "out"))
