@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_origin
 
 import toml
 from pydantic import ValidationError
@@ -232,7 +232,8 @@ def _validate(
         problems = [_problem(item, origins) for item in items]
         unfit = {str(item["loc"][1]) for item in error.errors()}
         rest = {key: value for key, value in values.items() if key not in unfit}
-        required = {key: "?" for key, (_, field) in fields(script).items() if field.is_required() and key not in rest}
+        missing = {key: field for key, (_, field) in fields(script).items() if field.is_required() and key not in rest}
+        required = {key: ["?"] if get_origin(field.annotation) is list else "?" for key, field in missing.items()}
         fitting = script.schema.model_validate(_sorted(rest | required, script))
         return None, [*problems, *_conflicts(fitting, unfit | set(uncertain), script)]
     return config, list(_conflicts(config, uncertain, script))

@@ -375,6 +375,20 @@ def test_a_folder_of_the_other_family_is_refused(place: Path, tmp_path: Path) ->
         run(place, tmp_path, "gpt2", pretrained_model_name_or_path=place / "llama")
 
 
+def test_what_is_missing_and_what_is_wrong_is_told_together() -> None:
+    with pytest.raises(UserError) as caught:
+        load_language_config(["--model_type", "llama", "--learning_rate", "x", "--save_last_n_steps", "3"])
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "pretrained_model_name_or_path",
+        "train_data",
+        "--learning_rate",
+        "save_last_n_steps",
+    ]
+    assert "is required" in lines[0]
+    assert "is required" in lines[1]
+
+
 def test_keys_of_language_models_are_refused_for_image_models(tmp_path: Path) -> None:
     from library.config import load_config
 
