@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import toml
@@ -37,13 +38,17 @@ from library.training.pretraining.loop import Pretrainer, StepPlan
 from library.training.pretraining.speed import flops_per_token, peak_flops
 from library.training.pretraining.state import PretrainingPosition, lasting_settings, load_state
 from library.training.progress import TrainingProgress, print_summary
+from library.training.requests import how_to_go_on
+from library.training.resume import AUTO, resolve_resume
 from library.training.schedules import build_schedule, resolve_steps
 
 
 @exit_on_user_error
 def main() -> None:
     """Run one training from the command line."""
-    train(load_llm_config(sys.argv[1:]))
+    events = train(load_llm_config(sys.argv[1:]))
+    if events.stopped:
+        raise SystemExit(events.wish.exit_code)
 
 
 def train(config: LLMConfig) -> PretrainingEvents:
@@ -57,6 +62,8 @@ def train(config: LLMConfig) -> PretrainingEvents:
     accelerator = pretraining_accelerator(config)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     console = Console(quiet=not accelerator.is_main_process, markup=False, highlight=False)
+    asked, auto = config, config.training.resume == AUTO
+    config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
     bare = build_model(config, shards.vocab_size, device)
     check_corpus(shards, bare.config)
     name_ends(bare, tokenizer)
@@ -72,10 +79,10 @@ def train(config: LLMConfig) -> PretrainingEvents:
     parts, settings = {"optimizer": optimizer, "schedule": schedule}, lasting_settings(config)
     position = PretrainingPosition()
     if config.training.resume:
-        position = load_state(config.training.resume, bare, parts, settings, plan.total)
+        position = load_state(config.training.resume, bare, parts, settings, plan.total, auto)
     folder = Path(config.saving.output_dir)
     if accelerator.is_main_process:
-        write_text(folder / "config.toml", toml.dumps(config.model_dump(exclude_none=True)))
+        write_text(folder / "config.toml", toml.dumps(asked.model_dump(exclude_none=True)))
     metrics = MetricsStream(folder / "metrics.jsonl", accelerator, config.logging, position.step)
 
     with TrainingProgress(console, plan.total, position.step) as progress:
@@ -93,17 +100,24 @@ def train(config: LLMConfig) -> PretrainingEvents:
             progress=progress,
             console=console,
             seed=seed,
+            begun=begun,
+            total_steps=plan.total,
         )
-        events.at_start(position)
         speed = flops_per_token(bare, context), peak_flops(device)
-        Pretrainer(
-            accelerator, model, optimizer, schedule, batches, position, plan, metrics, progress, events, *speed
-        ).run()
-        events.at_end(position)
+        with events.requests.listening():
+            events.at_start(position)
+            Pretrainer(
+                accelerator, model, optimizer, schedule, batches, position, plan, metrics, progress, events, *speed
+            ).run()
+            events.at_end(position)
     if accelerator.is_main_process:
         print_summary(console, summary(events, position, time.time() - begun))
+        if events.stopped:
+            stopped = events.folder / f"{events.stem(position.step)}-state"
+            console.print(how_to_go_on(events.wish, position.step, stopped), soft_wrap=True)
     accelerator.wait_for_everyone()  # a process that leaves early takes the process group from under the others
     metrics.close()
+    events.keeper.report()
     return events
 
 

@@ -53,9 +53,10 @@ from library.training.network_plan import plan_network
 from library.training.nonfinite import FaultPolicy
 from library.training.preflight import check_against_model, check_before_loading, check_saved
 from library.training.prepare import base_dtype, prepare_data, prepare_networks
-from library.training.progress import TrainingProgress, print_summary, run_summary, shown_path
+from library.training.progress import TrainingProgress, print_summary, run_summary
 from library.training.prompt_pictures import check_pictures
 from library.training.prompts import SamplePrompt, check_steering, read_prompts
+from library.training.requests import how_to_go_on
 from library.training.resume import AUTO, resolve_resume
 from library.training.run import prepare_run
 from library.training.sampling import build_sampler
@@ -219,12 +220,8 @@ def finish(events: RunEvents, position: Position, console: Console, begun: float
     if accelerator.is_main_process:
         print_summary(console, run_summary(events, position, time.time() - begun))
         if events.wish.stop is not None:
-            state = shown_path(events.names.state(events.names.stem(step=position.step)))
-            console.print(
-                f"stopped by {events.wish.stop} after step {position.step}: go on with --resume {state}, or "
-                "--resume auto",
-                soft_wrap=True,
-            )
+            state = events.names.state(events.names.stem(step=position.step))
+            console.print(how_to_go_on(events.wish, position.step, state), soft_wrap=True)
     accelerator.wait_for_everyone()  # a process that leaves early takes the process group from under the others
     events.metrics.close()
     events.keeper.report()

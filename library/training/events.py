@@ -95,13 +95,17 @@ class RunEvents:
         self._catch_up(position)
 
     def _catch_up(self, position: Position) -> None:
-        """Do what the run that wrote the state was asked to stop before: look at the weights, or end."""
+        """Do what the run that wrote the state did not get to: look at the weights, delete old files, end."""
         step = position.step
         every = self.held_out.config.validate_every_n_steps if self.held_out else None
         if _due(step, every) and position.validated_at != step:
             self._compare(position)
         if _due(step, self.sampling.sample_every_n_steps) and self.sampler and step not in self.sampler.drawn:
             self._sample(step)
+        if _due(step, self.saving.save_every_n_steps):
+            self._rotate(step=step)
+        if position.epoch and not position.batches and _due(position.epoch, self.saving.save_every_n_epochs):
+            self._rotate(epoch=position.epoch)
         self._stop_if_stale(position)
 
     def is_due(self, position: Position) -> bool:

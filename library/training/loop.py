@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from library.errors import UserError
 from library.randomness import derive_seed
 from library.training.checkpoint import Position
 from library.training.lr_tracker import read_learning_rates
 from library.training.metrics import MetricsStream, peak_memory_bytes
-from library.training.nonfinite import FaultPolicy, leave_out
+from library.training.memory import when_memory_runs_out
+from library.training.nonfinite import FaultPolicy, leave_out, out_of_memory
 from library.training.progress import TrainingProgress
 from library.training.run import Run
 from library.training.update_guard import UpdateGuard
@@ -84,7 +88,8 @@ class Trainer:
         record.restart_clock()
         for batch, waited in _timed(self.parts.loader):
             self._guard.begin(position, record.ema)
-            loss, figures, grad_norm = self._batch(batch)
+            with when_memory_runs_out(partial(self._out_of_memory, batch)):
+                loss, figures, grad_norm = self._batch(batch)
             position.batches += accelerator.num_processes
             record.add(loss, figures, waited)
             if not accelerator.sync_gradients:
@@ -107,6 +112,16 @@ class Trainer:
         position.step_ended = None if accelerator.sync_gradients else self._step_ended
         position.epoch, position.batches = position.epoch + 1, 0
         self.events.after_epoch(position)
+
+    def _out_of_memory(self, batch: Any) -> UserError:
+        """Stand before the step that does not fit, save, and return the error that names its batch."""
+        step, alone = self.position.step + 1, self.parts.accelerator.num_processes == 1
+        self._guard.abandon(self.position)
+        saved = None
+        if alone:  # the other processes wait in a collective that this one does not reach
+            with suppress(RuntimeError, MemoryError):
+                saved = self.events.save_before_fault(self.position)
+        return out_of_memory(self.parts, batch, step, saved, self.faults.memory_advice)
 
     def _went_back(self, record: _Record) -> bool:
         """Ask whether the steps since the last answer were finite; if not, stand before the first bad one, or stop."""
@@ -179,7 +194,8 @@ class _Record:
         """Take in the end of an optimizer step."""
         self._loss = torch.stack(self._losses).mean()
         first = self._position.step == 1 and self.ema is None
-        past = self._loss if first else self._position.loss_ema if self.ema is None else self.ema
+        resumed = torch.tensor(self._position.loss_ema, device=self._loss.device)  # rounded as the average is
+        past = self._loss if first else resumed if self.ema is None else self.ema
         self.ema = _EMA * past + (1 - _EMA) * self._loss
         self._losses = []
         if grad_norm is not None:

@@ -57,6 +57,11 @@ class Wish:
 NOTHING = Wish()
 
 
+def how_to_go_on(wish: Wish, step: int, state: Path) -> str:
+    """Return the line that a stopped run ends with."""
+    return f"stopped by {wish.stop} after step {step}: go on with --resume {state}, or with --resume auto"
+
+
 class Requests:
     """Looks for requests to a run that writes into ``folder``."""
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
+from library.atomic import atomic_folder
 from library.config.llm_schema import LLMConfig, LLMSamplingConfig, LLMSavingConfig
 from library.errors import UserError
 from library.llm.generation import SamplingSettings
@@ -23,11 +24,13 @@ from library.llm.tokenizers import Tokenizer
 from library.models.lm_files import export_hf
 from library.models.transformer_lm import TransformerLM
 from library.training.checkpoint import Stateful
+from library.training.keeping import Keeper, fallback_folder
 from library.training.lr_plot import plot_runs
 from library.training.metrics import MetricsStream, peak_memory_bytes
 from library.training.pretraining.evaluation import held_out_loss, write_samples
 from library.training.pretraining.state import PretrainingPosition, save_state
 from library.training.progress import TrainingProgress, duration, shown_path
+from library.training.requests import NOTHING, Requests
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,25 +58,47 @@ class PretrainingEvents:
     progress: TrainingProgress
     console: Console
     seed: int
+    begun: float  # seconds since 1970
+    total_steps: int
 
     def __post_init__(self) -> None:
         self.folder = Path(self.saving.output_dir)
         self.val_losses: list[float] = []
+        self.wish = NOTHING  # that stopped the run
+        fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
+        self.keeper = Keeper(self.folder, fallback, self.saving.save_retries, self.progress.note)
+        self.requests = Requests(self.folder, self.accelerator, self.begun, is_owed=lambda: self.keeper.is_due)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether training is to end here."""
+        return self.wish.stop is not None
 
     def is_due(self, step: int) -> bool:
         """Return whether anything is done after ``step``."""
+        if self.requests.look(step):
+            return True
         intervals = (self.saving.save_every_n_steps, self.sampling.sample_every_n_steps, self.validate_every)
         return any(_due(step, interval) for interval in intervals)
 
     def after_step(self, position: PretrainingPosition) -> None:
         """Do what is due."""
         step = position.step
+        wish = self.requests.look(step)
+        if wish.stop is not None and step < self.total_steps:
+            in_a_hurry = wish.stop != "STOP"
+            self._save(self.stem(step), position, True, last=lambda: in_a_hurry or self.requests.signalled)
+            self.requests.answered(wish)
+            self.wish = wish
+            return
         if _due(step, self.validate_every):
             self._validate(step)
-        if _due(step, self.sampling.sample_every_n_steps):
+        if _due(step, self.sampling.sample_every_n_steps) or (wish.sample and self.sampling.sample_prompts):
             self._sample(step)
-        if _due(step, self.saving.save_every_n_steps):
-            self._save(f"{self.saving.output_name}-step{step:08d}", position)
+        if _due(step, self.saving.save_every_n_steps) or wish.save:
+            with_state = self.saving.save_state or (wish.save and not self.keeper.failures)
+            self._save(self.stem(step), position, with_state)
+        self.requests.answered(wish)
 
     def at_start(self, position: PretrainingPosition) -> None:
         """Measure and sample what training begins with; a resumed run did so already."""
@@ -84,12 +109,18 @@ class PretrainingEvents:
                 self._sample(0)
 
     def at_end(self, position: PretrainingPosition) -> None:
-        """Measure, sample and save what came out."""
+        """Save what came out, measure it, and sample."""
+        if self.stopped:
+            return
+        self._save(self.saving.output_name, position, False, last=lambda: self.requests.signalled)
         if self.held_out is not None and not _due(position.step, self.validate_every):
             self._validate(position.step)
         if self.sampling.sample_prompts and not _due(position.step, self.sampling.sample_every_n_steps):
             self._sample(position.step)
-        self._write_model(self.folder / self.saving.output_name)
+
+    def stem(self, step: int) -> str:
+        """Return the name of what is saved after ``step``."""
+        return f"{self.saving.output_name}-step{step:08d}"
 
     def _validate(self, step: int) -> None:
         assert self.held_out is not None
@@ -112,19 +143,38 @@ class PretrainingEvents:
         )
         path = self.folder / "samples" / f"{step:08d}.txt"
         with self.progress.phase("sampling"):
-            texts = write_samples(self.model, self.tokenizer, chosen.sample_prompts, settings, path, self.accelerator)
-        self.console.print(f"step {step}: {texts[0]!r}", soft_wrap=True)
+            model, tokenizer, prompts = self.model, self.tokenizer, chosen.sample_prompts
 
-    def _save(self, stem: str, position: PretrainingPosition) -> None:
+            def sample() -> None:
+                texts = write_samples(model, tokenizer, prompts, settings, path, self.accelerator)
+                self.console.print(f"step {step}: {texts[0]!r}", soft_wrap=True)
+
+            self.keeper.tolerate(sample)
+
+    def _save(
+        self,
+        stem: str,
+        position: PretrainingPosition,
+        with_state: bool,
+        last: Callable[[], bool] | None = None,
+    ) -> None:
+        """Save the model, and a state; ``last`` as in ``library.training.events``."""
+        if not self.accelerator.is_main_process:
+            return
+
+        def write(folder: Path) -> list[Path]:
+            with atomic_folder(folder / stem) as target:
+                export_hf(self.model, target, _DTYPES[self.saving.save_precision])
+                self.tokenizer.save(target)
+            if with_state:
+                save_state(folder / f"{stem}-state", self.model, self.parts, position, self.settings)
+            return [folder / stem]
+
         with self.progress.phase("saving"):
-            self._write_model(self.folder / stem)
-            if self.saving.save_state and self.accelerator.is_main_process:
-                save_state(self.folder / f"{stem}-state", self.model, self.parts, position, self.settings)
-
-    def _write_model(self, folder: Path) -> None:
-        if self.accelerator.is_main_process:
-            export_hf(self.model, folder, _DTYPES[self.saving.save_precision])
-            self.tokenizer.save(folder)
+            if last is None:
+                self.keeper.attempt(write)
+            else:
+                self.keeper.insist(write, last)
 
 
 def held_out_source(config: LLMConfig, context: int, rank: int, world: int) -> Callable[[], Iterator[Tensor]] | None:
@@ -159,8 +209,13 @@ def summary(events: PretrainingEvents, position: PretrainingPosition, seconds: f
         perplexity = f"{exp(losses[0]):.1f} -> " if len(losses) > 1 else ""
         rows.insert(2, ("validation loss", f"{before}{losses[-1]:.4f} after"))
         rows.insert(3, ("perplexity", f"{perplexity}{exp(losses[-1]):.1f}"))
-    plots = plot_runs([events.folder], events.folder / "lr.png") if position.step > 1 else []
-    files = [events.folder / events.saving.output_name, events.folder / "metrics.jsonl", *plots]
+    plots: list[Path] = []
+    if position.step > 1:
+        events.keeper.tolerate(lambda: plots.extend(plot_runs([events.folder], events.folder / "lr.png")))
+    if events.stopped:
+        rows.append(("stopped", f"by {events.wish.stop} before step {events.total_steps}"))
+    stem = events.stem(position.step) if events.stopped else events.saving.output_name
+    files = [events.folder / stem, events.folder / "metrics.jsonl", *plots]
     return rows + [(path.name, shown_path(path)) for path in files]
 
 

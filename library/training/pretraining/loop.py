@@ -32,6 +32,9 @@ _EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
 class BetweenSteps(Protocol):
     """What happens after a step: saving, sampling, validating."""
 
+    @property
+    def stopped(self) -> bool: ...
+
     def is_due(self, step: int) -> bool: ...
 
     def after_step(self, position: PretrainingPosition) -> None: ...
@@ -89,7 +92,7 @@ class Pretrainer:
         on_gpu = self.accelerator.device.type == "cuda"
         per_pass = self.plan.windows // self.plan.accumulation
         coming = self.batches.from_position(self.position.windows // per_pass, pinned=on_gpu)
-        while self.position.step < self.plan.total:
+        while self.position.step < self.plan.total and not self.between.stopped:
             self._clocks.start()
             loss, grad_norm, rates = self._step(coming)
             self.position.step += 1

@@ -74,8 +74,11 @@ def load_state(
     parts: Mapping[str, Stateful],
     settings: Mapping[str, Any],
     total_steps: int,
+    finished_too: bool = False,
 ) -> PretrainingPosition:
     """Put a saved state back into ``model`` and ``parts``; return the position to go on from.
+
+    ``finished_too`` allows a state at the run's last step, whose end is yet to come.
 
     Raises:
         UserError: ``folder`` is no state or damaged, has no step left, or was written by a run with other settings or
@@ -89,7 +92,7 @@ def load_state(
         weights = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(f"resume: {folder} is no pretraining state ({error}); give a folder save_state wrote") from None
-    if position.step >= total_steps:
+    if position.step > total_steps or (position.step == total_steps and not finished_too):
         raise UserError(f"resume: {folder} is at step {position.step} of {total_steps}; raise max_train_steps")
     for key in sorted(then.keys() & settings.keys()):
         if then[key] != settings[key]:

@@ -1,0 +1,1 @@
+"""Runs that are killed where it hurts, and go on."""

@@ -1,0 +1,281 @@
+"""Kill runs, let them go on, and compare what they end with to a run that was left in peace.
+
+    python -m tests.faults.suite --faults 208
+
+Every chain is one training run from an empty folder: killed at one point, resumed with ``--resume auto``, killed again
+some points later, and so on, then resumed to the end. After every kill all files under their final names must be whole;
+at the end the LoRA must be the same bit for bit, the metrics the same line for line, and the folder hold the same
+names.
+Processes are forked from one that has its imports behind it, so a run takes a second or two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from PIL import Image
+
+from library.config import load_config
+from library.training.resume import find_damage
+from tests.faults.points import Points
+from tests.runs import arguments, write_base, write_dataset
+
+_STEPS = 6
+_CHAIN = 4  # kills of one run
+_SEEDS = {"adamw": 0, "prodigy": 1, "schedule-free": 2}
+_COMMON: dict[str, object] = {
+    "max_train_steps": _STEPS,
+    "save_every_n_steps": 2,
+    "save_every_n_epochs": 1,
+    "save_last_n_steps": 2,
+    "save_state": True,
+    "network_dropout": 0.1,
+    "resume": "auto",
+}
+SCENARIOS: dict[str, dict[str, object]] = {
+    "adamw": {
+        "lr_scheduler": "cosine",
+        "ema_decay": 0.9,
+        "max_data_loader_n_workers": 2,
+        "validate_every_n_steps": 3,
+        "save_best": True,
+    },
+    "prodigy": {
+        "optimizer_type": "Prodigy",
+        "learning_rate": 1.0,
+        "gradient_accumulation_steps": 2,
+        "huggingface_repo_id": "me/loras",
+        "async_upload": True,
+    },
+    "schedule-free": {
+        "optimizer_type": "AdamWScheduleFree",
+        "sample_every_n_steps": 3,
+        "save_state_on_train_end": True,
+    },
+}
+
+
+@dataclass
+class Place:
+    """Where the runs of one scenario lie; every run has the same paths."""
+
+    root: Path
+    base: Path
+    scenario: str
+    points: int = 0
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    lora: bytes = b""
+    names: set[str] = field(default_factory=set)
+
+    @property
+    def output(self) -> Path:
+        return self.root / "output"
+
+    def flags(self) -> list[str]:
+        """Return the command line of the run."""
+        settings = {**_COMMON, **SCENARIOS[self.scenario]}
+        if "sample_every_n_steps" in settings:
+            settings["sample_prompts"] = self.root.parent / "prompts.txt"
+        return arguments(self.base, self.root / "data" / "dataset.toml", self.output, **settings)
+
+    def clear(self) -> None:
+        """Begin anew: images and captions, no cache, no output."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        two_datasets(self.root / "data")
+
+
+def two_datasets(folder: Path) -> None:
+    """Write six images of two datasets, which differ in size and batch, two of them held out."""
+    write_dataset(folder / "wide", images=3, size=(96, 64))
+    toml = write_dataset(
+        folder, images=4, text="batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1", flip_aug=True
+    )
+    wide = f'image_dir = "{folder / "wide" / "images"}"'
+    toml.write_text(
+        f"{toml.read_text()}[[datasets]]\nresolution = [96, 64]\nbatch_size = 1\n[[datasets.subsets]]\n{wide}\n"
+    )
+    for path in folder.rglob("*"):
+        os.utime(path, (0, 0))  # the index of files does not trust one that changed a moment ago
+
+
+def run_forked(work: Callable[[], None], log: Path) -> int:
+    """Run ``work`` in a forked process of its own group; return its exit code, negative for a signal."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setsid()
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # the data loader's workers
+    return os.waitstatus_to_exitcode(status)
+
+
+def train_until(place: Place, kill_at: int | None) -> tuple[int, list[str]]:
+    """Train in a forked process; return its exit code and, if it came to its end, the points that it passed."""
+    trace, log = place.root.parent / "trace.json", place.root.parent / "log.txt"
+    trace.unlink(missing_ok=True)
+
+    def work() -> None:
+        from train_lora import train
+
+        points = Points(place.root, kill_at)
+        points.watch()
+        train(load_config(place.flags()))
+        trace.write_text(json.dumps(points.passed))
+
+    code = run_forked(work, log)
+    assert code in (0, -signal.SIGKILL), f"{place.scenario}: exit code {code}\n{log.read_text()}"
+    return code, json.loads(trace.read_text()) if code == 0 else []
+
+
+def broken_files(root: Path) -> list[str]:
+    """Return what is not whole among the files below ``root`` that bear their final names."""
+    broken = []
+    for path in sorted(root.rglob("*")):
+        inside = path.relative_to(root).parts
+        if any(part.startswith(".") and part.endswith((".tmp", ".old", ".gone")) for part in inside):
+            continue
+        if path.is_dir() and path.name.endswith("-state"):
+            broken += [damage] if (damage := find_damage(path)) else []
+        elif path.is_file() and not _is_whole(path):
+            broken.append(str(path))
+    return broken
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        if path.suffix == ".safetensors":
+            tensors(path)
+        elif path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".png":
+            with Image.open(path) as image:
+                image.load()
+    except Exception:
+        return False
+    return True
+
+
+def tensors(path: Path) -> bytes:
+    """Return a safetensors file's layout and data without its metadata, which say when it was made.
+
+    Raises:
+        AssertionError: it is cut off.
+    """
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header.pop("__metadata__", None)
+    data = content[8 + length :]
+    assert len(data) == max(entry["data_offsets"][1] for entry in header.values())
+    return json.dumps(header, sort_keys=True).encode() + data
+
+
+def metrics(output: Path) -> list[dict[str, float]]:
+    """Return the lines of ``metrics.jsonl`` without what the clock and the machine have a say in."""
+    changing = ("s_per_it", "data_wait_s", "peak_mem_bytes")
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in changing} for line in lines]
+
+
+def names(root: Path) -> set[str]:
+    """Return what lies below a run's folder."""
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def undisturbed(place: Place) -> Place:
+    """Train once without a fault, and remember what came out."""
+    place.clear()
+    _, passed = train_until(place, None)
+    place.points, place.metrics = len(passed), metrics(place.output)
+    place.lora, place.names = tensors(place.output / "lora.safetensors"), names(place.root)
+    return place
+
+
+def chain(place: Place, first: int, kills: int, draw: random.Random) -> list[str]:
+    """Kill one run ``kills`` times, the first time at point ``first``, and let it end; return the faults survived.
+
+    Raises:
+        AssertionError: something was lost.
+    """
+    place.clear()
+    faults, at = [], first
+    for _ in range(kills):
+        code, _ = train_until(place, at)
+        if code == 0:  # it came to its end before that point
+            break
+        faults.append(f"{place.scenario} {at}")
+        assert not (broken := broken_files(place.root)), f"{faults}: broken: {broken}"
+        at = draw.randint(1, max(2, place.points // 3))
+    else:
+        train_until(place, None)
+    assert tensors(place.output / "lora.safetensors") == place.lora, f"{faults}: another LoRA"
+    assert metrics(place.output) == place.metrics, f"{faults}: {metrics(place.output)} instead of {place.metrics}"
+    assert names(place.root) == place.names, f"{faults}: {sorted(names(place.root) ^ place.names)}"
+    return faults
+
+
+def run_suite(folder: Path, faults: int, say: Callable[[str], None] = lambda _: None) -> Counter[str]:
+    """Kill runs at ``faults`` points or more, spread over all scenarios; return how many of each were survived.
+
+    Raises:
+        AssertionError: one was not.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    base = write_base(folder / "base")
+    (folder / "prompts.txt").write_text("a disc --w 64 --h 64 --s 2 --d 1\n")
+    survived: Counter[str] = Counter()
+    each = -(-faults // len(SCENARIOS))
+    for scenario in SCENARIOS:
+        place = undisturbed(Place(folder / "run", base, scenario))
+        say(f"{scenario}: {place.points} points in an undisturbed run")
+        draw, starts = random.Random(_SEEDS[scenario]), -(-each // _CHAIN)
+        done = 0
+        while done < each:
+            first = 1 + (done // _CHAIN * place.points) // max(starts, 1) % place.points + draw.randint(0, 2)
+            done += len(chain(place, min(first, place.points), min(_CHAIN, each - done), draw))
+            say(f"{scenario}: {done} of {each} faults survived")
+        survived[scenario] = done
+    return survived
+
+
+def main() -> None:
+    """Run the suite from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=208, help="processes to kill, at least")
+    wanted = parser.parse_args().faults
+    begun = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        survived = run_suite(Path(folder), wanted, lambda line: print(line, flush=True))
+    print(f"{sum(survived.values())} faults survived in {time.time() - begun:.0f} s: {dict(survived)}")
+
+
+if __name__ == "__main__":
+    main()
