@@ -222,7 +222,8 @@ def refuse_other_family(path: Path, targets: LoraTargets) -> None:
     if fitting and not any(row.keys is targets.keys for row in fitting):
         names = " or ".join(row.family for row in fitting)
         title = TITLES[non_lora_kind(header) or "lora"]
-        raise UserError(f"{path}: is a {title} of {names}, not of {targets.family}; set --model_type {names}")
+        remedy = "give a model of its kind" if targets.own_names else f"set --model_type {names}"
+        raise UserError(f"{path}: is a {title} of {names}, not of {targets.family}; {remedy}")
 
 
 def best_targets(keys: Iterable[str]) -> LoraTargets:

@@ -375,6 +375,15 @@ def test_a_folder_of_the_other_family_is_refused(place: Path, tmp_path: Path) ->
         run(place, tmp_path, "gpt2", pretrained_model_name_or_path=place / "llama")
 
 
+def test_a_lora_of_another_kind_of_model_is_refused(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path, max_train_steps=1)
+    model = load_lm(place / "gpt2", torch.float32)
+    with pytest.raises(UserError, match="is a LoRA of llama, not of gpt2; give a model of its kind"):
+        put_lora_on(model, tmp_path / "lora")
+    with pytest.raises(UserError, match="no such file"):
+        put_lora_on(model, tmp_path)
+
+
 def test_what_is_missing_and_what_is_wrong_is_told_together() -> None:
     with pytest.raises(UserError) as caught:
         load_language_config(["--model_type", "llama", "--learning_rate", "x", "--save_last_n_steps", "3"])
