@@ -1,0 +1,21 @@
+"""A sample of the fault suite; ``make test-faults`` runs the whole of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from tests.processes import run_command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_run_killed_anywhere_goes_on_to_the_same_lora() -> None:
+    # in a process of its own: one that has trained before must not be forked
+    environment = {"TOKENIZERS_PARALLELISM": "false"}
+    done = run_command([sys.executable, "-m", "tests.faults.suite", "--faults", "12"], ROOT, environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    survived = re.search(r"^(\d+) faults survived", done.stdout, re.MULTILINE)
+    assert survived is not None, done.stdout
+    assert int(survived[1]) >= 12
