@@ -25,7 +25,6 @@ from library.config import TrainConfig, load_config
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.kohya import Note, summary
 from library.config.load import load_language_config, names_language_model
-from library.config.schema import TrainingConfig
 from library.errors import exit_on_user_error
 from library.files import weights_fingerprint
 from library.llm.dialogue_templates import dialogue_template
@@ -48,6 +47,7 @@ from library.training.instruction.data import prepare_dialogues
 from library.training.instruction.sampling import answer_sampler
 from library.training.instruction.step import held_out_dialogues
 from library.training.loop import Trainer
+from library.training.memory import advice
 from library.training.metrics import MetricsStream
 from library.training.network_plan import plan_network
 from library.training.nonfinite import FaultPolicy
@@ -57,6 +57,7 @@ from library.training.progress import TrainingProgress, print_summary, run_summa
 from library.training.prompt_pictures import check_pictures
 from library.training.prompts import SamplePrompt, check_steering, read_prompts
 from library.training.requests import how_to_go_on
+from library.training.rehearsal import is_wanted, rehearse
 from library.training.resume import AUTO, resolve_resume
 from library.training.run import prepare_run
 from library.training.sampling import build_sampler
@@ -110,10 +111,16 @@ def train(config: TrainConfig) -> RunEvents:
     check_against_model(config, family, plan, text_encoder, finished_too=auto)
     upload = build_upload(config.hub, accelerator, console, config.saving.output_dir, bool(config.training.resume))
 
+    rehearsal = None
+    if is_wanted(config.training.preflight, accelerator.device):
+        plan_again = partial(
+            plan_fp8, config.precision, family.fp8_layout(), config.training.seed, accelerator.device
+        )
+        rehearsal = partial(rehearse, config, family, plan, text_encoder, plan_again, dtype, accelerator, console)
     # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
     data = prepare_data(
         config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, prompts, console,
-        family.conditioning, family.most_references,
+        family.conditioning, family.most_references, rehearsal,
     )  # fmt: skip
     teacher = prepare_teacher(config, data, accelerator, console)
     networks = prepare_networks(
@@ -143,7 +150,7 @@ def train(config: TrainConfig) -> RunEvents:
             begun=begun,
             save_states_to_hub=config.hub.save_state_to_huggingface,
         )
-        run_to_end(events, position, config.logging.log_every_n_steps, config.training)
+        run_to_end(events, position, config)
     finish(events, position, console, begun)
     return events
 
@@ -200,14 +207,15 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
             begun=begun,
             save_states_to_hub=config.hub.save_state_to_huggingface,
         )
-        run_to_end(events, position, config.logging.log_every_n_steps, config.training)
+        run_to_end(events, position, config)
     finish(events, position, console, begun)
     return events
 
 
-def run_to_end(events: RunEvents, position: Position, log_every: int, training: TrainingConfig) -> None:
+def run_to_end(events: RunEvents, position: Position, config: TrainConfig | InstructionTrainConfig) -> None:
     """Train from ``position`` to the last step, with what happens before, between and after."""
-    faults = FaultPolicy(training.nonfinite, training.nonfinite_limit)
+    faults = FaultPolicy(config.training.nonfinite, config.training.nonfinite_limit, advice(config))
+    log_every = config.logging.log_every_n_steps
     with events.requests.listening():
         events.at_start(position)
         Trainer(events.run, position, log_every, events.metrics, events.progress, events, faults).run()

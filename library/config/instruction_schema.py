@@ -32,6 +32,7 @@ OF_IMAGES = frozenset(
         "fp8_keep",
         "fp8_text_encoder",
         "network_train_text_encoder_only",
+        "preflight",
         "prior_loss_weight",
         "save_format",
         "text_encoder_lr",

@@ -234,6 +234,11 @@ class TrainingConfig(Section):
         description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",
     )
     prior_loss_weight: NotNegative = Field(1.0, description="weight of regularisation images (is_reg)")
+    preflight: bool | None = Field(
+        None,
+        description="take real steps at the largest bucket before anything is cached, and say what they take; "
+        "default: on a GPU; the model is loaded twice for it",
+    )
     nonfinite: Literal["stop", "skip", "rollback"] = Field(
         "stop",
         description="a step whose loss or gradients are not finite: save what was before it and stop; skip its update; "

@@ -24,8 +24,8 @@ from library.errors import UserError
 from library.randomness import derive_seed
 from library.training.checkpoint import Position
 from library.training.lr_tracker import read_learning_rates
-from library.training.metrics import MetricsStream, peak_memory_bytes
 from library.training.memory import when_memory_runs_out
+from library.training.metrics import MetricsStream, peak_memory_bytes
 from library.training.nonfinite import FaultPolicy, leave_out, out_of_memory
 from library.training.progress import TrainingProgress
 from library.training.run import Run

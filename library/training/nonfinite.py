@@ -213,10 +213,11 @@ def _gathered(run: Run, values: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """What is done about a step that is not finite, and how often in a row."""
+    """What is done about a step that is not finite, how often in a row, and what to say when memory runs out."""
 
     policy: Policy = "stop"
     limit: int = 10
+    memory_advice: str = "lower batch_size or resolution"
 
     def respond(self, run: Run, position: Position, end: Position, save: Callable[[Position], str | None]) -> str:
         """Go on after a bad step as the policy says; return what was done, in one line.
@@ -244,6 +245,18 @@ class FaultPolicy:
         leave_out(run, position)
         names = ", ".join(sorted(set(blamed.values())))
         return f"{cause}; left out from now on: {names}"
+
+
+def out_of_memory(run: Run, batch: Any, step: int, saved: str | None, advice: str) -> UserError:
+    """Return the one line with which a run ends whose batch does not fit into memory."""
+    names = ", ".join(sample_names(run, batch)[:_NAMED])
+    size = ""
+    if isinstance(batch, Batch):
+        factor = run.loader.dataset.latent_factor if isinstance(run.loader.dataset, CachedDataset) else 1
+        height, width = (side * factor for side in batch.latents.shape[-2:])
+        size = f" of {len(batch.sample_ids)} at {width}x{height}"
+    kept = f"what was learnt before it is in {saved}" if saved else "nothing was saved"
+    return UserError(f"out of memory in step {step}: the batch{size} ({names}) does not fit; {kept}; {advice}")
 
 
 def refusal(cause: Cause, saved: str | None, row: int = 1) -> UserError:

@@ -9,7 +9,7 @@ loading is a function on the model: inject the LoRA, set the memory policy, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,7 @@ def prepare_data(
     console: Console,
     conditioning: ConditionKind = "none",
     most_references: int | None = None,
+    rehearse: Callable[[TrainingData], None] | None = None,
 ) -> TrainingData:
     """Read the dataset and make sure that every latent and text embedding it needs is cached.
 
@@ -82,6 +83,7 @@ def prepare_data(
         console: where progress is shown.
         conditioning: what the model is given besides a caption.
         most_references: control pictures that it takes at most; None for any number.
+        rehearse: called before anything is encoded.
 
     Raises:
         UserError: see ``build_dataset``; a seam without masks; more control pictures than the model takes.
@@ -99,6 +101,8 @@ def prepare_data(
     check_references(data, most_references)
     console.print(data.describe())
     look_over(data, arguments.strict_dataset, accelerator, console)
+    if rehearse is not None:
+        rehearse(data)
     rank, world = accelerator.process_index, accelerator.num_processes
     if accelerator.is_main_process:
         tidy(data.cache_folders, console.print)

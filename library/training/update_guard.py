@@ -109,7 +109,12 @@ class UpdateGuard:
         before = self._tensors()
         kept = {key: tensor.detach().clone() for key, tensor in before.items()}
         _zero_unless(self._good, [p.grad for p in self.run.network.parameters() if p.grad is not None])
-        take_step()
+        try:
+            take_step()
+        except BaseException:  # out of memory half-way: nothing of the step stays
+            for key, old in kept.items():
+                before[key].copy_(old)
+            raise
         after = self._tensors()
         self._good = self._good & all_finite(self.run.network.parameters())
         pairs = [(after[key], old) for key, old in kept.items() if key in after and after[key].shape == old.shape]
@@ -137,6 +142,14 @@ class UpdateGuard:
         self._reset()
         self._marks, self._open = opened, bool(opened)
         return None
+
+    def abandon(self, position: Position) -> None:
+        """Put run and ``position`` back to the beginning of a step that cannot be finished, or of a bad one before."""
+        opened = self._marks[-1] if self._open else None
+        if self.settle(position) is None and opened is not None:
+            self._put_back(opened)
+            vars(position).update(vars(_copied(opened.position)))
+        self._reset()
 
     def _is_finite(self, grad_norm: Tensor) -> Tensor:
         scaler, finite = self.run.accelerator.scaler, grad_norm.isfinite().all()

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from library.training.events import RunEvents
+from tests.processes import launcher
 from tests.runs import arguments as flags
 from tests.runs import lora, run, start, write_dataset
 

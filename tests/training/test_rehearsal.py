@@ -1,0 +1,146 @@
+"""Steps taken before the run, and running out of memory for real: a process with a limit on its address space."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from library.errors import UserError
+from library.training import rehearsal
+from library.training.memory import Parts, available_bytes, suggestions
+from tests.processes import run_command
+from tests.runs import ROOT, arguments, lora, run, write_dataset
+
+# train_lora.py, with the room that is left after the first step of the run limited to so many MiB
+LIMITED = """
+import resource, sys
+from library.training.events import RunEvents
+after_step, room = RunEvents.after_step, int(sys.argv.pop(1))
+def limit(self, position):
+    after_step(self, position)
+    pages = int(open("/proc/self/statm").read().split()[0])
+    most = pages * resource.getpagesize() + room * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+RunEvents.after_step = limit
+from train_lora import main
+main()
+"""
+
+
+def two_sizes(folder: Path, side: int = 256) -> Path:
+    """Seven images of 64 x 64 and, in a dataset of its own, a large one."""
+    toml = write_dataset(folder, images=7)
+    write_dataset(folder / "large", images=1, size=(side, side))
+    text = toml.read_text()
+    more = f'[[datasets]]\nresolution = {side}\n[[datasets.subsets]]\nimage_dir = "large/images"\n'
+    toml.write_text(text + more)
+    return toml
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer_type": "Prodigy", "learning_rate": 1.0}])
+def test_a_run_is_the_same_with_and_without(base: Path, tmp_path: Path, optimizer: dict[str, object]) -> None:
+    settings = {"network_dropout": 0.3, "max_train_steps": 3, **optimizer}
+    for name, preflight in (("with", True), ("without", False)):
+        run(base, write_dataset(tmp_path / f"data-{name}", images=4), tmp_path / name, preflight=preflight, **settings)
+    one, other = lora(tmp_path / "with"), lora(tmp_path / "without")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_it_tells_what_the_largest_batch_takes(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = run(base, two_sizes(tmp_path), tmp_path / "out", preflight=True, max_train_steps=1)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "preflight: a step of 1 at 256x256 takes " in told
+    # what the LoRA takes is known from its shapes
+    mib = sum(p.numel() for p in events.run.network.parameters()) * 4 / 2**20
+    assert f"LoRA {mib:.0f} MiB, gradients {mib:.0f} MiB, optimizer {2 * mib:.0f} MiB" in told
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_cached(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = two_sizes(tmp_path)
+    monkeypatch.setattr(rehearsal, "available_bytes", lambda device: 8 * 2**20)  # a device of 8 MiB
+    with pytest.raises(UserError, match="preflight: a step of 1 at 256x256 needs about .* of 8 MiB; ") as caught:
+        run(base, data, tmp_path / "out", preflight=True)
+    assert "\n" not in str(caught.value)
+    assert "with gradient_checkpointing = true: about" in capsys.readouterr().out
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_recomputing_takes_less_as_it_was_estimated(base: Path, tmp_path: Path) -> None:
+    """The estimate against a measurement: within a factor of two, for a model of three blocks."""
+    taken: list[int] = []
+    measured = rehearsal.measured_parts
+
+    def keep(run: object, blocks: object, activations: int, device: torch.device) -> Parts:
+        taken.append(activations)
+        return measured(run, blocks, activations, device)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal, "measured_parts", keep)
+        for recompute in (False, True):
+            run(
+                base, two_sizes(tmp_path / str(recompute)), tmp_path / "out", preflight=True, max_train_steps=1,
+                gradient_checkpointing=recompute,
+            )  # fmt: skip
+    assert taken[3] < taken[1] / 2
+
+
+def test_the_limits_of_the_process_count() -> None:
+    script = (
+        "import resource, torch; from library.training.memory import available_bytes as free, _status;"
+        "before = free(torch.device('cpu'));"
+        "resource.setrlimit(resource.RLIMIT_AS, (_status('VmSize') + 2**26, -1));"
+        "held = _status('VmRSS'); print(before > held + 2**26, abs(free(torch.device('cpu')) - held - 2**26) < 2**23)"
+    )
+    done = run_command([sys.executable, "-c", script], ROOT)
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_running_out_of_memory_names_the_batch_and_what_to_change(base: Path, tmp_path: Path) -> None:
+    data = two_sizes(tmp_path, 768)
+    settings = {"max_train_steps": 16, "save_state": True, "seed": 1}
+    # cached by another process: what the encoder gave back to this one's heap would be room that no limit sees
+    run(base, data, tmp_path / "first", max_train_steps=1)
+    flags = arguments(base, data, tmp_path / "out", **settings)
+    done = run_command([sys.executable, "-c", LIMITED, "60", *flags], ROOT, {"MALLOC_ARENA_MAX": "1"})
+    assert done.returncode == 2, done.stderr[-2000:]
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("error: out of memory in step ")
+    assert "the batch of 1 at 768x768" in message
+    assert "large/images/0.png" in message
+    assert "set gradient_checkpointing = true" in message
+    assert "Traceback" not in done.stderr
+    step = int(message.split("in step ")[1].split(":")[0])
+    if step > 1:
+        saved = tmp_path / "out" / f"lora-step{step - 1:08d}.safetensors"
+        assert saved.exists()
+        run(base, data, tmp_path / "clean", max_train_steps=step - 1, seed=1)
+        one, other = lora(tmp_path / "out", saved.stem), lora(tmp_path / "clean")
+        assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_estimates_add_up() -> None:
+    """By hand: 1000 of weights, half of them in ten blocks; 300 of activations."""
+    parts = Parts(1000, 20, 20, 40, 60, 300, block=50, linears=400, width=2)
+    assert parts.total == 1000 + 20 + 20 + 40 + 300
+
+    class Training:
+        gradient_checkpointing, blocks_to_swap, full_bf16 = False, 0, False
+
+    class Config:
+        training = Training
+        precision = type("P", (), {"fp8_base": False, "fp8_scaled": False})
+        optimizer = type("O", (), {"optimizer_type": "AdamW"})
+
+    told = {name: total for name, total, _ in suggestions(parts, 1200, Config, 10, 2, 3)}  # type: ignore[arg-type]
+    assert told["gradient_checkpointing = true"] == 1080 + 3 * 10 + 300 // 10
+    assert told["blocks_to_swap = 4"] == 1380 - 4 * 50  # 180 too much, 50 a block
+    assert told["fp8_scaled = true"] == 1380 - 200
+    assert told["batch_size = 1"] == 1380 - 150
+    assert told['optimizer_type = "AdamW8bit"'] == 1380 - 40 + 2 * 5
+    assert available_bytes(torch.device("cpu")) > 0
