@@ -25,7 +25,7 @@ from library.config import TrainConfig, load_config
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.kohya import Note, summary
 from library.config.load import load_language_config, names_language_model
-from library.errors import exit_on_user_error
+from library.errors import UserError, exit_on_user_error
 from library.files import weights_fingerprint
 from library.llm.dialogue_templates import dialogue_template
 from library.llm.tokenizers import load_tokenizer
@@ -34,7 +34,7 @@ from library.models.registry import model_family
 from library.training.base_precision import plan_fp8, text_encoder_recipe
 from library.training.checkpoint import OutputNames, Position
 from library.training.events import RunEvents
-from library.training.export import lora_writer, write_config
+from library.training.export import checked_export, lora_writer, write_config
 from library.training.hub import build_upload
 from library.training.instruction.build import (
     adapter_writer,
@@ -56,8 +56,8 @@ from library.training.prepare import base_dtype, prepare_data, prepare_networks
 from library.training.progress import TrainingProgress, print_summary, run_summary
 from library.training.prompt_pictures import check_pictures
 from library.training.prompts import SamplePrompt, check_steering, read_prompts
-from library.training.requests import how_to_go_on
 from library.training.rehearsal import is_wanted, rehearse
+from library.training.requests import how_to_go_on
 from library.training.resume import AUTO, resolve_resume
 from library.training.run import prepare_run
 from library.training.sampling import build_sampler
@@ -223,16 +223,30 @@ def run_to_end(events: RunEvents, position: Position, config: TrainConfig | Inst
 
 
 def finish(events: RunEvents, position: Position, console: Console, begun: float) -> None:
-    """Show what the run did, and let go of what it held."""
-    accelerator = events.run.accelerator
+    """Show what the run did, hold the saved LoRA to it, and let go of what it held.
+
+    Raises:
+        UserError: the LoRA on disk is not what was trained, or lies elsewhere.
+    """
+    accelerator, wrong = events.run.accelerator, None
     if accelerator.is_main_process:
-        print_summary(console, run_summary(events, position, time.time() - begun))
+        rows = run_summary(events, position, time.time() - begun)
+        if events.wish.stop is None and not events.keeper.rescued:
+            save_format = events.saving.save_format if events.names.suffix else "peft"
+            try:
+                path = events.names.lora(events.names.stem())
+                rows.append(("LoRA file checked", checked_export(events.run, path, save_format)))
+            except UserError as error:
+                wrong = error
+        print_summary(console, rows)
         if events.wish.stop is not None:
             state = events.names.state(events.names.stem(step=position.step))
             console.print(how_to_go_on(events.wish, position.step, state), soft_wrap=True)
     accelerator.wait_for_everyone()  # a process that leaves early takes the process group from under the others
     events.metrics.close()
     events.keeper.report()
+    if wrong is not None:
+        raise wrong
 
 
 if __name__ == "__main__":

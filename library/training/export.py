@@ -14,6 +14,7 @@ from library import __version__
 from library.files import write_text
 from library.training.checkpoint import Position
 from library.training.training_facts import save_facts, training_facts, without_folders
+from networks.export_check import check_file
 from networks.metadata import build_metadata
 
 if TYPE_CHECKING:
@@ -79,3 +80,18 @@ def lora_writer(
         run.network.save(path, saving.save_format, precision, metadata)
 
     return write
+
+
+def checked_export(run: Run, path: Path, save_format: str) -> str:
+    """Read the LoRA that a run has saved back and hold it to the live weights; return what came of it in words.
+
+    Args:
+        run: its weights are those that were saved.
+        path: the file, or the folder of PEFT's.
+        save_format: the layout it was to have.
+
+    Raises:
+        UserError: the file is not what was trained, or would not be loaded.
+    """
+    with run.deployed_weights():
+        return str(check_file(path, run.network, save_format))
