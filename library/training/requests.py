@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -167,12 +168,15 @@ class Requests:
 def ignore_signals(worker: int) -> None:
     """Leave a data loader's worker alive when its whole group is asked to stop: the step that goes on needs it.
 
-    A second SIGTERM ends it, so that the loader can.
+    The loader itself ends its workers by SIGTERM, so who sent one must be known; a handler is not told.
     """
 
-    def once(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
+    def end_if_the_loader_says_so() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, once)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=end_if_the_loader_says_so, daemon=True).start()

@@ -49,6 +49,15 @@ def _start(flags: list[str], cwd: Path, *starter: str) -> subprocess.Popen[str]:
     )
 
 
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return output and errors of a process that is to end by itself."""
+    try:
+        return process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_with_the_same_bits(
     number: signal.Signals, base: Path, dataset: Path, tmp_path: Path
@@ -57,7 +66,7 @@ def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_with_the_same_bits(
     process = _start(flags, tmp_path)
     _wait(lambda: _steps(tmp_path / "out") >= 2, process)
     os.killpg(process.pid, number)  # as a terminal does, and systemd: the data loader's workers get it too
-    output, errors = process.communicate(timeout=LIMIT)
+    output, errors = _end(process)
     assert process.returncode == 128 + number, output + errors
     assert errors == ""
     state = newest_state(tmp_path / "out", "x")
@@ -125,7 +134,7 @@ def test_processes_agree_when_to_stop(base: Path, dataset: Path, tmp_path: Path)
     process = _start(arguments(base, dataset, out, **LONG), tmp_path, *launcher())
     _wait(lambda: _steps(out) >= 2, process)
     (out / "STOP").touch()
-    output, errors = process.communicate(timeout=LIMIT)
+    output, errors = _end(process)
     assert output.count("stopped by STOP after step") == 1, output + errors
     assert "exitcode  : 3" in errors  # torchrun's report; its own code is 1
     state = newest_state(out, "x")

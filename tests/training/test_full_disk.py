@@ -1,0 +1,166 @@
+"""Saving on a disk that is full, read-only or somebody else's; the disks are real (tmpfs)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from library.errors import UserError, WriteError
+from library.files import write_safetensors, write_text
+from library.training import keeping
+from library.training.keeping import Keeper
+from library.training.metrics import MetricsStream
+from library.training.resume import find_damage
+from tests.faults.suite import broken_files
+from tests.runs import lora, run
+
+KIB = 1024
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _keeper(folder: Path, said: list[str], retries: int = 0) -> Keeper:
+    return Keeper(folder, folder.parent / "fallback", retries, said.append)
+
+
+def _write(megabytes: float) -> keeping.Write:
+    def write(folder: Path) -> list[Path]:
+        write_safetensors(folder / "x.safetensors", {"a": torch.zeros(int(megabytes * KIB * KIB / 4))})
+        return [folder / "x.safetensors"]
+
+    return write
+
+
+def _metrics(path: Path) -> MetricsStream:
+    class Main:
+        is_main_process = True
+
+        def log(self, values: dict[str, float], step: int) -> None: ...
+
+        def end_training(self) -> None: ...
+
+    class Nothing:
+        log_with = None
+
+    return MetricsStream(path, Main(), Nothing(), 0)  # type: ignore[arg-type]
+
+
+def test_a_run_on_a_full_disk_keeps_what_it_saved_and_ends_elsewhere(
+    disk: Path, base: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"save_every_n_steps": 1, "save_state": True, "max_train_steps": 6, "save_retries": 0}
+    run(base, dataset, tmp_path / "whole", max_train_steps=6)
+    with pytest.raises(UserError) as caught:
+        run(base, dataset, disk, **settings, save_fallback_dir=tmp_path / "elsewhere")
+    assert str(caught.value) == (
+        f"output_dir: {disk} could not be written to; what was trained is in {tmp_path / 'elsewhere/lora.safetensors'}"
+    )
+    saved = lora(tmp_path / "elsewhere")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in lora(tmp_path / "whole").items())
+    assert find_damage(tmp_path / "elsewhere" / "lora-state") is None
+    shown = capsys.readouterr().out
+    assert "No space left on device" in shown
+    assert "training goes on, trying again in 1 min" in shown
+    assert (disk / "lora-step00000001-state").is_dir()
+    assert broken_files(disk) == []
+    assert not [path for path in disk.rglob("*") if path.name.startswith(".")]
+    # and once there is room again, the run goes on from what is there
+    subprocess.run(["mount", "-o", "remount,size=16m", disk], check=True)
+    run(base, dataset, disk, **settings, resume="auto")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in lora(disk).items())
+    lines = [json.loads(line)["step"] for line in (disk / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1] == 6
+    assert len(lines) == len(set(lines))
+
+
+@pytest.mark.parametrize("cause", ["full", "read-only"])
+def test_the_file_before_stays_and_saving_is_tried_again(cause: str, disk: Path) -> None:
+    said: list[str] = []
+    keeper = _keeper(disk, said)
+    assert keeper.attempt(_write(0.25)) == [disk / "x.safetensors"]
+    before = (disk / "x.safetensors").read_bytes()
+    if cause == "full":
+        (disk / "filler").write_bytes(bytes(700 * KIB))
+    else:
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    assert keeper.attempt(_write(0.125)) is None
+    reason = {"full": "No space left on device", "read-only": "Read-only file system"}[cause]
+    assert said == [
+        f"warning: {disk / 'x.safetensors'}: cannot be written ({reason}); free space or choose another folder; "
+        "training goes on, trying again in 1 min"
+    ]
+    assert not keeper.is_due
+    assert (disk / "x.safetensors").read_bytes() == before
+    assert {path.name for path in disk.iterdir()} <= {"x.safetensors", "filler"}
+    if cause == "full":
+        (disk / "filler").unlink()
+    else:
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    keeper.retry_at = time.monotonic()
+    assert keeper.is_due
+    assert keeper.attempt(_write(0.125)) is not None
+    assert (keeper.failures, keeper.retry_at) == (0, None)
+    assert said[-1].startswith("saved again")
+
+
+def test_the_end_waits_for_room_before_it_goes_elsewhere(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "_FIRST_WAIT", 0.2)
+    said: list[str] = []
+    (disk / "filler").write_bytes(bytes(900 * KIB))
+    making_room = threading.Timer(0.5, (disk / "filler").unlink)
+    making_room.start()
+    keeper = _keeper(disk, said, retries=10)
+    assert keeper.insist(_write(0.5)) == [disk / "x.safetensors"]
+    assert said
+    assert all("trying again in" in line for line in said)
+    keeper.report()
+    assert keeper.insist(_write(2), hurried=lambda: True) == [disk.parent / "fallback" / "x.safetensors"]
+    with pytest.raises(UserError, match=r"what was trained is in .*fallback/x\.safetensors"):
+        keeper.report()
+
+
+def test_without_the_right_to_write_the_reason_is_named(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can become somebody else")
+    (tmp_path / "x").mkdir(mode=0o755)
+    os.seteuid(65534)  # nobody
+    try:
+        with pytest.raises(WriteError, match=r"cannot be written \(Permission denied\)"):
+            write_text(tmp_path / "x" / "a.txt", "a")
+    finally:
+        os.seteuid(0)
+    assert list((tmp_path / "x").iterdir()) == []
+
+
+def test_metrics_hold_whole_lines_and_catch_up(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = _metrics(disk / "metrics.jsonl")
+    for step in range(1, 21):
+        if step == 5:
+            free = os.statvfs(disk)
+            (disk / "filler").write_bytes(bytes(free.f_bavail * free.f_frsize))  # what is left is in the last page
+        if step == 15:
+            (disk / "filler").unlink()
+        metrics.write({"step": step, "a name as long as four lines in a page of memory " * 20: 0.5})
+        lines = (disk / "metrics.jsonl").read_text()
+        assert not lines or lines.endswith("\n")
+    steps = [json.loads(line)["step"] for line in (disk / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 21))
+    assert capsys.readouterr().err.count("warning:") == 1
