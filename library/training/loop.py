@@ -23,7 +23,8 @@ from torch import Tensor
 from library.errors import UserError
 from library.randomness import derive_seed
 from library.training.checkpoint import Position
-from library.training.lr_tracker import read_learning_rates
+from library.training.distance_watch import DistanceWatch
+from library.training.lr_tracker import distance_starts, read_learning_rates
 from library.training.memory import when_memory_runs_out
 from library.training.metrics import MetricsStream, peak_memory_bytes
 from library.training.nonfinite import FaultPolicy, leave_out, out_of_memory
@@ -63,6 +64,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._guard = UpdateGuard(self.parts)
+        self._distances = DistanceWatch(
+            self.parts.total_steps, distance_starts(self.parts.optimizer, self.position.step == 0)
+        )
         self._step_ended = (0, 0)  # epoch and batches when the last whole step ended
 
     def run(self) -> None:
@@ -168,6 +172,8 @@ class Trainer:
         values = {"step": self.position.step, "epoch": self.position.epoch, **record.read(), **self._rates}
         values["peak_mem_bytes"] = peak_memory_bytes()
         self.metrics.write(values)
+        for remark in self._distances.look(self.position.step, self._rates):
+            self.progress.note(remark)
         if self.parts.accelerator.is_main_process:
             self.progress.show(values)
 

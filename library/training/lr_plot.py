@@ -40,7 +40,7 @@ _BESIDE_TITLE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1
 _POINTS = 2000  # drawn per line: two for each of a thousand pixels, the lowest and the highest
 _EMA_DECAY = 0.98  # where a run wrote no loss_ema
 _LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
-_SETTINGS: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
@@ -78,12 +78,12 @@ def plot_runs(runs: Sequence[Path], save_to: Path, log: LogAxes = "auto") -> lis
     figure = draw_runs(loaded, log)
     written = [Path(save_to).with_suffix(suffix) for suffix in (".png", ".svg")]
     for path in written:
-        with atomic_path(path) as temporary, matplotlib.rc_context(_SETTINGS):
+        with atomic_path(path) as temporary, matplotlib.rc_context(STYLE):
             figure.savefig(temporary, format=path.suffix[1:], dpi=160)
     return written
 
 
-@matplotlib.rc_context(_SETTINGS)
+@matplotlib.rc_context(STYLE)
 def draw_runs(runs: Sequence[Run], log: LogAxes = "auto") -> Figure:
     """Draw the figure: the loss at the left, the other quantities one below the other at the right."""
     panels = [

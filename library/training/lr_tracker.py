@@ -66,6 +66,13 @@ def estimates_distance(group: Mapping[str, Any]) -> bool:
     return "d" in group and any(key in group for key in _DISTANCE_KEYS)
 
 
+def distance_starts(optimizer: Optimizer, is_new: bool) -> dict[str, float]:
+    """Return d0 of every parameter group that has a d; of libraries that do not keep it only while the run is new."""
+    groups = optimizer.param_groups
+    named = [(name, g) for name, g in zip(_names(groups), groups, strict=True) if estimates_distance(g)]
+    return {name: float(group.get("d0", group["d"])) for name, group in named if is_new or "d0" in group}
+
+
 def detect_settled(distances: Sequence[float]) -> int | None:
     """Return the index at which a series of d settles: from there on it stays within 5 % of its last value.
 

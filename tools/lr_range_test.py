@@ -1,0 +1,89 @@
+"""Draw loss against learning rate, to choose one: a short training whose rate rises from step to step.
+
+    python tools/lr_range_test.py --config_file configs/flux_lora.toml --dataset_config my_dataset.toml
+
+Takes the flags of train_lora.py and four of its own (--lr_from, --lr_to, --range_steps, --save_to). What is trained is
+thrown away; the picture and the numbers (lr_range.png, .svg, .jsonl) go into output_dir, or to --save_to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+
+from library.accelerator import build_accelerator
+from library.config import TrainConfig, load_config
+from library.errors import UserError, exit_on_user_error
+from library.files import write_text
+from library.models.registry import model_family
+from library.training.base_precision import plan_fp8, text_encoder_recipe
+from library.training.lr_range import RangeTest, as_lines, draw, refuse_own_rates, sweep
+from library.training.network_plan import plan_network
+from library.training.preflight import check_before_loading
+from library.training.prepare import base_dtype, prepare_data, prepare_networks
+from library.training.progress import counting, shown_path
+from library.training.run import prepare_run
+from networks.targets import TARGETS
+
+
+def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) -> RangeTest:
+    """Prepare the run as training would, and sweep.
+
+    Raises:
+        UserError: as training; a state to resume; an optimizer with a rate of its own.
+    """
+    refuse_own_rates(config.optimizer)
+    if config.training.resume:
+        raise UserError("resume: a range test begins anew; remove it, or start from network_weights")
+    check_before_loading(config)
+    accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
+    console = Console(quiet=not accelerator.is_main_process, markup=False)
+    family = model_family(config.model)
+    plan = plan_network(config.network, config.optimizer, config.training, TARGETS[family.name])
+    dtype = base_dtype(config.model, config.training)
+    image_encoder = family.load_image_encoder(dtype, accelerator.device)
+    fp8 = plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)
+    text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
+    data = prepare_data(
+        config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, [], console,
+        family.conditioning, family.most_references,
+    )  # fmt: skip
+    networks = prepare_networks(
+        family, text_encoder, plan, config.network, config.training, dtype, accelerator.device, console, fp8
+    )
+    run = prepare_run(config, family, plan, networks, data, accelerator)
+    with counting(console) as start:
+        return sweep(run, lr_from, lr_to, steps, start("learning rates", steps))
+
+
+@exit_on_user_error
+def main() -> None:
+    """Test from the command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--lr_from", type=float, default=1e-6)
+    parser.add_argument("--lr_to", type=float, default=1.0)
+    parser.add_argument("--range_steps", type=int, default=100)
+    parser.add_argument("--save_to", type=Path)
+    own, rest = parser.parse_known_args(sys.argv[1:])
+    if not 0 < own.lr_from < own.lr_to or own.range_steps < 2:
+        raise UserError("lr_from: a sweep needs 0 < lr_from < lr_to and at least 2 range_steps; change them")
+    config = load_config(rest)
+    test = range_test(config, own.lr_from, own.lr_to, own.range_steps)
+    if not test.rates:
+        raise UserError(f"lr_from: the loss breaks at {own.lr_from:g} already; lower it")
+    save_to = own.save_to or Path(config.saving.output_dir) / "lr_range"
+    write_text(save_to.with_suffix(".jsonl"), "".join(json.dumps(line) + "\n" for line in as_lines(test)))
+    for path in [*draw(test, save_to), save_to.with_suffix(".jsonl")]:
+        print(shown_path(path))
+    rate, reason = test.suggestion()
+    print(f"suggested learning_rate = {rate:.2g}: {reason}" if rate else f"no suggestion: {reason}")
+
+
+if __name__ == "__main__":
+    main()
