@@ -41,7 +41,7 @@ from tools.report.runs import Outcome, Probe
 from train_lora import train
 
 FIXES = ("settings", "strength", "retarget", "correction", "rebuild", "keep", "teacher", "together")
-CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, KEPT_SHARE = 16, 200, "2e-4", 0.1
+CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, KEPT_SHARE = 16, 200, "3e-4", 0.1
 
 
 @dataclass(frozen=True)
