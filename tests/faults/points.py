@@ -19,10 +19,11 @@ _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "sh
 
 
 class Points:
-    """Counts points in this process; kills it at ``kill_at`` (from 1), or never."""
+    """Counts points in this process; kills it at ``kill_at`` (from 1), or never. ``note`` is told which that was."""
 
-    def __init__(self, root: Path, kill_at: int | None) -> None:
+    def __init__(self, root: Path, kill_at: int | None, note: Path) -> None:
         self.root, self.kill_at, self.process = str(root), kill_at, os.getpid()
+        self.note = note
         self.passed: list[str] = []
 
     def here(self, label: str) -> None:
@@ -31,6 +32,8 @@ class Points:
             return
         self.passed.append(label)
         if len(self.passed) == self.kill_at:
+            self.kill_at = None  # writing the note is no point
+            self.note.write_text(label)
             os.kill(self.process, signal.SIGKILL)
 
     def watch(self) -> None:

@@ -25,18 +25,33 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
+import train_llm
+import train_lora
 from library.config import load_config
+from library.config.llm_schema import load_llm_config
 from library.training.resume import find_damage
 from tests.faults.points import Points
 from tests.runs import arguments, write_base, write_dataset
+from tests.training.test_pretraining import flags as pretraining_flags
+from tests.training.test_pretraining import write_corpus
 
 _STEPS = 6
 _CHAIN = 4  # kills of one run
-_SEEDS = {"adamw": 0, "prodigy": 1, "schedule-free": 2}
+_SEEDS = {"adamw": 0, "prodigy": 1, "schedule-free": 2, "pretraining": 3}
+_PHASES = {  # the first whose mark is in a point's label
+    "caching": (".tandem_cache",),
+    "uploading": ("upload", "hub"),
+    "saving a state": ("-state",),
+    "a training step": ("step: ",),
+    "sampling": ("samples",),
+    "saving a LoRA or model": (".safetensors", "output/.model"),
+    "plots, metrics and settings": ("",),
+}
 _COMMON: dict[str, object] = {
     "max_train_steps": _STEPS,
     "save_every_n_steps": 2,
@@ -61,11 +76,19 @@ SCENARIOS: dict[str, dict[str, object]] = {
         "huggingface_repo_id": "me/loras",
         "async_upload": True,
     },
-    "schedule-free": {
-        "optimizer_type": "AdamWScheduleFree",
-        "sample_every_n_steps": 3,
-        "save_state_on_train_end": True,
-    },
+    "schedule-free": {"optimizer_type": "AdamWScheduleFree", "sample_every_n_steps": 3},
+    "pretraining": {},  # train_llm.py; its settings are below
+}
+_PRETRAINING: dict[str, object] = {
+    "max_train_steps": _STEPS,
+    "tokens_per_batch": 256,
+    "save_every_n_steps": 2,
+    "save_state": True,
+    "validate_every_n_steps": 3,
+    "sample_prompts": ["the cat"],
+    "sample_every_n_steps": 3,
+    "sample_tokens": 4,
+    "resume": "auto",
 }
 
 
@@ -85,8 +108,22 @@ class Place:
     def output(self) -> Path:
         return self.root / "output"
 
+    @property
+    def result(self) -> Path:
+        """What the run ends with."""
+        name = "model/model.safetensors" if self.scenario == "pretraining" else "lora.safetensors"
+        return self.output / name
+
+    def train(self) -> None:
+        """Train in this process."""
+        if self.scenario == "pretraining":
+            corpus = self.root.parent / "corpus"
+            train_llm.train(load_llm_config(pretraining_flags(corpus / "tokens", self.output, **_PRETRAINING)))
+        else:
+            train_lora.train(load_config(self.flags()))
+
     def flags(self) -> list[str]:
-        """Return the command line of the run."""
+        """Return the command line of a LoRA's run."""
         settings = {**_COMMON, **SCENARIOS[self.scenario]}
         if "sample_every_n_steps" in settings:
             settings["sample_prompts"] = self.root.parent / "prompts.txt"
@@ -137,22 +174,19 @@ def run_forked(work: Callable[[], None], log: Path) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def train_until(place: Place, kill_at: int | None) -> tuple[int, list[str]]:
-    """Train in a forked process; return its exit code and, if it came to its end, the points that it passed."""
-    trace, log = place.root.parent / "trace.json", place.root.parent / "log.txt"
-    trace.unlink(missing_ok=True)
+def train_until(place: Place, kill_at: int | None) -> tuple[str | None, list[str]]:
+    """Train in a forked process; return where it was killed, or None and the points that it passed."""
+    trace, log, killed = (place.root.parent / name for name in ("trace.json", "log.txt", "killed.txt"))
 
     def work() -> None:
-        from train_lora import train
-
-        points = Points(place.root, kill_at)
+        points = Points(place.root, kill_at, killed)
         points.watch()
-        train(load_config(place.flags()))
+        place.train()
         trace.write_text(json.dumps(points.passed))
 
     code = run_forked(work, log)
     assert code in (0, -signal.SIGKILL), f"{place.scenario}: exit code {code}\n{log.read_text()}"
-    return code, json.loads(trace.read_text()) if code == 0 else []
+    return (None, json.loads(trace.read_text())) if code == 0 else (killed.read_text(), [])
 
 
 def broken_files(root: Path) -> list[str]:
@@ -200,7 +234,7 @@ def tensors(path: Path) -> bytes:
 
 def metrics(output: Path) -> list[dict[str, float]]:
     """Return the lines of ``metrics.jsonl`` without what the clock and the machine have a say in."""
-    changing = ("s_per_it", "data_wait_s", "peak_mem_bytes")
+    changing = ("s_per_it", "data_wait_s", "peak_mem_bytes", "tokens_per_s")
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in changing} for line in lines]
 
@@ -215,7 +249,7 @@ def undisturbed(place: Place) -> Place:
     place.clear()
     _, passed = train_until(place, None)
     place.points, place.metrics = len(passed), metrics(place.output)
-    place.lora, place.names = tensors(place.output / "lora.safetensors"), names(place.root)
+    place.lora, place.names = tensors(place.result), names(place.root)
     return place
 
 
@@ -228,22 +262,27 @@ def chain(place: Place, first: int, kills: int, draw: random.Random) -> list[str
     place.clear()
     faults, at = [], first
     for _ in range(kills):
-        code, _ = train_until(place, at)
-        if code == 0:  # it came to its end before that point
+        killed, _ = train_until(place, at)
+        if killed is None:  # it came to its end before that point
             break
-        faults.append(f"{place.scenario} {at}")
+        faults.append(f"{at} {killed}")
         assert not (broken := broken_files(place.root)), f"{faults}: broken: {broken}"
         at = draw.randint(1, max(2, place.points // 3))
     else:
         train_until(place, None)
-    assert tensors(place.output / "lora.safetensors") == place.lora, f"{faults}: another LoRA"
+    assert tensors(place.result) == place.lora, f"{faults}: another LoRA"
     assert metrics(place.output) == place.metrics, f"{faults}: {metrics(place.output)} instead of {place.metrics}"
     assert names(place.root) == place.names, f"{faults}: {sorted(names(place.root) ^ place.names)}"
     return faults
 
 
+def phase(fault: str) -> str:
+    """Return what a run was doing when it was killed."""
+    return next(name for name, marks in _PHASES.items() if any(mark in fault for mark in marks))
+
+
 def run_suite(folder: Path, faults: int, say: Callable[[str], None] = lambda _: None) -> Counter[str]:
-    """Kill runs at ``faults`` points or more, spread over all scenarios; return how many of each were survived.
+    """Kill runs at ``faults`` points or more, spread over all scenarios; return how many were survived by phase.
 
     Raises:
         AssertionError: one was not.
@@ -251,6 +290,9 @@ def run_suite(folder: Path, faults: int, say: Callable[[str], None] = lambda _: 
     folder.mkdir(parents=True, exist_ok=True)
     base = write_base(folder / "base")
     (folder / "prompts.txt").write_text("a disc --w 64 --h 64 --s 2 --d 1\n")
+    assert run_forked(partial(write_corpus, folder / "corpus"), folder / "log.txt") == 0, (
+        folder / "log.txt"
+    ).read_text()
     survived: Counter[str] = Counter()
     each = -(-faults // len(SCENARIOS))
     for scenario in SCENARIOS:
@@ -260,9 +302,11 @@ def run_suite(folder: Path, faults: int, say: Callable[[str], None] = lambda _: 
         done = 0
         while done < each:
             first = 1 + (done // _CHAIN * place.points) // max(starts, 1) % place.points + draw.randint(0, 2)
-            done += len(chain(place, min(first, place.points), min(_CHAIN, each - done), draw))
+            faults_of_run = chain(place, min(first, place.points), min(_CHAIN, each - done), draw)
+            done += len(faults_of_run)
+            survived.update(map(phase, faults_of_run))
+            survived["(of them in a run that was resumed)"] += len(faults_of_run) - 1
             say(f"{scenario}: {done} of {each} faults survived")
-        survived[scenario] = done
     return survived
 
 
@@ -274,7 +318,11 @@ def main() -> None:
     begun = time.time()
     with tempfile.TemporaryDirectory() as folder:
         survived = run_suite(Path(folder), wanted, lambda line: print(line, flush=True))
-    print(f"{sum(survived.values())} faults survived in {time.time() - begun:.0f} s: {dict(survived)}")
+    resumed = survived.pop("(of them in a run that was resumed)")
+    total = sum(survived.values())
+    print(f"{total} faults survived in {time.time() - begun:.0f} s, {resumed} of them in runs that had been resumed")
+    for name in _PHASES:
+        print(f"{survived[name]:5} {name}")
 
 
 if __name__ == "__main__":

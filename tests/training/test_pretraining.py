@@ -39,7 +39,12 @@ WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "log", "a
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random sentences of sixteen words."""
-    folder = tmp_path_factory.mktemp("corpus")
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def write_corpus(folder: Path) -> Path:
+    """Write random sentences of sixteen words into ``folder``, and prepare them; return the tokens' folder."""
+    folder.mkdir(exist_ok=True)
     draw = random.Random(0)
     lines = [json.dumps({"text": " ".join(draw.choices(WORDS, k=40))}) for _ in range(120)]
     (folder / "texts.jsonl").write_text("\n".join(lines))
