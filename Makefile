@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 WEB    := $(VENV)/.installed-web
 
-.PHONY: help setup demo demo-fp8 demo-llm test test-all test-web setup-web check format docs clean
+.PHONY: help setup demo demo-fp8 demo-llm test test-all test-faults test-web setup-web check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20

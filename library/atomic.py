@@ -69,10 +69,10 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for inner in [path for path in temporary.rglob("*") if path.is_dir()]:
-            _flush(inner)
-        _flush(temporary)
+            _flush_names(inner)
+        _flush_names(temporary)
         _replace_folder(temporary, target)
-        _flush(target.parent)
+        _flush_names(target.parent)
     except OSError as error:
         raise WriteError(target, error.strerror or str(error)) from error
     except WriteError as error:  # a file in it, by a name that nobody has seen
@@ -188,8 +188,14 @@ def _exchange(one: Path, other: Path) -> bool:
     return bool(renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)
 
 
+def _flush_names(folder: Path) -> None:
+    """Wait until a folder's list of names is on the disk; some network file systems have no such thing."""
+    with suppress(OSError):
+        _flush(folder)
+
+
 def _flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Wait until what ``path`` holds is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

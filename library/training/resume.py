@@ -47,6 +47,8 @@ def resolve_resume(config: Config, accelerator: Accelerator, say: Callable[[str]
         tidy([folder, folder / "samples"], say)
         if config.training.resume == AUTO:
             state = newest_state(folder, name, say)
+            if not config.saving.save_state:
+                say("note: without save_state only a run that is asked to stop leaves a state for resume = auto")
             say(f"resume: going on from {state}" if state else f"resume: no state of {name} in {folder}; from scratch")
             found = [None if state is None else str(state)]
     if config.training.resume != AUTO:

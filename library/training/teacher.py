@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from library.atomic import clear_leftovers
 from library.data.batches import Batch, collate
 from library.errors import UserError
 from library.files import fingerprint, write_safetensors
@@ -106,6 +107,7 @@ def prepare_teacher(
     coming = _coming(config, data, accelerator)
     missing = [(step, batch) for step, batch in coming if not _answered(teacher, step, batch)]
     if missing:
+        clear_leftovers(teacher.path(missing[0][0], 0).parent)  # where an interrupted run stopped
         transformer = _load(config, family, lora, accelerator)
         with counting(console) as progress:
             advance = progress("the teacher answers", len(missing))

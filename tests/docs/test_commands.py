@@ -212,6 +212,12 @@ def test_every_command_about_precision_runs(place: Path) -> None:
     _assert_written(place, "report/report.html", "output/taught/taught.safetensors")
 
 
+def test_every_command_about_reliability_runs(trained: Path) -> None:
+    _run_page("docs/reliability.md", trained, 1)
+    _run_page("docs/reliability.md", trained, 1)  # the same command again goes on
+    _assert_written(trained, "output/flux_lora/flux_lora.safetensors", "output/flux_lora/flux_lora-state/position.json")
+
+
 def test_every_command_about_kohyas_flags_runs(place: Path) -> None:
     settings = {
         "pretrained_model_name_or_path": "models/flux1-dev.safetensors",
