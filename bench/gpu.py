@@ -1,13 +1,16 @@
-"""Full-size LoRA training steps on one CUDA GPU: Tandem in every precision and memory policy, beside diffusers + peft.
+"""Full-size training steps on one CUDA GPU: language models, then LoRAs on image models beside diffusers + peft.
 
-Published depth and width, random weights, 1024 x 1024 pixels and 512 text tokens, rank 16 on every layer that is
-trained by default, LoRA weights in fp32 under bf16 autocast, AdamW. Each case runs in a process of its own with a time
-limit: one that fails or runs out of memory is a row that says so. Reported are the median seconds of a step, the peak
-of allocated device memory, and the model FLOP utilisation: what a step needs (no weight gradients, no recomputation)
-over what the card's bf16 matrix products, measured first, would do in that time.
+Language models climb the ladder of ``bench/gpu_llm.py``, from fp32 to everything that makes them fast.
 
-    python bench/gpu.py [--json PATH] [--minutes 10] [--only TEXT]
-    python bench/gpu.py --smoke                    # tiny and on the CPU: does every case run?
+LoRAs are trained in every precision and memory policy. Published depth and width, random weights, 1024 x 1024 pixels
+and 512 text tokens, rank 16 on every layer that is trained by default, LoRA weights in fp32 under bf16 autocast, AdamW.
+Each case runs in a process of its own with a time limit: one that fails or runs out of memory is a row that says so.
+Reported are the median seconds of a step, the peak of allocated device memory, and the model FLOP utilisation: what a
+step needs (no weight gradients, no recomputation) over what the card's bf16 matrix products, measured first, would do
+in that time.
+
+    python bench/gpu.py [--json PATH] [--minutes 10] [--families llm,flux] [--only TEXT]
+    python bench/gpu.py --device cpu --tiny        # does every case run?
 """
 
 from __future__ import annotations
@@ -26,24 +29,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from bench import gpu_llm
 from bench.families import FAMILIES
 from bench.gpu_cases import GpuCase, build, cases, sizes_of
 from bench.measure import machine_name, reset_peak, resident, write_report
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, did_you_mean, exit_on_user_error
 
+_LLM = "llm"
 _CASE_SECONDS = 150  # of which compilation takes up to a minute
+_LADDER_SECONDS = 120  # both together stay near three minutes
 _WARM_STEPS, _TIMED_STEPS = 2, 5
 
 
-def measure(case: GpuCase, smoke: bool) -> dict[str, Any]:
+def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     """Return step seconds and peak bytes of ``case``; call it in a fresh process."""
-    device = torch.device("cpu" if smoke else "cuda")
-    step = build(case, device, smoke)
+    step = build(case, device, tiny)
     for _ in range(_WARM_STEPS):  # choose kernels, compile
         loss = step.loss()
     _forget_peak(device)
     seconds = []
-    for _ in range(1 if smoke else _TIMED_STEPS):
+    for _ in range(1 if tiny else _TIMED_STEPS):
         _wait(device)
         begun = time.perf_counter()
         loss = step.loss()
@@ -51,13 +56,13 @@ def measure(case: GpuCase, smoke: bool) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begun)
     if not torch.isfinite(loss):
         raise RuntimeError(f"loss is {loss.item()}")
-    peak = resident("VmHWM") if smoke else torch.cuda.max_memory_allocated()
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
     return {"step_s": statistics.median(seconds), "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
 
 
-def matmul_rate(smoke: bool) -> float:
+def matmul_rate(device: torch.device, tiny: bool) -> float:
     """Return the FLOP/s of bf16 matrix products, 8192 a side."""
-    device, side = torch.device("cpu" if smoke else "cuda"), 256 if smoke else 8192
+    side = 256 if tiny else 8192
     a = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     b = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     repeats, seconds = 20, float("inf")
@@ -83,18 +88,70 @@ def _forget_peak(device: torch.device) -> None:
         reset_peak()
 
 
-def run_all(chosen: list[GpuCase], smoke: bool, minutes: float) -> list[dict[str, Any]]:
+class Children:
+    """Processes that measure, each with a time limit; none begins after the end.
+
+    Attributes:
+        place: the flags that say where, and how large models are.
+    """
+
+    def __init__(self, device: str, tiny: bool, minutes: float) -> None:
+        self.place = ["--device", device, *(["--tiny"] if tiny else [])]
+        self._end = time.monotonic() + 60 * minutes
+
+    def rows(self, case: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+        """Return what the process that measures ``case`` printed; the last is {"error": why} if it did not end well."""
+        limit = min(seconds, self._end - time.monotonic())
+        if limit <= 0:
+            return [{"error": "left out: the time was up"}]
+        command = [sys.executable, __file__, "--case", json.dumps(case), *self.place]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired as late:
+            return [*_rows(late.stdout or b""), {"error": f"stopped after {limit:.0f} s"}]
+        if done.returncode == 0:
+            return _rows(done.stdout)
+        said = done.stderr.decode(errors="replace")
+        last = (said.strip().splitlines() or ["no message"])[-1]
+        why = "out of memory" if "OutOfMemoryError" in said else f"exit code {done.returncode}: {last}"
+        return [*_rows(done.stdout), {"error": why}]
+
+    def rate(self) -> float | None:
+        """Measure the card's matrix products, print their FLOP/s and return them; None if that failed."""
+        found = self.rows({"rate": True}, _CASE_SECONDS)[-1]
+        rate = found.get("rate")
+        print(f"bf16 matrix products: {f'{rate / 1e12:.1f} TFLOP/s' if rate else found['error']}", flush=True)
+        return rate
+
+
+def _rows(printed: bytes) -> list[dict[str, Any]]:
+    """Return the rows among the lines, which libraries may have added to; a last one cut short is left out."""
+    whole = printed[: printed.rfind(b"\n") + 1].decode(errors="replace")
+    return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
+
+
+def run_ladders(models: list[str], children: Children, rate: float | None) -> list[dict[str, Any]]:
+    """Let language models climb, each in a process of its own; print each row, and return them."""
+    print(gpu_llm.HEADING, flush=True)
+    rows = []
+    for model in models:
+        for found in children.rows({"ladder": model}, _LADDER_SECONDS):
+            row = {"case": f"{model}, the rest", "model": model} | found
+            if "step_s" in row:
+                row["mfu"] = row["flops_per_s"] / rate if rate else None
+            rows.append(row)
+            gpu_llm.show(row)
+    return rows
+
+
+def run_all(chosen: list[GpuCase], children: Children, rate: float | None, tiny: bool) -> list[dict[str, Any]]:
     """Run every case in a process of its own, print each row as it comes, and return them."""
-    end = time.monotonic() + 60 * minutes
-    rate = _child({"rate": True}, smoke, end).get("rate")
-    print(f"bf16 matrix products: {(rate or 0) / 1e12:.1f} TFLOP/s")
-    print(f"{'case':<48} {'s/step':>8} {'peak GiB':>9} {'weights':>8} {'MFU':>6}")
+    print(f"{'case':<48} {'s/step':>8} {'peak GiB':>9} {'weights':>8} {'MFU':>6}", flush=True)
     rows = []
     for case in chosen:
-        found = _child(asdict(case), smoke, end)
-        row = {"case": case.name(), **asdict(case), **found}
+        row = {"case": case.name(), **asdict(case), **children.rows(asdict(case), _CASE_SECONDS)[-1]}
         if "step_s" in row:
-            flops = FAMILIES[case.family].step_flops(sizes_of(case, smoke))
+            flops = FAMILIES[case.family].step_flops(sizes_of(case, tiny))
             row["mfu"] = flops / row["step_s"] / rate if rate else None
             figures = f"{row['step_s']:8.3f} {row['peak_gib']:9.1f} {row['weights_gib']:8.1f} {row['mfu'] or 0:6.1%}"
         else:
@@ -104,28 +161,10 @@ def run_all(chosen: list[GpuCase], smoke: bool, minutes: float) -> list[dict[str
     return rows
 
 
-def _child(case: dict[str, Any], smoke: bool, end: float) -> dict[str, Any]:
-    """Return what the process that measures ``case`` printed, or {"error": why there is nothing}."""
-    limit = min(_CASE_SECONDS, end - time.monotonic())
-    if limit <= 0:
-        return {"error": "left out: the time was up"}
-    command = [sys.executable, __file__, "--case", json.dumps(case), *(["--smoke"] if smoke else [])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {limit:.0f} s"}
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    if "OutOfMemoryError" in done.stderr:
-        return {"error": "out of memory"}
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return {"error": f"exit code {done.returncode}: {last}"}
-
-
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return Tandem over peft with checkpointing at batch 1, and each policy over the same without it."""
+    """Return Tandem over peft with checkpointing at batch 1, each policy over the same without it, and the ladders'."""
     by_name = {row["case"]: row for row in rows if "step_s" in row}
-    found: dict[str, float] = {}
+    found = gpu_llm.ratios(rows)
     for family in FAMILIES:
         saved = f"{family}, b1, tandem, bf16, checkpointing"
         pairs = {
@@ -142,31 +181,54 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
+def serve(case: dict[str, Any], device: torch.device, tiny: bool) -> None:
+    """Print what a parent process asks for, a row a line."""
+    if "ladder" in case:
+        for row in gpu_llm.climb(case["ladder"], device, tiny):
+            print(json.dumps(row), flush=True)  # at once: what is measured is kept if time runs out
+    elif "rate" in case:
+        print(json.dumps({"rate": matmul_rate(device, tiny)}))
+    else:
+        print(json.dumps(measure(GpuCase(**case), device, tiny)))
+
+
 @exit_on_user_error
 def main() -> None:
     """Measure all cases, or the one that a parent process asks for."""
+    families = [_LLM, *FAMILIES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--only", default="", help="run the cases whose name holds this text")
+    parser.add_argument("--families", default=",".join(families), help="default: %(default)s")
+    parser.add_argument("--only", default="", help="run the cases, and the language models, whose name holds this text")
     parser.add_argument("--minutes", type=float, default=9.5, help="no case begins after that")
-    parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to see that every case runs")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not options.smoke and not torch.cuda.is_available():
-        raise UserError("bench/gpu.py: needs a CUDA GPU; --smoke runs every case, tiny, on the CPU")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("bench/gpu.py: needs a CUDA GPU; --device cpu --tiny runs every case, tiny, on the CPU")
+    if options.device == "cpu" and not options.tiny:
+        raise UserError("--device: published sizes would take hours on a CPU; add --tiny")
     if options.case:
-        case = json.loads(options.case)
-        rate = "rate" in case
-        print(json.dumps({"rate": matmul_rate(options.smoke)} if rate else measure(GpuCase(**case), options.smoke)))
+        serve(json.loads(options.case), torch.device(options.device), options.tiny)
         return
-    chosen = [case for case in cases(options.families.split(",")) if options.only in case.name()]
-    rows = run_all(chosen, options.smoke, options.minutes)
+    asked = options.families.split(",")
+    for family in asked:
+        if family not in families:
+            raise UserError(f"--families: no {family!r}{did_you_mean(family, families)}; choose {', '.join(families)}")
+    ladders = [model for model in gpu_llm.LADDERS if _LLM in asked and options.only in model]
+    chosen = [case for case in cases([f for f in asked if f != _LLM]) if options.only in case.name()]
+    if not ladders and not chosen:
+        raise UserError(f"--only: no case's name holds {options.only!r}; leave it out to see the names")
+    children = Children(options.device, options.tiny, options.minutes)
+    rate = children.rate()
+    rows = run_ladders(ladders, children, rate) if ladders else []
+    rows += run_all(chosen, children, rate, options.tiny) if chosen else []
     found = ratios(rows)
     for name, value in found.items():
         print(f"{name:<40} {value:.3f}")
     if options.json:
-        machine = machine_name() if options.smoke else f"{torch.cuda.get_device_name()}, {machine_name()}"
+        machine = f"{torch.cuda.get_device_name()}, {machine_name()}" if options.device == "cuda" else machine_name()
         write_report(options.json, rows, found, machine)
 
 

@@ -77,28 +77,28 @@ def cases(families: list[str]) -> list[GpuCase]:
     return rows
 
 
-def sizes_of(case: GpuCase, smoke: bool) -> Sizes:
+def sizes_of(case: GpuCase, tiny: bool) -> Sizes:
     """Return the published model at 1024 x 1024, or something tiny with as many kinds of blocks."""
     full = replace(FAMILIES[case.family].full, batch=case.batch)
-    if not smoke:
+    if not tiny:
         return full
     few = tuple(4 * (i + 1) for i in range(len(full.blocks)))
     return replace(full, width=256, head_dim=64, blocks=few, image_sides=(4, 4), text_tokens=8)
 
 
-def build(case: GpuCase, device: torch.device, smoke: bool) -> LoraStep:
+def build(case: GpuCase, device: torch.device, tiny: bool) -> LoraStep:
     """Return the loaded case."""
-    family, sizes = FAMILIES[case.family], sizes_of(case, smoke)
+    family, sizes = FAMILIES[case.family], sizes_of(case, tiny)
     transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(device))
-    trained = _peft(case, transformer) if case.trainer == "peft" else _tandem(case, transformer, device, smoke)
+    trained = _peft(case, transformer) if case.trainer == "peft" else _tandem(case, transformer, device, tiny)
     if case.checkpointing:
         transformer.enable_gradient_checkpointing()
     if case.compiled:
-        transformer.compile_repeated_blocks(backend="eager" if smoke else "inductor")
+        transformer.compile_repeated_blocks(backend="eager" if tiny else "inductor")
     return LoraStep(transformer, trained, call_transformer, family.inputs(sizes, device), autocast=True)
 
 
-def _tandem(case: GpuCase, transformer: Any, device: torch.device, smoke: bool) -> list[torch.nn.Parameter]:
+def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -> list[torch.nn.Parameter]:
     from library.precision.recipe import Fp8Recipe, quantize_model
     from library.training.block_swap import swap_blocks
 
@@ -112,7 +112,7 @@ def _tandem(case: GpuCase, transformer: Any, device: torch.device, smoke: bool) 
     trained = tandem_lora(case.family, transformer, RANK)
     if case.swapped:
         blocks = FAMILIES[case.family].blocks(transformer)
-        swap_blocks(transformer, blocks, min(case.swapped, 3) if smoke else case.swapped, device)
+        swap_blocks(transformer, blocks, min(case.swapped, 3) if tiny else case.swapped, device)
     return trained
 
 

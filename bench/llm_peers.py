@@ -27,11 +27,16 @@ def build(who: str, family: str) -> nn.Module:
         return TransformerLM(config).initialise()
     if who == "textbook":
         return Textbook(config)
+    return transformers_model(config)
+
+
+def transformers_model(config: LMConfig) -> nn.Module:
+    """Return transformers' model of these sizes, without dropout."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = config_to_hf(config)
     values.pop("architectures")
-    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if family == "gpt2" else {}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if config.family == "gpt2" else {}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values, **dropout))
 
 

@@ -85,19 +85,21 @@ RUN_HERE = [case for case in cases(["flux"]) if case.batch == 1 and not (case.co
 
 @pytest.mark.parametrize("case", RUN_HERE, ids=lambda case: case.name())
 def test_every_case_of_the_gpu_benchmark_runs(case: GpuCase) -> None:
-    row = gpu.measure(case, smoke=True)
+    row = gpu.measure(case, torch.device("cpu"), tiny=True)
     assert row["step_s"] > 0
     assert row["peak_gib"] > row["weights_gib"] > 0
 
 
 def test_the_gpu_benchmark_reports_failures_as_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = GpuCase("flux")
-    rows = gpu.run_all([good, replace(good, family="x")], True, 2)
+    children = gpu.Children("cpu", True, minutes=2)
+    rows = gpu.run_all([good, replace(good, family="x")], children, children.rate(), True)
     assert rows[0]["step_s"] > 0
     assert rows[0]["mfu"] > 0
     assert rows[1]["error"] == "exit code 1: KeyError: 'x'"
     assert "flux, b1, tandem, bf16" in capsys.readouterr().out
-    assert gpu.run_all([good], True, 0)[0]["error"] == "left out: the time was up"
+    late = gpu.Children("cpu", True, minutes=0)
+    assert gpu.run_all([good], late, None, True)[0]["error"] == "left out: the time was up"
     write_report(tmp_path / "r.json", rows, gpu.ratios(rows))
     assert json.loads((tmp_path / "r.json").read_text()).keys() == {"machine", "commit", "rows", "ratios"}
 

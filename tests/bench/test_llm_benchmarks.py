@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from bench import gpu, gpu_llm
 from bench.llm_generate import Generator
 from bench.llm_peers import SIZES, Textbook, build
 from bench.llm_train import WHO, LMStepper
@@ -53,3 +54,45 @@ def test_the_textbook_model_computes_what_ours_does(family: str) -> None:
 @pytest.mark.parametrize("who", ["tandem", "transformers"])
 def test_both_generate_as_many_tokens(who: str) -> None:
     assert Generator(who, "llama", batch=2, new_tokens=3).step() == 6
+
+
+@pytest.mark.parametrize("model", gpu_llm.LADDERS)
+def test_the_ladder_climbs_to_the_top_with_the_peer_beside_flash(model: str) -> None:
+    precision = torch.get_float32_matmul_precision()
+    rows = list(gpu_llm.climb(model, torch.device("cpu"), tiny=True))
+    assert [row.get("error") for row in rows] == [None] * len(rows)
+    steps = ["fp32", "TF32", "bf16", "SDPA flash", "SDPA flash", "compile", "fused AdamW", "batch 2"]
+    if model == "gpt2-124m":  # 50257 tokens; Llama's 128256 are a multiple of 64
+        steps.insert(-1, "padded vocabulary")
+    assert [row["step"] for row in rows] == steps
+    assert [row["step"] for row in rows if row["who"] == "transformers"] == ["SDPA flash"]
+    last = rows[-1]
+    assert all(last[name] for name in ("tf32", "bf16", "flash", "compiled", "fused"))
+    assert torch.get_float32_matmul_precision() == precision
+    # 6 operations a weight and token, and 12 * layers * width * context for attention, of the unpadded model
+    config = gpu_llm.config_of(model, tiny=True)
+    matrices = {"gpt2-124m": 2 * 12 * 64 * 64, "llama3.2-1b": 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128)}[model]
+    needed = 6 * (matrices + config.vocab_size * 64) + 12 * 2 * 64 * 32
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * 32 / row["step_s"])
+        assert row["flops_per_s"] == pytest.approx(row["tokens_per_s"] * needed)
+
+
+def test_ladders_are_compared_where_transformers_stands() -> None:
+    row = {"case": "", "model": "gpt2-124m", "who": "tandem", "step_s": 1.0, "peak_gib": 2.0}
+    rows = [
+        row | {"step": "fp32", "tokens_per_s": 10.0},
+        row | {"step": "SDPA flash", "tokens_per_s": 60.0},
+        row | {"step": "SDPA flash", "tokens_per_s": 40.0, "who": "transformers", "peak_gib": 4.0},
+        {"case": "", "model": "gpt2-124m", "who": "tandem", "step": "compile", "error": "out of memory"},
+    ]
+    found = gpu.ratios(rows)
+    assert found == {
+        "gpt2-124m_speed_over_transformers": 1.5,
+        "gpt2-124m_memory_over_transformers": 0.5,
+        "gpt2-124m_speed_over_fp32": 6.0,
+    }
+
+
+def test_rows_of_a_process_that_was_stopped_are_kept() -> None:
+    assert gpu._rows(b'{"case": "a"}\nsome warning\n{"case": "b"}\n{"cas') == [{"case": "a"}, {"case": "b"}]

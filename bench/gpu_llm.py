@@ -1,0 +1,226 @@
+"""The ladder of ``bench/gpu.py``: how fast a language model trains, one known speed-up after the other.
+
+    fp32 -> TF32 -> bf16 -> SDPA flash -> compile -> fused AdamW -> padded vocabulary -> larger batch
+
+GPT-2 124M and Llama 3.2 1B, published sizes, random weights, 1024 random tokens a row, all weights trained, clipping
+at 1, AdamW. Each rung keeps what the rungs before it brought. Before "SDPA flash" attention is PyTorch's plain kernel,
+which writes all scores to memory; before "fused AdamW" it is the ``foreach`` one. Compilation is ``train_llm.py``'s:
+block by block. Llama's 128,256 tokens are a multiple of 64 already, so that rung is left out. transformers' model of
+the same size stands beside the rung of bf16 and flash attention.
+
+Reported are tokens/s (median step), the peak of allocated memory, and MFU: what the model needs, counted as
+``library.training.pretraining.speed`` does and the same on every rung, over the bf16 matrix products of this card.
+
+A ladder is one process: a process a rung would spend more time on starting than on measuring. A rung that fails or
+runs out of memory is a row that says so, and the next one begins with an empty card.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.utils import compile_regions
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.llm_peers import loss_of, transformers_model
+from bench.measure import reset_peak, resident
+from library.models.lm_config import LMConfig, gpt2, llama, preset
+from library.models.transformer_lm import TransformerLM
+from library.training.pretraining.speed import flops_per_token
+
+LADDERS = {"gpt2-124m": (8, 32), "llama3.2-1b": (4, 8)}  # rows of a batch, and of the larger one: fit into 80 GB
+_TINY = {
+    "gpt2-124m": gpt2(64, 2, 2, vocab_size=250, context=32),
+    "llama3.2-1b": llama(64, 2, 4, 2, 128, vocab_size=256, context=32, tied=True),
+}
+_CONTEXT = 1024
+_WARM_STEPS, _TIMED_STEPS = 2, 5
+_PEER = "transformers"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One row.
+
+    Attributes:
+        step: what is new.
+        batch: rows of a step.
+        who: tandem or transformers.
+        tf32, bf16: of matrix products; bf16 by autocast, weights stay fp32.
+        flash: PyTorch's flash attention, and not its plain one.
+        compiled, fused, padded: blocks by inductor, AdamW as one kernel, vocabulary to a multiple of 64.
+    """
+
+    step: str
+    batch: int
+    who: str = "tandem"
+    tf32: bool = False
+    bf16: bool = False
+    flash: bool = False
+    compiled: bool = False
+    fused: bool = False
+    padded: bool = False
+
+
+def rungs(model: str, tiny: bool) -> list[Rung]:
+    """Return the ladder of ``model``, and transformers' row behind the one that it compares with."""
+    batch, larger = (1, 2) if tiny else LADDERS[model]
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("TF32", {"tf32": True}),
+        ("bf16", {"bf16": True}),
+        ("SDPA flash", {"flash": True}),
+        ("compile", {"compiled": True}),
+        ("fused AdamW", {"fused": True}),
+        ("padded vocabulary", {"padded": True}),
+        (f"batch {larger}", {"batch": larger}),
+    ]
+    if config_of(model, tiny).vocab_size % 64 == 0:
+        changes = [change for change in changes if "padded" not in change[1]]
+    ladder = [Rung("fp32", batch)]
+    for step, change in changes:
+        ladder.append(replace(ladder[-1], step=step, **change))
+    beside = next(i for i, rung in enumerate(ladder) if rung.flash)
+    ladder.insert(beside + 1, replace(ladder[beside], who=_PEER))
+    return ladder
+
+
+def config_of(model: str, tiny: bool) -> LMConfig:
+    """Return the published sizes, or something tiny that is built alike."""
+    return _TINY[model] if tiny else preset(model)
+
+
+def climb(model: str, device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row for each rung of ``model`` as it is measured."""
+    config = config_of(model, tiny)
+    context = min(_CONTEXT, config.context)
+    with torch.device("meta"):
+        flops = flops_per_token(TransformerLM(config), context)
+    for rung in rungs(model, tiny):
+        row = {"case": f"{model}, {rung.step}, {rung.who}", "model": model, **asdict(rung)}
+        begun = time.perf_counter()
+        try:
+            seconds, peak = _measure(rung, config, context, device, tiny)
+        except Exception as error:  # whatever it is, the other rungs are worth having
+            memory = isinstance(error, torch.OutOfMemoryError)
+            row["error"] = "out of memory" if memory else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        else:
+            tokens = rung.batch * context / seconds
+            row |= {"step_s": seconds, "tokens_per_s": tokens, "flops_per_s": tokens * flops, "peak_gib": peak / 2**30}
+        yield row | {"took_s": time.perf_counter() - begun}
+        _empty(device)
+
+
+def _measure(rung: Rung, config: LMConfig, context: int, device: torch.device, tiny: bool) -> tuple[float, int]:
+    """Return the median seconds of a step, and the peak bytes."""
+    with _matmul_precision("high" if rung.tf32 else "highest"), sdpa_kernel(_kernel(rung)):
+        step = _build(rung, config, context, device, tiny)
+        for _ in range(_WARM_STEPS):  # choose kernels, compile
+            loss = step()
+        _forget_peak(device)
+        taken = []
+        for _ in range(1 if tiny else _TIMED_STEPS):
+            _wait(device)
+            begun = time.perf_counter()
+            loss = step()
+            _wait(device)
+            taken.append(time.perf_counter() - begun)
+    if not torch.isfinite(loss):
+        raise RuntimeError(f"loss is {loss.item()}")
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
+    return statistics.median(taken), peak
+
+
+def _build(rung: Rung, config: LMConfig, context: int, device: torch.device, tiny: bool) -> Callable[[], Tensor]:
+    """Return a function that takes one training step and returns its loss, still on the device."""
+    config = config.padded(64) if rung.padded else config
+    torch.manual_seed(0)
+    with device:
+        model: Any = transformers_model(config) if rung.who == _PEER else TransformerLM(config).initialise()
+        tokens = torch.randint(0, config.vocab_size, (rung.batch, context + 1))
+    trained: list[nn.Parameter] = list(model.parameters())
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=rung.fused, foreach=not rung.fused)
+    if rung.compiled:
+        model = compile_regions(model, backend="eager" if tiny else "inductor")
+    loss_of_tokens = loss_of(rung.who, model)
+
+    def step() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=rung.bf16):
+            loss = loss_of_tokens(tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _kernel(rung: Rung) -> SDPBackend:
+    return SDPBackend.FLASH_ATTENTION if rung.flash else SDPBackend.MATH
+
+
+@contextmanager
+def _matmul_precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak()
+
+
+def _empty(device: torch.device) -> None:
+    """Let go of what a rung left: compiled code of its shapes, and memory."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a row under :data:`HEADING`."""
+    if "error" in row:
+        figures = row["error"]
+    else:
+        figures = f"{row['tokens_per_s']:10,.0f} {row['peak_gib']:9.1f} {row['mfu'] or 0:6.1%} {row['step_s']:8.3f}"
+    print(f"{row['case']:<48} {figures}", flush=True)
+
+
+HEADING = f"{'case':<48} {'tokens/s':>10} {'peak GiB':>9} {'MFU':>6} {'s/step':>8}"
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the whole ladder's gain, and Tandem over transformers on the rung that both have."""
+    found: dict[str, float] = {}
+    for model in LADDERS:
+        own = [row for row in rows if row.get("model") == model and "step_s" in row]
+        peers = [row for row in own if row["who"] == _PEER]
+        climbed = [row for row in own if row["who"] != _PEER]
+        for peer in peers:
+            for row in climbed:
+                if row["step"] == peer["step"]:
+                    found[f"{model}_speed_over_transformers"] = row["tokens_per_s"] / peer["tokens_per_s"]
+                    found[f"{model}_memory_over_transformers"] = row["peak_gib"] / peer["peak_gib"]
+        if climbed and climbed[0]["step"] == "fp32":
+            found[f"{model}_speed_over_fp32"] = max(row["tokens_per_s"] for row in climbed) / climbed[0]["tokens_per_s"]
+    return found
