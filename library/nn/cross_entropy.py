@@ -32,6 +32,7 @@ def token_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, vocab_
         targets: [B, S] int64, below ``vocab_size``.
         vocab_size: rows of the head that are tokens; padding rows behind them get no probability.
     """
+    head = getattr(head, "_orig_mod", head)  # accelerate compiles it by itself; so it would give the logits as a whole
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     count = (wanted != IGNORED).sum().clamp_min(1)
     trained = rows.requires_grad or any(parameter.requires_grad for parameter in head.parameters())

@@ -58,6 +58,18 @@ def test_a_frozen_head_passes_the_gradient_on() -> None:
     assert head.weight.grad is None
 
 
+def test_a_head_that_was_compiled_by_itself_keeps_no_logits() -> None:
+    # so accelerate's regional compilation hands it over
+    hidden, head, targets = case()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        loss = token_cross_entropy(hidden, torch.compile(head, backend="eager"), targets, VOCABULARY)
+    loss.backward()
+    assert loss.item() == pytest.approx(whole(hidden, head.weight, targets).item(), rel=1e-5)
+    assert head.weight.grad is not None
+    assert max(kept) < targets.numel() * VOCABULARY
+
+
 def test_autocast_multiplies_in_bf16_and_sums_in_fp32() -> None:
     hidden, head, targets = case()
     with torch.autocast("cpu", torch.bfloat16):
