@@ -6,9 +6,10 @@
 For each training seed a LoRA is trained in high precision on the demo's images (``configs/demo_fp8.toml``). The
 reference is that model with the LoRA beside it; every case is run on the same 64 held-out pictures, painted from seeds
 that the training images do not have, with generated masks, the same noise and the same noise levels. Fixes are fitted
-to and trained on 48 more of another seed. Figures are relative rms errors of the velocity, of finished latents (four sampling
-steps) and of decoded pictures, means over seeds with half the range; along the seam, the decoded picture's error within
-8 pixels inside the border over that of the interior, medians over the pictures.
+to and trained on 48 more of another seed. Figures are relative rms errors of the velocity, of finished latents (four
+sampling steps) and of decoded pictures, means over seeds with half the range; along the seam, the decoded picture's
+error within 8 pixels inside the border over that of the interior, medians over the pictures. The last row is an error
+without a seam, for comparison.
 """
 
 from __future__ import annotations
