@@ -136,8 +136,8 @@ class RunEvents:
             self._stop_if_stale(position)
         if _due(step, self.sampling.sample_every_n_steps) or wish.sample:
             self._sample(step)
-        if _due(step, self.saving.save_every_n_steps) or wish.save:
-            with_state = self.saving.save_state or (wish.save and not self.keeper.failures)
+        if _due(step, self.saving.save_every_n_steps) or wish.save or wish.again:
+            with_state = self.saving.save_state or wish.save
             if self._save(self.names.stem(step=step), position, with_state):
                 self._rotate(step=step)
         self.requests.answered(wish)

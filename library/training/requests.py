@@ -5,7 +5,7 @@ it is in; a second one ends it at once. By file in the output folder: ``STOP``, 
 a file is removed when it has been answered, and one that is older than the run is removed at its start.
 
 Every process of a run must answer at the same step. One process alone looks after every step; several agree by one
-reduction of seven numbers every two seconds or so, at steps that follow from the time of those before, so that the
+reduction of eight numbers every two seconds or so, at steps that follow from the time of those before, so that the
 device is not waited for at the others.
 """
 
@@ -41,11 +41,12 @@ class Wish:
     """What is asked for, the same on every process."""
 
     stop: str | None = None  # by what: ``SIGTERM``, ``STOP``
-    save: bool = False
+    save: bool = False  # LoRA and state
     sample: bool = False
+    again: bool = False  # to save what could not be saved before
 
     def __bool__(self) -> bool:
-        return self.stop is not None or self.save or self.sample
+        return self.stop is not None or self.save or self.sample or self.again
 
     @property
     def exit_code(self) -> int:
@@ -134,35 +135,34 @@ class Requests:
                     with suppress(OSError):
                         (self._folder / name).unlink(missing_ok=True)
 
-    def _own_wishes(self) -> tuple[bool, bool, bool]:
-        """Return whether stop, save and sample are asked for by file; that costs three calls a second at most."""
+    def _own_wishes(self) -> tuple[bool, bool, bool, bool]:
+        """Return whether stop, save and sample are asked for by file (three calls a second), and a save is owed."""
         now = time.monotonic()
-        owed = self._is_owed()
         if now - self._looked_at < _FILE_SECONDS:
-            return False, owed, False
+            return False, False, False, self._is_owed()
         self._looked_at = now
         stop, save, sample = ((self._folder / name).exists() for name in FILES)
-        return stop, save or owed, sample
+        return stop, save, sample, self._is_owed()
 
     def _agree(self, step: int) -> Wish:
         """Sum the main process's numbers and everybody's signals over all processes."""
         main = self._accelerator.is_main_process
-        files = self._own_wishes() if main else (False, False, False)
+        own_wishes = self._own_wishes() if main else (False,) * 4
         before, then = self._last
         self._last = step, time.monotonic()
         seconds = max(self._last[1] - then, 1e-6)
         wait = round(_AGREEMENT_SECONDS * max(step - before, 1) / seconds) if main else 0
         # a sum of signals would be another signal: each has a place of its own
-        numbers = [int(self._signal == number) for number in _SIGNALS] + [int(asked) for asked in files]
+        numbers = [int(self._signal == number) for number in _SIGNALS] + [int(asked) for asked in own_wishes]
         own = torch.tensor([*numbers, min(max(wait, 1), _MOST_STEPS) if main else 0], dtype=torch.float32)
         summed = self._accelerator.reduce(own.to(self._accelerator.device), reduction="sum").tolist()
         self._next_step = step + int(summed[-1])
         arrived = next((number for number, count in zip(_SIGNALS, summed, strict=False) if count), 0)
         return self._as_wish(arrived, *(bool(count) for count in summed[len(_SIGNALS) : -1]))
 
-    def _as_wish(self, arrived: int, stop: bool, save: bool, sample: bool) -> Wish:
+    def _as_wish(self, arrived: int, stop: bool, save: bool, sample: bool, again: bool) -> Wish:
         name = signal.Signals(arrived).name if arrived else "STOP" if stop else None
-        return Wish(name, save, sample) if name or save or sample else NOTHING
+        return Wish(name, save, sample, again)
 
 
 def ignore_signals(worker: int) -> None:

@@ -36,9 +36,9 @@ from library.config import load_config
 from library.config.llm_schema import load_llm_config
 from library.training.resume import find_damage
 from tests.faults.points import Points
+from tests.pretraining_runs import flags as pretraining_flags
+from tests.pretraining_runs import write_corpus
 from tests.runs import arguments, write_base, write_dataset
-from tests.training.test_pretraining import flags as pretraining_flags
-from tests.training.test_pretraining import write_corpus
 
 _STEPS = 6
 _CHAIN = 4  # kills of one run

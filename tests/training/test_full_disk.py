@@ -164,3 +164,27 @@ def test_metrics_hold_whole_lines_and_catch_up(disk: Path, capsys: pytest.Captur
     steps = [json.loads(line)["step"] for line in (disk / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 21))
     assert capsys.readouterr().err.count("warning:") == 1
+
+
+def test_a_save_that_failed_is_made_up_for_between_two_that_are_due(
+    disk: Path, base: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "_FIRST_RETRY", 0.0)
+    attempt = Keeper.attempt
+
+    def make_room_after_a_failure(keeper: Keeper, write: keeping.Write) -> list[Path] | None:
+        written = attempt(keeper, write)
+        if written is None:
+            (disk / "filler").unlink()
+        return written
+
+    monkeypatch.setattr(Keeper, "attempt", make_room_after_a_failure)
+    (disk / "filler").write_bytes(bytes(990 * KIB))
+    run(base, dataset, disk, max_train_steps=6, save_every_n_steps=4)
+    run(base, dataset, tmp_path / "whole", max_train_steps=6, save_every_n_steps=1)
+    assert sorted(path.name for path in disk.glob("*.safetensors")) == [
+        "lora-step00000005.safetensors",
+        "lora.safetensors",
+    ]
+    fifth = lora(tmp_path / "whole", "lora-step00000005")
+    assert all(torch.equal(fifth[name], tensor) for name, tensor in lora(disk, "lora-step00000005").items())
