@@ -149,13 +149,13 @@ def measured_parts(run: Run, blocks: list[nn.Module], activations: int, device: 
 
 
 def suggestions(
-    parts: Parts, limit: int, config: TrainConfig, blocks: int, batch_size: int, hidden: int
+    parts: Parts, limit: int, config: TrainConfig, blocks: int, batch_size: int, hidden: int, can_swap: bool
 ) -> list[tuple[str, int, bool]]:
     """Return settings that take less, each with its estimated total and whether that fits into ``limit``.
 
     Estimates: recomputing keeps every block's input (``hidden`` bytes) and one block's activations; a swapped block's
     weights leave the device; fp8 keeps one byte a weight; activations are proportional to the batch; 8-bit optimizers
-    keep two bytes a weight where AdamW keeps eight.
+    keep two bytes a weight where AdamW keeps eight. ``can_swap``: host memory is another memory than the device's.
     """
     training, estimates = config.training, list[tuple[str, int]]()
 
@@ -168,7 +168,8 @@ def suggestions(
     if not training.gradient_checkpointing and recomputed < parts.activations:
         estimates.append(("gradient_checkpointing = true", less(activations=recomputed)))
     most = max(blocks - 2, 0)
-    if parts.block and not training.blocks_to_swap and most:
+    can_swap = can_swap and bool(parts.block) and not training.blocks_to_swap and most > 0
+    if can_swap:
         over = parts.total - limit
         needed = min(most, max(1, -(-over // parts.block) if over > 0 else 1))
         estimates.append((f"blocks_to_swap = {needed}", less(weights=parts.weights - needed * parts.block)))
@@ -184,10 +185,10 @@ def suggestions(
         low = recomputed if not training.gradient_checkpointing else parts.activations
         together = less(
             activations=low // batch_size,
-            weights=max(parts.weights - most * parts.block, 0) if not training.blocks_to_swap else parts.weights,
+            weights=max(parts.weights - most * parts.block, 0) if can_swap else parts.weights,
             optimizer=min(parts.optimizer, 2 * count),
         )
-        estimates.append(("all of these, and every block swapped", together))
+        estimates.append(("all of these" + (", and every block swapped" if can_swap else ""), together))
     return [(name, total, total <= limit) for name, total in estimates]
 
 

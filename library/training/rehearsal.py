@@ -2,10 +2,12 @@
 
 The model is loaded as for the run, with LoRA, optimizer and memory policy; latents are noise of the right shape, one
 caption (the longest) is encoded for its text. Two steps are taken, the second with the optimizer's state in place and,
-with accumulation, gradients held beside the activations. First at a sixteenth of the area: from what that takes the
-full step is estimated, so that a CPU run that would be killed for its memory is not started. Then everything is let
-go of. Nothing of it reaches the run: it loads its networks anew, all its random numbers are functions of seed and step,
-and the global generator and the loss scaler are put back. The price is loading the model twice.
+with accumulation, gradients held beside the activations. First at a sixteenth and a quarter of the area: from what
+these take the full step is estimated, so that a CPU run that would be killed for its memory is not started.
+
+Then everything is let go of. Nothing of it reaches the run: it loads its networks anew, all its random numbers are
+functions of seed and step, and the global generator and the loss scaler are put back. The price is loading the model
+twice.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from library.training.network_plan import NetworkPlan
 
 Stub = dict[str, Tensor]
-_SHARE = 4  # the first steps have so many times shorter sides
+_SHARES = (4, 2)  # the first steps have so many times shorter sides
 
 
 def is_wanted(preflight: bool | None, device: torch.device) -> bool:
@@ -89,17 +91,13 @@ def rehearse(
                 family, text_encoder, plan, config.network, config.training, dtype, device, quiet, fp8()
             )
             run = prepare_run(config, family, plan, networks, data, accelerator)
-            parts = _measured(run, family, networks, _batch(data, family, sample, text, size, _SHARE))
-            scale = _area(data, family, sample, 1) / _area(data, family, sample, _SHARE)
-            expected = replace(parts, activations=round(parts.activations * scale))
-            fits = expected.total <= limit * (
-                1.2 if device.type == "cuda" else 1.0
-            )  # a GPU says itself when it is full
+            small, parts = (
+                _measured(run, family, networks, _batch(data, family, sample, text, size, share)) for share in _SHARES
+            )
+            parts = replace(parts, activations=_extrapolated(data, family, sample, small, parts))
+            fits = parts.total <= limit * (1.2 if device.type == "cuda" else 1.0)  # a GPU says itself when it is full
             if fits:
-                parts = expected
                 parts = _measured(run, family, networks, _batch(data, family, sample, text, size, 1))
-            else:
-                parts = expected
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -111,7 +109,7 @@ def rehearse(
             f"preflight: not even the model fits into {in_words(limit)}; set fp8_scaled = true or blocks_to_swap"
         )
     hidden = _hidden(parts, blocks)
-    others = suggestions(parts, limit, config, blocks, size, hidden)
+    others = suggestions(parts, limit, config, blocks, size, hidden, device.type != "cpu")
     console.print(f"preflight: a step of {what} takes {parts.describe()}, of {in_words(limit)}", soft_wrap=True)
     if fits and parts.total <= 0.95 * limit:
         return
@@ -152,6 +150,15 @@ def _sides(data: TrainingData, family: Family, size: tuple[int, int], share: int
 def _area(data: TrainingData, family: Family, sample: Sample, share: int) -> float:
     sizes = [sample.fit.bucket, *(control.fit.encoded for control in sample.controls)]
     return float(sum(h * w for h, w in (_sides(data, family, size, share) for size in sizes)))
+
+
+def _extrapolated(data: TrainingData, family: Family, sample: Sample, small: Parts, middle: Parts) -> int:
+    """The activations of the full area, on the line through those of two smaller ones; the text's part is constant."""
+    areas = [_area(data, family, sample, share) for share in (*_SHARES, 1)]
+    if areas[1] == areas[0]:
+        return middle.activations
+    slope = (middle.activations - small.activations) / (areas[1] - areas[0])
+    return round(middle.activations + max(slope, 0.0) * (areas[2] - areas[1]))
 
 
 def _text(text_encoder: TextEncoder, data: TrainingData, sample: Sample) -> Stub:
