@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import toml
+import torch
 from rich.console import Console
 
+from library.accelerator import is_sharded
 from library.config.llm_schema import LLMConfig, load_llm_config
 from library.errors import exit_on_user_error
 from library.files import write_text
@@ -31,6 +33,7 @@ from library.training.pretraining.build import (
     check_corpus,
     name_ends,
     pretraining_accelerator,
+    share_out,
     training_context,
 )
 from library.training.pretraining.events import PretrainingEvents, held_out_source, summary
@@ -64,7 +67,8 @@ def train(config: LLMConfig) -> PretrainingEvents:
     console = Console(quiet=not accelerator.is_main_process, markup=False, highlight=False)
     asked, auto = config, config.training.resume == AUTO
     config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
-    bare = build_model(config, shards.vocab_size, device)
+    # Split weights go to their device as they are split: the whole model need not fit there.
+    bare = build_model(config, shards.vocab_size, torch.device("cpu") if is_sharded(accelerator) else device)
     check_corpus(shards, bare.config)
     name_ends(bare, tokenizer)
     context = training_context(config.model, bare.config)
@@ -75,7 +79,7 @@ def train(config: LLMConfig) -> PretrainingEvents:
 
     optimizer = build_pretraining_optimizer(config.optimizer, bare, config.training.full_bf16, seed)
     schedule = build_schedule(config.optimizer.shared(), optimizer, plan.total)
-    model, optimizer = accelerator.prepare(bare, optimizer)
+    model, optimizer = share_out(accelerator, bare, optimizer)
     parts, settings = {"optimizer": optimizer, "schedule": schedule}, lasting_settings(config)
     position = PretrainingPosition()
     if config.training.resume:

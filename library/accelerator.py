@@ -14,39 +14,60 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from library.config.parallel_schema import ParallelConfig
 from library.errors import UserError
 
 if TYPE_CHECKING:
     from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
 
 # Engines that ``accelerate launch`` switches on through the environment. Tandem sets up its own.
-_FOREIGN_ENGINES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+_FOREIGN_ENGINES = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
 
 
 def build_accelerator(
-    accelerate: AccelerateConfig, training: TrainingConfig, saving: SavingConfig, logging: LoggingConfig
+    accelerate: AccelerateConfig,
+    training: TrainingConfig,
+    saving: SavingConfig,
+    logging: LoggingConfig,
+    parallel: ParallelConfig | None = None,
 ) -> Accelerator:
-    """Return the process's ``Accelerator`` for a single process or DDP, under python, accelerate launch or torchrun.
+    """Return the process's ``Accelerator``, under python, accelerate launch or torchrun.
+
+    It is one for a single process, DDP, or as ``parallel`` says FSDP2 or HSDP.
 
     Raises:
-        UserError: the environment asks for another engine, the precision does not exist on this device, a tracker
-            is not installed, or accelerate set up something other than what was asked.
+        UserError: the environment asks for another engine, there are more or fewer processes than ``parallel`` says,
+            the precision does not exist on this device, a tracker is not installed, or accelerate set up something
+            other than what was asked.
     """
+    parallel, world = parallel or ParallelConfig(), int(os.environ.get("WORLD_SIZE", "1"))
+    replicas, timeout = parallel.replicas(world), timedelta(minutes=accelerate.ddp_timeout)
     on_cpu = not torch.cuda.is_available()
     _refuse_foreign_engines()
     if training.mixed_precision == "fp16" and on_cpu:
         raise UserError('mixed_precision: fp16 needs a GPU; on a CPU use "bf16" or "no"')
+    if parallel.is_sharded and on_cpu:
+        _let_accelerate_shard_on_a_cpu(timeout)
     accelerator = Accelerator(
         cpu=on_cpu,  # without it torchrun on a CPU leaves every process alone
         mixed_precision=training.mixed_precision,
@@ -59,8 +80,12 @@ def build_accelerator(
         log_with=_trackers(logging),
         dynamo_plugin=_dynamo(accelerate),
         step_scheduler_with_optimizer=False,
+        fsdp_plugin=_sharding() if parallel.is_sharded else None,
+        parallelism_config=_mesh(replicas, parallel.shard) if parallel.is_sharded and replicas > 1 else None,
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(minutes=accelerate.ddp_timeout)),
+            # Casts of sharded weights are not kept: they would hold the whole model from forward to backward.
+            AutocastKwargs(cache_enabled=not parallel.is_sharded),
+            InitProcessGroupKwargs(timeout=timeout),
             DistributedDataParallelKwargs(
                 # Buffers are frozen here (CLIP's position numbers, fp8 scales). Broadcasting them in every forward
                 # pass would wait for ever where processes validate different numbers of batches.
@@ -70,8 +95,53 @@ def build_accelerator(
             ),
         ],
     )
-    _compare_with_what_was_asked(accelerator, training.mixed_precision)
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate has set it; a run that follows would take it for asked
+    _compare_with_what_was_asked(accelerator, training.mixed_precision, parallel)
     return accelerator
+
+
+def _sharding() -> FullyShardedDataParallelPlugin:
+    """Return FSDP2's settings, all of them, since accelerate reads those that are missing from the environment.
+
+    Weights are gathered in the dtype that they have. Which modules are gathered as one is said when there is a model.
+    """
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[],
+        ignored_modules=[],
+        mixed_precision_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
+        cpu_offload=False,
+        state_dict_type="SHARDED_STATE_DICT",
+        activation_checkpointing=False,
+        activation_checkpointing_offload=False,
+        cpu_ram_efficient_loading=False,
+    )
+
+
+def _mesh(replicas: int, shard: int) -> ParallelismConfig:
+    """Return the layout of HSDP: ``replicas`` groups of ``shard`` neighbouring processes."""
+    return ParallelismConfig(
+        dp_replicate_size=replicas,
+        dp_shard_size=shard,
+        tp_size=1,
+        cp_size=1,
+        cp_backend="torch",
+        sp_size=1,
+        sp_backend="deepspeed",
+    )
+
+
+def _let_accelerate_shard_on_a_cpu(timeout: timedelta) -> None:
+    """Keep accelerate from passing over the FSDP settings on a CPU, where it runs DDP instead without a word.
+
+    It knows FSDP only of processes with accelerators, torch of all: the group is set up for the CPU and then called
+    what accelerate calls one of GPUs.
+    """
+    if not PartialState._shared_state:
+        PartialState(cpu=True, timeout=timeout)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def _refuse_foreign_engines() -> None:
@@ -117,11 +187,18 @@ def _dynamo(accelerate: AccelerateConfig) -> TorchDynamoPlugin:
     )
 
 
-def _compare_with_what_was_asked(accelerator: Accelerator, mixed_precision: str) -> None:
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Return whether the run's weights are split among processes."""
+    return accelerator.distributed_type == DistributedType.FSDP
+
+
+def _compare_with_what_was_asked(accelerator: Accelerator, mixed_precision: str, parallel: ParallelConfig) -> None:
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     plain = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    if accelerator.distributed_type not in plain:
-        raise UserError(f"accelerate set up {accelerator.distributed_type}; unset the ACCELERATE_* variables")
+    fits = is_sharded(accelerator) and accelerator.is_fsdp2 if parallel.is_sharded else None
+    if not (accelerator.distributed_type in plain if fits is None else fits):
+        wanted = f", shard = {parallel.shard} asks for FSDP2" if parallel.is_sharded else ""
+        raise UserError(f"accelerate set up {accelerator.distributed_type}{wanted}; unset the ACCELERATE_* variables")
     if accelerator.num_processes != asked:
         raise UserError(f"{asked} processes were started but accelerate joined {accelerator.num_processes} of them; "
                         "start with torchrun --nproc-per-node N train_lora.py ...")  # fmt: skip

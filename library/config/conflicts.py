@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
-from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, Section, TrainConfig
+from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, TrainConfig
+from library.config.section import Section
 
 
 def find_conflicts(config: TrainConfig) -> Iterator[str]:

@@ -12,18 +12,15 @@ from pydantic import Field
 
 from library.config.schema import (
     AccelerateConfig,
-    Fraction,
     HubConfig,
     LoggingConfig,
     NetworkConfig,
-    NotNegative,
     OptimizerConfig,
-    Positive,
     PrecisionConfig,
     SavingConfig,
-    Section,
     TrainingConfig,
 )
+from library.config.section import Fraction, NotNegative, Positive, Section
 
 LANGUAGE_MODELS = ("llama", "gpt2")
 OF_IMAGES = frozenset(

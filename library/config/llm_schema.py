@@ -13,15 +13,9 @@ from pydantic import Field
 from library.config.keys import Script
 from library.config.load import load_for
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
-from library.config.schema import (
-    AccelerateConfig,
-    Fraction,
-    LoggingConfig,
-    NotNegative,
-    OptimizerConfig,
-    Positive,
-    Section,
-)
+from library.config.parallel_schema import ParallelConfig, parallel_conflicts
+from library.config.schema import AccelerateConfig, LoggingConfig, OptimizerConfig
+from library.config.section import Fraction, NotNegative, Positive, Section
 
 _ADAM_BETAS = "betas=0.9,0.95"  # of GPT-3 (arXiv 2005.14165) and Llama; torch's 0.999 is slow to forget early steps
 
@@ -158,6 +152,7 @@ class LLMConfig(Section):
     validation: LLMValidationConfig = LLMValidationConfig()
     logging: LoggingConfig = LoggingConfig()
     accelerate: AccelerateConfig = AccelerateConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
 
 _SIZES = ("width", "layers", "heads", "kv_heads", "hidden")
@@ -187,7 +182,29 @@ def find_llm_conflicts(config: LLMConfig) -> Iterator[str]:
         yield "clip_during_warmup: has no effect with max_grad_norm 0; remove it"
     if config.saving.save_state and config.saving.save_every_n_steps is None:
         yield "save_state: has no effect without save_every_n_steps; set it or remove save_state"
+    yield from _sharding(config)
     yield from find_optimizer_conflicts(optimizer.shared())
+
+
+# Their step on a weight's pieces is the pieces of their step on the weight; Prodigy's sums go over all pieces.
+SHARDING_OPTIMIZERS = ("AdamW", "Adam", "SGD", "SGDNesterov", "Prodigy")
+
+
+def _sharding(config: LLMConfig) -> Iterator[str]:
+    kind, full_bf16 = config.optimizer.optimizer_type, config.training.full_bf16
+    whole = kind.lower() not in [name.lower() for name in SHARDING_OPTIMIZERS]
+    fit = ", ".join(SHARDING_OPTIMIZERS)
+    yield from parallel_conflicts(
+        config.parallel,
+        {
+            "optimizer_type": (
+                whole,
+                f"{kind} needs whole matrices, which shard splits; use {fit}, or shard = 1",
+            ),
+            "full_bf16": (full_bf16, 'rounds whole tensors, which shard splits; set mixed_precision = "bf16" instead'),
+            "torch_compile": (config.accelerate.torch_compile, "is not made for shard; remove one of them"),
+        },
+    )
 
 
 LLM = Script("train_llm.py", "Pretrain a language model.", LLMConfig, find_llm_conflicts)

@@ -10,18 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values are frozen once validated."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from library.config.section import Fraction, NotNegative, Positive, Section
 
 
 class ModelConfig(Section):
@@ -131,7 +122,8 @@ class DatasetArguments(Section):
     train_batch_size: Positive = Field(1, description="batch size where the dataset TOML names none")
     max_data_loader_n_workers: Annotated[int, Field(ge=0)] = Field(2, description="worker processes that read caches")
     strict_dataset: bool = Field(
-        False, description="look every image over before caching and refuse to start at any finding (docs/reliability.md)"
+        False,
+        description="look every image over before caching and refuse to start at any finding (docs/reliability.md)",
     )
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from library.errors import UserError
 from library.models.transformer_lm import TransformerLM
@@ -126,7 +127,6 @@ def choose(logits: Tensor, uniform: Tensor | None) -> Tensor:
     return torch.minimum(chosen, last)
 
 
-@torch.inference_mode()
 def stream_tokens(
     model: TransformerLM,
     prompts: Sequence[Sequence[int]],
@@ -146,6 +146,14 @@ def stream_tokens(
         UserError: no prompt, an empty one, a token that the model does not have, or more tokens than the model has
             positions for.
     """
+    # What split weights are gathered into is trained on later, which tensors of inference mode are no good for.
+    quietly = torch.no_grad() if isinstance(model, FSDPModule) else torch.inference_mode()
+    return quietly(_stream)(model, prompts, settings, cache)
+
+
+def _stream(
+    model: TransformerLM, prompts: Sequence[Sequence[int]], settings: SamplingSettings, cache: KVCache | None
+) -> Iterator[list[int | None]]:
     _check(model, prompts, settings)
     device = model.embedding.weight.device
     lengths = [len(prompt) for prompt in prompts]

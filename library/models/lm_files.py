@@ -14,6 +14,7 @@ one tensor, whatever the layout.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -85,7 +86,12 @@ def open_lm(folder: Path) -> tuple[LMConfig, WeightFiles, KeyMap]:
     )
 
 
-def export_hf(model: TransformerLM, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
+def export_hf(
+    model: TransformerLM,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Path:
     """Write ``model`` in transformers' format, ``config.json`` and ``model.safetensors``; return the folder.
 
     Padding rows are cut off. One tensor at a time is converted.
@@ -94,12 +100,13 @@ def export_hf(model: TransformerLM, folder: str | Path, dtype: torch.dtype | Non
         model: with weights that are not fp8.
         folder: made if needed.
         dtype: of the file; default: each weight's own.
+        weights: its parameters by name, where the model itself holds only parts of them.
 
     Raises:
         UserError: the model holds fp8 weights, or the folder cannot be written.
     """
     folder = Path(folder)
-    state = dict(model.named_parameters())
+    state = dict(weights or model.named_parameters())
     if any(tensor.dtype.itemsize == 1 for tensor in state.values()):
         raise UserError("a model with fp8 weights is not exported; load it without fp8 first")
     plan = _export_plan(model.config)

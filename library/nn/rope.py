@@ -102,11 +102,11 @@ class RopeTables:
         known = self._tables.get(device)
         if known is None or known[0].shape[0] < length:
             rows = 1 << (length - 1).bit_length()
-            # computed on the CPU: not every device has float64
-            with torch.device("cpu"):
+            # computed on the CPU: not every device has float64; kept for training too, which takes no inference tensors
+            with torch.device("cpu"), torch.inference_mode(False):
                 frequencies = rope_frequencies(self.dim, self.theta, self.scaling)
                 cos, sin = rope_table(torch.arange(rows), frequencies)
-            known = self._tables[device] = (cos.to(device), sin.to(device))
+                known = self._tables[device] = (cos.to(device), sin.to(device))
         return known
 
 

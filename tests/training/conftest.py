@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pretraining_runs import write_corpus
 from tests.runs import write_base, write_dataset
 
 
@@ -19,3 +20,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight 64 x 64 images in one bucket, batches of four."""
     return write_dataset(tmp_path_factory.mktemp("data"), text="batch_size = 4")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus for language models."""
+    return write_corpus(tmp_path_factory.mktemp("corpus"))

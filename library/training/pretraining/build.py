@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from library.accelerator import build_accelerator
+from library.accelerator import build_accelerator, is_sharded
 from library.config.llm_schema import LLMConfig, LLMDataConfig, LLMModelConfig, LLMOptimizerConfig
 from library.config.schema import SavingConfig, TrainingConfig
 from library.errors import UserError
@@ -19,10 +20,11 @@ from library.llm.token_shards import TokenShards
 from library.llm.tokenizers import Tokenizer
 from library.models.lm_config import LMConfig, preset
 from library.models.lm_files import load_lm
-from library.models.transformer_lm import TransformerLM
+from library.models.transformer_lm import Block, TransformerLM
 from library.randomness import generator
 from library.training.muon import MuonWithAdamW
 from library.training.optimizers import build_optimizer, parse_optimizer_args
+from library.training.sharding import check_sharding, plan_sharding
 
 
 def pretraining_accelerator(config: LLMConfig) -> Accelerator:
@@ -31,7 +33,21 @@ def pretraining_accelerator(config: LLMConfig) -> Accelerator:
         torch.set_float32_matmul_precision("high")
     training = TrainingConfig(mixed_precision=config.training.mixed_precision)
     saving = SavingConfig(output_dir=config.saving.output_dir)
-    return build_accelerator(config.accelerate, training, saving, config.logging)
+    return build_accelerator(config.accelerate, training, saving, config.logging, config.parallel)
+
+
+def share_out(accelerator: Accelerator, model: TransformerLM, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Return model and optimizer as the engine runs them; split, a block at a time, where the run is sharded.
+
+    Raises:
+        UserError: accelerate did something else than it was asked for.
+    """
+    plan_sharding(accelerator, [Block.__name__])
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    check_sharding(accelerator, model, [Block.__name__])
+    if is_sharded(accelerator):
+        register_fsdp_forward_method(model, "next_logits")  # what samples are made with
+    return prepared, optimizer
 
 
 def accumulation_for(config: LLMDataConfig, context: int, world: int) -> int:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
+from library.accelerator import is_sharded
 from library.atomic import atomic_folder
 from library.config.llm_schema import LLMConfig, LLMSamplingConfig, LLMSavingConfig
 from library.errors import UserError
@@ -31,6 +32,7 @@ from library.training.pretraining.evaluation import held_out_loss, write_samples
 from library.training.pretraining.state import PretrainingPosition, save_state
 from library.training.progress import TrainingProgress, duration, shown_path
 from library.training.requests import NOTHING, Requests
+from library.training.sharding import whole
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -95,8 +97,8 @@ class PretrainingEvents:
             self._validate(step)
         if _due(step, self.sampling.sample_every_n_steps) or (wish.sample and self.sampling.sample_prompts):
             self._sample(step)
-        if _due(step, self.saving.save_every_n_steps) or wish.save:
-            with_state = self.saving.save_state or (wish.save and not self.keeper.failures)
+        if _due(step, self.saving.save_every_n_steps) or wish.save or wish.again:
+            with_state = self.saving.save_state or wish.save
             self._save(self.stem(step), position, with_state)
         self.requests.answered(wish)
 
@@ -130,7 +132,7 @@ class PretrainingEvents:
         self.metrics.write({"step": step, "val_loss": loss, "val_perplexity": exp(min(loss, 700.0))})
 
     def _sample(self, step: int) -> None:
-        if not self.accelerator.is_main_process:
+        if not self.accelerator.is_main_process and not is_sharded(self.accelerator):
             return
         chosen = self.sampling
         greedy = chosen.sample_temperature == 0
@@ -141,7 +143,8 @@ class PretrainingEvents:
             seed=self.seed,
             stop_tokens=self.tokenizer.stop_tokens,
         )
-        path = self.folder / "samples" / f"{step:08d}.txt"
+        # Of split weights every process has to take part; all write the same text, one of them to disk.
+        path = self.folder / "samples" / f"{step:08d}.txt" if self.accelerator.is_main_process else None
         with self.progress.phase("sampling"):
             model, tokenizer, prompts = self.model, self.tokenizer, chosen.sample_prompts
 
@@ -159,15 +162,17 @@ class PretrainingEvents:
         last: Callable[[], bool] | None = None,
     ) -> None:
         """Save the model, and a state; ``last`` as in ``library.training.events``."""
+        weights = whole(dict(self.model.named_parameters()), self.accelerator)
+        states = {name: whole(part.state_dict(), self.accelerator) for name, part in self.parts.items() if with_state}
         if not self.accelerator.is_main_process:
             return
 
         def write(folder: Path) -> list[Path]:
             with atomic_folder(folder / stem) as target:
-                export_hf(self.model, target, _DTYPES[self.saving.save_precision])
+                export_hf(self.model, target, _DTYPES[self.saving.save_precision], weights)
                 self.tokenizer.save(target)
             if with_state:
-                save_state(folder / f"{stem}-state", self.model, self.parts, position, self.settings)
+                save_state(folder / f"{stem}-state", weights, states, position, self.settings)
             return [folder / stem]
 
         with self.progress.phase("saving"):

@@ -25,6 +25,7 @@ from library.training.lr_tracker import read_learning_rates
 from library.training.metrics import MetricsStream, peak_memory_bytes
 from library.training.pretraining.state import PretrainingPosition
 from library.training.progress import TrainingProgress
+from library.training.sharding import whole_number
 
 _EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
 
@@ -123,7 +124,7 @@ class Pretrainer:
             losses.append(loss.detach())
         clips = self.plan.max_grad_norm and self.position.step >= self.plan.clip_from
         limit = self.plan.max_grad_norm if clips else math.inf  # with inf the norm is measured, not changed
-        grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        grad_norm = whole_number(accelerator.clip_grad_norm_(self.model.parameters(), limit))
         rates = read_learning_rates(self.optimizer) if self._is_logged(self.position.step + 1) else {}
         self.optimizer.step()
         self.lr_schedule.step()

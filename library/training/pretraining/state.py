@@ -17,12 +17,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim import Optimizer
 
 from library.atomic import atomic_folder
 from library.config.llm_schema import LLMConfig
 from library.errors import UserError
 from library.files import write_safetensors, write_text
 from library.training.checkpoint import Stateful
+from library.training.sharding import split_like, split_optimizer_state
 from library.training.state_file import read_state, write_state
 
 _WEIGHTS, _POSITION = "weights.safetensors", "position.json"
@@ -53,16 +55,19 @@ def lasting_settings(config: LLMConfig) -> dict[str, Any]:
 
 def save_state(
     folder: Path,
-    model: nn.Module,
-    parts: Mapping[str, Stateful],
+    weights: Mapping[str, torch.Tensor],
+    states: Mapping[str, Any],
     position: PretrainingPosition,
     settings: Mapping[str, Any],
 ) -> None:
-    """Write a state folder in one step, replacing an older one of the same name; raises a WriteError if it cannot."""
+    """Write a state folder in one step, replacing an older one of the same name; raises a WriteError if it cannot.
+
+    ``weights`` and ``states`` (of optimizer and schedule) are whole, whatever layout the run has.
+    """
     with atomic_folder(folder) as temporary:
-        write_safetensors(temporary / _WEIGHTS, dict(model.named_parameters()))
-        for name, part in parts.items():
-            write_state(temporary / name, part.state_dict())
+        write_safetensors(temporary / _WEIGHTS, weights)
+        for name, state in states.items():
+            write_state(temporary / name, state)
         about = {**asdict(position), "settings": dict(settings), "saved": time.time()}
         write_text(temporary / _POSITION, json.dumps(about))
 
@@ -105,9 +110,11 @@ def load_state(
     if differing:
         raise UserError(f"resume: {folder} holds another model ({sorted(differing)[0]} differs); use its settings")
     for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
+        parameter.copy_(split_like(parameter, weights[name]))
     for name, part in parts.items():
         state = read_state(folder / name)
+        if isinstance(part, Optimizer):
+            state = split_optimizer_state(state, part)
         try:
             part.load_state_dict(state)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:

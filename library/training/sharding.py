@@ -1,0 +1,112 @@
+"""Weights split among processes (FSDP2): what is split, and how whole tensors come out of it and go back in.
+
+accelerate's ``prepare`` splits the rows of every weight over the processes of a group and gathers a block's weights
+when it is about to run, forward and backward. A split tensor is a ``DTensor``: its shape is the whole's, it holds this
+process's rows. ``whole`` and ``split_like`` go between the two, so that what is written to disk is the same for every
+layout: states and models know nothing of sharding, and a run goes on under another.
+
+Whatever gathers is collective: every process of the run has to come by. ``in_step`` makes processes with different
+numbers of batches do so equally often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from library.accelerator import is_sharded
+from library.errors import UserError
+
+Item = TypeVar("Item")
+
+
+def plan_sharding(accelerator: Accelerator, blocks: Sequence[str], ignored: Sequence[nn.Module] = ()) -> None:
+    """Say before ``prepare`` which classes of modules are gathered as one, and which modules stay whole everywhere.
+
+    Nothing is done where weights are not split.
+    """
+    if is_sharded(accelerator):
+        plugin = accelerator.state.fsdp_plugin
+        plugin.transformer_cls_names_to_wrap = list(blocks)
+        plugin.ignored_modules = list(ignored)
+
+
+def check_sharding(accelerator: Accelerator, model: nn.Module, blocks: Sequence[str]) -> None:
+    """Compare what ``prepare`` did with what was asked.
+
+    Raises:
+        UserError: a block or a weight of the model is not split, though it should be, or the other way round.
+    """
+    asked = is_sharded(accelerator)
+    found = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in blocks]
+    ignored = {id(p) for m in accelerator.state.fsdp_plugin.ignored_modules for p in m.parameters()} if asked else set()
+    wrong = [n for n, p in model.named_parameters() if isinstance(p, DTensor) != (asked and id(p) not in ignored)]
+    if wrong or (asked and not (found and all(isinstance(module, FSDPModule) for module in found))):
+        where = wrong[0] if wrong else "a block"
+        raise UserError(f"shard: accelerate left {where} in another layout than asked; install constraints.txt")
+
+
+@torch.no_grad()
+def whole(value: Any, accelerator: Accelerator) -> Any:
+    """Return a tree of dicts, lists and tuples with split tensors gathered: on the CPU, and in the main process alone.
+
+    The others hold empty tensors in their places. Collective if anything in the tree is split, and the same tree
+    otherwise.
+    """
+    if isinstance(value, DTensor):
+        gathered = value.full_tensor()
+        return gathered.cpu() if accelerator.is_main_process else gathered.new_empty(0)
+    if isinstance(value, dict):
+        return {key: whole(item, accelerator) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(whole(item, accelerator) for item in value)
+    return value
+
+
+def whole_number(value: Tensor) -> Tensor:
+    """Return a gradient norm as the plain tensor that every process gets; collective if it is split."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return this process's part of a whole ``tensor`` if ``parameter``, of its shape, is split; else ``tensor``."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    on_device = tensor.to(parameter.device)
+    return distribute_tensor(on_device, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def split_optimizer_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return a whole optimizer's state dict with the tensors of split parameters split like these."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if "state" not in state or not any(isinstance(p, DTensor) for p in parameters):
+        return state
+    ids = [i for group in state["param_groups"] for i in group["params"]]
+    own = dict(zip(ids, parameters, strict=True))
+
+    def fit(parameter: Tensor, value: Any) -> Any:
+        is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+        return split_like(parameter, value) if is_like else value
+
+    states = {i: {k: fit(own[i], v) for k, v in values.items()} for i, values in state["state"].items()}
+    return {**state, "state": states}
+
+
+def in_step(batches: Iterator[Item], accelerator: Accelerator) -> Iterator[Item | None]:
+    """Yield ``batches``; where weights are split, go on with None until no process has any left."""
+    if not is_sharded(accelerator):
+        yield from batches
+        return
+    while True:
+        batch = next(batches, None)
+        left = torch.tensor(float(batch is not None), device=accelerator.device)
+        if not accelerator.reduce(left, reduction="sum").item():
+            return
+        yield batch

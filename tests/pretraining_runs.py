@@ -1,0 +1,67 @@
+"""Short pretraining runs of a small model on sixteen words."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import Tensor
+
+from library.config.llm_schema import load_llm_config
+from library.training.pretraining.events import PretrainingEvents
+from tools.prepare_text import parser, prepare
+from train_llm import train
+
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "log", "and", "then", "it", "was", "sad", "so"]
+
+
+def write_corpus(folder: Path) -> Path:
+    """Write random sentences of sixteen words as a corpus; return its folder."""
+    draw = random.Random(0)
+    texts = [json.dumps({"text": " ".join(draw.choices(WORDS, k=40))}) for _ in range(120)]
+    (folder / "texts.jsonl").write_text("\n".join(texts))
+    words = ["--train_tokenizer", "300", "--workers", "0", "--validation_share", "0.1"]
+    prepare(parser().parse_args([str(folder), *words, "--save_to", str(folder / "tokens")]))
+    return folder / "tokens"
+
+
+def flags(corpus: Path, output: Path, **settings: object) -> list[str]:
+    """Return the command line of a short run of a small model; ``settings`` override."""
+    defaults: dict[str, object] = {
+        "preset": "llama-tiny",
+        "width": 48,
+        "layers": 2,
+        "heads": 4,
+        "context": 32,
+        "data_dir": corpus,
+        "train_batch_size": 4,
+        "learning_rate": 3e-3,
+        "max_train_steps": 6,
+        "lr_warmup_steps": 2,
+        "output_dir": output,
+        "seed": 5,
+    }
+    words: list[str] = []
+    for key, value in (defaults | settings).items():
+        if isinstance(value, bool):
+            words.append(f"--{key}" if value else f"--no-{key}")
+        elif value is not None:
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def run(corpus: Path, output: Path, **settings: object) -> PretrainingEvents:
+    """Train in this process."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
+    return train(load_llm_config(flags(corpus, output, **settings)))
+
+
+def weights(output: Path, name: str = "model") -> dict[str, Tensor]:
+    return load_file(output / name / "model.safetensors")
+
+
+def lines(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
