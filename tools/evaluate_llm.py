@@ -68,22 +68,27 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """
     check(options)
     console = Console(markup=False, highlight=False)
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
     config = open_lm(Path(options.model).expanduser())[0]
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    lora = parse_source(options.lora) if options.lora else None
     context = options.context or min(config.context, _CONTEXT)
+    if not config.has_rope and context > config.context:
+        raise UserError(f"--context: {context} is more than the model's {config.context} positions; lower it")
+    if options.stride is not None and options.stride > context:
+        raise UserError(f"--stride: {options.stride} does not fit; give 1 to the context of {context}")
     # everything is read before the model, which may take minutes to load
     questions = {file: read_questions(file, options.limit) for file in options.choices or ()}
-    with counting(console) as start:
-        reading = start("tokenising files", len(options.perplexity or ()))
-        texts: dict[str, list[Document]] = {}
-        for path in options.perplexity or ():
-            texts[path] = documents(path, tokenizer, options)
-            reading(1)
+    texts: dict[str, list[Document]] = {}
+    if options.perplexity:
+        with counting(console) as start:
+            reading = start("tokenising files", len(options.perplexity))
+            for path in options.perplexity:
+                texts[path] = documents(path, tokenizer, options)
+                reading(1)
     tasks = find_harness_tasks(options) if options.tasks else None
     model = load(options.model, options.dtype, options.fp8_scaled)
-    if options.lora:
-        source = parse_source(options.lora)
-        put_lora_on(model, source.path, source.ratio)
+    if lora is not None:
+        put_lora_on(model, lora.path, lora.ratio)
     results: dict[str, Any] = {
         "model": options.model,
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
@@ -112,12 +117,19 @@ def check(options: argparse.Namespace) -> None:
     for name, needed in _NEEDS.items():
         if getattr(options, name) is not None and not getattr(options, needed):
             raise UserError(f"--{name}: has no effect without --{needed}; add it or remove --{name}")
-    if options.limit is not None and not (options.perplexity or options.choices or options.tasks):
-        raise UserError("--limit: has no effect without --perplexity, --choices or --tasks; remove it")
+    for name in ("limit", "context"):
+        if getattr(options, name) is not None and not (options.perplexity or options.choices or options.tasks):
+            raise UserError(f"--{name}: has no effect without --perplexity, --choices or --tasks; remove it")
     for name in ("batch_size", "limit", "context", "stride"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name}: {value} does not fit; it must be at least 1")
+    prepared = [(Path(path) / INDEX).is_file() for path in options.perplexity or ()]
+    for name in ("text_key", "separator"):
+        if getattr(options, name) is not None and all(prepared):
+            raise UserError(f"--{name}: has no effect on a prepared corpus; remove it")
+    if options.save_to is not None and options.save_to.is_dir():
+        raise UserError(f"--save_to: {options.save_to} is a folder; name a file in it")
     if options.include_path is not None and not options.include_path.is_dir():
         raise UserError(f"--include_path: {options.include_path}: no such folder; check the path")
     if options.tasks and importlib.util.find_spec("lm_eval") is None:

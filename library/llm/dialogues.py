@@ -23,6 +23,7 @@ from library.errors import UserError
 from library.llm.chat import Message
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+_UTF8 = "utf-8-sig"  # with or without the mark that some programs put at a file's beginning
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -84,7 +85,7 @@ def dialogue_of(record: Any, where: str) -> Dialogue:
     elif isinstance(record.get("conversations", record.get("conversation")), list | tuple):
         turns = list(record.get("conversations", record.get("conversation")))
     elif "instruction" in record and "output" in record:
-        turns = _alpaca(record)
+        turns = _alpaca(record, where)
     elif pairs:
         asked, said = (record[key] for key in pairs[0])
         turns = [*_as_turns(asked, "user"), *_as_turns(said, "assistant")]
@@ -103,9 +104,12 @@ def dialogue_of(record: Any, where: str) -> Dialogue:
     return Dialogue(tuple(messages), tuple(learnt), where)
 
 
-def _alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _alpaca(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
-    for asked, said in record.get("history") or ():
+    for pair in record.get("history") or ():
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise UserError(f"{where}: history is no list of pairs, a question and its answer each; correct it")
+        asked, said = pair
         turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     asked = record["instruction"]
     if record.get("input"):
@@ -163,12 +167,12 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
         return
     try:
         if file.suffix == ".json":
-            records = json.loads(file.read_text(encoding="utf-8"))
+            records = json.loads(file.read_text(encoding=_UTF8))
             if not isinstance(records, list):
                 raise UserError(f"{file}: is no list of records; write one a line into a .jsonl file")
             yield from enumerate(records, 1)
             return
-        with open(file, encoding="utf-8") as lines:
+        with open(file, encoding=_UTF8) as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:

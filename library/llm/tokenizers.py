@@ -180,7 +180,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the tokens of ``text``; see :class:`Tokenizer`."""
         self.inner.encode_special_tokens = not special
-        return self.inner.encode(text, add_special_tokens=False).ids
+        return self.inner.encode(_whole(text), add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
         """Return the text of ``tokens``; see :class:`Tokenizer`."""
@@ -293,10 +293,10 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the tokens of ``text``; see :class:`Tokenizer`."""
         if not special:
-            return self._model.encode(text)
+            return self._model.encode(_whole(text))
         tokens: list[int] = []
         for part in re.split("(" + "|".join(map(re.escape, self.special)) + ")", text):
-            tokens += [self.special[part]] if part in self.special else self._model.encode(part)
+            tokens += [self.special[part]] if part in self.special else self._model.encode(_whole(part))
         return tokens
 
     def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
@@ -390,3 +390,8 @@ def _gpt2_characters() -> dict[int, str]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others: Iterator[int] = (byte for byte in range(256) if byte not in printable)
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def _whole(text: str) -> str:
+    """Return ``text`` with halves of surrogate pairs, which JSON can hold, as U+FFFD; so does tiktoken."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

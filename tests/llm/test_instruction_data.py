@@ -213,6 +213,15 @@ def test_all_shapes_and_files_give_the_same_conversation(tmp_path: Path, shape: 
     assert dialogue.where == f"{file}:1"
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_byte_order_mark_is_no_part_of_a_conversation(tmp_path: Path, suffix: str) -> None:
+    record = {"prompt": "a", "completion": "b"}
+    text = json.dumps(record if suffix == ".jsonl" else [record])
+    (tmp_path / f"data{suffix}").write_text(text, encoding="utf-8-sig")
+    (dialogue,) = read_dialogues([tmp_path])
+    assert [message.content for message in dialogue.messages] == ["a", "b"]
+
+
 def test_an_alpaca_input_stands_below_the_instruction_and_a_weight_of_0_is_context() -> None:
     record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
     assert dialogue_of(record, "x").messages == (Message("user", "Add.\n\n1 and 2"), Message("assistant", "3"))
@@ -229,6 +238,7 @@ def test_an_alpaca_input_stands_below_the_instruction_and_a_weight_of_0_is_conte
         ('{"messages": [{"role": "user", "content": "x"}]}', "says nothing that could be learnt"),
         ('{"messages": [{"role": "bot", "content": "x"}]}', "role 'bot' is none of"),
         ('{"prompt": "a", "completion": 3}', "holds no text"),
+        ('{"instruction": "a", "output": "b", "history": [["c"]]}', "history is no list of pairs"),
         ("{", "no JSON"),
     ],
 )

@@ -169,6 +169,20 @@ def every_kind(folder: Path) -> list[Tokenizer]:
     return found
 
 
+@pytest.mark.parametrize("kind", ["tokenizers", "sentencepiece", "tiktoken"])
+def test_half_a_surrogate_pair_is_a_replacement_character(tmp_path: Path, kind: str) -> None:
+    # JSON can hold one ("\\ud83d"), UTF-8 cannot; whole pairs are the character that they write
+    tokenizer = train_bpe(TEXT, 256 + 1)
+    if kind == "tiktoken":
+        llama3_file(tmp_path)
+        tokenizer = load_tokenizer(tmp_path)
+    elif kind == "sentencepiece":
+        sentencepiece_model(tmp_path)
+        tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a \ud83d b") == tokenizer.encode("a \ufffd b")
+    assert tokenizer.encode("a \ud83d\ude00 b") == tokenizer.encode("a \U0001f600 b")
+
+
 def test_added_special_tokens_come_after_all_others_and_are_saved(tmp_path: Path) -> None:
     for tokenizer in every_kind(tmp_path):
         last = tokenizer.vocab_size

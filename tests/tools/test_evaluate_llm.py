@@ -45,6 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     (folder / "long.jsonl").write_text("".join(json.dumps({"text": TEXT * 9}) + "\n" for _ in range(3)))
     (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    (folder / "corpus").mkdir()
+    (folder / "corpus/index.json").write_text("{}")  # what tells a prepared corpus
     return folder
 
 
@@ -121,6 +123,10 @@ def test_a_lora_of_peft_is_part_of_the_model(folder: Path, tmp_path: Path) -> No
         (["--prompt", "x", "--stride", "3"], "--stride: has no effect without --perplexity"),
         (["--perplexity", "text.txt", "--top_p", "0.5"], "--top_p: has no effect without --prompt"),
         (["--prompt", "x", "--limit", "3"], "--limit: has no effect without"),
+        (["--prompt", "x", "--context", "3"], "--context: has no effect without"),
+        (["--prompt", "x", "--save_to", "model"], "model is a folder"),
+        (["--prompt", "x", "--model", "nowhere"], "nowhere: no such folder; give the folder of a GPT-2 or Llama"),
+        (["--perplexity", "corpus", "--separator", "x"], "--separator: has no effect on a prepared corpus"),
         (["--perplexity", "text.txt", "--batch_size", "0"], "--batch_size: 0 does not fit"),
         (["--perplexity", "text.txt", "--context", "8", "--stride", "9"], "--stride: 9 does not fit"),
         (["--perplexity", "nowhere.txt"], "no such file or folder"),

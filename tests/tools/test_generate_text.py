@@ -87,9 +87,15 @@ def test_an_fp8_base_writes_too(folder: Path) -> None:
         (["--prompt", "x", "--system", "y"], "--system: has no effect without --chat"),
         (["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], "top_p: has no effect at temperature 0"),
         (["--from_file", "nowhere"], "No such file or directory; check the path"),
+        (["--from_file", "latin.txt"], "not UTF-8 at byte 3; convert it"),
         (["--prompt", "x", "--tokenizer", "nowhere"], "nowhere: no such file"),
+        (["--prompt", "x", "--model", "nowhere"], "nowhere: no such folder; give the folder of a GPT-2 or Llama"),
     ],
 )
-def test_mistakes_are_named(words: list[str], message: str, folder: Path) -> None:
+def test_mistakes_are_named(
+    words: list[str], message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
     with pytest.raises(UserError, match=message):
         run(folder, *words)

@@ -76,8 +76,8 @@ class ModelShelf:
 
     def _load(self, name: str) -> None:
         folder = self.models[name].expanduser()
-        tokenizer = load_tokenizer(self._loading.tokenizer or folder)
         config = open_lm(folder)[0]
+        tokenizer = load_tokenizer(self._loading.tokenizer or folder)
         if tokenizer.vocab_size > config.vocab_size:
             raise UserError(
                 f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "

@@ -37,8 +37,8 @@ def text(options: argparse.Namespace) -> list[str]:
         UserError: no prompt, a model or tokenizer that cannot be read, or settings without meaning.
     """
     prompts = read_prompts(options)
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
     ends = open_lm(Path(options.model).expanduser())[0].eos
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
     lora = parse_source(options.lora) if options.lora else None
     template = read_template(options, tokenizer, lora)
     turn_ends = template.ends if template else ()
@@ -77,7 +77,7 @@ def load(folder: str, dtype: str | None, fp8_scaled: bool) -> TransformerLM:
 def read_template(
     options: argparse.Namespace, tokenizer: Tokenizer, lora: LoraSource | None
 ) -> DialogueTemplate | None:
-    """Return the template of --chat: as asked, as the LoRA was trained with, or Llama 3's; None without --chat.
+    """Return the template of --chat: as asked, as the LoRA was trained with, or what fits; None without --chat.
 
     Raises:
         UserError: the tokenizer lacks the template's marks, or --chat_template is in vain.
@@ -86,7 +86,7 @@ def read_template(
         if options.chat_template:
             raise UserError("--chat_template: has no effect without --chat; add it")
         return None
-    name = options.chat_template or (template_of(lora.path) if lora else None) or "llama3"
+    name = options.chat_template or (template_of(lora.path) if lora else None) or "auto"
     return dialogue_template(name, tokenizer, options.tokenizer or options.model)
 
 
@@ -102,6 +102,8 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
         lines = Path(options.from_file).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"--from_file: {options.from_file}: {error.strerror}; check the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--from_file: {options.from_file}: not UTF-8 at byte {error.start}; convert it") from None
     prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"--from_file: {options.from_file} holds no prompt; write one a line")
@@ -151,7 +153,7 @@ def add_text_command(commands: Any) -> None:
     what.add_argument("--from_file", metavar="FILE", help="a prompt a line")
     what.add_argument("--chat", action="store_true", help="prompts are messages, in a chat template")
     what.add_argument(
-        "--chat_template", choices=TEMPLATES, help="of --chat; default: as --lora was trained with, else llama3"
+        "--chat_template", choices=TEMPLATES, help="of --chat; default: as --lora was trained with, else auto"
     )
     what.add_argument("--system", metavar="TEXT", help="system message of --chat")
     add_sampling_flags(sub)
