@@ -151,14 +151,16 @@ def _sources(subset: Subset, folder: Path, findings: list[Finding], conditioning
     index = FileIndex(folder)
     remarks: list[str] = []
     try:
-        return find_sources(subset, index, remarks, conditioning)
+        found = find_sources(subset, index, remarks, conditioning)
+        index.save()
+        return found
     except UserError as error:
         findings.append(Finding("setup", (), str(error)))
     if subset.image_dir is None or subset.metadata_file is not None:
         return []
     listed = list_folder(subset.image_dir)
     suffix = "." + subset.settings.caption_extension.removeprefix(".")
-    found: list[Source] = []
+    found = []
     for name in filter(is_image, listed):
         beside, caption = stem(name) + suffix, subset.settings.class_tokens or ""
         if beside in listed:

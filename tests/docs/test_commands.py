@@ -118,6 +118,8 @@ def _run(words: list[str], place: Path) -> None:
     tokenizers = ["--clip_l_tokenizer", clip, "--t5xxl_tokenizer", t5]
     if any("qwen" in word or "z_image" in word for word in rest):
         tokenizers = ["--qwen_tokenizer", qwen]
+    if script == "tools/lr_range_test.py":
+        rest += [*SHORT[2:], "--network_dim", "2", "--range_steps", "3", *tokenizers]
     if script == "train_lora.py":
         rank = [] if "--dim_from_weights" in rest else ["--network_dim", "2"]
         rest += [*SHORT, *rank, *([] if "FLUX.1-dev" in rest else tokenizers)]
@@ -213,8 +215,9 @@ def test_every_command_about_precision_runs(place: Path) -> None:
 
 
 def test_every_command_about_reliability_runs(trained: Path) -> None:
-    _run_page("docs/reliability.md", trained, 1)
-    _run_page("docs/reliability.md", trained, 1)  # the same command again goes on
+    _run(commands("docs/reliability.md")[0], trained)
+    _run_page("docs/reliability.md", trained, 5)  # the same command again goes on
+    _assert_written(trained, "report.html", "output/flux_lora/lr_range.png")
     _assert_written(trained, "output/flux_lora/flux_lora.safetensors", "output/flux_lora/flux_lora-state/position.json")
 
 
