@@ -92,6 +92,7 @@ class RunEvents:
             return
         if self.sampler is not None:
             self.sampler.recall(position.step)
+        self.run.accelerator.wait_for_everyone()  # all know the same samples before one draws what is missing
         self._catch_up(position)
 
     def _catch_up(self, position: Position) -> None:
