@@ -33,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from library.errors import UserError, exit_on_user_error
+from library.llm.dialogue_templates import OwnTemplate
+from library.training.instruction.adapters import TEMPLATE, template_of
 from networks.families import language_targets, lora_targets
 from networks.formats import LAYOUTS, PRECISIONS, load_lora
 from networks.merge import LoraSource, MergeReport, merge_loras
@@ -108,9 +110,10 @@ def merge_into_lora(options: argparse.Namespace) -> str:
     lasting = ("modelspec.architecture", "modelspec.implementation", "ss_network_module", "ss_base_model_version")
     metadata = {key: value for key, value in read[0][0].metadata.items() if key in lasting}
     metadata |= {"modelspec.title": options.save_to.stem, "ss_output_name": options.save_to.stem}
-    bases = {file.metadata.get("tandem.base_fingerprint") for file, _ in read}
-    if len(bases) == 1 and (base := bases.pop()):
-        metadata["tandem.base_fingerprint"] = base
+    for key in ("tandem.base_fingerprint", TEMPLATE):
+        values = {file.metadata.get(key) for file, _ in read}
+        if len(values) == 1 and (value := values.pop()):
+            metadata[key] = value
     precisions = {widest_precision(file.weights) for file, _ in read}
     precision = options.save_precision or (precisions.pop() if len(precisions) == 1 else "fp32")
     comment = "merged from " + ", ".join(f"{source.path.name}:{source.ratio:g}" for source in sources)
@@ -165,6 +168,9 @@ def main() -> None:
     report = merge_into_model(options, targets)
     for note in report.notes:
         print(f"note: {note}")
+    template = template_of(parse_source(options.lora[0]).path) if targets.own_names else None
+    if template not in (None, OwnTemplate.name):  # a model's folder has no place for it
+        print(f"note: it was taught in the template {template}; talk to it with --chat_template {template}")
     print(f"{options.save_to}: {report.changed} of {report.written} tensors changed by {len(options.lora)} LoRA(s)")
 
 

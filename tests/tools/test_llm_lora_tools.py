@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from library.llm.chat import Message
@@ -17,6 +18,7 @@ from library.llm.dialogue_templates import dialogue_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer, train_bpe
 from library.models.lm_files import load_lm
+from library.training.instruction.adapters import template_of
 from networks.formats import load_lora, save_lora
 from networks.targets import TARGETS
 from tests.models.lms import reference
@@ -94,6 +96,18 @@ def test_loras_of_language_models_become_one_file_that_peft_knows(tmp_path: Path
     save_lora(tmp_path / "folder", load_lora(tmp_path / "both.safetensors", targets).weights, targets, "peft")
     again = PeftModel.from_pretrained(reference("llama3"), tmp_path / "folder")
     torch.testing.assert_close(again(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_template_that_a_lora_was_taught_in_outlives_merging(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pair(tmp_path, "llama3")
+    file = tmp_path / "lora/adapter_model.safetensors"
+    save_file(load_file(file), file, {"tandem.chat_template": "plain"})
+    merge("--lora", tmp_path / "lora", tmp_path / "lora", "--save_to", tmp_path / "both.safetensors")
+    assert template_of(tmp_path / "both.safetensors") == "plain"
+    merge("--model", tmp_path / "model", "--lora", tmp_path / "lora", "--save_to", tmp_path / "merged")
+    assert "talk to it with --chat_template plain" in capsys.readouterr().out
 
 
 def test_generate_writes_with_a_lora_in_the_asked_template(tmp_path: Path) -> None:
