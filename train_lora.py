@@ -56,7 +56,7 @@ from library.training.prepare import base_dtype, prepare_data, prepare_networks
 from library.training.progress import TrainingProgress, print_summary, run_summary
 from library.training.prompt_pictures import check_pictures
 from library.training.prompts import SamplePrompt, check_steering, read_prompts
-from library.training.rehearsal import is_wanted, rehearse
+from library.training.rehearsal import planned_rehearsal
 from library.training.requests import how_to_go_on
 from library.training.resume import AUTO, resolve_resume
 from library.training.run import prepare_run
@@ -111,12 +111,7 @@ def train(config: TrainConfig) -> RunEvents:
     check_against_model(config, family, plan, text_encoder, finished_too=auto)
     upload = build_upload(config.hub, accelerator, console, config.saving.output_dir, bool(config.training.resume))
 
-    rehearsal = None
-    if is_wanted(config.training.preflight, accelerator.device):
-        plan_again = partial(
-            plan_fp8, config.precision, family.fp8_layout(), config.training.seed, accelerator.device
-        )
-        rehearsal = partial(rehearse, config, family, plan, text_encoder, plan_again, dtype, accelerator, console)
+    rehearsal = planned_rehearsal(config, family, plan, text_encoder, dtype, accelerator, console)
     # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
     data = prepare_data(
         config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, prompts, console,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ from library.data.samples import Sample
 from library.data.text_cache import TextJob
 from library.errors import UserError
 from library.randomness import generator
+from library.training.base_precision import plan_fp8
 from library.training.checkpoint import Position
 from library.training.memory import (
     Parts,
@@ -56,9 +58,21 @@ Stub = dict[str, Tensor]
 _SHARES = (4, 2)  # the first steps have so many times shorter sides
 
 
-def is_wanted(preflight: bool | None, device: torch.device) -> bool:
-    """Whether to rehearse: as asked, else on a GPU."""
-    return device.type == "cuda" if preflight is None else preflight
+def planned_rehearsal(
+    config: TrainConfig,
+    family: Family,
+    plan: NetworkPlan,
+    text_encoder: TextEncoder,
+    dtype: torch.dtype,
+    accelerator: Accelerator,
+    console: Console,
+) -> Callable[[TrainingData], None] | None:
+    """Return :func:`rehearse` for this run if it is asked for, or not denied on a GPU; else None."""
+    device, asked = accelerator.device, config.training.preflight
+    if not (device.type == "cuda" if asked is None else asked):
+        return None
+    fp8 = partial(plan_fp8, config.precision, family.fp8_layout(), config.training.seed, device)
+    return partial(rehearse, config, family, plan, text_encoder, fp8, dtype, accelerator, console)
 
 
 def rehearse(
@@ -81,7 +95,8 @@ def rehearse(
     sample, size = largest(data, family)
     width, height = sample.fit.bucket
     what = f"{size} at {width}x{height}"
-    limit = available_bytes(device)
+    limits = torch.tensor([available_bytes(device)], dtype=torch.int64, device=device)
+    limit = int(accelerator.gather(limits).min())  # all processes decide alike
     with _unnoticed(accelerator):
         parts: Parts | None = None
         try:
