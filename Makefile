@@ -44,7 +44,7 @@ test-web: $(WEB) ## the chat's page, in the Chromium of this machine
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-web-dev.txt
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/tools/test_chat_page.py
 
-test-faults: $(STAMP) ## kill runs at 208 points and see that nothing is lost (six minutes)
+test-faults: $(STAMP) ## kill runs at 208 points and see that nothing is lost (eight minutes)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.faults.suite --faults 208
 
 check: $(STAMP) ## lint, format, types, direction of imports

@@ -2,7 +2,7 @@
 
 A point lies before every change to the run's folders (a file opened to be written, flushed, renamed, deleted, a folder
 made or removed), amid the writing of a safetensors file, before and after every optimizer step, before every backward
-pass and around every upload. The n-th one kills the process with SIGKILL, which nothing can catch.
+pass and around every upload. The n-th one of a phase kills the process with SIGKILL, which nothing can catch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,12 +19,32 @@ from typing import Any
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")  # audit events
 
 
-class Points:
-    """Counts points in this process; kills it at ``kill_at`` (from 1), or never. ``note`` is told which that was."""
+PHASES = {  # the first whose mark is in a point's label
+    "caching": (".tandem_cache",),
+    "uploading": ("upload", "hub"),
+    "saving a state": ("-state",),
+    "a training step": ("step: ",),
+    "sampling": ("samples",),
+    "saving a LoRA or model": (".safetensors", "output/.model"),
+    "plots, metrics and settings": ("",),
+}
 
-    def __init__(self, root: Path, kill_at: int | None, note: Path) -> None:
+
+def phase(label: str) -> str:
+    """Return what a run is doing at a point."""
+    return next(name for name, marks in PHASES.items() if any(mark in label for mark in marks))
+
+
+class Points:
+    """Counts points in this process; kills it at the n-th (from 1) of a phase, ``kill_at``, or never.
+
+    ``note`` is told which point that was.
+    """
+
+    def __init__(self, root: Path, kill_at: tuple[str, int] | None, note: Path) -> None:
         self.root, self.kill_at, self.process = str(root), kill_at, os.getpid()
         self.note = note
+        self._of_phase: Counter[str] = Counter()
         self.passed: list[str] = []
 
     def here(self, label: str) -> None:
@@ -31,7 +52,8 @@ class Points:
         if os.getpid() != self.process:  # a data loader's worker
             return
         self.passed.append(label)
-        if len(self.passed) == self.kill_at:
+        self._of_phase[phase(label)] += 1
+        if self.kill_at == (phase(label), self._of_phase[phase(label)]):
             self.kill_at = None  # writing the note is no point
             self.note.write_text(label)
             os.kill(self.process, signal.SIGKILL)

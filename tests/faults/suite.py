@@ -22,10 +22,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 from PIL import Image
@@ -35,7 +36,7 @@ import train_lora
 from library.config import load_config
 from library.config.llm_schema import load_llm_config
 from library.training.resume import find_damage
-from tests.faults.points import Points
+from tests.faults.points import PHASES, Points, phase
 from tests.pretraining_runs import flags as pretraining_flags
 from tests.pretraining_runs import write_corpus
 from tests.runs import arguments, write_base, write_dataset
@@ -43,15 +44,6 @@ from tests.runs import arguments, write_base, write_dataset
 _STEPS = 6
 _CHAIN = 4  # kills of one run
 _SEEDS = {"adamw": 0, "prodigy": 1, "schedule-free": 2, "pretraining": 3}
-_PHASES = {  # the first whose mark is in a point's label
-    "caching": (".tandem_cache",),
-    "uploading": ("upload", "hub"),
-    "saving a state": ("-state",),
-    "a training step": ("step: ",),
-    "sampling": ("samples",),
-    "saving a LoRA or model": (".safetensors", "output/.model"),
-    "plots, metrics and settings": ("",),
-}
 _COMMON: dict[str, object] = {
     "max_train_steps": _STEPS,
     "save_every_n_steps": 2,
@@ -99,7 +91,7 @@ class Place:
     root: Path
     base: Path
     scenario: str
-    points: int = 0
+    points: Counter[str] = field(default_factory=Counter)  # of an undisturbed run, by phase
     metrics: list[dict[str, float]] = field(default_factory=list)
     lora: bytes = b""
     names: set[str] = field(default_factory=set)
@@ -174,7 +166,7 @@ def run_forked(work: Callable[[], None], log: Path) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def train_until(place: Place, kill_at: int | None) -> tuple[str | None, list[str]]:
+def train_until(place: Place, kill_at: tuple[str, int] | None) -> tuple[str | None, list[str]]:
     """Train in a forked process; return where it was killed, or None and the points that it passed."""
     trace, log, killed = (place.root.parent / name for name in ("trace.json", "log.txt", "killed.txt"))
 
@@ -248,37 +240,34 @@ def undisturbed(place: Place) -> Place:
     """Train once without a fault, and remember what came out."""
     place.clear()
     _, passed = train_until(place, None)
-    place.points, place.metrics = len(passed), metrics(place.output)
+    place.points, place.metrics = Counter(map(phase, passed)), metrics(place.output)
     place.lora, place.names = tensors(place.result), names(place.root)
     return place
 
 
-def chain(place: Place, first: int, kills: int, draw: random.Random) -> list[str]:
-    """Kill one run ``kills`` times, the first time at point ``first``, and let it end; return the faults survived.
+def chain(place: Place, phases: Iterator[str], kills: int, draw: random.Random) -> list[str]:
+    """Kill one run ``kills`` times, each time in the next of ``phases``, and let it end; return where it was killed.
 
     Raises:
         AssertionError: something was lost.
     """
     place.clear()
-    faults, at = [], first
-    for _ in range(kills):
-        killed, _ = train_until(place, at)
+    faults: list[str] = []
+    for attempt in range(kills):
+        # a resumed run has less of everything before it, and its caches
+        wanted = next(name for name in phases if place.points[name] and not (attempt and name == "caching"))
+        most = place.points[wanted] if attempt == 0 else max(place.points[wanted] // 3, 1)
+        killed, _ = train_until(place, (wanted, draw.randint(1, most)))
         if killed is None:  # it came to its end before that point
             break
-        faults.append(f"{at} {killed}")
+        faults.append(killed)
         assert not (broken := broken_files(place.root)), f"{faults}: broken: {broken}"
-        at = draw.randint(1, max(2, place.points // 3))
     else:
         train_until(place, None)
     assert tensors(place.result) == place.lora, f"{faults}: another LoRA"
     assert metrics(place.output) == place.metrics, f"{faults}: {metrics(place.output)} instead of {place.metrics}"
     assert names(place.root) == place.names, f"{faults}: {sorted(names(place.root) ^ place.names)}"
     return faults
-
-
-def phase(fault: str) -> str:
-    """Return what a run was doing when it was killed."""
-    return next(name for name, marks in _PHASES.items() if any(mark in fault for mark in marks))
 
 
 def run_suite(folder: Path, faults: int, say: Callable[[str], None] = lambda _: None) -> Counter[str]:
@@ -290,22 +279,20 @@ def run_suite(folder: Path, faults: int, say: Callable[[str], None] = lambda _: 
     folder.mkdir(parents=True, exist_ok=True)
     base = write_base(folder / "base")
     (folder / "prompts.txt").write_text("a disc --w 64 --h 64 --s 2 --d 1\n")
-    assert run_forked(partial(write_corpus, folder / "corpus"), folder / "log.txt") == 0, (
-        folder / "log.txt"
-    ).read_text()
+    corpus, log = folder / "corpus", folder / "log.txt"
+    corpus.mkdir()
+    assert run_forked(partial(write_corpus, corpus), log) == 0, log.read_text()
     survived: Counter[str] = Counter()
     each = -(-faults // len(SCENARIOS))
     for scenario in SCENARIOS:
         place = undisturbed(Place(folder / "run", base, scenario))
-        say(f"{scenario}: {place.points} points in an undisturbed run")
-        draw, starts = random.Random(_SEEDS[scenario]), -(-each // _CHAIN)
-        done = 0
+        say(f"{scenario}: {place.points.total()} points in an undisturbed run")
+        draw, phases, done = random.Random(_SEEDS[scenario]), cycle(PHASES), 0
         while done < each:
-            first = 1 + (done // _CHAIN * place.points) // max(starts, 1) % place.points + draw.randint(0, 2)
-            faults_of_run = chain(place, min(first, place.points), min(_CHAIN, each - done), draw)
+            faults_of_run = chain(place, phases, min(_CHAIN, each - done), draw)
             done += len(faults_of_run)
             survived.update(map(phase, faults_of_run))
-            survived["(of them in a run that was resumed)"] += len(faults_of_run) - 1
+            survived["(of them in a run that was resumed)"] += max(len(faults_of_run) - 1, 0)
             say(f"{scenario}: {done} of {each} faults survived")
     return survived
 
@@ -321,7 +308,7 @@ def main() -> None:
     resumed = survived.pop("(of them in a run that was resumed)")
     total = sum(survived.values())
     print(f"{total} faults survived in {time.time() - begun:.0f} s, {resumed} of them in runs that had been resumed")
-    for name in _PHASES:
+    for name in PHASES:
         print(f"{survived[name]:5} {name}")
 
 
