@@ -63,7 +63,21 @@ def say(talk: Session, text: str) -> str:
 def piped(models: Path, lines: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools/chat.py"), "--models_dir", str(models), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    return subprocess.run(
+        command, input=lines, capture_output=True, encoding="utf-8", errors="surrogateescape", timeout=LIMIT,
+        env=environment,
+    )  # fmt: skip
+
+
+def test_bytes_that_are_no_utf8_do_not_end_the_talk(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    lines = f"caf\udce9\n/save {tmp_path / 'latin.txt'}\n/save {tmp_path / 'talk.jsonl'}\n"
+    done = piped(models, lines, "--max_new_tokens", "3")
+    assert done.returncode == 0, done.stderr
+    assert "latin.txt: holds something else than text in UTF-8" in done.stdout
+    (talk,) = (tmp_path / "talk.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(talk)["messages"][0]["content"] == "caf\ufffd"
+    assert (tmp_path / "latin.txt").read_bytes() == b"caf\xe9"
 
 
 def test_a_pipe_of_lines_is_a_conversation(models: Path, tmp_path: Path) -> None:

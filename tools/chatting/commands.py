@@ -71,7 +71,10 @@ def _save(session: Session, rest: str) -> str:
     path = Path(rest).expanduser()
     if not session.conversation.turns:
         raise UserError("/save: nothing was said yet; talk first")
-    earlier = path.read_text(encoding="utf-8") if path.is_file() else ""
+    try:
+        earlier = path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"/save: {path}: holds something else than text in UTF-8; choose another file") from None
     line = json.dumps(session.record(), ensure_ascii=False)
     write_text(path, f"{earlier}{'' if earlier.endswith(chr(10)) or not earlier else chr(10)}{line}\n")
     return f"{path}: added the conversation as one line"

@@ -6,6 +6,7 @@ are read just the same, and only answers and notes are printed.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -28,6 +29,8 @@ def chat_in_terminal(session: Session, history_file: Path | None) -> None:
         session: with its model loaded.
         history_file: where typed lines are kept for the next time; None: only for this one.
     """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8 must not end the talk
     console = Console(highlight=False, markup=False, soft_wrap=True, emoji=False)
     console.print(session.introduction(), style="bold")
     console.print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
