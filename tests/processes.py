@@ -21,7 +21,10 @@ def launcher(processes: int = 2) -> list[str]:
 
 
 def run_command(
-    command: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    limit: float = LIMIT,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` to its end and return code, output and errors; ``environment`` joins this process's.
 
@@ -29,7 +32,7 @@ def run_command(
     open: one stuck worker would hold the whole suite.
 
     Raises:
-        AssertionError: it took longer than ``LIMIT``; what it printed is in the message.
+        AssertionError: it took longer than ``limit`` seconds; what it printed is in the message.
     """
     process = subprocess.Popen(
         command,
@@ -42,9 +45,9 @@ def run_command(
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=LIMIT)
+        stdout, stderr = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
-        raise AssertionError(f"{' '.join(command)}: not done after {LIMIT} s\n{stdout}\n{stderr}") from None
+        raise AssertionError(f"{' '.join(command)}: not done after {limit} s\n{stdout}\n{stderr}") from None
     return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)
