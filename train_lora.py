@@ -18,6 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from library.accelerator import build_accelerator
@@ -93,7 +94,7 @@ def train(config: TrainConfig) -> RunEvents:
     """
     begun = time.time()
     check_before_loading(config)
-    accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
+    accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging, config.parallel)
     console = Console(quiet=not accelerator.is_main_process, markup=False)  # paths may hold [brackets]
     asked, auto = config, config.training.resume == AUTO
     config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
@@ -119,12 +120,14 @@ def train(config: TrainConfig) -> RunEvents:
     )  # fmt: skip
     teacher = prepare_teacher(config, data, accelerator, console)
     networks = prepare_networks(
-        family, text_encoder, plan, config.network, config.training, dtype, accelerator.device, console, fp8
-    )
+        family, text_encoder, plan, config.network, config.training, dtype, accelerator.device, console, fp8,
+        config.parallel.is_sharded,
+    )  # fmt: skip
     run = prepare_run(config, family, plan, networks, data, accelerator, teacher)
     held_out = hold_out(data, run.step, config.validation)
     names = OutputNames(Path(config.saving.output_dir), config.saving.output_name)
-    sampler = build_sampler(family, prompts, image_encoder, data, names.folder / "samples", networks.text_encoders)
+    samples, writes = names.folder / "samples", accelerator.is_main_process
+    sampler = build_sampler(family, prompts, image_encoder, data, samples, networks.text_encoders, writes)
     position = run.resume(config.training.resume, auto) if config.training.resume else Position()
     write_config(names.folder, asked, accelerator)
     metrics = MetricsStream(names.folder / "metrics.jsonl", accelerator, config.logging, position.step)
@@ -158,7 +161,7 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
     """
     begun, seed, settings = time.time(), config.training.seed, instruction_settings(config)
     check_before_loading(config, settings)
-    accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
+    accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging, config.parallel)
     console = Console(quiet=not accelerator.is_main_process, markup=False, highlight=False)
     asked, auto = config, config.training.resume == AUTO
     config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
@@ -180,7 +183,8 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
     data = prepare_dialogues(config.instructions, template, architecture, seed, console)
     console.print("\n".join(data.remarks), soft_wrap=True)
     dtype = base_dtype(config.model, config.training)
-    base = prepare_base(config, plan, fp8, weights.fp8, dtype, accelerator.device, console)
+    loaded_to = torch.device("cpu") if config.parallel.is_sharded else accelerator.device
+    base = prepare_base(config, plan, fp8, weights.fp8, dtype, loaded_to, console)
     run = prepare_instruction_run(config, plan, base, data, accelerator)
     held_out = held_out_dialogues(data.held_out, config.instructions, config.validation)
     position = run.resume(config.training.resume, auto) if config.training.resume else Position()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
+from library.config.parallel_schema import parallel_conflicts
 from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, TrainConfig
 from library.config.section import Section
 
@@ -24,7 +25,7 @@ def find_conflicts(config: TrainConfig) -> Iterator[str]:
 
 def shared_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     """Yield the conflicts within what a LoRA on any model has."""
-    for rule in (_precision, _faults, _fp8, _from_weights, _saving, _tracking, _compiling):
+    for rule in (_precision, _faults, _fp8, _from_weights, _saving, _tracking, _compiling, _sharding):
         yield from rule(config)
     yield from find_optimizer_conflicts(config.optimizer)
 
@@ -197,4 +198,21 @@ def _compiling(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     )
     yield from unused(
         compiling, ("dynamo_mode",), compiling.dynamo_backend != "inductor", 'without dynamo_backend = "inductor"'
+    )
+
+
+def _sharding(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+    training, text_only = config.training, config.network.network_train_text_encoder_only
+    trains_text = text_only or any(config.optimizer.text_encoder_lr)
+    alone = "is not made for shard; remove one of them"
+    yield from parallel_conflicts(
+        config.parallel,
+        {
+            "blocks_to_swap": (training.blocks_to_swap, "moves whole weights, which shard splits; remove one of them"),
+            "torch_compile": (config.accelerate.torch_compile, alone),
+            "preflight": (training.preflight, "loads the model whole for its trial; remove it, or set shard = 1"),
+            "mixed_precision": (training.mixed_precision == "fp16", 'fp16 is not made for shard; set "bf16"'),
+            "full_bf16": (training.full_bf16, "accelerate makes fp32 of it with shard; remove one of them"),
+            "text_encoder_lr": (trains_text, "accelerate shards a single network; remove one of them"),
+        },
     )

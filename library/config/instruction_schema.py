@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from library.config.parallel_schema import ParallelConfig
 from library.config.schema import (
     AccelerateConfig,
     HubConfig,
@@ -109,3 +110,4 @@ class InstructionTrainConfig(Section):
     validation: InstructionValidationConfig = InstructionValidationConfig()
     logging: LoggingConfig = LoggingConfig()
     accelerate: AccelerateConfig = AccelerateConfig()
+    parallel: ParallelConfig = ParallelConfig()

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from library.config.parallel_schema import ParallelConfig
 from library.config.section import Fraction, NotNegative, Positive, Section
 
 
@@ -169,7 +170,10 @@ class OptimizerConfig(Section):
     optimizer_type: str = Field(
         "AdamW",
         description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, Lion, AdamWScheduleFree, "
-        "DAdaptAdam, or a dotted class path",
+        "DAdaptAdam, or a dotted class path of these packages",
+    )
+    trust_class_paths: bool = Field(
+        False, description="let optimizer_type name a class of any package; importing it runs that package's code"
     )
     optimizer_args: list[str] = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')
     learning_rate: NotNegative = Field(1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation")
@@ -388,6 +392,7 @@ class TrainConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     logging: LoggingConfig = LoggingConfig()
     accelerate: AccelerateConfig = AccelerateConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="before")
     @classmethod

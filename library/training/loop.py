@@ -30,6 +30,7 @@ from library.training.metrics import MetricsStream, peak_memory_bytes
 from library.training.nonfinite import FaultPolicy, leave_out, out_of_memory
 from library.training.progress import TrainingProgress
 from library.training.run import Run
+from library.training.sharding import share_gradients
 from library.training.update_guard import UpdateGuard
 
 _EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
@@ -150,6 +151,7 @@ class Trainer:
             accelerator.backward(self._guard.poisoned(loss))
             grad_norm = None
             if accelerator.sync_gradients:
+                share_gradients(accelerator, run.network.parameters())
                 limit = run.max_grad_norm or float("inf")  # with inf the norm is measured, not changed
                 grad_norm = accelerator.clip_grad_norm_(run.network.parameters(), limit)
                 if self._is_logged(position.step + 1):

@@ -27,10 +27,12 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from library.accelerator import is_sharded
 from library.data.batches import Batch, CachedDataset
 from library.data.order import EpochBatchSampler
 from library.errors import UserError
 from library.randomness import derive_seed
+from library.training.sharding import in_step
 
 if TYPE_CHECKING:
     from library.training.checkpoint import Position
@@ -83,9 +85,14 @@ def find_cause(run: Run, position: Position) -> Cause:
     faults: list[Fault] = []
     suspects: list[Fault] = []
     if not broken:
-        for batch, batches in _batches(run, position):
-            for sample in _samples(batch):
-                fault, is_bad = _look_at(run, sample, position, batches)
+        alone = ((sample, n) for batch, n in _batches(run, position) for sample in _samples(batch))
+        last: tuple[Any, int] | None = None
+        for own in in_step(alone, run.accelerator):
+            looked_at = own or last  # the last one again, only to take part
+            assert looked_at is not None, "every process has a batch in every step"
+            last = looked_at
+            fault, is_bad = _look_at(run, last[0], position, last[1])
+            if own is not None:
                 (faults if is_bad else suspects).append(fault)
     everywhere = _gathered(run, [(faults, suspects)])
     faults = [fault for ours, _ in everywhere for fault in ours]
@@ -153,9 +160,10 @@ def _look_at(run: Run, batch: Any, position: Position, batches: int) -> tuple[Fa
         loss, figures = run.step.loss(run.model, batch, position.step)
         what, module = "loss", next(iter(seen), None)
         is_bad = not bool(loss.isfinite())
+        if not is_bad or is_sharded(run.accelerator):  # of split weights all processes take part
+            loss.backward()
         if not is_bad:
             what = "gradient norm"
-            loss.backward()
             spoilt = [n for n, g in _gradients(run).items() if not g.isfinite().all()]
             is_bad, module = bool(spoilt), module or (f"the gradient of {spoilt[-1]}" if spoilt else None)
         run.optimizer.optimizer.zero_grad() if hasattr(run.optimizer, "optimizer") else run.optimizer.zero_grad()

@@ -174,10 +174,11 @@ def prepare_networks(
     device: torch.device,
     console: Console,
     fp8: Fp8Loading | None = None,
+    sharded: bool = False,
 ) -> Networks:
     """Load what takes part in a step, put the LoRA in, set the memory policy.
 
-    ``fp8`` says which of the transformer's weights become fp8.
+    ``fp8`` says which of the transformer's weights become fp8. ``sharded`` leaves it in host memory, to be split.
 
     Raises:
         UserError: see ``inject_adapter`` and ``load_file`` of its network; an fp8 file is damaged, or does not suit
@@ -185,7 +186,7 @@ def prepare_networks(
     """
     lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
     fp8, layout = fp8 or Fp8Loading(), family.fp8_layout()
-    loaded_to = torch.device("cpu") if training.blocks_to_swap else device
+    loaded_to = torch.device("cpu") if training.blocks_to_swap or sharded else device
     transformer, text_encoders = family.load_transformer(dtype, loaded_to, fp8=fp8), None
     fp8.serve(transformer)
     if device.type == "cpu":

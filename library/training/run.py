@@ -13,12 +13,14 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
+from library.accelerator import is_sharded
 from library.errors import UserError
 from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
 from library.training.network_plan import NetworkPlan
 from library.training.optimizers import averaged_weights, build_optimizer
 from library.training.prepare import Networks, total_steps, training_loader
 from library.training.schedules import build_schedule
+from library.training.sharding import prepare_lora
 from library.training.step import FlowStep, TrainingStep
 from library.training.weight_average import WeightAverage
 from networks.injection import AdapterNetwork
@@ -114,8 +116,16 @@ def prepare_run(
     lr_schedule = build_schedule(config.optimizer, optimizer, steps)
     trained = networks.transformer if plan.trains_transformer else None
     parts = (trained, networks.text_encoders, optimizer, loader)
-    # The transformer lies where prepare_networks put it; with blocks_to_swap that is not the device alone.
-    model, text_encoders, optimizer, loader = accelerator.prepare(*parts, device_placement=[False, True, True, True])
+    if is_sharded(accelerator):  # the configuration's rules leave no text encoders to train
+        text_encoders, blocks = None, family.repeated_blocks
+        model, optimizer, loader = prepare_lora(
+            accelerator, blocks, networks.transformer, lora.parameters(), optimizer, loader
+        )
+    else:
+        # The transformer lies where prepare_networks put it; with blocks_to_swap that is not the device alone.
+        model, text_encoders, optimizer, loader = accelerator.prepare(
+            *parts, device_placement=[False, True, True, True]
+        )
     if model is None:  # DDP refuses a network with nothing to train
         model = accelerator.prepare_model(networks.transformer, device_placement=False, evaluation_mode=True)
     return Run(

@@ -45,8 +45,9 @@ class Sampler:
         folder: Path,
         text_encoders: nn.Module | None = None,
         rules: PictureRules | None = None,
+        writes: bool = True,
     ) -> None:
-        """Keep what sampling needs.
+        """Keep what sampling needs; without ``writes`` pictures are drawn and let go, in step with other processes.
 
         ``embeddings`` maps every prompt's text (its ``text_key``) to its encoder outputs (no batch axis); those of
         ``text_encoders``, which are in training, are computed when they are needed. ``rules`` say what becomes of the
@@ -58,6 +59,7 @@ class Sampler:
         self._text_encoders = text_encoders
         self._image_encoder, self._folder = image_encoder, folder
         self.drawn: dict[int, list[Path]] = {}
+        self._writes = writes
 
     @torch.no_grad()
     def sample(self, transformer: nn.Module, step: int) -> list[Path]:
@@ -91,7 +93,8 @@ class Sampler:
             conditions=self._conditions[i],
         )
         path = self._path(step, i)
-        save_picture(image, path, {"prompt": prompt.line()})
+        if self._writes:
+            save_picture(image, path, {"prompt": prompt.line()})
         return path
 
     def _text(self, prompt: SamplePrompt, text: str) -> dict[str, Tensor]:
@@ -174,6 +177,7 @@ def build_sampler(
     data: TrainingData,
     folder: Path,
     text_encoders: nn.Module | None = None,
+    writes: bool = True,
 ) -> Sampler | None:
     """Return the sampler of a run, or None where no prompts were given; embeddings come from the dataset's cache."""
     if not prompts:
@@ -184,7 +188,7 @@ def build_sampler(
         for prompt in prompts
         for key, job in text_jobs(prompt, data.train.text_sees_references, rules).items()
     }
-    return Sampler(family, prompts, image_encoder, embeddings, folder, text_encoders, rules)
+    return Sampler(family, prompts, image_encoder, embeddings, folder, text_encoders, rules, writes)
 
 
 def _sheet(titles: list[str], rows: list[tuple[str, list[Path | Image.Image]]]) -> Image.Image:

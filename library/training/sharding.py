@@ -70,6 +70,39 @@ def whole(value: Any, accelerator: Accelerator) -> Any:
     return value
 
 
+def prepare_lora(
+    accelerator: Accelerator, blocks: Sequence[str], model: nn.Module, trained: Sequence[nn.Parameter], *parts: Any
+) -> list[Any]:
+    """Return ``accelerator.prepare(model, *parts)`` for a LoRA in a frozen model that is split, block by block.
+
+    ``trained`` stay whole on every process: they are small, so any optimizer can train them, and they are saved and
+    looked at as ever. ``share_gradients`` does for them what DDP does.
+
+    Raises:
+        UserError: accelerate did something else than it was asked for.
+    """
+    for parameter in trained:
+        parameter.data = parameter.data.to(accelerator.device)
+    plan_sharding(accelerator, blocks, [nn.ParameterList(trained)])
+    prepared = accelerator.prepare(model, *parts)
+    check_sharding(accelerator, model, blocks)
+    return list(prepared)
+
+
+def share_gradients(accelerator: Accelerator, trained: Sequence[nn.Parameter]) -> None:
+    """Give every process the mean of all processes' gradients, if the run is sharded; else the engine has done it.
+
+    A parameter without a gradient here may have one elsewhere (a dropped-out module): it counts as zero.
+    """
+    if not is_sharded(accelerator) or not trained:
+        return
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    mean = accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="mean")
+    parts = mean.split([g.numel() for g in gradients])
+    for parameter, gradient, part in zip(trained, gradients, parts, strict=True):
+        parameter.grad = gradient.copy_(part.view_as(gradient))
+
+
 def whole_number(value: Tensor) -> Tensor:
     """Return a gradient norm as the plain tensor that every process gets; collective if it is split."""
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from library.data.batches import Bucket, CachedDataset, collate
 from library.errors import UserError
+from library.training.sharding import in_step
 from library.training.step import FlowStep, TrainingStep
 
 if TYPE_CHECKING:
@@ -83,11 +85,12 @@ def validation_loss(
     were_training = [module.training for module in modules]
     for module in modules:
         module.eval()
-    for i, batch in enumerate(batches):
-        if i % accelerator.num_processes != accelerator.process_index:
-            continue
-        batch = batch.to(accelerator.device)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    for own in in_step(islice(iter(batches), rank, None, world), accelerator):
+        batch = (next(iter(batches)) if own is None else own).to(accelerator.device)
         losses = step.validation_losses(model, batch, sigmas)
+        if own is None:  # only to take part
+            continue
         total += torch.stack([losses.double().sum(), torch.tensor(float(len(losses)), device=losses.device)])
     for module, was_training in zip(modules, were_training, strict=True):
         module.train(was_training)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.console import Console
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.data import DataLoader
 
 from library import __version__
+from library.accelerator import is_sharded
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import effective_learning_rate
 from library.errors import UserError
@@ -23,7 +25,7 @@ from library.llm.instruction_batches import InstructionSampler, Windows, collate
 from library.models.lm_config import LMConfig
 from library.models.lm_files import load_lm
 from library.models.lm_projections import separate_projections
-from library.models.transformer_lm import TransformerLM
+from library.models.transformer_lm import Block, TransformerLM
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loading
 from library.training.base_precision import describe_base, leave_frozen_out_of_ddp
@@ -36,6 +38,7 @@ from library.training.optimizers import build_optimizer, describe_optimizer
 from library.training.prepare import attached_lora, base_remark, total_steps
 from library.training.run import Run
 from library.training.schedules import build_schedule
+from library.training.sharding import prepare_lora
 from library.training.training_facts import save_facts, without_folders
 from library.training.weight_average import WeightAverage
 from networks.injection import AdapterNetwork, inject_adapter
@@ -125,7 +128,12 @@ def prepare_instruction_run(
     )
     steps = total_steps(training, batches.batches_per_epoch() // world)
     lr_schedule = build_schedule(config.optimizer, optimizer, steps)
-    model, optimizer, loader = accelerator.prepare(base.model, optimizer, loader)
+    if is_sharded(accelerator):
+        blocks = [Block.__name__]
+        model, optimizer, loader = prepare_lora(accelerator, blocks, base.model, lora.parameters(), optimizer, loader)
+        register_fsdp_forward_method(base.model, "next_logits")  # what samples are made with
+    else:
+        model, optimizer, loader = accelerator.prepare(base.model, optimizer, loader)
     return Run(
         accelerator=accelerator,
         step=InstructionStep(training.seed, accumulation * world),

@@ -53,7 +53,8 @@ class AnswerSampler:
         answers = [self.template.tokenizer.decode(tokens, skip_special=True).strip() for tokens in written]
         path = self.folder / f"step{step:06d}.txt"
         pairs = [f"> {prompt}\n\n{answer}" for prompt, answer in zip(self.prompts, answers, strict=True)]
-        write_text(path, "\n\n----\n\n".join(pairs) + "\n")
+        if self.accelerator.is_main_process:
+            write_text(path, "\n\n----\n\n".join(pairs) + "\n")
         self.console.print(f"step {step}: {self.prompts[0]!r} -> {answers[0]!r}", soft_wrap=True)
         self.drawn[step] = [path]
         return [path]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from library.config.instruction_schema import InstructionConfig, InstructionValidationConfig
 from library.llm.instruction_batches import Example, InstructionBatch, collate_windows
 from library.nn.cross_entropy import IGNORED
+from library.training.sharding import in_step
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,9 +57,10 @@ class HeldOutDialogues:
         sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         training = model.training
         model.eval()
-        for batch in self.batches[accelerator.process_index :: accelerator.num_processes]:
-            own = batch.to(accelerator.device)
-            learnt = (own.targets != IGNORED).sum()
+        share = self.batches[accelerator.process_index :: accelerator.num_processes]
+        for batch in in_step(iter(share), accelerator):
+            own = (batch or self.batches[0]).to(accelerator.device)
+            learnt = (own.targets != IGNORED).sum() * (batch is not None)  # one that is left with none takes part
             sums += torch.stack([model(own.tokens, own.targets).double() * learnt, learnt.double()])
         model.train(training)
         total, learnt = accelerator.reduce(sums, reduction="sum").tolist()

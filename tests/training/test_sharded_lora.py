@@ -1,0 +1,162 @@
+"""FSDP2 for LoRAs: two processes that split the frozen weights, against one that holds them all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from library.config import load_config
+from library.config.conflicts import find_conflicts
+from library.config.load import load_language_config
+from tests.runs import arguments, largest_difference, lora, run, write_dataset
+from tests.training.test_llm_lora_runs import adapter, place  # noqa: F401  # the fixture
+from tests.training.test_llm_lora_runs import flags as chat_flags
+from tests.training.test_llm_lora_runs import run as chat_run
+from tests.worker_group import run_in_group
+from train_lora import train, train_language_model
+
+SAME_IN_FP32 = 2e-4  # gradients of halves are averaged instead of one mean over the batches, as under DDP
+SETTINGS: dict[str, object] = {
+    "max_train_steps": 3,
+    "gradient_checkpointing": True,
+    "max_grad_norm": 0.01,  # clips
+    "save_every_n_steps": 2,
+    "save_state": True,
+    "sample_every_n_steps": 2,
+}
+# Adafactor keeps sums over whole rows and columns, which a split weight does not have: LoRA weights are not split.
+FP8: dict[str, object] = {"max_train_steps": 2, "fp8_scaled": True, "optimizer_type": "Adafactor"}
+CHAT: dict[str, object] = {
+    "max_train_steps": 3,
+    "network_dropout": 0.0,
+    "train_batch_size": 1,
+    "packing": True,
+    "max_length": 20,
+    "sample_prompts": ["say 1"],
+    "sample_tokens": 6,
+}
+
+
+def train_one(flags: list[str]) -> None:
+    train(load_config(flags))
+
+
+def chat_one(flags: list[str]) -> None:
+    train_language_model(load_language_config(flags))
+
+
+@pytest.fixture(scope="module")
+def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """The same runs on one process and on two that split the weights."""
+    folder = tmp_path_factory.mktemp("sharded")
+    images = write_dataset(folder / "images", text="batch_size = 1\nvalidation_split = 0.25\nvalidation_seed = 1")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("a red disc --w 64 --h 64 --s 2 --d 1\n")
+    # a state's position counts batches over all processes: a step has four of them either way
+    one = SETTINGS | {"sample_prompts": prompts, "gradient_accumulation_steps": 4}
+    two = one | {"gradient_accumulation_steps": 2, "shard": 2}
+    run(base, images, folder / "one", **one)
+    run(base, images, folder / "fp8_one", **FP8, gradient_accumulation_steps=2)
+    chat_run(place, folder / "chat_one", gradient_accumulation_steps=2, **CHAT)
+    chat_two = CHAT | {"gradient_accumulation_steps": 1, "shard": 2}
+    state = folder / "one/lora-step00000002-state"
+    jobs = [
+        ("two", train_one, (arguments(base, images, folder / "two", **two),)),
+        ("there", train_one, (arguments(base, images, folder / "there", **two, resume=state),)),
+        ("fp8_two", train_one, (arguments(base, images, folder / "fp8_two", **FP8, shard=2),)),
+        ("chat_two", chat_one, (chat_flags(place, folder / "chat_two", **chat_two),)),
+    ]
+    assert run_in_group(jobs, folder) == dict.fromkeys(("two", "there", "fp8_two", "chat_two"), "")
+    run(base, images, folder / "back", **one, resume=folder / "two/lora-step00000002-state")
+    return folder
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_that_split_the_base_equal_one(runs: Path) -> None:
+    one, two = lines(runs / "one"), lines(runs / "two")
+    assert [line["step"] for line in one] == [line["step"] for line in two]
+    for expected, found in zip(one, two, strict=True):
+        for key in ("loss", "val_loss", "grad_norm"):
+            assert found.get(key) == (pytest.approx(expected[key], rel=1e-4) if key in expected else None), key
+    assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
+    names = sorted(path.name for path in (runs / "one/samples").iterdir())
+    assert sorted(path.name for path in (runs / "two/samples").iterdir()) == names
+
+
+def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
+    expected = lora(runs / "one")
+    assert largest_difference(lora(runs / "there"), expected) < SAME_IN_FP32
+    assert largest_difference(lora(runs / "back"), expected) < SAME_IN_FP32
+    assert largest_difference(lora(runs / "one", "lora-step00000002"), expected) > 10 * SAME_IN_FP32
+
+
+def test_an_fp8_base_is_split_and_any_optimizer_trains(runs: Path) -> None:
+    assert largest_difference(lora(runs / "fp8_two"), lora(runs / "fp8_one")) < SAME_IN_FP32
+
+
+def test_a_language_models_lora_too(runs: Path) -> None:
+    one, two = adapter(runs / "chat_one/lora"), adapter(runs / "chat_two/lora")
+    assert largest_difference(two, one) < SAME_IN_FP32
+    answer = "samples/step000003.txt"
+    assert (runs / "chat_two" / answer).read_text() == (runs / "chat_one" / answer).read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"blocks_to_swap": 1}, "blocks_to_swap"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"preflight": True}, "preflight"),
+        ({"mixed_precision": "fp16"}, "mixed_precision"),
+        ({"mixed_precision": "bf16", "full_bf16": True}, "full_bf16"),
+        ({"text_encoder_lr": 1e-4}, "text_encoder_lr"),
+    ],
+)
+def test_what_is_not_made_for_split_weights_is_refused(settings: dict[str, object], key: str, tmp_path: Path) -> None:
+    sections = {
+        "model": {"pretrained_model_name_or_path": "."},
+        "dataset": {"dataset_config": "data.toml"},
+        "parallel": {"shard": 2},
+        "accelerate": {k: v for k, v in settings.items() if k == "torch_compile"},
+        "optimizer": {k: v for k, v in settings.items() if k == "text_encoder_lr"},
+        "training": {k: v for k, v in settings.items() if k not in ("torch_compile", "text_encoder_lr")},
+    }
+    from library.config.schema import TrainConfig
+
+    found = list(find_conflicts(TrainConfig.model_validate(sections)))
+    assert [line.split(":")[0] for line in found] == [key]
+    alone = TrainConfig.model_validate(sections | {"parallel": {}})
+    assert not list(find_conflicts(alone))
+
+
+def test_gradients_of_split_runs_are_means_over_processes(tmp_path: Path) -> None:
+    said = run_in_group([("shared", share, (tmp_path,))], tmp_path)
+    assert said == {"shared": ""}
+    first, second = (torch.load(tmp_path / f"gradients{rank}.pt") for rank in range(2))
+    assert torch.equal(first[0], torch.tensor([1.5, 3.0]))  # the mean of (1, 2) and of (2, 4)
+    assert torch.equal(first[1], torch.tensor([[0.5]]))  # of 1 and none
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def share(folder: Path) -> None:
+    from library.accelerator import build_accelerator
+    from library.config.parallel_schema import ParallelConfig
+    from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
+    from library.training.sharding import share_gradients
+
+    saving = SavingConfig(output_dir=str(folder))
+    accelerator = build_accelerator(
+        AccelerateConfig(), TrainingConfig(), saving, LoggingConfig(), ParallelConfig(shard=2)
+    )
+    rank = accelerator.process_index
+    trained = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1, 1))]
+    trained[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
+    trained[1].grad = torch.ones(1, 1) if rank == 0 else None
+    share_gradients(accelerator, trained)
+    torch.save([parameter.grad for parameter in trained], folder / f"gradients{rank}.pt")
