@@ -33,6 +33,10 @@ from library.errors import UserError, did_you_mean, nearest_of
 
 _SAME_HEADING = 0.8  # similarity above which an unknown table heading is taken for a misspelt one
 _OF_DATASETS = ("general", "datasets")
+_INSTEAD = {
+    "max_train_steps": "max_train_epochs",
+    "max_train_epochs": "max_train_steps",
+}  # two ways of saying one thing
 
 
 @dataclass
@@ -119,6 +123,9 @@ def read_arguments(argv: Sequence[str], script: Script = LORA) -> Given:
         given.meant |= {meant} if meant else set()
     for key, value in arguments.items():
         given.values[key], given.origins[key] = value, f"--{key}"
+        if (other := _INSTEAD.get(key)) and other not in arguments:
+            given.values.pop(other, None)  # a flag wins over the file, in whichever terms that has it
+            given.origins.pop(other, None)
     return given
 
 

@@ -51,6 +51,12 @@ def test_a_flag_wins_over_the_toml_file(tmp_path: Path) -> None:
     assert config.training.gradient_checkpointing is False
 
 
+def test_a_flag_wins_over_the_other_way_of_saying_it_in_the_toml_file(tmp_path: Path) -> None:
+    path = _toml(tmp_path, "max_train_epochs = 9\n")
+    training = load_config(["--config_file", path, "--max_train_steps", "2", *REQUIRED]).training
+    assert (training.max_train_steps, training.max_train_epochs) == (2, None)
+
+
 def test_lists_and_either_or_numbers_are_taken_from_the_command_line() -> None:
     argv = ["--optimizer_args", "weight_decay=0.1", "betas=0.9,0.99", "--lr_scheduler", "cosine"]
     config = load_config([*argv, "--lr_warmup_steps", "0.1", *REQUIRED])
