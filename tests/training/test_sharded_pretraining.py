@@ -12,11 +12,16 @@ import library.accelerator
 from library.config.llm_schema import LLMConfig, find_llm_conflicts, load_llm_config
 from library.config.parallel_schema import ParallelConfig
 from library.errors import UserError
+from library.models.lm_config import PRESETS
 from library.nn.rope import RopeTables
+from library.training.pretraining.build import accumulation_for
 from library.training.sharding import check_sharding
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.worker_group import run_in_group
+from tools import draw_distributed
 from train_llm import train
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Gradients are sums of two halves' in fp32, and AdamW's first steps divide by numbers as small as rounding:
 # shared/findings measured 2.5e-5 after three steps; here 4e-5 of a tensor's norm is the largest that was seen.
@@ -149,3 +154,13 @@ def test_tables_that_were_made_for_a_sample_can_be_trained_with() -> None:
     x = torch.ones(4, 4, requires_grad=True)
     (x * cos[:4]).sum().backward()
     assert torch.equal(x.grad, cos[:4])
+
+
+def test_the_ready_config_is_valid_and_the_picture_is_the_scripts() -> None:
+    path = ROOT / "configs/parallel/fsdp2.toml"
+    config = load_llm_config(["--config_file", str(path)])
+    assert config.parallel.is_sharded
+    context = PRESETS[config.model.preset or ""].context
+    assert accumulation_for(config.data, context, config.parallel.shard) >= 1
+    assert (path.parent / path.read_text().splitlines()[0].removeprefix("#:schema ")).is_file()
+    assert draw_distributed.PICTURE.read_text() == draw_distributed.picture()
