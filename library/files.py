@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 
 from library.atomic import atomic_path
 from library.errors import UserError
+from library.safetensors_header import read_safetensors_header as read_safetensors_header
 from library.safetensors_stream import stream_safetensors
 
 _FINGERPRINT_SLICES = 256  # evenly spaced slices hashed from a weight file ...
@@ -40,25 +39,20 @@ def write_safetensors(
     stream_safetensors(path, layout, lambda name: tensors[name], metadata)
 
 
-def read_safetensors_header(path: str | Path) -> dict[str, dict]:
-    """Return a safetensors file's JSON header, read without touching a tensor.
-
-    The format (https://github.com/huggingface/safetensors#format): eight bytes, the header's length as a
-    little-endian u64; the header; the data.
+def shard_names(index: Path) -> list[str]:
+    """Return the names of the weight files that a ``*.safetensors.index.json`` lists, sorted.
 
     Raises:
-        UserError: the file does not exist or is no safetensors file.
+        UserError: it is no such list, or names a file elsewhere than beside itself.
     """
     try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > os.path.getsize(path) - 8:
-                raise ValueError("header longer than the file")
-            return json.loads(file.read(length))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; check the path") from None
-    except (ValueError, struct.error) as error:
-        raise UserError(f"{path}: not a safetensors file ({error}); download or convert it again") from error
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(f"{index}: not a list of weight files; download it again") from None
+    for name in names:
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise UserError(f"{index}: lists {name!r}, which is no file beside it; download the model again")
+    return names
 
 
 def fingerprint(path: str | Path) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from library.errors import UserError
-from library.files import read_safetensors_header, write_text
+from library.files import read_safetensors_header, shard_names, write_text
 from library.safetensors_stream import DTYPES, TensorSpecs, tensor_bytes
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -94,8 +94,7 @@ def open_base(path: Path, option: str = "--model", fp8: bool = False) -> Base:
 def _weights_of(folder: Path, usual_name: str, fp8: bool) -> tuple[BaseFile, ...]:
     """Return the weight files of a folder: the shards of its index, or the one that is usual or alone."""
     if index := _index_of(folder):
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        return tuple(_read_base_file(folder / name, fp8) for name in shards)
+        return tuple(_read_base_file(folder / name, fp8) for name in shard_names(index))
     found = sorted(folder.glob("*.safetensors"))
     usual = folder / usual_name
     if usual not in found and len(found) != 1:

@@ -52,8 +52,9 @@ class LLMOptimizerConfig(Section):
     optimizer_type: str = Field(
         "AdamW",
         description="AdamW (fused), Prodigy, Muon (hidden matrices; AdamW for the rest), any of train_lora.py's, or a "
-        "dotted class path",
+        "dotted class path of their packages",
     )
+    trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
     optimizer_args: list[str] = Field(
         [], description='key=value pairs for the optimizer; AdamW has "betas=0.9,0.95" unless set here'
     )

@@ -68,6 +68,8 @@ def _schedule_conflicts(config: OptimizerConfig) -> Iterator[str]:
 
 def _optimizer_conflicts(config: OptimizerConfig) -> Iterator[str]:
     name = _class_name(config.optimizer_type)
+    if config.trust_class_paths and "." not in config.optimizer_type:
+        yield "trust_class_paths has no effect without a class path (a.b.C) in optimizer_type; remove it"
     flags = {argument.replace(" ", "") for argument in config.optimizer_args}
     if "schedulefree" in name and config.lr_scheduler != "constant" and "use_schedulefree=False" not in flags:
         yield (

@@ -12,6 +12,7 @@ either tool that could take no effect here are refused with what to do instead.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +228,8 @@ def _read_dataset(source: _Source, number: int, general: dict[str, Any], default
     else:
         raise UserError(f"{where}: no [[datasets.subsets]]; add one with image_dir or metadata_file")
     cache = settings.cache_directory
+    if cache:
+        refuse_climbing(where, "cache_directory", cache)
     cache_directory = (file.path.parent / Path(cache).expanduser()).resolve() if cache else None
     if defaults.cache_directory and not cache:
         cache_directory = Path(defaults.cache_directory).expanduser().resolve()
@@ -337,8 +340,21 @@ def _as_toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
+def refuse_climbing(where: str, key: str, value: str) -> None:
+    """Keep relative paths within the folder they start at: a dataset from a stranger names none of the rest.
+
+    Raises:
+        UserError: ``value`` climbs out of it, or holds a character that no path may have.
+    """
+    if "\0" in value:
+        raise UserError(f"{where}: {key} {value!r} is no path; correct it")
+    if os.path.normpath(value).split(os.sep)[0] == os.pardir:
+        raise UserError(f"{where}: {key} {value!r} climbs out of the TOML's folder; write its absolute path")
+
+
 def _find_path(where: str, key: str, value: str, toml_dir: Path, kind: str) -> Path:
     written = Path(value).expanduser()
+    refuse_climbing(where, key, value)
     candidates = [written] if written.is_absolute() else [toml_dir / written, Path.cwd() / written]
     for candidate in candidates:
         if candidate.is_dir() if kind == "folder" else candidate.is_file():

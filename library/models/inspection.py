@@ -157,7 +157,7 @@ def _read(named: tuple[str, Sequence[Path]]) -> WeightSet:
     metadata: dict[str, str] = {}
     notes: list[str] = []
     for file in files:
-        header = read_safetensors_header(file)
+        header = read_safetensors_header(file, may_be_cut=True)
         metadata |= header.pop("__metadata__", {})
         with open(file, "rb") as raw:
             start = 8 + int.from_bytes(raw.read(8), "little")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import write_text
+from library.files import shard_names, write_text
 from library.models.lm_config import LMConfig, config_from_hf, config_to_hf, gpt2
 from library.models.lm_key_maps import gpt2_names, hf_weights, llama_names, meta_weights, openai_weights
 from library.models.lm_sources import TorchFiles
@@ -157,7 +157,7 @@ def _hf_files(folder: Path) -> WeightFiles:
     index = folder / "pytorch_model.bin.index.json"
     names = ["pytorch_model.bin"]
     if index.is_file():
-        names = sorted(set(read_config(folder, index.name)["weight_map"].values()))
+        names = shard_names(index)
     return TorchFiles(folder, [("", folder / name) for name in names])
 
 

@@ -89,6 +89,7 @@ _NAMES: dict[str, _Known] = {
     "DAdaptLion": _Known("dadaptation", "DAdaptLion"),
     "DAdaptSGD": _Known("dadaptation", "DAdaptSGD"),
 }
+_PACKAGES = {place.module.split(".")[0] for place in _NAMES.values()} | {"pytorch_optimizer"}
 _UNFIT = {
     "Optimizer",
     "LBFGS",
@@ -115,7 +116,7 @@ def build_optimizer(
         UserError: unknown optimizer, package not installed, unknown or refused argument, learning rates that
             differ by group where the optimizer takes only one.
     """
-    kind = _find_class(config.optimizer_type)
+    kind = _find_class(config.optimizer_type, config.trust_class_paths)
     chosen = parse_optimizer_args(config.optimizer_args)
     _check_arguments(kind.cls, chosen, config.optimizer_type)
     # torch refuses fused beside these two, and the person's choice goes first
@@ -149,13 +150,13 @@ def check_optimizer(config: OptimizerConfig) -> None:
     Raises:
         UserError: as ``build_optimizer``.
     """
-    kind = _find_class(config.optimizer_type)
+    kind = _find_class(config.optimizer_type, config.trust_class_paths)
     _check_arguments(kind.cls, parse_optimizer_args(config.optimizer_args), config.optimizer_type)
 
 
 def describe_optimizer(config: OptimizerConfig) -> str:
     """Return class path and chosen arguments, as sd-scripts writes them: ``torch.optim.adamw.AdamW(eps=1e-08)``."""
-    cls = _find_class(config.optimizer_type).cls
+    cls = _find_class(config.optimizer_type, config.trust_class_paths).cls
     chosen = ",".join(f"{key}={value}" for key, value in parse_optimizer_args(config.optimizer_args).items())
     return f"{cls.__module__}.{cls.__name__}" + (f"({chosen})" if chosen else "")
 
@@ -240,9 +241,15 @@ class _Found:
     defaults: Mapping[str, Any]
 
 
-def _find_class(optimizer_type: str) -> _Found:
+def _find_class(optimizer_type: str, trusted: bool) -> _Found:
     if "." in optimizer_type:
         module, name = optimizer_type.rsplit(".", 1)
+        package = module.split(".")[0]
+        if not trusted and package not in _PACKAGES:
+            raise UserError(
+                f"optimizer_type: importing {optimizer_type} runs code of {package or 'no package'!r}, which is none "
+                f"of {', '.join(sorted(_PACKAGES))}; set trust_class_paths = true if you trust it"
+            )
         return _Found(_import_class(module, name, optimizer_type), {})
     known = {name.lower(): place for name, place in _NAMES.items()}
     for name, value in vars(torch.optim).items():

@@ -97,7 +97,7 @@ def find_damage(state: Path) -> str | None:
 
 
 def _is_whole(file: Path) -> bool:
-    header = read_safetensors_header(file)
+    header = read_safetensors_header(file, may_be_cut=True)
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     with open(file, "rb") as opened:
         begin = 8 + int.from_bytes(opened.read(8), "little")

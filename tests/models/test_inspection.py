@@ -250,7 +250,7 @@ def test_a_file_that_ends_early_is_remarked_on(tmp_path: Path) -> None:
     assert weight_sets(path)[0].notes == ()
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size - 60)
-    assert read_safetensors_header(path)
+    assert read_safetensors_header(path, may_be_cut=True)
     assert weight_sets(path)[0].notes == (f"{path}: 60 bytes are missing at its end; download it again",)
 
 

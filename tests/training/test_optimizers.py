@@ -337,7 +337,9 @@ def test_an_optimizer_arg_given_twice_is_refused() -> None:
         ("Lion", ["betas=(2.0, 0.9)"], "Lion: a value out of range; change learning_rate or optimizer_args"),
         ("Prodgy", [], "no optimizer 'Prodgy'; did you mean 'Prodigy'"),
         ("zzz", [], "no optimizer 'zzz'; choose one of AdamW, .*class path"),
-        ("not_there.Optimizer", [], "needs the package 'not_there'; run pip install not_there"),
+        ("my_code.Optimizer", [], "importing my_code.Optimizer runs code of 'my_code'.*; set trust_class_paths = true"),
+        (".Optimizer", [], "runs code of 'no package'"),
+        ("pytorch_optimizer.Optimizer", [], "needs the package 'pytorch_optimizer'; run pip install pytorch_optimizer"),
         ("torch.optim.nowhere.A", [], "torch.optim.nowhere cannot be imported .*; check the class path"),
         ("torch.optim.AdmW", [], "torch.optim has no class 'AdmW'; did you mean 'AdamW'"),
         ("torch.nn.Linear", [], "torch.nn.Linear is no torch.optim.Optimizer; name a subclass of it"),
@@ -362,3 +364,19 @@ def test_a_low_learning_rate_for_prodigy_warns() -> None:
     with pytest.warns(UserWarning, match="Prodigy multiplies its step size estimate by learning_rate 0.05; 1.0 is"):
         optimizer = build_optimizer(config_for("Prodigy", learning_rate=0.05), groups, full_bf16=False)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05]  # warned of, but as asked
+
+
+def test_a_class_path_of_another_package_is_imported_only_when_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "strangers.py").write_text(
+        "import pathlib, torch\npathlib.Path(__file__).with_name('ran').touch()\nclass Sgd(torch.optim.SGD): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    groups = [{"params": [nn.Parameter(torch.zeros(2))]}]
+    with pytest.raises(UserError, match="trust_class_paths"):
+        build_optimizer(OptimizerConfig(optimizer_type="strangers.Sgd"), groups, full_bf16=False)
+    assert not (tmp_path / "ran").exists()
+    trusted = OptimizerConfig(optimizer_type="strangers.Sgd", trust_class_paths=True)
+    assert type(build_optimizer(trusted, groups, full_bf16=False)).__name__ == "Sgd"
+    assert (tmp_path / "ran").exists()
