@@ -111,6 +111,15 @@ def test_gradients_are_clipped_only_after_the_warm_up_unless_asked(corpus: Path,
     assert not same(early[0], free[0])
 
 
+def test_a_run_that_leaves_the_numbers_stops_and_saves_nothing_of_it(corpus: Path, tmp_path: Path) -> None:
+    wild = {"learning_rate": 1e38, "lr_scheduler": "constant", "lr_warmup_steps": None, "log_every_n_steps": 1000}
+    with pytest.raises(UserError, match="are not finite, and nothing is saved of that"):
+        run(corpus, tmp_path, save_every_n_steps=1, save_state=True, **wild)
+    saved = sorted(path.name for path in tmp_path.glob("model-step*") if not path.name.endswith("-state"))
+    assert all(torch.isfinite(tensor).all() for name in saved for tensor in weights(tmp_path, name).values())
+    assert not (tmp_path / "model").exists()
+
+
 def test_training_learns_what_there_is_to_learn(corpus: Path, tmp_path: Path) -> None:
     prompts = {"sample_prompts": ["the cat", "a dog"], "sample_every_n_steps": 60, "sample_tokens": 8}
     events = run(corpus, tmp_path, max_train_steps=60, validate_every_n_steps=30, train_batch_size=8, **prompts)

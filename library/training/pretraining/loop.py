@@ -17,15 +17,18 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from library.errors import UserError
 from library.llm.token_batches import TokenBatches
 from library.training.lr_tracker import read_learning_rates
 from library.training.metrics import MetricsStream, peak_memory_bytes
 from library.training.pretraining.state import PretrainingPosition
 from library.training.progress import TrainingProgress
 from library.training.sharding import whole_number
+from library.training.update_guard import all_finite
 
 _EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
 
@@ -88,7 +91,11 @@ class Pretrainer:
     _clocks: _Clocks = field(default_factory=lambda: _Clocks())
 
     def run(self) -> None:
-        """Train to the end."""
+        """Train to the end.
+
+        Raises:
+            UserError: a loss or a gradient is not finite.
+        """
         self.model.train()
         on_gpu = self.accelerator.device.type == "cuda"
         per_pass = self.plan.windows // self.plan.accumulation
@@ -98,14 +105,14 @@ class Pretrainer:
             loss, grad_norm, rates = self._step(coming)
             self.position.step += 1
             self.position.windows += self.plan.windows
-            self._average(loss)
+            self._average(loss, grad_norm)
             self.progress.advance(self.position.step)
             if self._is_logged(self.position.step):
                 self._log(loss, grad_norm, rates)
             else:
                 self._clocks.stop()
             if self.between.is_due(self.position.step):
-                self.position.loss_ema = float(self._ema)
+                self.position.loss_ema = self._finite(float(self._ema), weights=True)
                 self.between.after_step(self.position)
 
     def _step(self, coming: Iterator[Tensor]) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -131,13 +138,35 @@ class Pretrainer:
         self.optimizer.zero_grad()
         return torch.stack(losses).mean(), torch.as_tensor(grad_norm), rates
 
-    def _average(self, loss: Tensor) -> None:
-        """Take ``loss`` into the moving average, which stays on the device."""
+    def _average(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Take ``loss`` into the moving average, which stays on the device.
+
+        Once a loss or a gradient is not finite, on whichever process, the norm is not either, nor the average again.
+        """
+        loss = loss + 0 * grad_norm.to(loss.device)
         if self.position.step == 1:
             self._ema = loss
         elif self._ema is None:  # resumed
             self._ema = torch.tensor(self.position.loss_ema, device=loss.device)
         self._ema = _EMA * self._ema + (1 - _EMA) * loss
+
+    def _finite(self, ema: float, weights: bool = False) -> float:
+        """Return ``ema``; collective where ``weights`` are looked at too, which is before something is saved.
+
+        Raises:
+            UserError: it is not finite, nor are the weights then, or only these are not.
+        """
+        if math.isfinite(ema) and not (weights and self._broken_weights()):
+            return ema
+        raise UserError(
+            f"step {self.position.step}: loss, gradients or weights are not finite, and nothing is saved of that; "
+            'go on from the last state (resume = "auto") with a lower learning_rate or a longer warm-up'
+        )
+
+    def _broken_weights(self) -> bool:
+        own = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
+        broken = ~all_finite([tensor for tensor in own if tensor.numel()])
+        return bool(self.accelerator.reduce(broken.float(), reduction="sum") > 0)
 
     def _is_logged(self, step: int) -> bool:
         return step % self.plan.log_every == 0 or step == self.plan.total
@@ -145,7 +174,7 @@ class Pretrainer:
     def _log(self, loss: Tensor, grad_norm: Tensor, rates: dict[str, float]) -> None:
         on_device = torch.stack([loss, self._ema, grad_norm.to(loss.device)])
         mean_loss, ema, norm = self.accelerator.reduce(on_device, reduction="mean").tolist()
-        self.position.loss_ema = ema
+        self.position.loss_ema = self._finite(ema)
         self._clocks.stop()  # after the device was waited for
         seconds, waited = self._clocks.read()
         values = {
