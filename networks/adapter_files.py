@@ -102,6 +102,9 @@ def take_tensors(layer: AdapterLinear, weights: AdapterWeights, where: str) -> N
     scale = getattr(layer, "scale", 1.0)
     if abs(weights.scale - scale) > 1e-6 * abs(scale):
         raise UserError(f"{where} has the scale {weights.scale:g}, here {scale:g}; set network_alpha as in the file")
+    has_columns = "dora_scale" in tensors and tensors["dora_scale"].shape != (layer.out_features, 1)
+    if isinstance(layer, DoRALinear) and "magnitude" not in tensors and has_columns:
+        raise UserError(f"{where} has lengths of columns; only a DoRA with lengths of rows can be gone on with")
     for name, parameter in own.items():
         if name != "magnitude":
             fill(parameter, tensors[name])
@@ -109,8 +112,6 @@ def take_tensors(layer: AdapterLinear, weights: AdapterWeights, where: str) -> N
         magnitude = tensors.get("magnitude")
         if magnitude is None:
             scales = tensors["dora_scale"].to(layer.squares)
-            if scales.shape != (layer.out_features, 1):
-                raise UserError(f"{where} has lengths of columns; only a DoRA with lengths of rows can be gone on with")
             magnitude = scales[:, 0] * layer.row_lengths() / layer.squares.sqrt()
         fill(layer.magnitude, magnitude)
 
@@ -159,21 +160,29 @@ def save_adapter(
     stream_safetensors(path, {k: (t.dtype, tuple(t.shape)) for k, t in tensors.items()}, tensors.__getitem__, strings)
 
 
-def read_updates(path: str | Path, targets: LoraTargets) -> tuple[Mapping[str, LoraWeights | AdapterWeights], LoraFile]:
+def read_updates(
+    path: str | Path, targets: LoraTargets, left_out: list[str] | None = None
+) -> tuple[Mapping[str, LoraWeights | AdapterWeights], LoraFile]:
     """Return module name -> what a file of any kind does to it, and the file (empty of weights for other kinds).
+
+    ``left_out`` receives the keys that cannot be mapped, which are refused otherwise.
 
     Raises:
         UserError: see :func:`load_adapter` and :func:`networks.formats.load_lora`.
     """
     path = weight_file(Path(path))
     if not non_lora_kind(header := read_safetensors_header(path)):
-        lora = load_lora(path, targets)
+        lora = load_lora(path, targets, left_out)
         return lora.weights, lora
-    return load_adapter(path, targets), LoraFile({}, "", dict(header.get("__metadata__") or {}))
+    return load_adapter(path, targets, left_out), LoraFile({}, "", dict(header.get("__metadata__") or {}))
 
 
-def load_adapter(path: str | Path, targets: LoraTargets) -> dict[str, AdapterWeights]:
+def load_adapter(
+    path: str | Path, targets: LoraTargets, left_out: list[str] | None = None
+) -> dict[str, AdapterWeights]:
     """Read a file of another kind than LoRA.
+
+    ``left_out`` receives the keys that cannot be mapped, which are refused otherwise.
 
     Returns:
         diffusers module name -> weights, in the file's dtype, on the CPU.
@@ -204,6 +213,9 @@ def load_adapter(path: str | Path, targets: LoraTargets) -> dict[str, AdapterWei
         raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
     if unknown:
         refuse_other_family(path, targets)
+    if unknown and found and left_out is not None:
+        left_out.extend(sorted(unknown))
+    elif unknown:
         names = names_in_short(sorted(unknown))
         raise UserError(f"{path}: {len(unknown)} keys are not known of a {TITLES[kind]} ({names}); it cannot be read")
     stated = read_alphas(path, metadata, targets.file_prefix, dora=True)

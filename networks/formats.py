@@ -165,12 +165,13 @@ def save_lora(
     stream_safetensors(path, {k: (t.dtype, tuple(t.shape)) for k, t in tensors.items()}, tensors.__getitem__, strings)
 
 
-def load_lora(path: str | Path, targets: LoraTargets) -> LoraFile:
+def load_lora(path: str | Path, targets: LoraTargets, left_out: list[str] | None = None) -> LoraFile:
     """Read a LoRA file in any known layout.
 
     Args:
         path: a safetensors file, or a folder written by PEFT (``adapter_model.safetensors``).
         targets: the family's row.
+        left_out: receives the keys that cannot be mapped, which are refused otherwise.
 
     Returns:
         The weights under diffusers' module names, split where the file has fused layers, in the file's dtype
@@ -187,6 +188,9 @@ def load_lora(path: str | Path, targets: LoraTargets) -> LoraFile:
     found, layouts, unknown = _read_pairs(path, targets)
     if unknown:
         refuse_other_family(path, targets)
+    if unknown and found and left_out is not None:
+        left_out.extend(sorted(unknown))
+    elif unknown:
         raise UserError(
             f"{path}: {len(unknown)} keys are no LoRA weights of {targets.family}'s transformer{_or_text(targets)}: "
             f"{names_in_short(sorted(unknown))}; convert the file or remove them"

@@ -40,10 +40,12 @@ from networks.base_modules import find_modules
 from networks.formats import PRECISIONS, LoraFile
 from networks.key_map import KeyMap
 from networks.metadata import base_mismatch
+from networks.partial_fit import PartialFit
 from networks.targets import LoraTargets
 from networks.weights import LoraWeights, names_in_short
 
 Updates = Mapping[str, LoraWeights | AdapterWeights]  # by module name
+Fits = dict[Path, PartialFit]  # by LoRA file
 _STALE_METADATA = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
 
 
@@ -93,6 +95,7 @@ def merge_loras(
     precision: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     transformer_only: bool = False,
+    allow_partial: bool = False,
 ) -> MergeReport:
     """Merge LoRAs into ``model`` and write the result to ``save_to``.
 
@@ -104,6 +107,7 @@ def merge_loras(
         precision: "fp32", "fp16" or "bf16" for the transformer's floating tensors; None keeps each tensor's dtype.
         progress: called with (tensors done, tensors in all).
         transformer_only: leave out the LoRAs' text encoder layers; a note says so.
+        allow_partial: leave out what has no place in the base or another shape; a note names it.
 
     Raises:
         UserError: a file is missing, a LoRA does not fit, a value leaves fp16's range, the disk is full.
@@ -112,9 +116,11 @@ def merge_loras(
         raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
     dtype = PRECISIONS[precision] if precision else None
     base = open_base(model)
-    read = [(source, *read_updates(source.path, targets)) for source in sources]
+    fits: Fits | None = {} if allow_partial else None
+    read = [(source, *read_updates(source.path, targets, unknown_keys(fits, source))) for source in sources]
     loras = [(source, weights) for source, weights, _ in read]
-    components = _components(base, loras, targets, transformer_only)
+    components = _components(base, loras, targets, transformer_only, fits)
+    fitting = partial_notes(fits)
     check_target(base, save_to, dtype)
     total = sum(len(file.tensors) for component in components for file in component.files)
     done = itertools.count(1)
@@ -135,10 +141,28 @@ def merge_loras(
             for component in components[1:]:
                 write(component, folder.parent / component.name)
     notes = [
+        *fitting,
         *_base_notes(base.weights, [(source, file) for source, _, file in read]),
         *(_left_out_notes(loras, targets) if transformer_only else ()),
     ]
     return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
+
+
+def unknown_keys(fits: Fits | None, source: LoraSource) -> list[str] | None:
+    """Return the list that takes the keys of ``source`` that mean nothing to the family, None to refuse them."""
+    if fits is None:
+        return None
+    return fits.setdefault(source.path, PartialFit(str(source.path))).unknown
+
+
+def partial_notes(fits: Fits | None) -> list[str]:
+    """Return a line for each LoRA of which something was left out.
+
+    Raises:
+        UserError: nothing of one fits.
+    """
+    lines = [(fit, fit.line()) for fit in (fits or {}).values()]
+    return [line for fit, line in lines if not fit.complete]
 
 
 @dataclass(frozen=True)
@@ -151,7 +175,11 @@ class _Component:
 
 
 def _components(
-    base: Base, loras: Sequence[tuple[LoraSource, Updates]], targets: LoraTargets, transformer_only: bool
+    base: Base,
+    loras: Sequence[tuple[LoraSource, Updates]],
+    targets: LoraTargets,
+    transformer_only: bool,
+    fits: Fits | None,
 ) -> list[_Component]:
     """Return the transformer, and the text encoders that the LoRAs change, with their updates.
 
@@ -161,7 +189,8 @@ def _components(
     _refuse_text_encoder_alone(base, targets)
     split = [(source, targets.by_component(weights)) for source, weights in loras]
     name = targets.file_prefix
-    updates = plan_updates(base.files, [(s, parts.get(name, {})) for s, parts in split], targets.keys, targets.family)
+    own = [(source, parts.get(name, {})) for source, parts in split]
+    updates = plan_updates(base.files, own, targets.keys, targets.family, fits)
     components = [_Component(name, base.files, updates)]
     for encoder in () if transformer_only else targets.text_encoders:
         concerned = [(source, parts[encoder.name]) for source, parts in split if encoder.name in parts]
@@ -175,7 +204,7 @@ def _components(
             )
         prefix = f"{encoder.name}."
         inside = [(source, {k.removeprefix(prefix): w for k, w in weights.items()}) for source, weights in concerned]
-        updates = plan_updates(files, inside, encoder.keys, f"{targets.family}'s {encoder.name}")
+        updates = plan_updates(files, inside, encoder.keys, f"{targets.family}'s {encoder.name}", fits)
         components.append(_Component(encoder.name, files, updates))
     return components
 
@@ -205,8 +234,9 @@ def plan_updates(
     loras: Sequence[tuple[LoraSource, Updates]],
     keys: KeyMap,
     model_name: str,
+    fits: Fits | None = None,
 ) -> dict[str, list[Update]]:
-    """Return base tensor -> its updates.
+    """Return base tensor -> its updates; ``fits`` takes what has none, which is refused without it.
 
     Raises:
         UserError: a LoRA module has no place in the base or another shape; its name is in the message.
@@ -215,20 +245,30 @@ def plan_updates(
     updates: dict[str, list[Update]] = {}
     for source, modules in loras:
         absent = sorted(modules.keys() - places.keys())
-        if absent:
+        fit = None if fits is None else fits.setdefault(source.path, PartialFit(str(source.path)))
+        if fit is not None:
+            fit.lacks(absent)
+        elif absent:
             names = names_in_short(absent)
             raise UserError(f"{source.path}: {len(absent)} modules are not in the base ({names}); wrong model?")
         problems = []
         for name, weights in modules.items():
+            if name not in places:
+                continue
             place = places[name]
             shape, (rows, columns) = place.shape, weights.shape
             if shape != (rows, columns or shape[1]):
                 made_for = f"{rows}x{columns or 'any'}"
                 problems.append(f"{name} is for {made_for}, the base has {shape[0]}x{shape[1]}")
+                continue
+            if fit is not None:
+                fit.takes(name)
             updates.setdefault(place.tensor, []).append(
                 Update(weights, source.ratio, place.rows, place.swapped, place.transposed)
             )
-        if problems:
+        if fit is not None:
+            fit.misfits(problems)
+        elif problems:
             raise UserError(f"{source.path}: {names_in_short(problems)}; it was trained on another model")
     return updates
 

@@ -25,6 +25,7 @@ from networks.adapter_weights import TITLES
 from networks.formats import load_lora, save_lora
 from networks.lora import LoRALinear
 from networks.options import NetworkOptions
+from networks.partial_fit import PartialFit
 from networks.targets import LoraTargets
 from networks.weights import LoraWeights, names_in_short
 
@@ -111,13 +112,23 @@ class AdapterNetwork(Generic[Layer]):
         adapters = {name: layer_tensors(layer, save_format) for name, layer in self.modules.items()}
         save_adapter(path, adapters, self.targets, save_format, precision, metadata)
 
-    def load_file(self, path: str | Path) -> str:
+    def load_file(self, path: str | Path, allow_partial: bool = False) -> str:
         """Copy the weights of a file of the same kind into the layers (``network_weights``); say what was loaded.
 
+        With ``allow_partial``, what does not fit is named in the result and left as it was initialised.
+
         Raises:
-            UserError: the file is of another kind, or has other layers, shapes or alphas.
+            UserError: the file is of another kind, or has other layers, shapes or alphas; or nothing of it fits.
         """
-        adapters = load_adapter(path, self.targets)
+        left_out: list[str] = []
+        adapters = load_adapter(path, self.targets, left_out if allow_partial else None)
+        if allow_partial:
+            fit = PartialFit(str(path), left_out, sorted(adapters.keys() - self.modules.keys()))
+            for name, layer in self.modules.items():
+                if name in adapters:
+                    with fit.trying(name):
+                        take_tensors(layer, adapters[name], name)
+            return fit.line(self.modules)
         if alone := sorted(adapters.keys() ^ self.modules.keys()):
             raise UserError(f"{path}: layers differ from those trained here ({names_in_short(alone)}); choose the same")
         for name, layer in self.modules.items():
@@ -168,9 +179,20 @@ class LoraNetwork(AdapterNetwork[LoRALinear]):
         """Write the present weights as a LoRA file; see :func:`networks.formats.save_lora`."""
         save_lora(path, self.weights(), self.targets, save_format, precision, metadata)
 
-    def load_file(self, path: str | Path) -> str:
-        """Copy the weights of a LoRA file into the layers; see :meth:`load`."""
-        return self.load(load_lora(path, self.targets).weights, str(path))
+    def load_file(self, path: str | Path, allow_partial: bool = False) -> str:
+        """Copy the weights of a LoRA file into the layers; see :meth:`load` and the base class."""
+        if not allow_partial:
+            return self.load(load_lora(path, self.targets).weights, str(path))
+        left_out: list[str] = []
+        weights = load_lora(path, self.targets, left_out).weights
+        fit = PartialFit(str(path), left_out, sorted(weights.keys() - self.modules.keys()))
+        for name in self.modules:
+            if name in weights:
+                with fit.trying(name):
+                    if problem := self._shape_problem(name, weights[name]):
+                        raise UserError(problem)
+                    self._take(name, weights[name])
+        return fit.line(self.modules)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, LoraWeights], source: str) -> str:
@@ -209,15 +231,20 @@ class LoraNetwork(AdapterNetwork[LoRALinear]):
         if problems:
             raise UserError(f"{source}: {names_in_short(problems)}; set network_dim and *_dim as in the file")
         rescaled = 0
-        for name, layer in modules.items():
-            read = weights[name]
-            ratio = read.scale / layer.scale
-            rescaled += ratio != 1
-            layer.lora_A.weight.copy_(read.down)
-            layer.lora_B.weight.copy_(read.up if ratio == 1 else read.up.float() * ratio)
+        for name in modules:
+            rescaled += self._take(name, weights[name])
         note = f", {rescaled} of them rescaled to this run's alpha / rank" if rescaled else ""
         note += f"; nothing of {' and '.join(sorted(fresh))} in it, trained from the start" if fresh else ""
         return f"{source}: {len(modules)} modules loaded{note}"
+
+    @torch.no_grad()
+    def _take(self, name: str, read: LoraWeights) -> bool:
+        """Copy one module's weights, and return whether they were rescaled."""
+        layer = self.modules[name]
+        ratio = read.scale / layer.scale
+        layer.lora_A.weight.copy_(read.down)
+        layer.lora_B.weight.copy_(read.up if ratio == 1 else read.up.float() * ratio)
+        return ratio != 1
 
     def _shape_problem(self, name: str, read: LoraWeights) -> str | None:
         layer = self.modules[name]

@@ -29,7 +29,7 @@ from networks.base_files import Base, folder_copy, open_base
 from networks.formats import save_lora
 from networks.injection import attach_lora
 from networks.low_rank import combine_loras
-from networks.merge import LoraSource, plan_updates
+from networks.merge import Fits, LoraSource, partial_notes, plan_updates, unknown_keys
 from networks.merge_fp8 import Fp8Merge, recipe_of_base, rounding_survival
 from networks.metadata import base_mismatch
 from networks.targets import LoraTargets
@@ -99,7 +99,8 @@ def merge_to_fp8(
     base = open_base(options.model, fp8=True)
     kind, recipe = _what_is_written(options, base, rounding)
     _check_target(base, options.save_to)
-    files = [(source, *read_updates(source.path, targets)) for source in sources]
+    fits: Fits | None = {} if options.allow_partial else None
+    files = [(source, *read_updates(source.path, targets, unknown_keys(fits, source))) for source in sources]
     read = [(source, targets.by_component(weights)) for source, weights, _ in files]
     here = weights_fingerprint(base.weights)
     for source, _, file in files:
@@ -108,7 +109,9 @@ def merge_to_fp8(
     if any(set(parts) - {targets.file_prefix} for _, parts in read) and not options.transformer_only:
         raise UserError("--lora: text encoders are not written in fp8; give --transformer_only to leave them out")
     own = [(source, parts.get(targets.file_prefix, {})) for source, parts in read]
-    updates = plan_updates(base.files, own, targets.keys, targets.family)
+    updates = plan_updates(base.files, own, targets.keys, targets.family, fits)
+    for note in partial_notes(fits):
+        console.print(f"note: {note}")
     options.save_to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.save_to.parent, prefix=f".{options.save_to.name}.") as spool:
         merge = Fp8Merge(base, updates, kind, recipe, targets, Path(spool))

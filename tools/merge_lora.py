@@ -43,7 +43,7 @@ from networks.targets import TARGETS, LoraTargets
 from tools.fp8_merging import FP8_PRECISIONS, add_fp8_arguments, goes_into_fp8, merge_to_fp8
 from tools.lora_output import check_output, widest_precision, write_lora
 
-_OF_A_MODEL = ("transformer_only",)
+_OF_A_MODEL = ("transformer_only", "allow_partial")
 _OF_A_LORA = ("method", "new_rank", "save_format", "overwrite")
 
 
@@ -84,6 +84,7 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> Merge
         options.save_precision,
         show_progress,
         options.transformer_only,
+        options.allow_partial,
     )
 
 
@@ -142,6 +143,9 @@ def main() -> None:
         help="architecture family (default: flux; of language models, and of LoRAs alone, as they say)",
     )
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
+    parser.add_argument(
+        "--allow_partial", action="store_true", help="merge what fits of each LoRA; what does not is named, not refused"
+    )
     lora = parser.add_argument_group("without --model")
     lora.add_argument("--method", choices=["concat", "svd"], help="how LoRAs become one (default: concat)")
     lora.add_argument("--new_rank", type=int, metavar="N", help="rank of --method svd")

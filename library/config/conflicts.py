@@ -98,6 +98,8 @@ def _fp8(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
 
 def _from_weights(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     network = config.network
+    yield from unused(network, ("allow_partial",), network.network_weights is None, "without network_weights")
+    yield from unused(network, ("allow_partial",), network.dim_from_weights, "with dim_from_weights")
     if not network.dim_from_weights:
         return
     if network.network_weights is None:

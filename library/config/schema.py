@@ -156,6 +156,7 @@ class NetworkConfig(Section):
         "decompose_both (lokr)",
     )
     network_weights: str | None = Field(None, description="LoRA file to go on from")
+    allow_partial: bool = Field(False, description="take what fits of network_weights; the rest is named and left out")
     dim_from_weights: bool = Field(
         False, description="train the transformer layers of network_weights, each with its own rank and alpha"
     )
@@ -172,9 +173,7 @@ class OptimizerConfig(Section):
         description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, Lion, AdamWScheduleFree, "
         "DAdaptAdam, or a dotted class path of these packages",
     )
-    trust_class_paths: bool = Field(
-        False, description="let optimizer_type name a class of any package; importing it runs that package's code"
-    )
+    trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
     optimizer_args: list[str] = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')
     learning_rate: NotNegative = Field(1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation")
     text_encoder_lr: list[NotNegative] = Field(
@@ -185,15 +184,9 @@ class OptimizerConfig(Section):
     )
     max_grad_norm: NotNegative = Field(1.0, description="gradient norm to clip at; 0 for no clipping")
     lr_scheduler: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "polynomial",
-        "rex",
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex",
         "warmup_stable_decay",
-    ] = Field("constant", description="learning rate schedule")
+    ] = Field("constant", description="learning rate schedule")  # fmt: skip
     lr_warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = Field(
         0, description="warm-up in optimizer steps, or as a fraction of all"
     )

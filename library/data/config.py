@@ -348,7 +348,7 @@ def refuse_climbing(where: str, key: str, value: str) -> None:
     """
     if "\0" in value:
         raise UserError(f"{where}: {key} {value!r} is no path; correct it")
-    if os.path.normpath(value).split(os.sep)[0] == os.pardir:
+    if Path(os.path.normpath(value)).parts[:1] == (os.pardir,):
         raise UserError(f"{where}: {key} {value!r} climbs out of the TOML's folder; write its absolute path")
 
 

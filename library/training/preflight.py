@@ -75,7 +75,7 @@ def check_saved(
     """
     training = config.training
     if config.network.network_weights:
-        read_updates(config.network.network_weights, targets)
+        read_updates(config.network.network_weights, targets, [] if config.network.allow_partial else None)
     if training.resume:
         steps = training.max_train_steps if training.max_train_epochs is None else None
         check_state(training.resume, base, settings, steps, finished_too)

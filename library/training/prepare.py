@@ -210,7 +210,7 @@ def prepare_networks(
     if remark := base_remark(network.network_weights, family.fingerprint()):
         console.print(remark)
     if network.network_weights and not network.dim_from_weights:
-        console.print(lora.load_file(network.network_weights))
+        console.print(lora.load_file(network.network_weights, network.allow_partial))
     if plan.options.train_t5xxl:
         console.print("note: diffusers passes over T5's part of a LoRA file; ComfyUI and sd-scripts load it")
     if training.gradient_checkpointing:

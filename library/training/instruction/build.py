@@ -106,7 +106,7 @@ def prepare_base(
     if remark := base_remark(network.network_weights, fingerprint):
         console.print(remark)
     if network.network_weights and not network.dim_from_weights:
-        console.print(lora.load_file(network.network_weights))
+        console.print(lora.load_file(network.network_weights, network.allow_partial))
     if config.training.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     leave_frozen_out_of_ddp(model)
