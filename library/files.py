@@ -39,6 +39,21 @@ def write_safetensors(
     stream_safetensors(path, layout, lambda name: tensors[name], metadata)
 
 
+def written_path(text: str, where: str) -> Path:
+    """Return the path that a person wrote, with ``~`` resolved; it need not exist. ``where`` begins the message.
+
+    Raises:
+        UserError: it can be no path here: too long, of somebody without a home, with characters no name may have.
+    """
+    try:
+        path = Path(text).expanduser()
+        path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{where} {text[:80]!r} is no path that can be looked at ({reason}); correct it") from None
+    return path
+
+
 def shard_names(index: Path) -> list[str]:
     """Return the names of the weight files that a ``*.safetensors.index.json`` lists, sorted.
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from library.data.config import refuse_climbing
 from library.data.images import decode, read_size
 from library.errors import UserError
-from library.files import read_safetensors_header, shard_names
+from library.files import read_safetensors_header, shard_names, written_path
 from library.models.lm_sources import _outline
 from library.models.weights import WeightFiles
 
@@ -171,12 +171,18 @@ def test_a_bomb_in_an_images_text_is_refused(tmp_path: Path) -> None:
         decode(data[:33] + chunk + data[33:], "bomb.png")
 
 
-@pytest.mark.parametrize("value", ["../x", "a/../../x", "..", "./../x", "a\0b"])
+@pytest.mark.parametrize("value", ["../x", "a/../../x", "..", "./../x"])
 def test_paths_of_a_dataset_do_not_climb_out(value: str) -> None:
-    with pytest.raises(UserError, match="write its absolute path|is no path"):
+    with pytest.raises(UserError, match="write its absolute path"):
         refuse_climbing("d.toml: subset 1", "image_dir", value)
 
 
 @pytest.mark.parametrize("value", ["x", "a/../x", "/srv/x/../y", "~/x", "..x", "."])
 def test_paths_within_and_absolute_ones_are_taken(value: str) -> None:
     refuse_climbing("d.toml: subset 1", "image_dir", value)
+
+
+@pytest.mark.parametrize("value", ["a\0b", "a" * 5000, "~nobody-of-this-name/x", "\ud800"])
+def test_what_can_be_no_path_is_refused(value: str) -> None:
+    with pytest.raises(UserError, match="d.toml: image_dir .* is no path that can be looked at"):
+        written_path(value, "d.toml: image_dir")

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 import toml
 from pydantic import ValidationError
@@ -89,7 +89,7 @@ def names_language_model(argv: Sequence[str]) -> bool:
     known, _ = flags.parse_known_args(argv)
     if known.model_type is not None or known.config_file is None:
         return known.model_type in LANGUAGE_MODELS
-    with suppress(OSError, ValueError, IndexError, UserError):  # told of when the file is read in earnest
+    with suppress(Exception):  # told of when the file is read in earnest
         tables = toml.loads(_toml_path(known.config_file).read_text(encoding="utf-8"))
         return any(key == "model_type" and value in LANGUAGE_MODELS for key, value in _flattened(tables, set()))
     return False
@@ -150,7 +150,7 @@ def read_toml(path: str | Path, script: Script = LORA) -> Given:
         raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the file's rights") from None
-    except (toml.TomlDecodeError, IndexError) as error:  # toml 0.10 raises IndexError on some broken lines
+    except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
     known, given = fields(script), Given()
@@ -240,7 +240,7 @@ def _validate(
         unfit = {str(item["loc"][1]) for item in error.errors()}
         rest = {key: value for key, value in values.items() if key not in unfit}
         missing = {key: field for key, (_, field) in fields(script).items() if field.is_required() and key not in rest}
-        required = {key: ["?"] if get_origin(field.annotation) is list else "?" for key, field in missing.items()}
+        required = {key: _anything(field.annotation) for key, field in missing.items()}
         fitting = script.schema.model_validate(_sorted(rest | required, script))
         return None, [*problems, *_conflicts(fitting, unfit | set(uncertain), script)]
     return config, list(_conflicts(config, uncertain, script))
@@ -253,6 +253,13 @@ def _sorted(values: dict[str, Any], script: Script) -> dict[str, dict[str, Any]]
     for key, value in values.items():
         tree[known[key][0]][key] = value
     return tree
+
+
+def _anything(annotation: Any) -> Any:
+    """Return a value that fits a required key: a word, a list of one, or the first that is allowed."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)[0]
+    return ["?"] if get_origin(annotation) is list else "?"
 
 
 def _conflicts(config: Any, uncertain: Collection[str], script: Script) -> Iterator[str]:

@@ -26,6 +26,7 @@ from library.data.condition_keys import OTHER_CONTROL_NAMES, FillMasks, fill_mas
 from library.data.inpaint_masks import MaskKind
 from library.data.toml_tables import TomlFile, read_toml
 from library.errors import UserError, did_you_mean
+from library.files import written_path
 
 Interpolation = Literal["lanczos", "area", "box", "bicubic", "cubic", "bilinear", "linear", "nearest"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -230,9 +231,10 @@ def _read_dataset(source: _Source, number: int, general: dict[str, Any], default
     cache = settings.cache_directory
     if cache:
         refuse_climbing(where, "cache_directory", cache)
-    cache_directory = (file.path.parent / Path(cache).expanduser()).resolve() if cache else None
+    written = written_path(cache, f"{where}: cache_directory") if cache else None
+    cache_directory = (file.path.parent / written).resolve() if written else None
     if defaults.cache_directory and not cache:
-        cache_directory = Path(defaults.cache_directory).expanduser().resolve()
+        cache_directory = written_path(defaults.cache_directory, "cache_directory").resolve()
     control_resolution = None if control is None else _both(control)
     return Dataset(where, settings, _both(settings.resolution), cache_directory, subsets, control_resolution)
 
@@ -344,16 +346,14 @@ def refuse_climbing(where: str, key: str, value: str) -> None:
     """Keep relative paths within the folder they start at: a dataset from a stranger names none of the rest.
 
     Raises:
-        UserError: ``value`` climbs out of it, or holds a character that no path may have.
+        UserError: ``value`` climbs out of it.
     """
-    if "\0" in value:
-        raise UserError(f"{where}: {key} {value!r} is no path; correct it")
     if Path(os.path.normpath(value)).parts[:1] == (os.pardir,):
         raise UserError(f"{where}: {key} {value!r} climbs out of the TOML's folder; write its absolute path")
 
 
 def _find_path(where: str, key: str, value: str, toml_dir: Path, kind: str) -> Path:
-    written = Path(value).expanduser()
+    written = written_path(value, f"{where}: {key}")
     refuse_climbing(where, key, value)
     candidates = [written] if written.is_absolute() else [toml_dir / written, Path.cwd() / written]
     for candidate in candidates:

@@ -24,6 +24,7 @@ from library.data.condition_keys import refused_control_path
 from library.data.config import Subset
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.errors import UserError, did_you_mean
+from library.files import written_path
 
 _CONTROL_KEY = re.compile(r"control_path(?:_(\d+))?")
 
@@ -247,13 +248,13 @@ def _metadata_entries(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
 def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error}); correct it") from None
 
 
 def _inside(base: Path, name: str, what: str, where: str) -> str:
     """Absolute path of a metadata entry; a relative one must stay below ``base``."""
-    path = Path(name).expanduser()
+    path = written_path(name, f"{where}: {what}")
     full = os.path.normpath(base / path)
     if path.is_absolute():
         return full

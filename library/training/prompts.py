@@ -28,6 +28,7 @@ from typing import Any
 import toml
 
 from library.errors import UserError, did_you_mean
+from library.files import written_path
 
 _OPTION = re.compile(r"(?:^|\s)--([a-zA-Z]+)(?:[\s=]+|$)")
 
@@ -247,7 +248,7 @@ def _with_found_pictures(prompt: SamplePrompt, folder: Path, where: str) -> Samp
     """Return the prompt with the paths of its pictures as they are from the working directory."""
 
     def found(path: str) -> str:
-        written = Path(path).expanduser()
+        written = written_path(path, f"{where}: picture")
         places = [folder / written, written]
         place = next((place for place in places if place.is_file()), None)
         if place is None:
@@ -295,7 +296,7 @@ def _text_items(text: str, path: str) -> Items:
 def _toml_items(text: str, path: str) -> Items:
     try:
         tables = toml.loads(text)
-    except (toml.TomlDecodeError, IndexError) as error:  # toml 0.10 raises IndexError on some broken lines
+    except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
         raise UserError(f"{path}: not valid TOML: {error}") from None
     if other := sorted(tables.keys() - {"prompt"}):
         raise UserError(f"{path}: unknown key {other[0]!r}; put everything under [prompt] and [[prompt.subset]]")
@@ -309,7 +310,7 @@ def _toml_items(text: str, path: str) -> Items:
 def _json_items(text: str, path: str) -> Items:
     try:
         listed = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(listed, list) or not all(isinstance(item, str | dict) for item in listed):
         raise UserError(f'{path}: not a list of prompts; write [{{"prompt": "..."}}, ...]')

@@ -1,0 +1,43 @@
+"""Input nobody would write on purpose: it is taken, or refused with a ``UserError``; never a traceback, never a hang.
+
+``make test`` tries a few hundred cases, the same every time; ``make fuzz`` sets ``FUZZ_CASES`` and tries thousands, new
+ones each time. A case is one call of :func:`harmless`; how many there were is printed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+from library.errors import UserError
+
+_CASES = int(os.environ.get("FUZZ_CASES", "600"))
+outcomes: Counter[str] = Counter()
+
+
+def share_of_cases(share: float) -> settings:
+    """Return settings that try this share of all cases; decorates a test."""
+    return settings(
+        max_examples=max(1, round(_CASES * share)),
+        derandomize="FUZZ_CASES" not in os.environ,
+        deadline=None,  # the machine's load decides; a hang ends at pytest's own time limit
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def harmless(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call what must not fail but by a ``UserError`` with a message; return its result, None if it was refused."""
+    try:
+        result = call(*arguments, **keywords)
+    except UserError as error:
+        assert str(error).strip()
+        assert "Traceback" not in str(error)
+        outcomes["refused"] += 1
+        return None
+    outcomes["taken"] += 1
+    return result

@@ -1,0 +1,13 @@
+"""Says at the end how many cases there were."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz import outcomes
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if outcomes:
+        taken, refused = outcomes["taken"], outcomes["refused"]
+        terminalreporter.write_line(f"fuzzing: {taken + refused} cases, {taken} taken, {refused} refused")
