@@ -10,6 +10,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -23,22 +24,34 @@ Job = tuple[str, Callable[..., object], tuple]  # name, what to call, its argume
 
 def run_in_group(jobs: Sequence[Job], folder: Path, processes: int = 2) -> dict[str, str]:
     """Let every process do ``jobs``; return for each what a UserError said on process 0, or "" if it was done."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    ports = _free_ports(len(jobs))
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "train_lora", "train_llm"])
-    arguments = (port, processes, list(jobs), folder)
+    arguments = (ports, processes, list(jobs), folder)
     torch.multiprocessing.start_processes(_work, arguments, nprocs=processes, start_method="forkserver")
     return {name: (folder / f"{name}.said").read_text() for name, _, _ in jobs}
 
 
-def _work(rank: int, port: int, processes: int, jobs: list[Job], folder: Path) -> None:
+def _free_ports(count: int) -> list[int]:
+    """Return a port for each job.
+
+    On a shared one a process that is early would still find the store of the job before, and the keys in it, and take
+    them for those of its own job.
+    """
+    with ExitStack() as open_sockets:
+        sockets = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _work(rank: int, ports: list[int], processes: int, jobs: list[Job], folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     try:
-        for name, call, arguments in jobs:
+        for port, (name, call, arguments) in zip(ports, jobs, strict=True):
+            os.environ["MASTER_PORT"] = str(port)
             AcceleratorState._reset_state(reset_partial_state=True)
             said = ""
             try:
