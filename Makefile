@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 WEB    := $(VENV)/.installed-web
 
-.PHONY: help setup demo demo-fp8 demo-llm test test-all test-faults test-web setup-web check format docs clean
+.PHONY: help setup demo demo-fp8 demo-llm test test-all test-faults fuzz test-web setup-web check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -46,6 +46,9 @@ test-web: $(WEB) ## the chat's page, in the Chromium of this machine
 
 test-faults: $(STAMP) ## kill runs at 208 points and see that nothing is lost (eight minutes)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.faults.suite --faults 208
+
+fuzz: $(STAMP)  ## feed the readers of configs, images and weights 11,400 broken inputs (some minutes)
+	FUZZ_CASES=10000 OMP_NUM_THREADS=1 $(PY) -m pytest -q --timeout 1800 tests/fuzz
 
 check: $(STAMP) ## lint, format, types, direction of imports
 	$(PY) -m ruff check .

@@ -11,6 +11,7 @@ networks holds the fields of each under its own prefix (``text_encoder.r``).
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -90,12 +91,19 @@ def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str, dora: bool
     try:
         fields = json.loads(text)
         config = {key.removeprefix(f"{prefix}."): value for key, value in fields.items()}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{source}: not a JSON object ({error}); save the LoRA again") from None
     if config.get("use_dora") and not dora:
         raise UserError(f"{source}: this is a DoRA, which is more than a LoRA; it cannot be read")
-    alpha = config.get("lora_alpha")
-    return AlphaTable(alpha, config.get("alpha_pattern") or {}, bool(config.get("use_rslora")))
+    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
+    try:
+        numbers = [*patterns.values()] if alpha is None else [alpha, *patterns.values()]
+        sound = all(math.isfinite(number) for number in numbers) and all(re.compile(pattern) for pattern in patterns)
+    except (TypeError, AttributeError, OverflowError, re.error):
+        sound = False
+    if not sound:
+        raise UserError(f"{source}: lora_alpha or alpha_pattern are no finite numbers; save the LoRA again")
+    return AlphaTable(alpha, patterns, bool(config.get("use_rslora")))
 
 
 def _exactly(name: str) -> str:

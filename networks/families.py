@@ -79,7 +79,7 @@ def likely_targets(header: Mapping[str, dict]) -> list[LoraTargets]:
 
 def stated_targets(metadata: Mapping[str, str]) -> LoraTargets | None:
     """Return the row of the family that a LoRA's metadata name, None if they name none that is known."""
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         return TARGETS[json.loads(metadata["tandem.config"])["model"]["model_type"]]
     for key in _STATED:
         said = re.sub(r"[^a-z0-9]", "", metadata.get(key, "").lower())

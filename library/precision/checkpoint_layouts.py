@@ -287,7 +287,7 @@ class _Detector:
             try:
                 layers = json.loads(self.metadata["_quantization_metadata"])["layers"]
                 configs |= {self._full_name(layer): dict(config) for layer, config in layers.items()}
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise self._refuse("_quantization_metadata", "is not the JSON object ComfyUI writes") from None
         markers = [name for name in self.entries if name.rpartition(".")[2] == "comfy_quant"]
         for path in {self.entries[name].file for name in markers}:  # hundreds of markers: each file is opened once

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from library.errors import UserError
 
@@ -26,6 +26,7 @@ def share_of_cases(share: float) -> settings:
         derandomize="FUZZ_CASES" not in os.environ,
         deadline=None,  # the machine's load decides; a hang ends at pytest's own time limit
         database=None,
+        phases=[Phase.generate],  # a case as it was found says enough; making it smaller takes minutes
         suppress_health_check=list(HealthCheck),
     )
 

@@ -51,8 +51,12 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=2),
 )
 network_args = st.tuples(
-    st.sampled_from(["include_patterns", "train_double_block_indices", "loraplus_lr_ratio", "factor", "in_dims", "attn_dim", "x"]),
-    texts | numbers.map(str) | st.sampled_from(["[1,2", "1-", "all,-99999999999", "(a+)+$", "0-99999999999", "none", "*"]),
+    st.sampled_from(
+        ["include_patterns", "train_double_block_indices", "loraplus_lr_ratio", "factor", "in_dims", "attn_dim", "x"]
+    ),
+    texts
+    | numbers.map(str)
+    | st.sampled_from(["[1,2", "1-", "all,-99999999999", "(a+)+$", "0-99999999999", "none", "*"]),
 ).map("=".join)  # fmt: skip
 
 
