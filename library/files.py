@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,7 +48,9 @@ def written_path(text: str, where: str) -> Path:
     """
     try:
         path = Path(text).expanduser()
-        path.is_file()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return Path(text).expanduser()
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{where} {text[:80]!r} is no path that can be looked at ({reason}); correct it") from None

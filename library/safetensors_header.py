@@ -81,6 +81,8 @@ def _check_header(path: str | Path, header: object, data_bytes: int | None) -> N
 
     if not isinstance(header, dict):
         raise refused("not a safetensors file (its header is no object)")
+    if header.get("__metadata__", "") is None:  # allowed by the safetensors library
+        del header["__metadata__"]
     metadata = header.get("__metadata__")
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())

@@ -230,6 +230,8 @@ def load_adapter(
 def _checked(where: str, tensors: dict[str, Tensor], stated: float | None) -> AdapterWeights:
     """Return one module's tensors as an adapter, refusing one that is not whole."""
     alpha = tensors.pop("alpha", None)
+    if alpha is not None and alpha.numel() != 1:
+        raise UserError(f"{where} has {alpha.numel()} alphas; it takes one")
     names = set(tensors)
     kind = non_lora_kind(f".{name}" for name in names) or "dora"
     if "magnitude" in names:

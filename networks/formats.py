@@ -350,9 +350,11 @@ def _modules_of(
     if missing := [role for role in ("down", "up") if role not in roles]:
         raise UserError(f"{where} has no {missing[0]}-projection; the file is incomplete")
     down, up = roles["down"], roles["up"]
-    if down.ndim != 2 or up.ndim != 2 or up.shape[1] != down.shape[0]:
+    if down.ndim != 2 or up.ndim != 2 or up.shape[1] != down.shape[0] or not down.numel() * up.numel():
         shapes = f"down {tuple(down.shape)} and up {tuple(up.shape)}"
         raise UserError(f"{where}: {shapes} are no LoRA of a linear layer; only those can be read")
+    if "alpha" in roles and roles["alpha"].numel() != 1:
+        raise UserError(f"{where} has {roles['alpha'].numel()} alphas; it takes one")
     if not (bool(torch.isfinite(down).all()) and bool(torch.isfinite(up).all())):
         raise UserError(f"{where} holds NaN or infinity; use an earlier save")
     rank, place = down.shape[0], module.place

@@ -151,6 +151,8 @@ def _read_pairs(
         if len(roles) < 2:
             continue
         down, up = file.get_tensor(roles["down"]), file.get_tensor(roles["up"])
+        if min(down.ndim, up.ndim) < 2 or not down.numel() * up.numel():
+            continue
         down, up = down.reshape(down.shape[0], -1), up.reshape(up.shape[0], -1)  # convolutions as matrices
         if up.shape[1] != down.shape[0]:
             continue
@@ -158,6 +160,6 @@ def _read_pairs(
         with suppress(UserError):  # of a DoRA, say; why it cannot be loaded is in the notes already
             stated = read_alphas(path, metadata, prefix)
         alpha = stated.alpha_of(name, down.shape[0]) if stated else float(down.shape[0])
-        if f"{stem}.alpha" in keys:
-            alpha = float(file.get_tensor(f"{stem}.alpha")) or alpha
+        if f"{stem}.alpha" in keys and (own := file.get_tensor(f"{stem}.alpha")).numel() == 1:
+            alpha = float(own) or alpha
         yield stem, LoraWeights(down, up, alpha)
