@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def written_path(text: str, where: str) -> Path:
     """
     try:
         path = Path(text).expanduser()
-        os.stat(path)
+        path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return Path(text).expanduser()
     except (OSError, ValueError, RuntimeError) as error:
