@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -10,6 +11,9 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo asks for the host's name otherwi
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # the stand-in for the hub is here
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the hub fails at once instead of waiting for it
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of compiler processes beside each test process
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else runs that are started here would not hear Ctrl-C
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

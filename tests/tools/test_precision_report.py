@@ -188,9 +188,10 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
     assert after["retarget"] < before
     assert after["correction"] < 0.8 * after["retarget"]
     assert after["keep"] < after["rebuild"] < 0.5 * before
-    rebuilt, larger = (Path(fix["files"][0]) for fix in found["fixes"][2:])
-    assert rebuilt.stat().st_size == pytest.approx(deploy.stat().st_size, rel=0.01)
-    assert larger.stat().st_size == pytest.approx(1.1 * deploy.stat().st_size, rel=0.1)
+    rebuilt, larger = (
+        sum(file.stat().st_size for file in Path(fix["files"][0]).glob("*.safetensors")) for fix in found["fixes"][2:]
+    )
+    assert rebuilt < larger < 1.1 * rebuilt  # a tenth of what is in fp8
     (corrected,) = found["fixes"][1]["files"]
     with safe_open(corrected, framework="pt") as file:
         assert file.metadata()["tandem.base_name"] == deploy.name
