@@ -231,8 +231,8 @@ def _read_dataset(source: _Source, number: int, general: dict[str, Any], default
     cache = settings.cache_directory
     if cache:
         refuse_climbing(where, "cache_directory", cache)
-    written = written_path(cache, f"{where}: cache_directory") if cache else None
-    cache_directory = (file.path.parent / written).resolve() if written else None
+    own_cache = written_path(cache, f"{where}: cache_directory") if cache else None
+    cache_directory = (file.path.parent / own_cache).resolve() if own_cache else None
     if defaults.cache_directory and not cache:
         cache_directory = written_path(defaults.cache_directory, "cache_directory").resolve()
     control_resolution = None if control is None else _both(control)
