@@ -32,7 +32,7 @@ import torch
 from bench import gpu_llm
 from bench.families import FAMILIES
 from bench.gpu_cases import GpuCase, build, cases, sizes_of
-from bench.measure import machine_name, reset_peak, resident, write_report
+from bench.measure import forget_peak, machine_name, resident, wait_for, write_report
 from library.errors import UserError, did_you_mean, exit_on_user_error
 
 _LLM = "llm"
@@ -46,13 +46,13 @@ def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     step = build(case, device, tiny)
     for _ in range(_WARM_STEPS):  # choose kernels, compile
         loss = step.loss()
-    _forget_peak(device)
+    forget_peak(device)
     seconds = []
     for _ in range(1 if tiny else _TIMED_STEPS):
-        _wait(device)
+        wait_for(device)
         begun = time.perf_counter()
         loss = step.loss()
-        _wait(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - begun)
     if not torch.isfinite(loss):
         raise RuntimeError(f"loss is {loss.item()}")
@@ -67,25 +67,13 @@ def matmul_rate(device: torch.device, tiny: bool) -> float:
     b = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     repeats, seconds = 20, float("inf")
     for _ in range(3):  # the first warms up
-        _wait(device)
+        wait_for(device)
         begun = time.perf_counter()
         for _ in range(repeats):
             a @ b
-        _wait(device)
+        wait_for(device)
         seconds = min(seconds, time.perf_counter() - begun)
     return 2.0 * side**3 * repeats / seconds
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        reset_peak()
 
 
 class Children:

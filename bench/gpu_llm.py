@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.llm_peers import loss_of, transformers_model
-from bench.measure import reset_peak, resident
+from bench.measure import forget_peak, resident, wait_for
 from library.models.lm_config import LMConfig, gpt2, llama, preset
 from library.models.transformer_lm import TransformerLM
 from library.training.pretraining.speed import flops_per_token
@@ -124,13 +124,13 @@ def _measure(rung: Rung, config: LMConfig, context: int, device: torch.device, t
         step = _build(rung, config, context, device, tiny)
         for _ in range(_WARM_STEPS):  # choose kernels, compile
             loss = step()
-        _forget_peak(device)
+        forget_peak(device)
         taken = []
         for _ in range(1 if tiny else _TIMED_STEPS):
-            _wait(device)
+            wait_for(device)
             begun = time.perf_counter()
             loss = step()
-            _wait(device)
+            wait_for(device)
             taken.append(time.perf_counter() - begun)
     if not torch.isfinite(loss):
         raise RuntimeError(f"loss is {loss.item()}")
@@ -175,18 +175,6 @@ def _matmul_precision(name: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        reset_peak()
 
 
 def _empty(device: torch.device) -> None:

@@ -97,6 +97,20 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when ``device`` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begin anew to watch the peak of a GPU's memory, or of this process's."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak()
+
+
 def reset_peak() -> None:
     """Set VmHWM to VmRSS."""
     Path("/proc/self/clear_refs").write_text("5")
