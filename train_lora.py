@@ -170,7 +170,8 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
     check_family(config.model.model_type, architecture)
     plan = plan_network(config.network, config.optimizer, config.training, TARGETS[architecture.family])
     fp8 = plan_fp8(config.precision, weights.fp8, seed, accelerator.device)
-    check_saved(config, plan.targets, weights_fingerprint(folder), settings, finished_too=auto)
+    fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
+    check_saved(config, plan.targets, fingerprint, settings, finished_too=auto)
     tokenizer_path = Path(config.model.tokenizer or folder).expanduser()
     template = dialogue_template(config.instructions.chat_template, load_tokenizer(tokenizer_path), tokenizer_path)
     names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, suffix="")
@@ -184,7 +185,7 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
     console.print("\n".join(data.remarks), soft_wrap=True)
     dtype = base_dtype(config.model, config.training)
     loaded_to = torch.device("cpu") if config.parallel.is_sharded else accelerator.device
-    base = prepare_base(config, plan, fp8, weights.fp8, dtype, loaded_to, console)
+    base = prepare_base(config, plan, fp8, weights.fp8, fingerprint, dtype, loaded_to, console)
     run = prepare_instruction_run(config, plan, base, data, accelerator)
     held_out = held_out_dialogues(data.held_out, config.instructions, config.validation)
     position = run.resume(config.training.resume, auto) if config.training.resume else Position()

@@ -20,7 +20,6 @@ from library.accelerator import is_sharded
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import effective_learning_rate
 from library.errors import UserError
-from library.files import weights_fingerprint
 from library.llm.instruction_batches import InstructionSampler, Windows, collate_windows
 from library.models.lm_config import LMConfig
 from library.models.lm_files import load_lm
@@ -79,18 +78,20 @@ def prepare_base(
     plan: NetworkPlan,
     fp8: Fp8Loading,
     layout: Fp8Layout | None,
+    fingerprint: str,
     dtype: torch.dtype,
     device: torch.device,
     console: Console,
 ) -> Base:
     """Load the model, put the LoRA in, set the memory policy.
 
+    ``fingerprint`` is its weights', as ``weights_fingerprint`` gives it.
+
     Raises:
         UserError: see ``load_lm``, ``inject_adapter`` and ``load_file`` of its network.
     """
     network, lora_dtype = config.network, torch.bfloat16 if config.training.full_bf16 else torch.float32
     folder = Path(config.model.pretrained_model_name_or_path).expanduser()
-    fingerprint = weights_fingerprint(folder)
     model = load_lm(folder, dtype, device, fp8=fp8)
     separate_projections(model)
     fp8.serve(model)
