@@ -23,14 +23,26 @@ if TYPE_CHECKING:
     from library.training.run import Run
 
 GIB = 2**30
-_CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # of torch's CPU allocator
+_CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")  # of torch
+# of oneDNN, which says the same of memory that it was not given and of operations that it does not have
+_ONEDNN_MESSAGES = ("could not create a primitive", "could not create a memory object", "could not execute a primitive")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_MESSAGES)
+    if not isinstance(error, RuntimeError):
+        return False
+    if any(text in str(error) for text in _CPU_MESSAGES):
+        return True
+    return any(text in str(error) for text in _ONEDNN_MESSAGES) and _address_space_is_spent()
+
+
+def _address_space_is_spent() -> bool:
+    """Whether this process has come close to its ``ulimit -v``, the one limit that makes the host refuse memory."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return limit != resource.RLIM_INFINITY and _status("VmPeak") > 7 / 8 * limit
 
 
 @contextmanager

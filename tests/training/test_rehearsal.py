@@ -117,7 +117,7 @@ def test_running_out_of_memory_names_the_batch_and_what_to_change(base: Path, tm
     # cached by another process: what the encoder gave back to this one's heap would be room that no limit sees
     run(base, data, tmp_path / "first", max_train_steps=1)
     flags = arguments(base, data, tmp_path / "out", **settings)
-    done = run_command([sys.executable, "-c", LIMITED, "60", *flags], ROOT, {"MALLOC_ARENA_MAX": "1"})
+    done = run_command([sys.executable, "-c", LIMITED, "45", *flags], ROOT, {"MALLOC_ARENA_MAX": "1"})
     assert done.returncode == 2, done.stderr[-2000:]
     message = done.stderr.strip().splitlines()[-1]
     assert message.startswith("error: out of memory in step ")
@@ -132,6 +132,21 @@ def test_running_out_of_memory_names_the_batch_and_what_to_change(base: Path, tm
         run(base, data, tmp_path / "clean", max_train_steps=step - 1, seed=1)
         one, other = lora(tmp_path / "out", saved.stem), lora(tmp_path / "clean")
         assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_onednn_out_of_memory_is_told_from_an_operation_it_lacks(limited: bool) -> None:
+    """oneDNN says "could not create a primitive" of both; it can be out of memory only where addresses are limited."""
+    code = """
+import resource, sys
+from library.training.memory import is_out_of_memory
+if sys.argv[1] == "True":
+    pages = int(open("/proc/self/statm").read().split()[0]) + 2**12
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+print(is_out_of_memory(RuntimeError("could not create a primitive")), is_out_of_memory(RuntimeError("std::bad_alloc")))
+"""
+    done = run_command([sys.executable, "-c", code, str(limited)], ROOT, {})
+    assert done.stdout.split() == [str(limited), "True"], done.stderr
 
 
 def test_estimates_add_up() -> None:
