@@ -18,13 +18,14 @@ import toml
 import torch
 from rich.console import Console
 
-from library.accelerator import is_sharded
+from library.accelerator import data_share, is_sharded
 from library.config.llm_schema import LLMConfig, load_llm_config
 from library.errors import exit_on_user_error
 from library.files import write_text
 from library.llm.token_batches import TokenBatches
 from library.llm.token_shards import TokenShards
 from library.llm.tokenizers import load_tokenizer
+from library.peers import one_of_several
 from library.training.metrics import MetricsStream
 from library.training.pretraining.build import (
     accumulation_for,
@@ -47,6 +48,7 @@ from library.training.schedules import build_schedule, resolve_steps
 
 
 @exit_on_user_error
+@one_of_several
 def main() -> None:
     """Run one training from the command line."""
     events = train(load_llm_config(sys.argv[1:]))
@@ -63,7 +65,7 @@ def train(config: LLMConfig) -> PretrainingEvents:
     begun, seed = time.time(), config.training.seed
     shards, tokenizer = TokenShards(config.data.data_dir, "train"), load_tokenizer(config.data.data_dir)
     accelerator = pretraining_accelerator(config)
-    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    device, (rank, world) = accelerator.device, data_share(accelerator)
     console = Console(quiet=not accelerator.is_main_process, markup=False, highlight=False)
     asked, auto = config, config.training.resume == AUTO
     config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))

@@ -9,12 +9,14 @@ a difference ends the run. No ``accelerate config`` is needed, and an existing o
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.data_loader import prepare_data_loader
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
     AutocastKwargs,
@@ -27,7 +29,9 @@ from accelerate.utils import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
 
 from library.config.parallel_schema import ParallelConfig
 from library.errors import UserError
@@ -68,6 +72,8 @@ def build_accelerator(
         raise UserError('mixed_precision: fp16 needs a GPU; on a CPU use "bf16" or "no"')
     if parallel.is_sharded and on_cpu:
         _let_accelerate_shard_on_a_cpu(timeout)
+    # torch would have it another name, which accelerate does not know
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     accelerator = Accelerator(
         cpu=on_cpu,  # without it torchrun on a CPU leaves every process alone
         mixed_precision=training.mixed_precision,
@@ -95,6 +101,7 @@ def build_accelerator(
             ),
         ],
     )
+    accelerator.mesh_sizes = parallel.mesh(world)
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate has set it; a run that follows would take it for asked
     _compare_with_what_was_asked(accelerator, training.mixed_precision, parallel)
     return accelerator
@@ -190,6 +197,55 @@ def _dynamo(accelerate: AccelerateConfig) -> TorchDynamoPlugin:
 def is_sharded(accelerator: Accelerator) -> bool:
     """Return whether the run's weights are split among processes."""
     return accelerator.distributed_type == DistributedType.FSDP
+
+
+def mesh_sizes(accelerator: Accelerator) -> dict[str, int]:
+    """Return how many processes lie along each dimension of the run's mesh, in its order."""
+    return getattr(accelerator, "mesh_sizes", {"dp": accelerator.num_processes})
+
+
+def data_share(accelerator: Accelerator) -> tuple[int, int]:
+    """Return (rank, count): which share of a step's batches is this process's, of how many.
+
+    Processes that compute one batch together (along ``tp`` and ``pp``) have the same share.
+    """
+    sizes = mesh_sizes(accelerator)
+    count = sizes.get("dp", 1) * sizes.get("shard", 1)
+    return accelerator.process_index // sizes.get("tp", 1) % count, count
+
+
+def share_mates(accelerator: Accelerator) -> tuple[int, int]:
+    """Return (rank, count): which one this is of the processes with its share of the batches, of how many."""
+    tp, (_, shares) = mesh_sizes(accelerator).get("tp", 1), data_share(accelerator)
+    stage, inner = accelerator.process_index // (shares * tp), accelerator.process_index % tp
+    return stage * tp + inner, accelerator.num_processes // shares
+
+
+def prepare_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return ``loader`` as accelerate runs it, giving this process its share of the batches."""
+    rank, count = data_share(accelerator)
+    if count == accelerator.num_processes:
+        return accelerator.prepare_data_loader(loader)
+    prepared = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=count,
+        process_index=rank,
+        put_on_device=True,
+        even_batches=False,
+        non_blocking=accelerator.non_blocking,
+    )
+    accelerator._dataloaders.append(prepared)
+    return prepared
+
+
+def device_mesh(accelerator: Accelerator) -> DeviceMesh:
+    """Return the run's processes as a mesh with named dimensions; the first call is collective."""
+    if not hasattr(accelerator, "device_mesh"):
+        sizes = mesh_sizes(accelerator)
+        mesh = init_device_mesh(accelerator.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        accelerator.device_mesh = mesh
+    return accelerator.device_mesh
 
 
 def _compare_with_what_was_asked(accelerator: Accelerator, mixed_precision: str, parallel: ParallelConfig) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from pydantic import Field
 
 from library.config.section import Positive, Section
 from library.errors import UserError
+
+MESH_ORDER = ("pp", "dp", "shard", "tp")  # what travels most, travels between neighbours
 
 
 class ParallelConfig(Section):
@@ -25,22 +28,36 @@ class ParallelConfig(Section):
         """Whether weights are split among processes."""
         return self.shard > 1
 
+    def _beside_dp(self) -> dict[str, int]:
+        """Return the processes along each dimension besides ``dp``: together they hold the weights once."""
+        return {"shard": self.shard}
+
     def replicas(self, processes: int) -> int:
         """Return how often the weights are held by ``processes`` processes.
 
         Raises:
-            UserError: ``dp`` times ``shard`` is not their number, or ``shard`` does not divide it.
+            UserError: the product of all dimensions is not their number, or, without ``dp``, does not divide it.
         """
-        if self.dp is None and processes % self.shard == 0:
-            return processes // self.shard
-        needed = self.shard * (self.dp or max(1, processes // self.shard))
+        once = math.prod(self._beside_dp().values())
+        if self.dp is None and processes % once == 0:
+            return processes // once
+        needed = once * (self.dp or max(1, processes // once))
         if self.dp is None or processes != needed:
-            asked = f"shard = {self.shard}" if self.dp is None else f"dp = {self.dp}, shard = {self.shard}"
+            sizes = self._beside_dp() if self.dp is None else {"dp": self.dp} | self._beside_dp()
+            asked = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1 or key == "dp")
             raise UserError(
                 f"{asked} needs {needed} processes, this run has {processes}; "
                 f"start with torchrun --nproc-per-node {needed}"
             )
         return self.dp
+
+    def mesh(self, processes: int) -> dict[str, int]:
+        """Return how many of ``processes`` lie along each dimension, in the mesh's order: (pp, dp, shard, tp).
+
+        Neighbours lie along the last. Raises as :meth:`replicas`.
+        """
+        sizes = {"dp": self.replicas(processes)} | self._beside_dp()
+        return {key: sizes[key] for key in MESH_ORDER if key in sizes}
 
 
 def parallel_conflicts(parallel: ParallelConfig, options: dict[str, tuple[object, str]]) -> Iterator[str]:

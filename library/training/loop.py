@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from library.accelerator import data_share
 from library.errors import UserError
 from library.randomness import derive_seed
 from library.training.checkpoint import Position
@@ -95,7 +96,7 @@ class Trainer:
             self._guard.begin(position, record.ema)
             with when_memory_runs_out(partial(self._out_of_memory, batch)):
                 loss, figures, grad_norm = self._batch(batch)
-            position.batches += accelerator.num_processes
+            position.batches += data_share(accelerator)[1]
             record.add(loss, figures, waited)
             if not accelerator.sync_gradients:
                 continue
@@ -145,7 +146,7 @@ class Trainer:
         run, position, accelerator = self.parts, self.position, self.parts.accelerator
         with accelerator.accumulate(*run.models):
             # LoRA dropout is the one global draw; seeding it here makes it a function of the position too.
-            rank = accelerator.process_index
+            rank, _ = data_share(accelerator)  # those that compute one batch together draw the same
             torch.manual_seed(derive_seed(run.step.seed, "dropout", position.step, position.batches, rank))
             loss, figures = run.step.loss(run.model, batch, position.step)
             accelerator.backward(self._guard.poisoned(loss))

@@ -27,7 +27,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from library.accelerator import is_sharded
+from library.accelerator import data_share, is_sharded, share_mates
 from library.data.batches import Batch, CachedDataset
 from library.data.order import EpochBatchSampler
 from library.errors import UserError
@@ -94,7 +94,7 @@ def find_cause(run: Run, position: Position) -> Cause:
             fault, is_bad = _look_at(run, last[0], position, last[1])
             if own is not None:
                 (faults if is_bad else suspects).append(fault)
-    everywhere = _gathered(run, [(faults, suspects)])
+    everywhere = _gathered(run, [(faults, suspects)] if share_mates(run.accelerator)[0] == 0 else [])
     faults = [fault for ours, _ in everywhere for fault in ours]
     return Cause(position.step + 1, faults, [s for _, theirs in everywhere for s in theirs], broken)
 
@@ -141,7 +141,7 @@ def _batches(run: Run, position: Position) -> Iterator[tuple[Any, int]]:
         run.batches.set_position(epoch, first)
         read = 0
         for batch in islice(iter(run.loader), wanted):
-            yield batch, first + read * run.accelerator.num_processes
+            yield batch, first + read * data_share(run.accelerator)[1]
             read += 1
         wanted, epoch, first = wanted - read, epoch + 1, 0
 
@@ -152,7 +152,7 @@ def _samples(batch: Any) -> list[Any]:
 
 def _look_at(run: Run, batch: Any, position: Position, batches: int) -> tuple[Fault, bool]:
     """Return what one sample does in the step, and whether that is not finite."""
-    torch.manual_seed(derive_seed(run.step.seed, "dropout", position.step, batches, run.accelerator.process_index))
+    torch.manual_seed(derive_seed(run.step.seed, "dropout", position.step, batches, data_share(run.accelerator)[0]))
     with contextlib.ExitStack() as stack:
         for model in run.models:
             stack.enter_context(run.accelerator.no_sync(model))

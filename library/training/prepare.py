@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
+from library.accelerator import data_share
 from library.data.batches import collate
 from library.data.dataset import TrainingData, build_dataset
 from library.data.lint import check, summarise
@@ -252,7 +253,7 @@ def training_loader(
     data: TrainingData, arguments: DatasetArguments, accelerator: Accelerator
 ) -> tuple[EpochBatchSampler, DataLoader[Any]]:
     """Return the loader of training batches, to be prepared by accelerate, and the sampler that orders them."""
-    sampler = data.batch_sampler(accelerator.num_processes)
+    sampler = data.batch_sampler(data_share(accelerator)[1])
     workers = arguments.max_data_loader_n_workers
     loader = DataLoader(
         data.train,

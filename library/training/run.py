@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from library.accelerator import is_sharded
+from library.accelerator import data_share, is_sharded
 from library.errors import UserError
 from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
 from library.training.network_plan import NetworkPlan
@@ -85,10 +85,11 @@ class Run:
         weights, base = self.network.state_dict(), self.base_fingerprint
         position = load_training_state(folder, weights, self.parts(), base, self.settings)
         refuse_finished(folder, position, self.total_steps, finished_too)
-        if position.batches % self.accelerator.num_processes:
+        _, shares = data_share(self.accelerator)
+        if position.batches % shares:
             raise UserError(
                 f"resume: {folder} stands after batch {position.batches} of its epoch, which "
-                f"{self.accelerator.num_processes} processes cannot divide; go on with as many as it was trained with"
+                f"{shares} processes cannot divide; go on with as many as it was trained with"
             )
         return position
 
@@ -112,7 +113,7 @@ def prepare_run(
     training, lora = config.training, networks.lora
     optimizer = build_optimizer(config.optimizer, plan.parameter_groups(lora), training.full_bf16, training.seed)
     batches, loader = training_loader(data, config.dataset, accelerator)
-    steps = total_steps(training, batches.batches_per_epoch() // accelerator.num_processes)
+    steps = total_steps(training, batches.batches_per_epoch() // data_share(accelerator)[1])
     lr_schedule = build_schedule(config.optimizer, optimizer, steps)
     trained = networks.transformer if plan.trains_transformer else None
     parts = (trained, networks.text_encoders, optimizer, loader)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from library.accelerator import data_share, share_mates
 from library.atomic import clear_leftovers
 from library.data.batches import Batch, collate
 from library.errors import UserError
@@ -105,7 +107,9 @@ def prepare_teacher(
     folder = Path(parity.parity_cache or Path(config.saving.output_dir) / "teacher")
     teacher = Teacher(folder / _key(config, family, lora, data), parity.parity_weight)
     coming = _coming(config, data, accelerator)
-    missing = [(step, batch) for step, batch in coming if not _answered(teacher, step, batch)]
+    mate, mates = share_mates(accelerator)  # who see the same batches, and share the work
+    own = islice(coming, mate, None, mates)
+    missing = [(step, batch) for step, batch in own if not _answered(teacher, step, batch)]
     if missing:
         clear_leftovers(teacher.path(missing[0][0], 0).parent)  # where an interrupted run stopped
         transformer = _load(config, family, lora, accelerator)
@@ -133,7 +137,7 @@ def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerat
 
 def _coming(config: TrainConfig, data: TrainingData, accelerator: Accelerator) -> Iterator[tuple[int, Batch]]:
     """Yield (step, batch) for this process as the training loop is going to see them."""
-    rank, world = accelerator.process_index, accelerator.num_processes
+    rank, world = data_share(accelerator)
     sampler = data.batch_sampler(world)
     steps = total_steps(config.training, sampler.batches_per_epoch() // world)
     position = read_position(config.training.resume, {})[0] if config.training.resume else Position()

@@ -12,6 +12,7 @@ import math
 from pathlib import PureWindowsPath
 from typing import TYPE_CHECKING
 
+from library.accelerator import data_share
 from library.config.optimizer_conflicts import effective_learning_rate
 from library.randomness import derive_seed
 from library.training.checkpoint import Position
@@ -56,7 +57,7 @@ def training_facts(config: TrainConfig, run: Run, data: TrainingData, begun: flo
         data: the images.
         begun: when training began, seconds since 1970; names the session too.
     """
-    processes, accumulated = run.accelerator.num_processes, config.training.gradient_accumulation_steps
+    (_, processes), accumulated = data_share(run.accelerator), config.training.gradient_accumulation_steps
     batches = run.batches.batches_per_epoch() // processes
     memory = data.text_folder / "file_hashes.json"
     return {

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from library.accelerator import data_share
 from library.data.batches import Bucket, CachedDataset, collate
 from library.errors import UserError
 from library.training.sharding import in_step
@@ -85,7 +86,7 @@ def validation_loss(
     were_training = [module.training for module in modules]
     for module in modules:
         module.eval()
-    rank, world = accelerator.process_index, accelerator.num_processes
+    rank, world = data_share(accelerator)
     for own in in_step(islice(iter(batches), rank, None, world), accelerator):
         batch = (next(iter(batches)) if own is None else own).to(accelerator.device)
         losses = step.validation_losses(model, batch, sigmas)

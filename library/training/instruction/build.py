@@ -16,7 +16,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.data import DataLoader
 
 from library import __version__
-from library.accelerator import is_sharded
+from library.accelerator import data_share, is_sharded
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import effective_learning_rate
 from library.errors import UserError
@@ -118,7 +118,7 @@ def prepare_instruction_run(
     config: InstructionTrainConfig, plan: NetworkPlan, base: Base, data: InstructionData, accelerator: Accelerator
 ) -> Run:
     """Build optimizer, schedule and batches, and let accelerate wrap and compile the model."""
-    training, lora, world = config.training, base.network, accelerator.num_processes
+    training, lora, (_, world) = config.training, base.network, data_share(accelerator)
     optimizer = build_optimizer(config.optimizer, plan.parameter_groups(lora), training.full_bf16, training.seed)
     accumulation = training.gradient_accumulation_steps
     size = config.instructions.train_batch_size

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
+from library.accelerator import data_share
 from library.config.instruction_schema import InstructionConfig, InstructionValidationConfig
 from library.llm.instruction_batches import Example, InstructionBatch, collate_windows
 from library.nn.cross_entropy import IGNORED
@@ -57,7 +58,8 @@ class HeldOutDialogues:
         sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         training = model.training
         model.eval()
-        share = self.batches[accelerator.process_index :: accelerator.num_processes]
+        rank, count = data_share(accelerator)
+        share = self.batches[rank::count]
         for batch in in_step(iter(share), accelerator):
             own = (batch or self.batches[0]).to(accelerator.device)
             learnt = (own.targets != IGNORED).sum() * (batch is not None)  # one that is left with none takes part
