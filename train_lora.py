@@ -32,6 +32,7 @@ from library.llm.dialogue_templates import dialogue_template
 from library.llm.tokenizers import load_tokenizer
 from library.models.lm_files import open_lm
 from library.models.registry import model_family
+from library.peers import one_of_several
 from library.training.base_precision import plan_fp8, text_encoder_recipe
 from library.training.checkpoint import OutputNames, Position
 from library.training.events import RunEvents
@@ -68,6 +69,7 @@ from networks.targets import TARGETS
 
 
 @exit_on_user_error
+@one_of_several
 def main() -> None:
     """Run one training from the command line."""
     if names_language_model(sys.argv[1:]):

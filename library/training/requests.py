@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from library.peers import watched
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -93,14 +95,18 @@ class Requests:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside the block the first signal is kept for :meth:`look` and the second has its usual effect."""
+        """Inside the block the first signal is kept for :meth:`look` and the second has its usual effect.
+
+        A launcher's signal to a process that has lost another would be kept for ever: see ``library.peers``.
+        """
         before = {}
         for number in _SIGNALS:
             with suppress(ValueError):  # not in the main thread, where signals arrive
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a shell's background job
                     before[number] = signal.signal(number, self._on_signal)
         try:
-            yield
+            with watched(self._accelerator):
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

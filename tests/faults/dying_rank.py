@@ -1,0 +1,38 @@
+"""train_lora.py, one of whose processes dies in the middle of a step: started by tests, through a launcher.
+
+``DIES`` is ``pass:how``: at its so-manieth backward pass process 1 raises an exception (``error``), is killed by the
+signal that nothing can catch (``kill``), or is killed while process 0 is busy and waits for nobody (``busy``). The file
+``died`` in the working folder tells when.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from train_lora import main
+
+backward, passed = Accelerator.backward, 0
+doomed, how = os.environ["DIES"].split(":")
+
+
+def backward_or_die(accelerator: Accelerator, loss: object, **more: object) -> None:
+    """Do as accelerate does, until the pass at which the process dies: the other waits for its gradients."""
+    global passed
+    passed += 1
+    if passed == int(doomed) and accelerator.process_index == 1:
+        Path("died").touch()
+        if how == "error":
+            raise RuntimeError("the step breaks here")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if passed == int(doomed) and how == "busy":
+        time.sleep(1000)
+    backward(accelerator, loss, **more)
+
+
+Accelerator.backward = backward_or_die  # type: ignore[method-assign]
+main()
