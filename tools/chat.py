@@ -43,6 +43,7 @@ def chat(options: argparse.Namespace) -> None:
     if options.lora:
         shelf.use(shelf.model_name, next(iter(loras)))
     session = Session(shelf, settings, options.system or "", options.context)
+    session.choose(shelf.model_name, shelf.lora_name)  # at the LoRA's strength
     if not options.web:
         chat_in_terminal(session, options.history_file)
     else:
@@ -67,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
     model = parser.add_argument_group("model")
     model.add_argument("--model", nargs="+", default=[], metavar="FOLDER", help="GPT-2 or Llama; the first is loaded")
     model.add_argument("--models_dir", type=Path, metavar="FOLDER", help="offer the models below it, too")
-    model.add_argument("--lora", nargs="+", default=[], metavar="PATH", help="PEFT folders or files; the first is used")
+    model.add_argument(
+        "--lora", nargs="+", default=[], metavar="PATH[:STRENGTH]", help="PEFT folders or files; the first is used"
+    )
     model.add_argument("--loras_dir", type=Path, metavar="FOLDER", help="offer the LoRAs below it, too")
     add_model_flags(model)
     talk = parser.add_argument_group("conversation")

@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from library.errors import UserError, exit_on_user_error
-from library.llm.dialogue_templates import OwnTemplate
+from library.llm.jinja_templates import SOURCES as JINJA_SOURCES
+from library.llm.jinja_templates import write_jinja_template
 from library.training.instruction.adapters import TEMPLATE, template_of
 from networks.families import language_targets, lora_targets
 from networks.formats import LAYOUTS, PRECISIONS, load_lora
@@ -173,8 +174,9 @@ def main() -> None:
     for note in report.notes:
         print(f"note: {note}")
     template = template_of(parse_source(options.lora[0]).path) if targets.own_names else None
-    if template not in (None, OwnTemplate.name):  # a model's folder has no place for it
-        print(f"note: it was taught in the template {template}; talk to it with --chat_template {template}")
+    if template in JINJA_SOURCES and options.save_to.is_dir():
+        file = write_jinja_template(template, options.save_to)
+        print(f"note: it was taught in the template {template}, which {file} tells other programs")
     print(f"{options.save_to}: {report.changed} of {report.written} tensors changed by {len(options.lora)} LoRA(s)")
 
 

@@ -104,6 +104,9 @@ def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
         if options.tokenizer is None:
             task = bar.add_task("training the tokenizer", total=size)
             tokenizer = train_bpe(documents(), options.train_tokenizer)
+            if tokenizer.vocab_size < options.train_tokenizer:
+                found = f"{tokenizer.vocab_size} tokens, not {options.train_tokenizer}"
+                console.print(f"note: --train_tokenizer: the texts give {found}; every word of them is one token then")
         else:
             tokenizer = load_tokenizer(options.tokenizer)
         tokenizer.save(folder)

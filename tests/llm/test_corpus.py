@@ -155,3 +155,13 @@ def test_a_corpus_is_not_replaced_by_mistake_and_damage_is_found(tmp_path: Path)
 def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no .txt, .md, .jsonl, .parquet, .arrow file in it"):
         find_files([tmp_path])
+
+
+def test_texts_with_too_few_words_for_the_vocabulary_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 9)
+    flags = ["--train_tokenizer", "5000", "--save_to", str(tmp_path / "out"), "--workers", "0"]
+    prepare(parser().parse_args([str(tmp_path / "a.txt"), *flags, "--validation_share", "0"]))
+    tokens = load_tokenizer(tmp_path / "out").vocab_size
+    said = " ".join(capsys.readouterr().out.split())
+    assert tokens < 400
+    assert f"the texts give {tokens} tokens, not 5000" in said

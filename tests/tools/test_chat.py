@@ -202,6 +202,31 @@ def test_a_lora_comes_and_goes_without_loading_the_base_again(models: Path, lora
     assert base.embedding.weight.data_ptr() == weight
 
 
+def test_strength_scales_the_lora_from_the_next_answer_on(models: Path, loras: Path) -> None:
+    talk = session(models, loras=find_loras([f"{loras / 'first'}:0.5"], None))
+    with pytest.raises(UserError, match="no LoRA on the model"):
+        run_command(talk, "strength", "1")
+    talk.choose("chat", None)
+    plain = say(talk, "what is RoPE?")
+    run_command(talk, "lora", "first")
+    assert "with first at 0.5" in talk.introduction()
+    tokenizer = load_tokenizer(models / "chat")
+    for strength in (0.5, 2.0):
+        run_command(talk, "strength", f"{strength}")
+        talk.conversation.reset()
+        alone = load_lm(models / "chat", torch.float32)
+        put_lora_on(alone, loras / "first", strength)
+        tokens = talk.conversation.template.prompt("", [], "what is RoPE?")
+        stops = SamplingSettings(24, temperature=0, stop_tokens=tokenizer.stop_tokens)
+        expected = tokenizer.decode(generate_tokens(alone, [tokens], stops)[0], skip_special=True)
+        assert say(talk, "what is RoPE?") == expected
+    run_command(talk, "strength", "0")
+    talk.conversation.reset()
+    assert say(talk, "what is RoPE?") == plain
+    with pytest.raises(UserError, match="no number"):
+        run_command(talk, "strength", "much")
+
+
 def test_a_lora_brings_the_template_that_it_was_trained_with(models: Path, loras: Path, tmp_path: Path) -> None:
     tensors = load_file(loras / "first" / "adapter_model.safetensors")
     (tmp_path / "lora").mkdir()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from library.llm.chat import Message
 from library.llm.dialogue_templates import dialogue_template
@@ -107,7 +107,11 @@ def test_the_template_that_a_lora_was_taught_in_outlives_merging(
     merge("--lora", tmp_path / "lora", tmp_path / "lora", "--save_to", tmp_path / "both.safetensors")
     assert template_of(tmp_path / "both.safetensors") == "plain"
     merge("--model", tmp_path / "model", "--lora", tmp_path / "lora", "--save_to", tmp_path / "merged")
-    assert "talk to it with --chat_template plain" in capsys.readouterr().out
+    assert "taught in the template plain" in capsys.readouterr().out
+    train_bpe(["hello there"] * 3, 260).save(tmp_path / "merged")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    asked = theirs.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert asked.endswith("User: hello\nAssistant:")
 
 
 def test_generate_writes_with_a_lora_in_the_asked_template(tmp_path: Path) -> None:

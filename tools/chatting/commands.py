@@ -99,6 +99,16 @@ def _lora(session: Session, rest: str) -> str:
     return f"LoRA: {session.lora_name or 'none'}"
 
 
+def _strength(session: Session, rest: str) -> str:
+    if rest:
+        try:
+            strength = float(rest)
+        except ValueError:
+            raise UserError(f"/strength: {rest!r} is no number; give one, such as 0.7") from None
+        session.set_strength(strength)
+    return f"the LoRA's strength is {session.strength:g}" if session.lora_name else "there is no LoRA on the model"
+
+
 def _list(names: list[str], chosen: str) -> str:
     return "\n".join(f"{'*' if name == chosen else ' '} {name}" for name in names)
 
@@ -112,4 +122,5 @@ COMMANDS: dict[str, tuple[str, Callable[[Session, str], str]]] = {
     "save": ("FILE.jsonl: add the conversation to a file, a line each, as train_lora.py reads it", _save),
     "model": ("NAME: talk to another model; nothing: list them", _model),
     "lora": ("NAME: put a LoRA on the model, or none; nothing: list them", _lora),
+    "strength": ("NUMBER: how strongly the LoRA acts, 1 as it was trained; nothing: say it", _strength),
 }

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from library.errors import UserError
 from library.llm.conversation import Conversation
 from library.llm.generation import SamplingSettings
 from tools.chatting.shelf import ModelShelf
@@ -18,7 +19,7 @@ class Session:
         shelf: the models and LoRAs there are.
         conversation: what was said.
         settings: of the next answer.
-        model_name, lora_name: what was chosen; the shelf may hold something else until the next answer.
+        model_name, lora_name, strength: what was chosen; the shelf may hold something else until the next answer.
     """
 
     def __init__(
@@ -26,9 +27,13 @@ class Session:
     ) -> None:
         """Begin with the model and the LoRA that are on the shelf; raises a UserError as ``Conversation`` does."""
         self.shelf, self.settings = shelf, settings
-        self.model_name, self.lora_name = shelf.model_name, shelf.lora_name
+        self.model_name, self.lora_name, self.strength = shelf.model_name, shelf.lora_name, 1.0
         self.conversation = Conversation(shelf.model.config, shelf.template, system, context)
-        self._ready_for = (self.model_name, self.lora_name)  # what the conversation's tokens and cache are of
+        self._ready_for = (
+            self.model_name,
+            self.lora_name,
+            self.strength,
+        )  # what the conversation's tokens and cache are of
         self._notes: list[str] = []
 
     def begin_another(self) -> Session:
@@ -45,17 +50,26 @@ class Session:
             manner = f"talks in turns (template {conversation.template.name})"
         else:
             manner = "is a base model: it continues what you type, an empty line lets it go on"
-        lora = f" with {self.lora_name}" if self.lora_name else ""
+        strength = "" if self.strength == 1 else f" at {self.strength:g}"
+        lora = f" with {self.lora_name}{strength}" if self.lora_name else ""
         return f"{self.model_name}{lora} {manner}; context {conversation.context} tokens"
 
     def choose(self, model_name: str, lora_name: str | None) -> None:
-        """Take another model or LoRA from now on; the conversation goes on if it can.
+        """Take another model or LoRA from now on, at the strength it came with; the conversation goes on if it can.
 
         Raises:
             UserError: there is no such thing, or they do not fit together; nothing has changed then.
         """
-        self._take(model_name, lora_name)
-        self.model_name, self.lora_name = model_name, lora_name
+        source = self.shelf.loras.get(lora_name or "")
+        strength = source.ratio if source is not None else 1.0
+        self._take(model_name, lora_name, strength)
+        self.model_name, self.lora_name, self.strength = model_name, lora_name, strength
+
+    def set_strength(self, strength: float) -> None:
+        """Set the factor on the LoRA's update from the next answer on; raises a UserError if there is no LoRA."""
+        if self.lora_name is None:
+            raise UserError("strength: there is no LoRA on the model; choose one")
+        self.strength = strength
 
     def set_system(self, text: str) -> None:
         """Set the system message; raises a UserError if the model knows none."""
@@ -64,19 +78,19 @@ class Session:
 
     def answer(self, text: str) -> Iterator[str]:
         """Yield the answer piece by piece; see ``Conversation.answer``. Nobody else may use the shelf meanwhile."""
-        self._take(self.model_name, self.lora_name)  # another session may have exchanged them
+        self._take(self.model_name, self.lora_name, self.strength)  # another session may have exchanged them
         yield from self.conversation.answer(self.shelf.model, text, self.settings)
 
-    def _take(self, model_name: str, lora_name: str | None) -> None:
+    def _take(self, model_name: str, lora_name: str | None, strength: float) -> None:
         shelf, conversation = self.shelf, self.conversation
-        shelf.use(model_name, lora_name)
+        shelf.use(model_name, lora_name, strength)
         if model_name != self._ready_for[0] or shelf.template.name != conversation.template.name:
             said = bool(conversation.turns)
             if not conversation.switch(shelf.model.config, shelf.template) and said:
                 self._notes.append("the conversation begins anew: a text and a talk in turns do not go together")
-        elif lora_name != self._ready_for[1]:
+        elif (lora_name, strength) != self._ready_for[1:]:
             conversation.forget_cache()
-        self._ready_for = (model_name, lora_name)
+        self._ready_for = (model_name, lora_name, strength)
 
     def remarks(self) -> list[str]:
         """Return what should be told about the last answer or choice, and forget it."""

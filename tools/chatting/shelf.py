@@ -15,7 +15,10 @@ from library.models.lm_files import open_lm
 from library.models.transformer_lm import TransformerLM
 from library.training.instruction.adapters import put_lora_on, template_of
 from networks.adapter import AdapterLinear
+from networks.injection import AdapterNetwork
+from networks.merge import LoraSource
 from tools.generation.text import load
+from tools.merge_lora import parse_source
 
 _DEPTH = 3  # folders below --models_dir and --loras_dir that are looked into: train_llm.py writes output/NAME/NAME
 
@@ -40,7 +43,7 @@ class ModelShelf:
     """What there is to talk to, and what of it is in memory.
 
     Attributes:
-        models, loras: name -> path.
+        models: name -> path. loras: name -> path, and the strength that it has at first.
         model, template: in memory; the template is the one that the LoRA was trained with, or the model's.
         model_name, lora_name: what they are; no LoRA is None.
     """
@@ -49,18 +52,21 @@ class ModelShelf:
     template: ChatTemplate
     _own_template: ChatTemplate
 
-    def __init__(self, models: dict[str, Path], loras: dict[str, Path], loading: Loading) -> None:
+    def __init__(self, models: dict[str, Path], loras: dict[str, LoraSource], loading: Loading) -> None:
         """Load the first model; raises a UserError if it cannot be, or if there is none."""
         if not models:
             raise UserError("no model to talk to; give --model FOLDER, or --models_dir with models below it")
         self.models, self.loras, self._loading = models, loras, loading
-        self.model_name, self.lora_name = "", None
+        self.model_name, self.lora_name, self._network = "", None, None
         self.use(next(iter(models)), None)
 
     lora_name: str | None
+    _network: AdapterNetwork | None
 
-    def use(self, model_name: str, lora_name: str | None) -> None:
+    def use(self, model_name: str, lora_name: str | None, strength: float = 1.0) -> None:
         """Have a model in memory with a LoRA on it or none; what is there already stays, the base under a LoRA too.
+
+        ``strength`` is the factor on the LoRA's update.
 
         Raises:
             UserError: no such name, or it cannot be loaded.
@@ -73,6 +79,8 @@ class ModelShelf:
             self._load(model_name)
         if lora_name != self.lora_name:
             self._exchange_lora(lora_name)
+        if self._network is not None:
+            self._network.set_multiplier(strength)
 
     def _load(self, name: str) -> None:
         folder = self.models[name].expanduser()
@@ -85,7 +93,7 @@ class ModelShelf:
             )
         template = find_chat_template(self._loading.chat_template, tokenizer, folder, config.eos)
         if self.model_name:
-            self.model_name, self.lora_name = "", None
+            self.model_name, self.lora_name, self._network = "", None, None
             del self.model  # before the next one needs its memory
             gc.collect()
         self.model = load(str(folder), self._loading.dtype, self._loading.fp8_scaled)
@@ -95,14 +103,13 @@ class ModelShelf:
     def _exchange_lora(self, name: str | None) -> None:
         before, template = self.lora_name, self._own_template
         if name is not None:
-            template = self._template_with(self.loras[name])
+            template = self._template_with(self.loras[name].path)
         take_loras_off(self.model)
         try:
-            if name is not None:
-                put_lora_on(self.model, self.loras[name])
+            self._network = put_lora_on(self.model, self.loras[name].path) if name is not None else None
         except UserError:
             if before is not None:
-                put_lora_on(self.model, self.loras[before])
+                self._network = put_lora_on(self.model, self.loras[before].path)
             raise
         self.lora_name, self.template = name, template
 
@@ -137,13 +144,17 @@ def find_models(named: Sequence[str], below: Path | None) -> dict[str, Path]:
     return _by_name(paths)
 
 
-def find_loras(named: Sequence[str], below: Path | None) -> dict[str, Path]:
+def find_loras(named: Sequence[str], below: Path | None) -> dict[str, LoraSource]:
     """Return name -> PEFT folder or safetensors file of the LoRAs that are named and of those below a folder.
 
+    Those that are named have the strength after their name, as in ``my_lora:0.7``, the others 1.
+
     Raises:
-        UserError: a file is missing, ``below`` is no folder, or nothing is in it.
+        UserError: a file is missing, a strength is no number, ``below`` is no folder, or nothing is in it.
     """
-    paths = [Path(name).expanduser() for name in named]
+    sources = [parse_source(name) for name in named]
+    strengths = {source.path.expanduser(): source.ratio for source in sources}
+    paths = list(strengths)
     for path in paths:
         if not path.exists():
             raise UserError(f"--lora: {path}: no such file or folder; check the path")
@@ -155,7 +166,7 @@ def find_loras(named: Sequence[str], below: Path | None) -> dict[str, Path]:
         if not found:
             raise UserError(f"--loras_dir: {below}: no adapter folder or safetensors file in it; choose another")
         paths += found
-    return _by_name(paths)
+    return {name: LoraSource(path, strengths.get(path, 1.0)) for name, path in _by_name(paths).items()}
 
 
 def _folders(top: Path, flag: str) -> list[Path]:

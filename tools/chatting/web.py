@@ -106,6 +106,10 @@ class Page:
                 self.lora = gr.Dropdown(
                     [_NO_LORA, *shelf.loras], value=first.lora_name or _NO_LORA, label="LoRA", elem_id="lora"
                 )
+                self.strength = gr.Slider(
+                    -1, 2, first.strength, step=0.05, label="LoRA strength", elem_id="strength",
+                    interactive=first.lora_name is not None,
+                )  # fmt: skip
                 self.system = gr.Textbox(
                     first.conversation.system, label="System message", lines=2, interactive=has_turns, elem_id="system"
                 )
@@ -151,7 +155,7 @@ class Page:
         self.seed = gr.Number(settings.seed, precision=0, label="Seed", elem_id="seed")
 
     def _connect(self) -> None:
-        choices = [self.system, self.temperature, self.top_k, self.top_p, self.min_p]
+        choices = [self.system, self.strength, self.temperature, self.top_k, self.top_p, self.min_p]
         choices += [self.penalty, self.max_tokens, self.seed]
         changed = [self.message, self.talk, self.status, self.send, self.stop]
         hidden: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
@@ -166,7 +170,16 @@ class Page:
         )
         self.stop.click(self._stop, None, None, queue=False, **hidden)
         gr.on([self.reset.click, self.talk.clear], self._reset, None, [self.talk, self.status], queue=False, **hidden)
-        shown = [self.model, self.lora, self.system, self.introduction, self.talk, self.status, self.message]
+        shown = [
+            self.model,
+            self.lora,
+            self.strength,
+            self.system,
+            self.introduction,
+            self.talk,
+            self.status,
+            self.message,
+        ]
         for chooser in (self.model, self.lora):
             chooser.input(self._choose, [self.model, self.lora], shown, api_visibility="private")
         filters = [self.top_k, self.top_p, self.min_p]
@@ -174,7 +187,7 @@ class Page:
         self.blocks.unload(self._leave)
 
     def _send(
-        self, message: str, talk: list[dict], request: gr.Request, system: str, *numbers: float
+        self, message: str, talk: list[dict], request: gr.Request, system: str, strength: float, *numbers: float
     ) -> Iterator[Updates]:
         """Answer a message; yield what changes on the page."""
         tab, session = self._tab(request), self._session(request)
@@ -185,6 +198,8 @@ class Page:
         try:
             session.settings = _settings(*numbers)
             session.set_system(system.strip())
+            if session.lora_name is not None:
+                session.set_strength(strength)
         except UserError as error:
             raise gr.Error(one_line(error), print_exception=False) from None
         speech = self._speeches[tab] = Speech(session, self._lock, message)
@@ -242,6 +257,7 @@ class Page:
         updates: Updates = {
             self.model: session.model_name,
             self.lora: session.lora_name or _NO_LORA,
+            self.strength: gr.update(value=session.strength, interactive=session.lora_name is not None),
             self.introduction: session.introduction(),
             self.message: gr.update(placeholder=_placeholder(has_turns)),
             self.status: "\n\n".join(session.remarks()),
