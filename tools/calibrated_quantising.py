@@ -26,12 +26,14 @@ from library.precision.loading import Fp8Loading
 from library.precision.parity.activations import collect_inputs
 from library.precision.parity.keep import Candidate, choose_kept, measure_contributions
 from library.precision.recipe import Fp8Recipe
-from library.training.calibration import prepare_calibration
+from library.training.calibration import IMAGES, prepare_calibration
 from networks.base_files import open_base
 from networks.base_modules import WeightReader
 from networks.merge_fp8 import Fp8Merge
 from networks.targets import TARGETS
 from tools import calibration_flags as flags
+
+_RANKED_ON = IMAGES  # of the calibration; ranking layers runs the model once more for each of them
 
 
 def add_calibrated_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +82,7 @@ def calibrated(
                 transformer,
                 list(modules.values()),
                 lambda name: reader.read(places[name], device).to(dtype),
-                lambda: calibration.velocities(transformer, batches),
+                lambda: calibration.velocities(transformer, batches[:_RANKED_ON]),
             )
             sizes = [sum(places[m].shape[0] * places[m].shape[1] for m in names) for names in modules.values()]
             measured = zip(modules, shares, sizes, strict=True)

@@ -3,9 +3,9 @@
 1. *settings*: everything but the weights as in the reference. Free.
 2. *strength*: for a merge that lost part of the update, the LoRA at 1 / survival. Free; the one-minute test.
 3. *retarget*: the LoRA refitted to the fp8 file, same rank, no training.
-4. *correction*: the same with 16 ranks more, and a LoRA for layers that had none.
-5. *rebuild*: the fp8 file made anew from bf16, of the same layout and size, rounded with compensation, under a LoRA
-   refitted to it.
+4. *correction*: the same with 32 ranks more, and a LoRA for layers that had none.
+5. *rebuild*: the fp8 file made anew from bf16, of the same size, with scales, rounded with compensation, under a
+   LoRA refitted to it.
 6. *keep*: the same, a tenth larger: the layers that give back most per megabyte stay in bf16.
 7. *teacher*: 200 steps on the fp8 file that learn the bf16 model's answers, from the refitted LoRA on.
 8. *together*: the larger file, the correction for it, the steps on it.
@@ -41,7 +41,7 @@ from tools.report.runs import Outcome, Probe
 from train_lora import train
 
 FIXES = ("settings", "strength", "retarget", "correction", "rebuild", "keep", "teacher", "together")
-CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, KEPT_SHARE = 16, 200, "3e-4", 0.1
+CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, KEPT_SHARE = 32, 200, "3e-4", 0.1
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def try_fixes(
     workshop = _Workshop(models, options)
     ranks = f"{CORRECTION_RANK} ranks more in every fp8 layer"
     steps = f"{TEACHER_STEPS} training steps"
-    larger = f"an fp8 file {KEPT_SHARE:.0%} larger, rounded anew"
+    larger = f"an fp8 file {KEPT_SHARE:.0%} larger, scaled and rounded anew"
 
     def with_lora(lora: Path, of: Models = models) -> tuple[Models, Variant, tuple[Path, ...]]:
         own = (of.deployed.path,) if of is not models and of.deployed.path else ()
@@ -155,7 +155,7 @@ def try_fixes(
 
     attempt("retarget", "a forward pass over the calibration; the same rank", lambda: fitted(models))
     attempt("correction", ranks, lambda: fitted(models, CORRECTION_RANK))
-    attempt("rebuild", "an fp8 file of the same size, rounded anew", lambda: fitted(workshop.rebuilt()))
+    attempt("rebuild", "an fp8 file of the same size, scaled and rounded anew", lambda: fitted(workshop.rebuilt()))
     attempt("keep", larger, lambda: fitted(workshop.rebuilt(KEPT_SHARE)))
     attempt("teacher", f"{steps}, the same rank", lambda: taught(models))
     attempt("together", f"{larger}, {ranks}, {steps}", lambda: taught(workshop.rebuilt(KEPT_SHARE), CORRECTION_RANK))

@@ -1,8 +1,10 @@
-"""The served file made anew from the bf16 model, of the same layout and with the same layers in fp8 but for a few.
+"""The served file made anew from the bf16 model, with the same layers in fp8 but for a few.
 
-Two things that plain casts and most published files leave out are worth a file of one's own: rounding that makes up
-for its own errors on real activations (``library.precision.parity.compensated``; the size stays), and a tenth of the
-size more, spent on the layers that contribute most to the error (``library.precision.parity.keep``).
+Three things that plain casts and most published files leave out are worth a file of one's own: scales, four bytes a
+layer, that lift small weights out of the subnormals; rounding that makes up for its own errors on real activations
+(``library.precision.parity.compensated``; the size stays); and a tenth of the size more, spent on the layers that
+contribute most to the error (``library.precision.parity.keep``). A file without scales gets ComfyUI's, which programs
+that read a plain cast and no scales (diffusers' layerwise casting) do not take; any other keeps its layout.
 """
 
 from __future__ import annotations
@@ -16,14 +18,13 @@ from rich.console import Console
 from torch import nn
 
 from library.precision.checkpoint_layouts import LayoutKind
-from library.precision.formats import format_of
+from library.precision.formats import E4M3FN, format_of
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import Granularity
 from tools import quantize_model
 from tools.report.deployments import DeployedWeights, Models
 
-_LAYOUT_OF_RECIPE: dict[Granularity, LayoutKind] = {
-    "cast": "plain",
+_LAYOUT_OF_SCALES: dict[Granularity, LayoutKind] = {
     "tensor": "comfy_scaled",
     "row": "musubi",
     "block64": "musubi",
@@ -55,10 +56,12 @@ def rebuild(
     number_format = format_of(next(iter(fp8.values())).weight.dtype)
     assert number_format is not None
     layout = models.deployed_family.fp8_layout() if models.deployed.path else None
+    kind = layout.kind if layout and layout.kind != "plain" else _LAYOUT_OF_SCALES[granularity]
+    # ComfyUI reads its scaled layout as e4m3fn; with scales nothing needs the range of e5m2
+    format_name = E4M3FN.name if kind == "comfy_scaled" else number_format.name
     target = save_to if Path(base).expanduser().is_dir() else save_to.with_name(f"{save_to.name}.safetensors")
     words = ["--model", base, "--save_to", str(target), "--model_type", models.family.name, "--keep", "", *flags]
-    words += ["--layout", layout.kind if layout else _LAYOUT_OF_RECIPE[granularity]]
-    words += ["--granularity", granularity, "--format", number_format.name]
+    words += ["--layout", kind, "--granularity", granularity, "--format", format_name]
     words += ["--keep_pattern", f"^({'|'.join(map(re.escape, high))})$"] if high else []
     words += ["--compensated"] if compensated else []
     words += ["--budget_mb", f"{kept_share * size / 2**20:.6f}"] if kept_share else []
@@ -68,9 +71,9 @@ def rebuild(
 
 
 def _granularity(layer: Fp8Linear) -> Granularity:
-    """Return the kind of a layer's scales."""
+    """Return the kind of a layer's scales; that of the scales which a layer without any is to get."""
     if layer.scale is None:
-        return "cast"
+        return "tensor"
     rows, blocks = layer.scale.shape
     if blocks == 1:
         return "row" if rows > 1 else "tensor"
