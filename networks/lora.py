@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
+from library.nn.tensor_split import Split, entering, leaving
 from networks.adapter import AdapterLinear, in_compute_dtype
 from networks.lora_product import Make, Update, can_fuse, fused
 
@@ -59,6 +60,7 @@ class LoRALinear(AdapterLinear):
             again, so that the layer begins as its base.
         multiplier: user strength of the update, 1.0 while training.
         enabled: False makes the layer its base.
+        split: which part of the base this process has; None: all of it. A and B are whole either way.
     """
 
     kind = "lora"
@@ -83,6 +85,7 @@ class LoRALinear(AdapterLinear):
         self.module_dropout = module_dropout
         self.multiplier = 1.0
         self.start: LoraStart | None = None
+        self.split: Split | None = None
         # skip_init: the default initialisation would draw from (and shift) the global generator
         self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device or "cpu")
         self.lora_B = skip_init(nn.Linear, rank, self.out_features, bias=False, dtype=dtype, device=device or "cpu")
@@ -124,6 +127,14 @@ class LoRALinear(AdapterLinear):
         weight = self.lora_B.weight
         return weight if self.start is None else torch.cat([weight, -self.start.B], dim=1)
 
+    def _own_down(self) -> Tensor:
+        """Return :meth:`down` for the inputs that the base has here."""
+        return self.down() if self.split is None or self.split.dim == 0 else self.split.own(self.down(), 1)
+
+    def _own_up(self) -> Tensor:
+        """Return :meth:`up` for the outputs that the base has here."""
+        return self.up() if self.split is None or self.split.dim == 1 else self.split.own(self.up(), 0)
+
     def delta_weight(self) -> Tensor:
         """Return the update, ``[out, in]`` in fp32, without the multiplier."""
         return torch.mm(self.up().float(), self.down().float()).mul_(self.scale)
@@ -139,7 +150,7 @@ class LoRALinear(AdapterLinear):
         """Return ``[layer(x) for layer in layers]`` with one matrix product for all A.
 
         Args:
-            layers: LoRA layers with the same ``in_features``, of any ranks and output sizes.
+            layers: LoRA layers with the same ``in_features``, of any ranks and output sizes, split alike.
             x: ``[..., in]``; with ``make`` its first argument.
             more: the further arguments of ``make``.
             make: if given, the layers' input is ``make(x, *more)``, which backward makes again instead of keeping it.
@@ -154,14 +165,15 @@ class LoRALinear(AdapterLinear):
             and can_fuse([m.base for m in layers])
         ):
             updates = [Update(layer.base, layer.width, layer.scale * layer.multiplier) for layer in layers]
-            downs, ups = [m.down() for m in layers], [m.up() for m in layers]
-            return fused(updates, downs, ups, make or _itself, x, *more)
+            downs, ups = [m._own_down() for m in layers], [m._own_up() for m in layers]
+            return fused(updates, downs, ups, make or _itself, x, *more, split=layers[0].split)
         x = make(x, *more) if make else x
+        x = _entered(x, layers[0].split)
         if not active:
-            return [layer.base(x) for layer in layers]
+            return [_left(layer.base(x), layer.split) for layer in layers]
         x = in_compute_dtype(x)
         rows = x.reshape(-1, x.shape[-1])  # [N, in]: base outputs are then no views and may be added to in place
-        stacked = [layer.down().to(x.dtype) for layer in active]
+        stacked = [layer._own_down().to(x.dtype) for layer in active]
         low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # [N, sum of ranks]
         parts = iter(low.split([layer.width for layer in active], dim=-1))
         outputs = []
@@ -169,6 +181,7 @@ class LoRALinear(AdapterLinear):
             out = layer.base(rows)  # [N, out]
             if layer.enabled:
                 out = layer._add_update(out, next(parts), x.shape)
+            out = _left(out, layer.split)
             outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
         return outputs
 
@@ -182,7 +195,7 @@ class LoRALinear(AdapterLinear):
         if self.training:
             low = self._drop(low, shape)
             scale = scale / (1 - self.rank_dropout)
-        return out.addmm_(low.to(out.dtype), self.up().to(out.dtype).t(), alpha=scale)
+        return out.addmm_(low.to(out.dtype), self._own_up().to(out.dtype).t(), alpha=scale)
 
     def _drop(self, low: Tensor, shape: torch.Size) -> Tensor:
         """Apply the three dropouts to ``low`` [N, rank]."""
@@ -208,3 +221,11 @@ class LoRALinear(AdapterLinear):
 
 def _itself(x: Tensor) -> Tensor:
     return x
+
+
+def _entered(x: Tensor, split: Split | None) -> Tensor:
+    return x if split is None or split.dim == 1 else entering(x, split.group)
+
+
+def _left(y: Tensor, split: Split | None) -> Tensor:
+    return y if split is None or split.dim == 0 else leaving(y, split.group)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from library.nn.frozen_linear import add_input_gradient, has_input_gradient, output
+from library.nn.tensor_split import Split, sum_over
 
 Make = Callable[..., Tensor]
 
@@ -39,7 +40,12 @@ class Update(NamedTuple):
 
 
 def fused(
-    updates: Sequence[Update], downs: Sequence[Tensor], ups: Sequence[Tensor], make: Make, *inputs: Tensor
+    updates: Sequence[Update],
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    make: Make,
+    *inputs: Tensor,
+    split: Split | None = None,
 ) -> list[Tensor]:
     """Return ``y_i`` of each update, ``[..., out_i]``, in the dtype of ``make(*inputs)``, or autocast's.
 
@@ -49,8 +55,10 @@ def fused(
         ups: B of each, [out_i, rank_i].
         make: differentiable function of ``inputs`` that draws no random numbers.
         inputs: what ``make`` makes x [..., in] of.
+        split: the part of every layer that this process has, bases, ``downs`` and ``ups`` being that part; sums over
+            its group are made here, one for all layers.
     """
-    return list(_Fused.apply(tuple(updates), make, len(inputs), *inputs, *downs, *ups))
+    return list(_Fused.apply(tuple(updates), make, len(inputs), split, *inputs, *downs, *ups))
 
 
 def can_fuse(bases: Sequence[nn.Module]) -> bool:
@@ -60,10 +68,12 @@ def can_fuse(bases: Sequence[nn.Module]) -> bool:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, updates: tuple[Update, ...], make: Make, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, updates: tuple[Update, ...], make: Make, count: int, split: Split | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         inputs, downs, ups = _parts(tensors, count, len(updates))
         device = inputs[0].device.type
-        ctx.updates, ctx.make, ctx.count, ctx.device = updates, make, count, device
+        ctx.updates, ctx.make, ctx.count, ctx.device, ctx.split = updates, make, count, device, split
         ctx.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         x = _made(ctx, inputs)
         rows = x.reshape(-1, x.shape[-1])
@@ -73,6 +83,8 @@ class _Fused(torch.autograd.Function):
             for update, part, up in zip(updates, low.split([u.rank for u in updates], dim=1), ups, strict=True):
                 out = output(update.base, rows)
                 out.addmm_(part, up.to(out.dtype).t(), alpha=update.scale)
+                if split is not None and split.dim == 1:
+                    sum_over(split.group, out)
                 outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
         ctx.save_for_backward(*tensors, low)
         return tuple(outputs)
@@ -82,7 +94,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, low = ctx.saved_tensors
         inputs, downs, ups = _parts(tensors, ctx.count, len(ctx.updates))
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         with torch.autocast(ctx.device, enabled=False):
             rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
             parts = low.split([update.rank for update in ctx.updates], dim=1)
@@ -100,10 +112,12 @@ class _Fused(torch.autograd.Function):
                 x_gradient = low_gradient @ _stacked(downs, low_gradient.dtype)
                 for g, update in zip(rows, ctx.updates, strict=True):
                     add_input_gradient(update.base, g, x_gradient)
+                if ctx.split is not None and ctx.split.dim == 0:
+                    sum_over(ctx.split.group, x_gradient)
                 x.backward(x_gradient)
         ranks = [update.rank for update in ctx.updates]
         down_gradients = [part.to(down.dtype) for part, down in zip(down_gradient.split(ranks), downs, strict=True)]
-        return None, None, None, *x.gradients, *down_gradients, *up_gradients
+        return None, None, None, None, *x.gradients, *down_gradients, *up_gradients
 
 
 def _parts(tensors: Sequence[Tensor], count: int, layers: int) -> tuple[Sequence[Tensor], ...]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 
+from library.errors import UserError
 from library.files import weights_fingerprint
 from library.models.weights import KeyMap, WeightFiles, load_into
 from library.nn.attention import Backend
+from library.nn.tensor_split import Parts
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loading
 
@@ -45,6 +48,27 @@ class TransformerFiles:
     def fp8_layout(self) -> Fp8Layout | None:
         """Return what the transformer's files hold in fp8, from their headers; None if nothing."""
         return WeightFiles(self._files.transformer).fp8
+
+    def split_plan(self, processes: int) -> dict[str, Parts]:
+        """Return how diffusers' ``_tp_plan`` splits each linear layer among ``processes``; no weights are read.
+
+        Raises:
+            UserError: the class has no such plan, or its heads or widths do not divide.
+        """
+        kind, config = self.transformer_class, self._files.transformer_config
+        if not kind._tp_plan:
+            raise UserError(f"tp: diffusers says of no layer of {kind.__name__} how it is split; set tp = 1 and shard")
+        with torch.device("meta"):
+            empty = kind.from_config(config)
+        heads = empty.config.num_attention_heads
+        if heads % processes:
+            raise UserError(f"tp: {heads} heads cannot be dealt out to {processes} processes; set a divisor")
+        try:
+            found = resolve_tp_shard_specs(empty, kind._tp_plan, processes)
+        except ValueError as error:
+            raise UserError(f"tp: {error}; set a divisor") from None
+        weights = {name: spec for name, spec in found.items() if name.endswith(".weight")}
+        return {n.removesuffix(".weight"): Parts(spec.dim, tuple(spec.block_sizes)) for n, spec in weights.items()}
 
     def load_transformer(
         self,

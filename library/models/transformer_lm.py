@@ -14,6 +14,7 @@ computed a piece of the logits at a time, so that [B, S, V] never exists as a wh
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -204,7 +205,9 @@ class TransformerLM(nn.Module):
         dtype = weight.dtype
         if torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
-        sizes = (config.layers, batch, config.kv_heads, capacity, config.head_dim)
+        attention: Any = self.blocks[0].attention
+        kv_heads = attention.kv_heads  # this process's, where it has some of them
+        sizes = (config.layers, batch, kv_heads, capacity, config.head_dim)
         return KVCache(*sizes, dtype=dtype, device=weight.device, padding=padding)
 
     def _check_length(self, length: int) -> None:

@@ -1,0 +1,105 @@
+"""A linear layer of which each process of a group has a part: tensor parallelism.
+
+Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053:
+
+    by outputs (dim 0)   y_r = x W_r^T            x is whole, y is a part; the gradient of x is summed over the group
+    by inputs  (dim 1)   y = sum_r x_r W_r^T      x is a part, y is summed over the group; its gradient is whole
+
+A pair of the two, q, k and v before and the projection after an attention, works on parts in between and has to be
+summed once forward and once backward. The weight of a layer may be several matrices side by side (q, k and v in one;
+what attention and an MLP give, concatenated): each is split by itself, so that the parts of a process belong together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Parts(NamedTuple):
+    """How a linear layer is split; see :class:`Split`."""
+
+    dim: Literal[0, 1]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which part of a linear layer this process has.
+
+    Attributes:
+        dim: of the weight [out, in] that is split: 0 for outputs, 1 for inputs.
+        blocks: sizes of the matrices that stand side by side along it; the group's size divides each.
+        group: the processes that have the layer together.
+    """
+
+    dim: Literal[0, 1]
+    blocks: tuple[int, ...]
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Processes of the group."""
+        return self.group.size()
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this process's part of ``whole`` along ``dim``; differentiable, a view if there is one block."""
+        parts = [whole.narrow(dim, start, count) for start, count in self._pieces(self.group.rank())]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    @torch.no_grad()
+    def whole(self, own: Tensor, dim: int) -> Tensor:
+        """Return the tensor of which every process gives its ``own`` part along ``dim``; collective."""
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, own.contiguous(), group=self.group)
+        pieces = [part.split([count // self.size for count in self.blocks], dim) for part in parts]
+        return torch.cat([piece for block in zip(*pieces, strict=True) for piece in block], dim)
+
+    def _pieces(self, rank: int) -> list[tuple[int, int]]:
+        """Return (start, length) of each block's part."""
+        found, start = list[tuple[int, int]](), 0
+        for block in self.blocks:
+            found.append((start + rank * (block // self.size), block // self.size))
+            start += block
+        return found
+
+
+def sum_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    """Return ``tensor``, contiguous and nobody else's, with the group's sum in it; not recorded by autograd."""
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def entering(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return ``x``, the whole input of layers that are split by outputs: its gradient is the sum over the group."""
+    return _Entering.apply(x, group)
+
+
+def leaving(y: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the group of ``y``, what a layer makes that is split by inputs."""
+    return _Leaving.apply(y, group)
+
+
+class _Entering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return sum_over(ctx.group, gradients[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class _Leaving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return sum_over(group, y.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
