@@ -123,7 +123,7 @@ def train(config: TrainConfig) -> RunEvents:
     teacher = prepare_teacher(config, data, accelerator, console)
     networks = prepare_networks(
         family, text_encoder, plan, config.network, config.training, dtype, accelerator.device, console, fp8,
-        config.parallel.is_sharded,
+        config.parallel.splits_model,
     )  # fmt: skip
     run = prepare_run(config, family, plan, networks, data, accelerator, teacher)
     held_out = hold_out(data, run.step, config.validation)
@@ -186,7 +186,7 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
     data = prepare_dialogues(config.instructions, template, architecture, seed, console)
     console.print("\n".join(data.remarks), soft_wrap=True)
     dtype = base_dtype(config.model, config.training)
-    loaded_to = torch.device("cpu") if config.parallel.is_sharded else accelerator.device
+    loaded_to = torch.device("cpu") if config.parallel.splits_model else accelerator.device
     base = prepare_base(config, plan, fp8, weights.fp8, fingerprint, dtype, loaded_to, console)
     run = prepare_instruction_run(config, plan, base, data, accelerator)
     held_out = held_out_dialogues(data.held_out, config.instructions, config.validation)

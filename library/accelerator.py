@@ -70,7 +70,7 @@ def build_accelerator(
     _refuse_foreign_engines()
     if training.mixed_precision == "fp16" and on_cpu:
         raise UserError('mixed_precision: fp16 needs a GPU; on a CPU use "bf16" or "no"')
-    if parallel.is_sharded and on_cpu:
+    if parallel.accelerate_shards and on_cpu:
         _let_accelerate_shard_on_a_cpu(timeout)
     # torch would have it another name, which accelerate does not know
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
@@ -86,8 +86,8 @@ def build_accelerator(
         log_with=_trackers(logging),
         dynamo_plugin=_dynamo(accelerate),
         step_scheduler_with_optimizer=False,
-        fsdp_plugin=_sharding() if parallel.is_sharded else None,
-        parallelism_config=_mesh(replicas, parallel.shard) if parallel.is_sharded and replicas > 1 else None,
+        fsdp_plugin=_sharding() if parallel.accelerate_shards else None,
+        parallelism_config=_mesh(replicas, parallel.shard) if parallel.accelerate_shards and replicas > 1 else None,
         kwargs_handlers=[
             # Casts of sharded weights are not kept: they would hold the whole model from forward to backward.
             AutocastKwargs(cache_enabled=not parallel.is_sharded),
@@ -195,13 +195,33 @@ def _dynamo(accelerate: AccelerateConfig) -> TorchDynamoPlugin:
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Return whether the run's weights are split among processes."""
+    """Return whether the run's weights are split among processes, and gathered where they are used."""
+    return mesh_sizes(accelerator).get("shard", 1) > 1
+
+
+def accelerate_shards(accelerator: Accelerator) -> bool:
+    """Return whether it is accelerate that splits them."""
     return accelerator.distributed_type == DistributedType.FSDP
+
+
+def is_tensor_parallel(accelerator: Accelerator) -> bool:
+    """Return whether processes have layers together."""
+    return mesh_sizes(accelerator).get("tp", 1) > 1
 
 
 def mesh_sizes(accelerator: Accelerator) -> dict[str, int]:
     """Return how many processes lie along each dimension of the run's mesh, in its order."""
     return getattr(accelerator, "mesh_sizes", {"dp": accelerator.num_processes})
+
+
+def is_pipelined(accelerator: Accelerator) -> bool:
+    """Return whether the model's blocks are shared out among processes."""
+    return mesh_sizes(accelerator).get("pp", 1) > 1
+
+
+def computes_together(accelerator: Accelerator) -> bool:
+    """Return whether a forward pass takes more processes than this one."""
+    return is_sharded(accelerator) or share_mates(accelerator)[1] > 1
 
 
 def data_share(accelerator: Accelerator) -> tuple[int, int]:
@@ -251,7 +271,7 @@ def device_mesh(accelerator: Accelerator) -> DeviceMesh:
 def _compare_with_what_was_asked(accelerator: Accelerator, mixed_precision: str, parallel: ParallelConfig) -> None:
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     plain = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    fits = is_sharded(accelerator) and accelerator.is_fsdp2 if parallel.is_sharded else None
+    fits = accelerate_shards(accelerator) and accelerator.is_fsdp2 if parallel.accelerate_shards else None
     if not (accelerator.distributed_type in plain if fits is None else fits):
         wanted = f", shard = {parallel.shard} asks for FSDP2" if parallel.is_sharded else ""
         raise UserError(f"accelerate set up {accelerator.distributed_type}{wanted}; unset the ACCELERATE_* variables")

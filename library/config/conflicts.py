@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
 from library.config.parallel_schema import parallel_conflicts
+from library.config.pipeline_conflicts import pipeline_conflicts
 from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, TrainConfig
 from library.config.section import Section
+from library.config.tensor_conflicts import tensor_conflicts
 
 
 def find_conflicts(config: TrainConfig) -> Iterator[str]:
@@ -25,7 +27,18 @@ def find_conflicts(config: TrainConfig) -> Iterator[str]:
 
 def shared_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     """Yield the conflicts within what a LoRA on any model has."""
-    for rule in (_precision, _faults, _fp8, _from_weights, _saving, _tracking, _compiling, _sharding):
+    for rule in (
+        _precision,
+        _faults,
+        _fp8,
+        _from_weights,
+        _saving,
+        _tracking,
+        _compiling,
+        _sharding,
+        pipeline_conflicts,
+        tensor_conflicts,
+    ):
         yield from rule(config)
     yield from find_optimizer_conflicts(config.optimizer)
 

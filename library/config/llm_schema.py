@@ -14,8 +14,10 @@ from library.config.keys import Script
 from library.config.load import load_for
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
 from library.config.parallel_schema import ParallelConfig, parallel_conflicts
+from library.config.pipeline_conflicts import llm_pipeline_conflicts
 from library.config.schema import AccelerateConfig, LoggingConfig, OptimizerConfig
 from library.config.section import Fraction, NotNegative, Positive, Section
+from library.config.tensor_conflicts import llm_tensor_conflicts
 
 _ADAM_BETAS = "betas=0.9,0.95"  # of GPT-3 (arXiv 2005.14165) and Llama; torch's 0.999 is slow to forget early steps
 
@@ -184,6 +186,8 @@ def find_llm_conflicts(config: LLMConfig) -> Iterator[str]:
     if config.saving.save_state and config.saving.save_every_n_steps is None:
         yield "save_state: has no effect without save_every_n_steps; set it or remove save_state"
     yield from _sharding(config)
+    yield from llm_pipeline_conflicts(config)
+    yield from llm_tensor_conflicts(config)
     yield from find_optimizer_conflicts(optimizer.shared())
 
 

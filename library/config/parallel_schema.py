@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field
 
@@ -22,15 +23,51 @@ class ParallelConfig(Section):
     dp: Positive | None = Field(
         None, description="replicas that split the batches; with shard, groups of shard processes (HSDP); default: all"
     )
+    pp: Positive = Field(1, description="pipeline stages, each a process with a part of the blocks; 1: no pipeline")
+    microbatches: Positive | None = Field(
+        None, description="pieces of equal size that a batch goes through a pipeline in; default: as many as stages"
+    )
+    schedule: Literal["1f1b", "gpipe"] = Field(
+        "1f1b", description="of a pipeline: backward as soon as possible (1f1b), or after all forward passes (gpipe)"
+    )
+
+    tp: Positive = Field(
+        1, description="processes that have each large layer together, computing one batch (tensor parallelism)"
+    )
 
     @property
     def is_sharded(self) -> bool:
         """Whether weights are split among processes."""
         return self.shard > 1
 
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether processes have layers together."""
+        return self.tp > 1
+
+    @property
+    def accelerate_shards(self) -> bool:
+        """Whether accelerate splits the weights; it does not know how where they are parts already."""
+        return self.is_sharded and not self.is_tensor_parallel
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether blocks are shared out among processes."""
+        return self.pp > 1
+
+    @property
+    def pieces(self) -> int:
+        """Into how many microbatches a pipeline cuts a batch."""
+        return self.microbatches or self.pp
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether a process gets a part of the model only, so that the whole must not go to its device."""
+        return self.is_sharded or self.is_pipelined or self.is_tensor_parallel
+
     def _beside_dp(self) -> dict[str, int]:
         """Return the processes along each dimension besides ``dp``: together they hold the weights once."""
-        return {"shard": self.shard}
+        return {"pp": self.pp, "shard": self.shard, "tp": self.tp}
 
     def replicas(self, processes: int) -> int:
         """Return how often the weights are held by ``processes`` processes.
@@ -63,6 +100,11 @@ class ParallelConfig(Section):
 def parallel_conflicts(parallel: ParallelConfig, options: dict[str, tuple[object, str]]) -> Iterator[str]:
     """Yield a line for each option that does not go with ``shard``: name -> (whether it is set, reason and remedy)."""
     if parallel.is_sharded:
-        for key, (is_set, reason) in options.items():
-            if is_set:
-                yield f"{key}: {reason}"
+        yield from refused(options)
+
+
+def refused(options: dict[str, tuple[object, str]]) -> Iterator[str]:
+    """Yield a line for each option that is set: name -> (whether it is, reason and remedy)."""
+    for key, (is_set, reason) in options.items():
+        if is_set:
+            yield f"{key}: {reason}"

@@ -55,10 +55,21 @@ class Batch:
         """Return the batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
     def only(self, sample: int) -> Batch:
         """Return a batch of one of the samples."""
-        part = self._map(lambda tensor: tensor[sample : sample + 1])
-        return replace(part, captions=part.captions[sample : sample + 1])
+        return self._part(slice(sample, sample + 1))
+
+    def chunk(self, count: int) -> list[Batch]:
+        """Return ``count`` batches of equal size with the samples in their order."""
+        size = len(self) // count
+        return [self._part(slice(first, first + size)) for first in range(0, len(self), size)]
+
+    def _part(self, rows: slice) -> Batch:
+        part = self._map(lambda tensor: tensor[rows])
+        return replace(part, captions=part.captions[rows])
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory (asked for by the data loader)."""

@@ -13,8 +13,9 @@ over those, whatever the batch size, the accumulation and the packing are.
 from __future__ import annotations
 
 import bisect
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -126,12 +127,23 @@ class InstructionBatch:
         targets: [B, S] int64, ``IGNORED`` where nothing is learnt.
         documents: [B, S] int64, the number of the conversation in its window; None where each is alone in its window.
         learnt_in_step: targets of the optimizer step over all batches and processes.
+        pieces: how many of its size make a batch, whose loss is the mean of theirs.
     """
 
     tokens: Tensor
     targets: Tensor
     documents: Tensor | None
     learnt_in_step: int
+    pieces: int = 1
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def chunk(self, count: int) -> list[InstructionBatch]:
+        """Return ``count`` pieces of equal size with the windows in their order."""
+        size = len(self) // count
+        rows = [slice(first, first + size) for first in range(0, len(self), size)]
+        return [replace(self._map(operator.itemgetter(part)), pieces=self.pieces * count) for part in rows]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> InstructionBatch:
         """Return the batch on another device."""
@@ -143,7 +155,7 @@ class InstructionBatch:
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> InstructionBatch:
         documents = None if self.documents is None else move(self.documents)
-        return InstructionBatch(move(self.tokens), move(self.targets), documents, self.learnt_in_step)
+        return replace(self, tokens=move(self.tokens), targets=move(self.targets), documents=documents)
 
 
 Item = tuple[Window, int]  # a window, and the targets of its optimizer step

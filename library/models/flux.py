@@ -55,6 +55,7 @@ class FluxFamily(TransformerFiles):
     transformer_class = FluxTransformer2DModel
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    behind_blocks: tuple[str, ...] = ("norm_out", "proj_out")
 
     def __init__(self, config: ModelConfig) -> None:
         """Find and check the files of ``config``; nothing is loaded.

@@ -16,6 +16,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
+from library.nn.tensor_split import Parts
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loading
 from library.precision.recipe import Fp8Recipe
@@ -87,6 +88,7 @@ class Family(Protocol):
     guidance_input: bool  # whether the transformer is told a guidance scale
     sample_guidance: float  # of pictures drawn with the guidance input, unless told otherwise
     repeated_blocks: tuple[str, ...]  # class names of the blocks, for regional compilation and sharding
+    behind_blocks: tuple[str, ...]  # names of what follows the blocks, for pipelines; none if it cannot be cut
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the transformer's weights."""
@@ -100,6 +102,14 @@ class Family(Protocol):
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, fp8: Fp8Loading | None = None
     ) -> nn.Module:
         """Load the transformer, frozen, with Tandem's hot paths; ``fp8``: what becomes fp8, and how that computes."""
+        ...
+
+    def split_plan(self, processes: int) -> dict[str, Parts]:
+        """Return how each linear layer of the transformer that can be split is, for ``processes`` to have it together.
+
+        Raises:
+            UserError: the model has no such plan, or its heads or widths do not divide.
+        """
         ...
 
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> ImageEncoder:

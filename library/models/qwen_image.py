@@ -46,6 +46,7 @@ class QwenImageFamily(TransformerFiles):
     transformer_class = QwenImageTransformer2DModel
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("QwenImageTransformerBlock",)
+    behind_blocks: tuple[str, ...] = ("norm_out", "proj_out")
 
     def __init__(self, config: ModelConfig) -> None:
         """Find and check the files of ``config``; nothing is loaded.

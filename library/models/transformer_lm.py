@@ -14,7 +14,6 @@ computed a piece of the logits at a time, so that [B, S, V] never exists as a wh
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -205,8 +204,8 @@ class TransformerLM(nn.Module):
         dtype = weight.dtype
         if torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
-        attention: Any = self.blocks[0].attention
-        kv_heads = attention.kv_heads  # this process's, where it has some of them
+        own = next(block for block in self.blocks if isinstance(block, Block))  # a pipeline's stage has not all
+        kv_heads = own.attention.kv_heads  # this process's, where it has some of them
         sizes = (config.layers, batch, kv_heads, capacity, config.head_dim)
         return KVCache(*sizes, dtype=dtype, device=weight.device, padding=padding)
 

@@ -43,6 +43,7 @@ class ZImageFamily(TransformerFiles):
     transformer_class = ZImageTransformer2DModel
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("ZImageTransformerBlock",)
+    behind_blocks: tuple[str, ...] = ()  # captions keep their lengths, so pieces of a batch are of different shapes
 
     def __init__(self, config: ModelConfig) -> None:
         """Find and check the files of ``config``; nothing is loaded.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from library.accelerator import is_sharded
+from library.accelerator import computes_together
 from library.atomic import atomic_folder
 from library.training.checkpoint import OutputNames, Position, save_training_state
 from library.training.hub import HubUpload
@@ -228,7 +228,7 @@ class RunEvents:
             return
         self._sampled_at = step
         with self._looking("sample"):
-            if self.run.accelerator.is_main_process or is_sharded(self.run.accelerator):
+            if self.run.accelerator.is_main_process or computes_together(self.run.accelerator):
                 sampler, transformer = self.sampler, self.run.transformer
                 self.keeper.tolerate(lambda: sampler.sample(transformer, step))
             self.run.accelerator.wait_for_everyone()

@@ -148,8 +148,7 @@ class Trainer:
             # LoRA dropout is the one global draw; seeding it here makes it a function of the position too.
             rank, _ = data_share(accelerator)  # those that compute one batch together draw the same
             torch.manual_seed(derive_seed(run.step.seed, "dropout", position.step, position.batches, rank))
-            loss, figures = run.step.loss(run.model, batch, position.step)
-            accelerator.backward(self._guard.poisoned(loss))
+            loss, figures = run.forward_backward(batch, position.step, self._guard.poisoned)
             grad_norm = None
             if accelerator.sync_gradients:
                 share_gradients(accelerator, run.network.parameters())
@@ -161,7 +160,7 @@ class Trainer:
                 if not accelerator.optimizer_step_was_skipped:
                     run.lr_schedule.step()
             run.optimizer.zero_grad()
-        return loss.detach(), figures, grad_norm
+        return loss, figures, grad_norm
 
     def _update(self) -> None:
         self.parts.optimizer.step()

@@ -157,14 +157,18 @@ def _look_at(run: Run, batch: Any, position: Position, batches: int) -> tuple[Fa
         for model in run.models:
             stack.enter_context(run.accelerator.no_sync(model))
         seen = stack.enter_context(_watching(run.models))
-        loss, figures = run.step.loss(run.model, batch, position.step)
-        what, module = "loss", next(iter(seen), None)
+        if run.pipeline is not None:
+            loss, figures = run.forward_backward(batch, position.step)
+        else:
+            loss, figures = run.step.loss(run.model, batch, position.step)
+        what, module = "loss", next(iter(_of_all_stages(run, list(seen))), None)
         is_bad = not bool(loss.isfinite())
-        if not is_bad or is_sharded(run.accelerator):  # of split weights all processes take part
+        # of split weights all processes take part
+        if run.pipeline is None and (not is_bad or is_sharded(run.accelerator)):
             loss.backward()
         if not is_bad:
             what = "gradient norm"
-            spoilt = [n for n, g in _gradients(run).items() if not g.isfinite().all()]
+            spoilt = _of_all_stages(run, [n for n, g in _gradients(run).items() if not g.isfinite().all()])
             is_bad, module = bool(spoilt), module or (f"the gradient of {spoilt[-1]}" if spoilt else None)
         run.optimizer.optimizer.zero_grad() if hasattr(run.optimizer, "optimizer") else run.optimizer.zero_grad()
     module = _bad_input(batch) or module
@@ -213,6 +217,10 @@ def _watching(models: list[nn.Module]) -> Iterator[dict[str, None]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _of_all_stages(run: Run, names: list[str]) -> list[str]:
+    return names if run.pipeline is None else run.pipeline.gathered(names)
 
 
 def _gathered(run: Run, values: list[Any]) -> list[Any]:

@@ -175,11 +175,11 @@ def prepare_networks(
     device: torch.device,
     console: Console,
     fp8: Fp8Loading | None = None,
-    sharded: bool = False,
+    to_be_split: bool = False,
 ) -> Networks:
     """Load what takes part in a step, put the LoRA in, set the memory policy.
 
-    ``fp8`` says which of the transformer's weights become fp8. ``sharded`` leaves it in host memory, to be split.
+    ``fp8`` says which of the transformer's weights become fp8. ``to_be_split`` leaves it in host memory.
 
     Raises:
         UserError: see ``inject_adapter`` and ``load_file`` of its network; an fp8 file is damaged, or does not suit
@@ -187,7 +187,7 @@ def prepare_networks(
     """
     lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
     fp8, layout = fp8 or Fp8Loading(), family.fp8_layout()
-    loaded_to = torch.device("cpu") if training.blocks_to_swap or sharded else device
+    loaded_to = torch.device("cpu") if training.blocks_to_swap or to_be_split else device
     transformer, text_encoders = family.load_transformer(dtype, loaded_to, fp8=fp8), None
     fp8.serve(transformer)
     if device.type == "cpu":

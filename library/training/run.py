@@ -3,25 +3,30 @@ trains it, the events look at it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from library.accelerator import data_share, is_sharded
+from library.accelerator import data_share, is_pipelined, is_sharded, is_tensor_parallel
 from library.errors import UserError
 from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
 from library.training.network_plan import NetworkPlan
 from library.training.optimizers import averaged_weights, build_optimizer
+from library.training.pipeline.lora import prepare_stage
+from library.training.pipeline.schedule import Pipeline
+from library.training.pipeline.stages import outline_of
 from library.training.prepare import Networks, total_steps, training_loader
 from library.training.schedules import build_schedule
 from library.training.sharding import prepare_lora
 from library.training.step import FlowStep, TrainingStep
+from library.training.tensor_parallel import prepare_split_lora
 from library.training.weight_average import WeightAverage
 from networks.injection import AdapterNetwork
 
@@ -58,11 +63,27 @@ class Run:
     base_fingerprint: str
     average: WeightAverage | None
     settings: Mapping[str, Any]  # that a state goes on with
+    pipeline: Pipeline | None = None  # that batches go through, where the model is cut into stages
 
     @property
     def models(self) -> list[nn.Module]:
         """What the engine runs forward and backward."""
         return [self.model] if self.step.text_encoders is None else [self.model, self.step.text_encoders]
+
+    def forward_backward(
+        self, batch: Any, step: int, checked: Callable[[Tensor], Tensor] = lambda loss: loss
+    ) -> tuple[Tensor, Tensor]:
+        """Add a batch's gradients to those of the optimizer step ``step``; return its loss [] and its figures.
+
+        ``checked`` is put around every loss before its gradients are made.
+        """
+
+        if self.pipeline is not None:
+            compute = partial(self.step.loss, self.model, step=step)
+            return self.pipeline.forward_backward(batch, compute, checked)
+        loss, figures = self.step.loss(self.model, batch, step)
+        self.accelerator.backward(checked(loss))
+        return loss.detach(), figures
 
     def parts(self) -> dict[str, Stateful]:
         """Return what has a state to save besides the LoRA itself."""
@@ -117,8 +138,20 @@ def prepare_run(
     lr_schedule = build_schedule(config.optimizer, optimizer, steps)
     trained = networks.transformer if plan.trains_transformer else None
     parts = (trained, networks.text_encoders, optimizer, loader)
-    if is_sharded(accelerator):  # the configuration's rules leave no text encoders to train
-        text_encoders, blocks = None, family.repeated_blocks
+    text_encoders, pipeline = None, None
+    if is_pipelined(accelerator):  # the configuration's rules leave no text encoders to train, nor is any with shard
+        whole = networks.transformer
+        outline = outline_of(whole, family.blocks(whole), family.behind_blocks)
+        pipeline, model, optimizer, loader = prepare_stage(
+            accelerator, config.parallel, whole, outline, lora, ["forward"], optimizer, loader
+        )
+    elif is_tensor_parallel(accelerator):
+        layers, blocks = family.split_plan(config.parallel.tp), family.repeated_blocks
+        model, optimizer, loader = prepare_split_lora(
+            accelerator, layers, blocks, networks.transformer, lora.parameters(), optimizer, loader
+        )
+    elif is_sharded(accelerator):
+        blocks = family.repeated_blocks
         model, optimizer, loader = prepare_lora(
             accelerator, blocks, networks.transformer, lora.parameters(), optimizer, loader
         )
@@ -144,4 +177,5 @@ def prepare_run(
         base_fingerprint=family.fingerprint(),
         average=WeightAverage(lora.parameters(), decay) if (decay := config.saving.ema_decay) else None,
         settings=lasting_settings(config, networks.text_fingerprint),
+        pipeline=pipeline,
     )

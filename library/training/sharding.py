@@ -19,9 +19,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
-from library.accelerator import is_sharded
+from library.accelerator import accelerate_shards, computes_together, data_share, is_sharded
 from library.errors import UserError
 
 Item = TypeVar("Item")
@@ -32,7 +31,7 @@ def plan_sharding(accelerator: Accelerator, blocks: Sequence[str], ignored: Sequ
 
     Nothing is done where weights are not split.
     """
-    if is_sharded(accelerator):
+    if accelerate_shards(accelerator):
         plugin = accelerator.state.fsdp_plugin
         plugin.transformer_cls_names_to_wrap = list(blocks)
         plugin.ignored_modules = list(ignored)
@@ -44,7 +43,7 @@ def check_sharding(accelerator: Accelerator, model: nn.Module, blocks: Sequence[
     Raises:
         UserError: a block or a weight of the model is not split, though it should be, or the other way round.
     """
-    asked = is_sharded(accelerator)
+    asked = accelerate_shards(accelerator)
     found = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in blocks]
     ignored = {id(p) for m in accelerator.state.fsdp_plugin.ignored_modules for p in m.parameters()} if asked else set()
     wrong = [n for n, p in model.named_parameters() if isinstance(p, DTensor) != (asked and id(p) not in ignored)]
@@ -90,14 +89,16 @@ def prepare_lora(
 
 
 def share_gradients(accelerator: Accelerator, trained: Sequence[nn.Parameter]) -> None:
-    """Give every process the mean of all processes' gradients, if the run is sharded; else the engine has done it.
+    """Give every process the mean gradients over all batches, where the model is split; else the engine has done it.
 
-    A parameter without a gradient here may have one elsewhere (a dropped-out module): it counts as zero.
+    Stages of a pipeline add up to a batch's gradients. A parameter without a gradient here may have one elsewhere (in
+    another stage; a dropped-out module): it counts as zero.
     """
-    if not is_sharded(accelerator) or not trained:
+    if not computes_together(accelerator) or not trained:
         return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    mean = accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="mean")
+    total = accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="sum")
+    mean = total / data_share(accelerator)[1]
     parts = mean.split([g.numel() for g in gradients])
     for parameter, gradient, part in zip(trained, gradients, parts, strict=True):
         parameter.grad = gradient.copy_(part.view_as(gradient))
@@ -114,22 +115,6 @@ def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
         return tensor
     on_device = tensor.to(parameter.device)
     return distribute_tensor(on_device, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def split_optimizer_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return a whole optimizer's state dict with the tensors of split parameters split like these."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if "state" not in state or not any(isinstance(p, DTensor) for p in parameters):
-        return state
-    ids = [i for group in state["param_groups"] for i in group["params"]]
-    own = dict(zip(ids, parameters, strict=True))
-
-    def fit(parameter: Tensor, value: Any) -> Any:
-        is_like = isinstance(value, Tensor) and value.shape == parameter.shape
-        return split_like(parameter, value) if is_like else value
-
-    states = {i: {k: fit(own[i], v) for k, v in values.items()} for i, values in state["state"].items()}
-    return {**state, "state": states}
 
 
 def in_step(batches: Iterator[Item], accelerator: Accelerator) -> Iterator[Item | None]:

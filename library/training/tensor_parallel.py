@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,14 +48,28 @@ class Part(ParallelStyle):
         base = module.base if isinstance(module, LoRALinear) else module
         assert isinstance(base, nn.Linear), f"{self.name} is a {type(base).__name__}"
         _cut(base, split, self.name)
+        module.split = split  # type: ignore[assignment]
         if isinstance(module, LoRALinear):
-            module.split = split
+            pass  # it asks for the split itself
         elif split.dim == 0:
             module.register_forward_pre_hook(lambda _, inputs: (entering(inputs[0], split.group), *inputs[1:]))
+        elif base.weight.requires_grad:
+            module.__class__ = SummedLinear
         else:
             module.register_forward_hook(lambda _, inputs, output: leaving(output, split.group))
         self.done.add(self.name)
         return module
+
+
+class SummedLinear(nn.Linear):
+    """A trained layer that is split by inputs; its bias, whole on every process, is added behind the sum."""
+
+    split: Split
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map this process's part of the inputs [..., in / size] to the whole output [..., out]."""
+        y = leaving(F.linear(x, self.weight), self.split.group)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def split_layers(model: nn.Module, plan: Mapping[str, Parts], mesh: DeviceMesh) -> None:
@@ -125,7 +140,7 @@ def shard_blocks(
 
 @torch.no_grad()
 def _cut(layer: nn.Linear, split: Split, name: str) -> None:
-    """Keep of a frozen layer's weight, scale and bias what is this process's part."""
+    """Keep of a layer's weight, scale and bias what is this process's part."""
     weight = layer._parameters["weight"]
     assert weight is not None
     assert weight.shape[split.dim] == sum(split.blocks), f"{name} is {tuple(weight.shape)}, the plan {split.blocks}"
@@ -135,7 +150,7 @@ def _cut(layer: nn.Linear, split: Split, name: str) -> None:
     layer.out_features, layer.in_features = weight.shape
     if layer.bias is not None and split.dim == 0:
         layer.bias.data = _part(layer.bias, split, 0)
-    elif layer.bias is not None and split.group.rank() > 0:
+    elif layer.bias is not None and split.group.rank() > 0 and not weight.requires_grad:
         layer.register_parameter("bias", None)  # it is added once
     if isinstance(layer, Fp8Linear):
         layer.set_compute(layer.compute)  # a part may be too narrow for fp8 products

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.data import DataLoader
 
 from library import __version__
-from library.accelerator import data_share, is_sharded
+from library.accelerator import data_share, is_pipelined, is_sharded, is_tensor_parallel
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import effective_learning_rate
 from library.errors import UserError
@@ -24,6 +24,7 @@ from library.llm.instruction_batches import InstructionSampler, Windows, collate
 from library.models.lm_config import LMConfig
 from library.models.lm_files import load_lm
 from library.models.lm_projections import separate_projections
+from library.models.lm_split import deal_out_heads, lm_split_plan
 from library.models.transformer_lm import Block, TransformerLM
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loading
@@ -34,10 +35,13 @@ from library.training.instruction.data import InstructionData
 from library.training.instruction.step import InstructionStep
 from library.training.network_plan import NetworkPlan
 from library.training.optimizers import build_optimizer, describe_optimizer
+from library.training.pipeline.lora import prepare_stage
+from library.training.pipeline.stages import language_outline
 from library.training.prepare import attached_lora, base_remark, total_steps
 from library.training.run import Run
 from library.training.schedules import build_schedule
 from library.training.sharding import prepare_lora
+from library.training.tensor_parallel import prepare_split_lora
 from library.training.training_facts import save_facts, without_folders
 from library.training.weight_average import WeightAverage
 from networks.injection import AdapterNetwork, inject_adapter
@@ -129,7 +133,21 @@ def prepare_instruction_run(
     )
     steps = total_steps(training, batches.batches_per_epoch() // world)
     lr_schedule = build_schedule(config.optimizer, optimizer, steps)
-    if is_sharded(accelerator):
+    pipeline = None
+    if is_pipelined(accelerator):
+        outline, methods = language_outline(base.model), ["forward", "next_logits"]
+        pipeline, model, optimizer, loader = prepare_stage(
+            accelerator, config.parallel, base.model, outline, lora, methods, optimizer, loader
+        )
+    elif is_tensor_parallel(accelerator):
+        layers, blocks = lm_split_plan(base.model.config, config.parallel.tp, separate=True), [Block.__name__]
+        model, optimizer, loader = prepare_split_lora(
+            accelerator, layers, blocks, base.model, lora.parameters(), optimizer, loader
+        )
+        deal_out_heads(base.model, config.parallel.tp)
+        if is_sharded(accelerator):
+            register_fsdp_forward_method(base.model, "next_logits")
+    elif is_sharded(accelerator):
         blocks = [Block.__name__]
         model, optimizer, loader = prepare_lora(accelerator, blocks, base.model, lora.parameters(), optimizer, loader)
         register_fsdp_forward_method(base.model, "next_logits")  # what samples are made with
@@ -150,6 +168,7 @@ def prepare_instruction_run(
         base_fingerprint=base.fingerprint,
         average=WeightAverage(lora.parameters(), decay) if (decay := config.saving.ema_decay) else None,
         settings=instruction_settings(config),
+        pipeline=pipeline,
     )
 
 

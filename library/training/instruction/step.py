@@ -40,7 +40,7 @@ class InstructionStep:
         its share of what the step learns, so that this mean is the mean over tokens, and not one in which the tokens of
         short answers count more.
         """
-        learnt = (batch.targets != IGNORED).sum()
+        learnt = (batch.targets != IGNORED).sum() * batch.pieces
         mean = model(batch.tokens, batch.targets, documents=batch.documents)
         return mean * (learnt * (self.batches_in_step / batch.learnt_in_step)), learnt[None].float()
 

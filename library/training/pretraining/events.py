@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from library.accelerator import is_sharded
+from library.accelerator import computes_together
 from library.atomic import atomic_folder
 from library.config.llm_schema import LLMConfig, LLMSamplingConfig, LLMSavingConfig
 from library.errors import UserError
@@ -32,7 +32,7 @@ from library.training.pretraining.evaluation import held_out_loss, write_samples
 from library.training.pretraining.state import PretrainingPosition, save_state
 from library.training.progress import TrainingProgress, duration, shown_path
 from library.training.requests import NOTHING, Requests
-from library.training.sharding import whole
+from library.training.whole_states import whole_state, whole_weights
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -132,7 +132,7 @@ class PretrainingEvents:
         self.metrics.write({"step": step, "val_loss": loss, "val_perplexity": exp(min(loss, 700.0))})
 
     def _sample(self, step: int) -> None:
-        if not self.accelerator.is_main_process and not is_sharded(self.accelerator):
+        if not self.accelerator.is_main_process and not computes_together(self.accelerator):
             return
         chosen = self.sampling
         greedy = chosen.sample_temperature == 0
@@ -162,8 +162,8 @@ class PretrainingEvents:
         last: Callable[[], bool] | None = None,
     ) -> None:
         """Save the model, and a state; ``last`` as in ``library.training.events``."""
-        weights = whole(dict(self.model.named_parameters()), self.accelerator)
-        states = {name: whole(part.state_dict(), self.accelerator) for name, part in self.parts.items() if with_state}
+        weights, parts = whole_weights(self.model, self.accelerator), self.parts if with_state else {}
+        states = {name: whole_state(part, self.model, self.accelerator) for name, part in parts.items()}
         if not self.accelerator.is_main_process:
             return
 

@@ -1,0 +1,68 @@
+"""What does not go with a pipeline (``pp``), for LoRAs and for language models; see ``library.config.conflicts``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from library.config.optimizer_conflicts import estimates_step_size
+from library.config.parallel_schema import ParallelConfig
+
+if TYPE_CHECKING:
+    from library.config.instruction_schema import InstructionTrainConfig
+    from library.config.llm_schema import LLMConfig
+    from library.config.schema import TrainConfig
+
+Options = dict[str, tuple[object, str]]  # name -> (whether it is set, reason and remedy)
+_ALONE = "is not made for pp; remove one of them"
+
+
+def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+    """Yield a line for each option of a LoRA that does not go with ``pp``."""
+    training, text_only = config.training, config.network.network_train_text_encoder_only
+    trains_text, kind = text_only or any(config.optimizer.text_encoder_lr), config.model.model_type
+    lengths = f"{kind} keeps captions' lengths, so that parts of a batch differ in shape; use shard"
+    yield from _conflicts(
+        config.parallel,
+        {
+            "model_type": (kind == "z_image", lengths),
+            "blocks_to_swap": (training.blocks_to_swap, "a stage has few blocks; raise pp, or remove one of them"),
+            "torch_compile": (config.accelerate.torch_compile, _ALONE),
+            "preflight": (training.preflight, "loads the model whole for its trial; remove it, or set pp = 1"),
+            "mixed_precision": (training.mixed_precision == "fp16", 'fp16 is not made for pp; set "bf16"'),
+            "text_encoder_lr": (trains_text, "text encoders are not cut into stages; remove one of them"),
+        },
+    )
+
+
+def llm_pipeline_conflicts(config: LLMConfig) -> Iterator[str]:
+    """Yield a line for each option of pretraining that does not go with ``pp``."""
+    kind = config.optimizer.optimizer_type
+    if config.parallel.is_pipelined:
+        yield "pp: is not made for pretraining; use shard"
+    yield from _conflicts(
+        config.parallel,
+        {
+            "optimizer_type": (
+                estimates_step_size(kind),
+                f"{kind} sums over all weights, of which a stage has a part; use AdamW or Muon, or pp = 1",
+            ),
+            "full_bf16": (config.training.full_bf16, 'is not made for pp; set mixed_precision = "bf16" instead'),
+            "torch_compile": (config.accelerate.torch_compile, _ALONE),
+        },
+    )
+
+
+def _conflicts(parallel: ParallelConfig, options: Options) -> Iterator[str]:
+    if not parallel.is_pipelined:
+        for key in ("microbatches", "schedule"):
+            if key in parallel.model_fields_set:
+                yield f"{key}: has no effect without pp; set pp to the number of stages, or remove it"
+        return
+    beside: Options = {
+        "shard": (parallel.is_sharded, "a stage's weights are not split once more; set shard = 1, and raise pp"),
+        "tp": (parallel.tp > 1, "a stage's layers are not split once more; set tp = 1, and raise pp"),
+    }
+    for key, (is_set, reason) in (beside | options).items():
+        if is_set:
+            yield f"{key}: {reason}"

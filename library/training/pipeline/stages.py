@@ -1,0 +1,155 @@
+"""A model cut into stages.
+
+Every process builds the whole model in host memory, keeps the blocks of its stage and lets go of the others' weights.
+What stands before the blocks (embedders, conditioning, rotary tables) stays on every stage: each computes from the
+batch itself what its blocks are told besides the streams, so that only these travel. It is less than a hundredth of
+FLUX and of Qwen-Image; the vocabulary's tables of a language model, which are more, stay where they are used.
+
+Stages are cut so that the largest is as small as it can be, counted in weights: pipelines are for models that do not
+fit. Layers of an adapter are kept whole by every stage, trained or not, since they are small: see ``lora``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from library.errors import UserError
+from library.models.transformer_lm import TransformerLM
+from library.training.pipeline.wires import Behind, Entry, Exit, NoTable, PassOn, Probed, Wires
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Where a model can be cut.
+
+    Attributes:
+        blocks: names of the repeated modules in running order.
+        two_streams: whether these take image and text; else they take one stream.
+        tables: embeddings that only the first stage looks into.
+        behind: what follows the blocks, in running order.
+    """
+
+    blocks: list[str]
+    two_streams: bool
+    behind: tuple[str, ...]
+    tables: tuple[str, ...] = ()
+
+
+def outline_of(model: nn.Module, blocks: Sequence[nn.Module], behind: Sequence[str]) -> Outline:
+    """Return the outline of a diffusion transformer with two streams."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return Outline([names[id(block)] for block in blocks], True, tuple(behind))
+
+
+def language_outline(model: TransformerLM) -> Outline:
+    """Return the outline of a language model."""
+    tables = ("embedding", "positions") if model.positions is not None else ("embedding",)
+    return Outline([f"blocks.{i}" for i in range(len(model.blocks))], False, ("norm", "lm_head"), tables)
+
+
+def share_out(sizes: Sequence[int], stages: int) -> list[range]:
+    """Return which neighbouring blocks of ``sizes`` make each stage: the largest stage is as small as it can be.
+
+    Raises:
+        UserError: there are fewer blocks than stages.
+    """
+    if len(sizes) < stages:
+        raise UserError(f"pp: {stages} stages, but the model has {len(sizes)} blocks; lower pp")
+    sums = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+
+    @functools.cache
+    def best(first: int, left: int) -> tuple[int, tuple[int, ...]]:
+        """The size of the largest of ``left`` stages from block ``first`` on, and where each of them ends."""
+        if left == 1:
+            return sums[-1] - sums[first], (len(sizes),)
+        options = []
+        for end in range(first + 1, len(sizes) - left + 2):
+            largest, ends = best(end, left - 1)
+            options.append((max(sums[end] - sums[first], largest), (end, *ends)))
+        return min(options)
+
+    _, ends = best(0, stages)
+    return [range(begin, end) for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+def plan_stages(model: nn.Module, outline: Outline, stages: int) -> list[range]:
+    """Return the blocks of each stage; what stands on one stage alone counts with its blocks."""
+    sizes = [weights_of(model, [name]) for name in outline.blocks]
+    sizes[0] += weights_of(model, outline.tables)
+    sizes[-1] += weights_of(model, outline.behind)
+    return share_out(sizes, stages)
+
+
+def weights_of(model: nn.Module, names: Sequence[str]) -> int:
+    """Return how many weights the submodules ``names`` have that take memory."""
+    return sum(p.numel() for name in names for p in model.get_submodule(name).parameters() if not p.is_meta)
+
+
+def cut(model: nn.Module, outline: Outline, wires: Wires) -> range:
+    """Leave ``model`` with what its stage needs; return the numbers of the stage's blocks.
+
+    The modules that are taken out keep their place in whatever else holds them (an adapter network, say); see
+    :func:`let_go`.
+
+    Raises:
+        UserError: there are fewer blocks than stages, or the stages do not make up the model.
+    """
+    whole = weights_of(model, outline.blocks)
+    own = plan_stages(model, outline, wires.count)[wires.index]
+    first = model.get_submodule(outline.blocks[0])
+    for number, name in enumerate(outline.blocks):
+        if number not in own:
+            model.set_submodule(name, _stand_in(number, own, outline.two_streams, wires))
+    first = model.get_submodule(outline.blocks[0])
+    first.register_forward_pre_hook(functools.partial(_probe, wires, outline.two_streams), with_kwargs=True)
+    if not wires.is_first:
+        for name in outline.tables:
+            model.set_submodule(name, NoTable(model.get_submodule(name), wires.device))  # type: ignore[arg-type]
+    if not wires.is_last:
+        for name in outline.behind:
+            model.set_submodule(name, Behind())
+    _compare(weights_of(model, outline.blocks), whole, wires)
+    return own
+
+
+def _stand_in(number: int, own: range, two_streams: bool, wires: Wires) -> nn.Module:
+    if number == own.start - 1:
+        return Entry(two_streams, wires)
+    return Exit(two_streams, wires) if number == own.stop else PassOn(two_streams)
+
+
+def _probe(wires: Wires, two_streams: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note the streams in front of the first block, where a pass is made for that."""
+    if not wires.probing:
+        return
+    names = ("hidden_states", "encoder_hidden_states")[: 1 + two_streams]
+    given = [kwargs[name] if name in kwargs else args[i] for i, name in enumerate(names)]
+    wires.probed = tuple(reversed(given))
+    raise Probed
+
+
+def _compare(own: int, whole: int, wires: Wires) -> None:
+    """Raise a UserError unless the stages hold each block once."""
+    held: list[Any] = [None] * wires.count
+    dist.all_gather_object(held, (own, whole), wires.group)
+    if any(there != whole for _, there in held) or sum(there for there, _ in held) != whole:
+        raise UserError("pp: the stages do not make up the model; give every process the same files and settings")
+
+
+@torch.no_grad()
+def let_go(module: nn.Module) -> None:
+    """Drop the memory of a module's frozen weights; shapes and dtypes stay."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to("meta")
