@@ -18,7 +18,7 @@ import toml
 import torch
 from rich.console import Console
 
-from library.accelerator import data_share, is_sharded
+from library.accelerator import data_share
 from library.config.llm_schema import LLMConfig, load_llm_config
 from library.errors import exit_on_user_error
 from library.files import write_text
@@ -70,7 +70,7 @@ def train(config: LLMConfig) -> PretrainingEvents:
     asked, auto = config, config.training.resume == AUTO
     config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
     # Split weights go to their device as they are split: the whole model need not fit there.
-    bare = build_model(config, shards.vocab_size, torch.device("cpu") if is_sharded(accelerator) else device)
+    bare = build_model(config, shards.vocab_size, torch.device("cpu") if config.parallel.splits_model else device)
     check_corpus(shards, bare.config)
     name_ends(bare, tokenizer)
     context = training_context(config.model, bare.config)

@@ -25,9 +25,9 @@ from library.errors import UserError
 from library.llm.token_batches import TokenBatches
 from library.training.lr_tracker import read_learning_rates
 from library.training.metrics import MetricsStream, peak_memory_bytes
+from library.training.pretraining.split_model import clip_gradients, gradients_stay
 from library.training.pretraining.state import PretrainingPosition
 from library.training.progress import TrainingProgress
-from library.training.sharding import whole_number
 from library.training.update_guard import all_finite
 
 _EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
@@ -124,14 +124,16 @@ class Pretrainer:
             self._clocks.waited += time.perf_counter() - begun
             tokens = tokens.to(accelerator.device, non_blocking=True)
             last = i == self.plan.accumulation - 1
-            with nullcontext() if last else accelerator.no_sync(self.model):  # processes exchange gradients once
+            with (
+                nullcontext() if last else gradients_stay(accelerator, self.model)
+            ):
                 with accelerator.autocast():
                     loss = self.model(tokens[:, :-1], tokens[:, 1:])
                 accelerator.backward(loss / self.plan.accumulation)
             losses.append(loss.detach())
         clips = self.plan.max_grad_norm and self.position.step >= self.plan.clip_from
         limit = self.plan.max_grad_norm if clips else math.inf  # with inf the norm is measured, not changed
-        grad_norm = whole_number(accelerator.clip_grad_norm_(self.model.parameters(), limit))
+        grad_norm = clip_gradients(accelerator, self.model, limit)
         rates = read_learning_rates(self.optimizer) if self._is_logged(self.position.step + 1) else {}
         self.optimizer.step()
         self.lr_schedule.step()

@@ -24,8 +24,8 @@ from library.config.llm_schema import LLMConfig
 from library.errors import UserError
 from library.files import write_safetensors, write_text
 from library.training.checkpoint import Stateful
-from library.training.sharding import split_like, split_optimizer_state
 from library.training.state_file import read_state, write_state
+from library.training.whole_states import own_part, own_state, split_parameters, whole_shape
 
 _WEIGHTS, _POSITION = "weights.safetensors", "position.json"
 
@@ -105,22 +105,20 @@ def load_state(
                 f"resume: {folder} was trained with {key} = {json.dumps(then[key])}, now it is "
                 f"{json.dumps(settings[key])}; set that again, or start a new run with init_from"
             )
-    parameters = dict(model.named_parameters())
-    differing = [n for n in weights.keys() | parameters.keys() if _shape(weights, n) != _shape(parameters, n)]
+    parameters, cuts = dict(model.named_parameters()), split_parameters(model)
+    shapes = {name: whole_shape(parameter, cuts.get(name)) for name, parameter in parameters.items()}
+    found = {name: tensor.shape for name, tensor in weights.items()}
+    differing = [n for n in found.keys() | shapes.keys() if found.get(n) != shapes.get(n)]
     if differing:
         raise UserError(f"resume: {folder} holds another model ({sorted(differing)[0]} differs); use its settings")
     for name, parameter in parameters.items():
-        parameter.copy_(split_like(parameter, weights[name]))
+        parameter.copy_(own_part(parameter, cuts.get(name), weights[name]))
     for name, part in parts.items():
         state = read_state(folder / name)
         if isinstance(part, Optimizer):
-            state = split_optimizer_state(state, part)
+            state = own_state(state, part, model)
         try:
             part.load_state_dict(state)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"resume: {folder}: the saved {name} does not fit this run's ({error})") from error
     return position
-
-
-def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None

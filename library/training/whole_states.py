@@ -1,0 +1,110 @@
+"""A model that is trained in parts, and its optimizer, as one process would have them: for files, and back from them.
+
+Two layouts may have made the parts, the second within what the first left: tensor parallelism keeps some heads' rows or
+columns of a weight on each process (``library.nn.tensor_split``), FSDP2 some rows of that (a ``DTensor``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from library.nn.tensor_split import Split
+from library.training.sharding import split_like, whole
+
+
+class _Cut(NamedTuple):
+    """How a parameter was split, and along which of its dimensions."""
+
+    split: Split
+    dim: int
+
+
+def split_parameters(model: nn.Module) -> dict[str, _Cut]:
+    """Return the parameters of ``model`` of which this process has the part of a layer, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        split = getattr(module, "split", None)
+        if isinstance(split, Split) and isinstance(module, nn.Linear):
+            found[f"{name}.weight"] = _Cut(split, split.dim)
+            if module.bias is not None and split.dim == 0:
+                found[f"{name}.bias"] = _Cut(split, 0)
+    return found
+
+
+def whole_weights(model: nn.Module, accelerator: Accelerator) -> dict[str, Tensor]:
+    """Return every parameter as a whole on the main process, something empty on others; collective if any is split."""
+    cuts = split_parameters(model)
+    return {name: _whole(tensor, cuts.get(name), accelerator) for name, tensor in model.named_parameters()}
+
+
+def whole_state(part: Any, model: nn.Module, accelerator: Accelerator) -> Any:
+    """Return the state dict of an optimizer of ``model``, or of a schedule, in the same way."""
+    state = part.state_dict()
+    if not isinstance(part, Optimizer):
+        return state
+    cuts = {i: _Cuttable(*pair) for i, pair in enumerate(_in_order(part, model))}
+
+    def gather(index: int, value: Any) -> Any:
+        own = cuts[index]
+        is_like = isinstance(value, Tensor) and value.shape == own.parameter.shape
+        return _whole(value, own.cut, accelerator) if is_like else whole(value, accelerator)
+
+    states = {i: {k: gather(i, v) for k, v in values.items()} for i, values in state["state"].items()}
+    return {**state, "state": states}
+
+
+def whole_shape(parameter: Tensor, cut: _Cut | None) -> torch.Size:
+    """Return the shape that a parameter has as a whole; a ``DTensor`` says that of what FSDP2 split."""
+    shape = list(parameter.shape)
+    if cut is not None:
+        shape[cut.dim] *= cut.split.size
+    return torch.Size(shape)
+
+
+def own_part(parameter: Tensor, cut: _Cut | None, tensor: Tensor) -> Tensor:
+    """Return this process's part of the whole ``tensor``, as it has of ``parameter``."""
+    return split_like(parameter, tensor if cut is None else cut.split.own(tensor, cut.dim).contiguous())
+
+
+def own_state(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Return a whole optimizer's state dict with this process's parts of its tensors."""
+    pairs = [_Cuttable(*pair) for pair in _in_order(optimizer, model)]
+    if "state" not in state or not any(p.cut or isinstance(p.parameter, DTensor) for p in pairs):
+        return state
+    own = dict(zip((i for group in state["param_groups"] for i in group["params"]), pairs, strict=True))
+
+    def fit(one: _Cuttable, value: Any) -> Any:
+        is_like = isinstance(value, Tensor) and value.shape == whole_shape(one.parameter, one.cut)
+        return own_part(one.parameter, one.cut, value) if is_like else value
+
+    states = {i: {k: fit(own[i], v) for k, v in values.items()} for i, values in state["state"].items()}
+    return {**state, "state": states}
+
+
+class _Cuttable(NamedTuple):
+    parameter: Tensor
+    cut: _Cut | None
+
+
+def _in_order(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, _Cut | None]]:
+    """Yield the parameters as the optimizer numbers them, each with how it was split."""
+    cuts: Mapping[str, _Cut] = split_parameters(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, cuts.get(names.get(id(parameter), ""))
+
+
+def _whole(tensor: Tensor, cut: _Cut | None, accelerator: Accelerator) -> Tensor:
+    tensor = tensor.detach()
+    if cut is None:
+        return whole(tensor, accelerator)
+    gathered = cut.split.whole(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, cut.dim)
+    return gathered.cpu() if accelerator.is_main_process else gathered.new_empty(0)
