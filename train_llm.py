@@ -27,6 +27,7 @@ from library.llm.token_shards import TokenShards
 from library.llm.tokenizers import load_tokenizer
 from library.peers import one_of_several
 from library.training.metrics import MetricsStream
+from library.training.pipeline.pretraining import pipeline_of
 from library.training.pretraining.build import (
     accumulation_for,
     build_model,
@@ -81,7 +82,9 @@ def train(config: LLMConfig) -> PretrainingEvents:
 
     optimizer = build_pretraining_optimizer(config.optimizer, bare, config.training.full_bf16, seed)
     schedule = build_schedule(config.optimizer.shared(), optimizer, plan.total)
+    speed = flops_per_token(bare, context), peak_flops(device)
     model, optimizer = share_out(accelerator, bare, optimizer)
+    pipeline = pipeline_of(bare, config.parallel, plan.accumulation)
     parts, settings = {"optimizer": optimizer, "schedule": schedule}, lasting_settings(config)
     position = PretrainingPosition()
     if config.training.resume:
@@ -109,12 +112,12 @@ def train(config: LLMConfig) -> PretrainingEvents:
             begun=begun,
             total_steps=plan.total,
         )
-        speed = flops_per_token(bare, context), peak_flops(device)
         with events.requests.listening():
             events.at_start(position)
             Pretrainer(
-                accelerator, model, optimizer, schedule, batches, position, plan, metrics, progress, events, *speed
-            ).run()
+                accelerator, model, optimizer, schedule, batches, position, plan, metrics, progress, events, *speed,
+                pipeline,
+            ).run()  # fmt: skip
             events.at_end(position)
     if accelerator.is_main_process:
         print_summary(console, summary(events, position, time.time() - begun))

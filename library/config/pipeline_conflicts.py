@@ -38,8 +38,6 @@ def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator
 def llm_pipeline_conflicts(config: LLMConfig) -> Iterator[str]:
     """Yield a line for each option of pretraining that does not go with ``pp``."""
     kind = config.optimizer.optimizer_type
-    if config.parallel.is_pipelined:
-        yield "pp: is not made for pretraining; use shard"
     yield from _conflicts(
         config.parallel,
         {

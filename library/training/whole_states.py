@@ -2,6 +2,7 @@
 
 Two layouts may have made the parts, the second within what the first left: tensor parallelism keeps some heads' rows or
 columns of a weight on each process (``library.nn.tensor_split``), FSDP2 some rows of that (a ``DTensor``).
+Or a pipeline left it some of the blocks (``library.training.pipeline.pretraining``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from library.nn.tensor_split import Split
+from library.training.pipeline.pretraining import (
+    own_optimizer_state,
+    stage_optimizer_state,
+    stage_weights,
+    staged,
+)
 from library.training.sharding import split_like, whole
 
 
@@ -40,6 +47,8 @@ def split_parameters(model: nn.Module) -> dict[str, _Cut]:
 
 def whole_weights(model: nn.Module, accelerator: Accelerator) -> dict[str, Tensor]:
     """Return every parameter as a whole on the main process, something empty on others; collective if any is split."""
+    if (stage := staged(model)) is not None:
+        return stage_weights(stage, accelerator)
     cuts = split_parameters(model)
     return {name: _whole(tensor, cuts.get(name), accelerator) for name, tensor in model.named_parameters()}
 
@@ -49,6 +58,8 @@ def whole_state(part: Any, model: nn.Module, accelerator: Accelerator) -> Any:
     state = part.state_dict()
     if not isinstance(part, Optimizer):
         return state
+    if (stage := staged(model)) is not None:
+        return stage_optimizer_state(stage, state, accelerator)
     cuts = {i: _Cuttable(*pair) for i, pair in enumerate(_in_order(part, model))}
 
     def gather(index: int, value: Any) -> Any:
@@ -75,6 +86,8 @@ def own_part(parameter: Tensor, cut: _Cut | None, tensor: Tensor) -> Tensor:
 
 def own_state(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """Return a whole optimizer's state dict with this process's parts of its tensors."""
+    if (stage := staged(model)) is not None:
+        return own_optimizer_state(stage, state) if "state" in state else state
     pairs = [_Cuttable(*pair) for pair in _in_order(optimizer, model)]
     if "state" not in state or not any(p.cut or isinstance(p.parameter, DTensor) for p in pairs):
         return state

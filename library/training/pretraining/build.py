@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from library.accelerator import build_accelerator, is_sharded, is_tensor_parallel
+from library.accelerator import build_accelerator, is_pipelined, is_sharded, is_tensor_parallel
 from library.config.llm_schema import LLMConfig, LLMDataConfig, LLMModelConfig, LLMOptimizerConfig
 from library.config.schema import SavingConfig, TrainingConfig
 from library.errors import UserError
@@ -24,6 +24,7 @@ from library.models.transformer_lm import Block, TransformerLM
 from library.randomness import generator
 from library.training.muon import MuonWithAdamW
 from library.training.optimizers import build_optimizer, parse_optimizer_args
+from library.training.pipeline.pretraining import cut_for_training
 from library.training.pretraining.split_model import split_model
 from library.training.sharding import check_sharding, plan_sharding
 
@@ -43,6 +44,8 @@ def share_out(accelerator: Accelerator, model: TransformerLM, optimizer: Optimiz
     Raises:
         UserError: accelerate did something else than it was asked for.
     """
+    if is_pipelined(accelerator):
+        return cut_for_training(accelerator, model, optimizer)
     if is_tensor_parallel(accelerator):
         return split_model(accelerator, model, optimizer)
     plan_sharding(accelerator, [Block.__name__])

@@ -25,6 +25,7 @@ from library.errors import UserError
 from library.llm.token_batches import TokenBatches
 from library.training.lr_tracker import read_learning_rates
 from library.training.metrics import MetricsStream, peak_memory_bytes
+from library.training.pipeline.schedule import Pipeline
 from library.training.pretraining.split_model import clip_gradients, gradients_stay
 from library.training.pretraining.state import PretrainingPosition
 from library.training.progress import TrainingProgress
@@ -73,6 +74,7 @@ class Pretrainer:
     Attributes:
         model: as the engine runs it; called with tokens and targets it returns the loss.
         flops_per_token, peak_flops: for MFU; no MFU where the peak is not known.
+        pipeline: that batches go through, where the model is cut into stages.
     """
 
     accelerator: Accelerator
@@ -87,6 +89,7 @@ class Pretrainer:
     between: BetweenSteps
     flops_per_token: float
     peak_flops: float | None
+    pipeline: Pipeline | None = None
     _ema: Any = None  # Tensor []
     _clocks: _Clocks = field(default_factory=lambda: _Clocks())
 
@@ -123,14 +126,7 @@ class Pretrainer:
             tokens = next(coming)
             self._clocks.waited += time.perf_counter() - begun
             tokens = tokens.to(accelerator.device, non_blocking=True)
-            last = i == self.plan.accumulation - 1
-            with (
-                nullcontext() if last else gradients_stay(accelerator, self.model)
-            ):
-                with accelerator.autocast():
-                    loss = self.model(tokens[:, :-1], tokens[:, 1:])
-                accelerator.backward(loss / self.plan.accumulation)
-            losses.append(loss.detach())
+            losses.append(self._forward_backward(tokens, last=i == self.plan.accumulation - 1))
         clips = self.plan.max_grad_norm and self.position.step >= self.plan.clip_from
         limit = self.plan.max_grad_norm if clips else math.inf  # with inf the norm is measured, not changed
         grad_norm = clip_gradients(accelerator, self.model, limit)
@@ -139,6 +135,21 @@ class Pretrainer:
         self.lr_schedule.step()
         self.optimizer.zero_grad()
         return torch.stack(losses).mean(), torch.as_tensor(grad_norm), rates
+
+    def _forward_backward(self, tokens: Tensor, last: bool) -> Tensor:
+        """Add the gradients of ``tokens`` [B, context + 1] to the step's; return their loss."""
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(tokens, self._loss)[0]
+        with nullcontext() if last else gradients_stay(self.accelerator, self.model):
+            loss, _ = self._loss(tokens)
+            self.accelerator.backward(loss / self.plan.accumulation)
+        return loss.detach()
+
+    def _loss(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [] with gradient, and once more as a figure [1]."""
+        with self.accelerator.autocast():
+            loss = self.model(tokens[:, :-1], tokens[:, 1:])
+        return loss, loss.detach()[None]
 
     def _average(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Take ``loss`` into the moving average, which stays on the device.

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from library.accelerator import data_share, device_mesh, is_tensor_parallel
 from library.models.lm_split import deal_out_heads, lm_split_plan
 from library.models.transformer_lm import Block, TransformerLM
+from library.training.pipeline.pretraining import clip_stages, staged
 from library.training.sharding import whole_number
 from library.training.tensor_parallel import shard_blocks, split_layers
 from library.training.whole_states import split_parameters
@@ -65,6 +66,8 @@ def gradients_stay(accelerator: Accelerator, model: nn.Module) -> Iterator[None]
 
 def clip_gradients(accelerator: Accelerator, model: nn.Module, limit: float) -> Tensor:
     """Scale the gradients of ``model`` so that the norm of all of them is at most ``limit``; return it before that."""
+    if (stage := staged(model)) is not None:
+        return clip_stages(accelerator, stage, limit)
     if not is_tensor_parallel(accelerator):
         return whole_number(accelerator.clip_grad_norm_(model.parameters(), limit))
     group, cuts = device_mesh(accelerator)["tp"].get_group(), split_parameters(model)

@@ -24,6 +24,7 @@ from library.config.llm_schema import LLMConfig
 from library.errors import UserError
 from library.files import write_safetensors, write_text
 from library.training.checkpoint import Stateful
+from library.training.pipeline.pretraining import staged
 from library.training.state_file import read_state, write_state
 from library.training.whole_states import own_part, own_state, split_parameters, whole_shape
 
@@ -105,8 +106,10 @@ def load_state(
                 f"resume: {folder} was trained with {key} = {json.dumps(then[key])}, now it is "
                 f"{json.dumps(settings[key])}; set that again, or start a new run with init_from"
             )
-    parameters, cuts = dict(model.named_parameters()), split_parameters(model)
+    parameters, cuts, stage = dict(model.named_parameters()), split_parameters(model), staged(model)
     shapes = {name: whole_shape(parameter, cuts.get(name)) for name, parameter in parameters.items()}
+    if stage is not None:
+        parameters, shapes = dict(stage.own), {name: shape for name, (shape, _) in stage.whole.items()}
     found = {name: tensor.shape for name, tensor in weights.items()}
     differing = [n for n in found.keys() | shapes.keys() if found.get(n) != shapes.get(n)]
     if differing:
