@@ -1,0 +1,126 @@
+"""What a model keeps of its blocks from forward to backward, and what it computes again (gradient checkpointing).
+
+Without it every block keeps some thirty times its input. Here a block keeps its input, and runs once more in backward
+(Chen et al. 2016, arXiv 1604.06174). Between the two lie three choices, and they go together:
+
+    every     only one of n neighbouring blocks is computed again, the others keep everything
+    keep      as much is kept all the same as so many bytes hold: of all blocks the outputs of attention, which are
+              dearest to make again for their size, then of some blocks everything
+    offload   kept inputs go to host memory as soon as the block has run, and come back one block ahead of backward
+
+A :class:`Recomputation` is the function that diffusers' models and ``TransformerLM`` call their blocks through. PyTorch
+does the work: ``torch.utils.checkpoint`` without re-entrance, its selective contexts, saved-tensor hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from library.nn.host_offload import HostOffload
+
+_aten = torch.ops.aten
+ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+
+
+@dataclass
+class _Cost:
+    """Bytes that a block keeps, None where that was not seen yet: attention's outputs, everything."""
+
+    attention: int | None = None
+    everything: int | None = None
+
+
+class Recomputation:
+    """Runs blocks so that backward computes them again; one object a model.
+
+    Attributes:
+        blocks: how many blocks the model has.
+        every: of so many neighbouring blocks one is computed again.
+        keep_bytes: what a forward pass may keep that could be computed again.
+        offload: where inputs wait; None leaves them on the device.
+    """
+
+    def __init__(self, blocks: int, every: int = 1, keep_bytes: int = 0, offload: HostOffload | None = None) -> None:
+        self.blocks, self.every, self.keep_bytes, self.offload = blocks, every, keep_bytes, offload
+        self._places: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._costs: dict[tuple[Any, ...], _Cost] = {}  # a block's kind and the sizes of its inputs -> what it keeps
+        self._left = 0
+
+    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return ``block(*args, **kwargs)``; see the class."""
+        place = self._places.setdefault(block, len(self._places))
+        if place == 0:
+            self._left = self.keep_bytes
+        if place % self.every:
+            return block(*args, **kwargs)
+        if not self.keep_bytes:
+            return self._again(block, args, kwargs)
+        sizes = tuple(each.shape for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        cost = self._costs.setdefault((type(block), *sizes), _Cost())
+        later = (self.blocks - 1 - place) // self.every
+        if cost.everything is None or cost.everything + later * (cost.attention or 0) <= self._left:
+            return self._keeping_everything(block, cost, args, kwargs)
+        if cost.attention is None or cost.attention <= self._left:
+            return self._keeping_attention(block, cost, args, kwargs)
+        return self._again(block, args, kwargs)
+
+    def _again(self, block: nn.Module, args: Any, kwargs: Any, **how: Any) -> Any:
+        hooks = nullcontext() if self.offload is None else saved_tensors_hooks(self.offload.pack, self.offload.unpack)
+        with hooks:
+            return checkpoint(block.__call__, *args, use_reentrant=False, **how, **kwargs)
+
+    def _keeping_attention(self, block: nn.Module, cost: _Cost, args: Any, kwargs: Any) -> Any:
+        cost.attention = 0
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy(cost))
+        made = self._again(block, args, kwargs, context_fn=contexts)
+        self._left -= cost.attention
+        return made
+
+    def _keeping_everything(self, block: nn.Module, cost: _Cost, args: Any, kwargs: Any) -> Any:
+        """Run a block without recomputation; the first of its kind is how its cost is learnt.
+
+        That one may be over the limit: backward computes one block again at a time and holds as much for it anyway.
+        """
+        kept: dict[int, int] = {}
+
+        def look(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, nn.Parameter):
+                storage = tensor.untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(look, lambda tensor: tensor):
+            made = block(*args, **kwargs)
+        cost.everything = sum(kept.values())
+        self._left -= cost.everything
+        return made
+
+
+def _policy(cost: _Cost) -> Callable[..., CheckpointPolicy]:
+    """Return what tells of each operation whether its output is kept; adds to ``cost`` what attention's take."""
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation not in ATTENTION:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if not context.is_recompute:
+            cost.attention = (cost.attention or 0) + args[0].nbytes  # the output is as large as the queries
+        return CheckpointPolicy.MUST_SAVE
+
+    return policy

@@ -1,0 +1,164 @@
+"""Blocks computed again in backward: the same gradients, and as many operations and bytes as was asked."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from library.nn.host_offload import HostOffload
+from library.nn.recomputation import ATTENTION, Recomputation
+
+BLOCKS, TOKENS, WIDTH = 6, 32, 16
+INPUT = TOKENS * WIDTH * 4  # bytes
+
+
+class Block(nn.Module):
+    """Attention, dropout and an MLP on one stream, with a second input that stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.seen: weakref.ref[Tensor] | None = None
+
+    def forward(self, x: Tensor, shift: Tensor, scale: float = 1.0) -> Tensor:
+        self.seen = weakref.ref(x)
+        q, k, v = (part.view(1, 1, TOKENS, WIDTH) for part in self.qkv(x + shift).chunk(3, dim=-1))
+        x = x + scale * F.dropout(self.out(F.scaled_dot_product_attention(q, k, v).view(x.shape)), 0.2)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def attentions(self) -> int:
+        return sum(self.counts[operation] for operation in ATTENTION)
+
+    @property
+    def forward_gelus(self) -> int:
+        return self.counts[torch.ops.aten.gelu.default]
+
+
+def stack() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(BLOCKS))
+
+
+def step(blocks: nn.ModuleList, recomputation: Recomputation | None) -> tuple[list[Tensor], Operations]:
+    """Return the gradients of a step, and the operations it took."""
+    torch.manual_seed(1)
+    x, shift = torch.randn(1, TOKENS, WIDTH), torch.randn(WIDTH)
+    blocks.zero_grad()
+    with Operations() as operations:
+        for block in blocks:
+            x = block(x, shift, scale=0.5) if recomputation is None else recomputation(block, x, shift, scale=0.5)
+        x.square().sum().backward()
+    return [p.grad.clone() for p in blocks.parameters() if p.grad is not None], operations
+
+
+def everything_of_a_block() -> int:
+    """Bytes that autograd keeps of one block, by its own count."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    block, x = Block(), torch.randn(1, TOKENS, WIDTH, requires_grad=True) * 1
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        made = block(x, torch.randn(WIDTH), scale=0.5)
+    assert made.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("keep", [0, 2 * INPUT, 10**4, 10**6])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_gradients_are_those_of_a_step_that_keeps_everything(every: int, keep: int, offloaded: bool) -> None:
+    """Bit for bit, dropout included: the second run has the first one's random numbers and operations."""
+    blocks = stack()
+    expected, _ = step(blocks, None)
+    offload = HostOffload(torch.device("cpu"), smallest=0) if offloaded else None
+    recomputation = Recomputation(BLOCKS, every, keep, offload)
+    for _ in range(3):  # the first learns what blocks cost
+        found, _ = step(blocks, recomputation)
+        assert len(found) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("every", "again"), [(1, 6), (2, 3), (3, 2), (4, 2), (9, 1)])
+def test_one_block_of_so_many_is_computed_again(every: int, again: int) -> None:
+    _, operations = step(stack(), Recomputation(BLOCKS, every))
+    assert operations.attentions == operations.forward_gelus == BLOCKS + again
+
+
+def test_attention_comes_first_and_whole_blocks_take_what_is_left() -> None:
+    blocks, everything = stack(), everything_of_a_block()
+    assert everything > 6 * INPUT
+    for keep, attentions, gelus in (
+        (BLOCKS * INPUT, BLOCKS, 2 * BLOCKS),  # all attention, nothing more
+        (3 * INPUT, 2 * BLOCKS - 3, 2 * BLOCKS),  # of three blocks
+        (everything + (BLOCKS - 1) * INPUT, BLOCKS, 2 * BLOCKS - 1),  # one block, and of the others attention
+        (4 * everything + 2 * INPUT, BLOCKS, 2 * BLOCKS - 4),
+        (BLOCKS * everything, BLOCKS, BLOCKS),
+    ):
+        recomputation = Recomputation(BLOCKS, keep_bytes=keep)
+        for _ in range(3):
+            _, operations = step(blocks, recomputation)
+        assert (operations.attentions, operations.forward_gelus) == (attentions, gelus), keep
+
+
+def test_the_first_step_keeps_one_block_of_a_kind_to_learn_its_cost() -> None:
+    _, operations = step(stack(), Recomputation(BLOCKS, keep_bytes=1))
+    assert operations.forward_gelus == 2 * BLOCKS - 1
+
+
+def test_inputs_that_wait_on_the_host_leave_the_device() -> None:
+    blocks = stack()
+    for offload, alive in ((None, BLOCKS), (HostOffload(torch.device("cpu"), smallest=0), 0)):
+        recomputation = Recomputation(BLOCKS, offload=offload)
+        x = torch.randn(1, TOKENS, WIDTH)
+        for block in blocks:
+            x = recomputation(block, x, torch.zeros(WIDTH))
+        assert sum(block.seen is not None and block.seen() is not None for block in blocks) == alive
+        x.sum().backward()
+
+
+def test_what_backward_wants_next_is_on_its_way() -> None:
+    offload = HostOffload(torch.device("cpu"), smallest=64)
+    tensors = [torch.randn(4, 8) for _ in range(5)]
+    away: list[Any] = [offload.pack(tensor) for tensor in tensors]
+    assert offload.pack(small := torch.randn(4)) is small
+    assert offload.pack(weight := nn.Parameter(torch.randn(4, 8))) is weight
+    assert all(one.back is None for one in away)
+    assert torch.equal(offload.unpack(away[4]), tensors[4])
+    assert [one.back is not None for one in away] == [False, False, True, True, False]
+    for one, tensor in zip(away, tensors, strict=True):
+        assert torch.equal(offload.unpack(one), tensor)
+
+
+def test_a_pass_that_is_never_taken_back_leaves_nothing_behind() -> None:
+    offload = HostOffload(torch.device("cpu"), smallest=0)
+    step(stack(), Recomputation(BLOCKS, offload=offload))
+    x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    y = Recomputation(BLOCKS, offload=offload)(Block(), x, torch.zeros(WIDTH))
+    assert len(offload._away) > 0
+    del x, y
+    assert len(offload._away) == 0
