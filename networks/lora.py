@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
-from library.nn.tensor_split import Split, entering, leaving
+from library.nn.tensor_split import Split, entering, gathering, leaving
 from networks.adapter import AdapterLinear, in_compute_dtype
 from networks.lora_product import Make, Update, can_fuse, fused
 
@@ -166,11 +166,13 @@ class LoRALinear(AdapterLinear):
         ):
             updates = [Update(layer.base, layer.width, layer.scale * layer.multiplier) for layer in layers]
             downs, ups = [m._own_down() for m in layers], [m._own_up() for m in layers]
-            return fused(updates, downs, ups, make or _itself, x, *more, split=layers[0].split)
+            split = layers[0].split
+            made = fused(updates, downs, ups, make or _itself, x, *more, split=split)
+            return [gathering(y, split) for y in made]
         x = make(x, *more) if make else x
-        x = _entered(x, layers[0].split)
+        x = entering(x, layers[0].split)
         if not active:
-            return [_left(layer.base(x), layer.split) for layer in layers]
+            return [leaving(layer.base(x), layer.split) for layer in layers]
         x = in_compute_dtype(x)
         rows = x.reshape(-1, x.shape[-1])  # [N, in]: base outputs are then no views and may be added to in place
         stacked = [layer._own_down().to(x.dtype) for layer in active]
@@ -181,7 +183,7 @@ class LoRALinear(AdapterLinear):
             out = layer.base(rows)  # [N, out]
             if layer.enabled:
                 out = layer._add_update(out, next(parts), x.shape)
-            out = _left(out, layer.split)
+            out = leaving(out, layer.split)
             outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
         return outputs
 
@@ -221,11 +223,3 @@ class LoRALinear(AdapterLinear):
 
 def _itself(x: Tensor) -> Tensor:
     return x
-
-
-def _entered(x: Tensor, split: Split | None) -> Tensor:
-    return x if split is None or split.dim == 1 else entering(x, split.group)
-
-
-def _left(y: Tensor, split: Split | None) -> Tensor:
-    return y if split is None or split.dim == 0 else leaving(y, split.group)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+from torch import nn
 
 from library.errors import UserError
 from library.files import weights_fingerprint
@@ -50,25 +52,14 @@ class TransformerFiles:
         return WeightFiles(self._files.transformer).fp8
 
     def split_plan(self, processes: int) -> dict[str, Parts]:
-        """Return how diffusers' ``_tp_plan`` splits each linear layer among ``processes``; no weights are read.
+        """Return how each linear layer of the blocks is split among ``processes``; no weights are read.
+
+        As diffusers' ``_tp_plan`` says; the modulation, which it leaves whole, by outputs, which are gathered.
 
         Raises:
             UserError: the class has no such plan, or its heads or widths do not divide.
         """
-        kind, config = self.transformer_class, self._files.transformer_config
-        if not kind._tp_plan:
-            raise UserError(f"tp: diffusers says of no layer of {kind.__name__} how it is split; set tp = 1 and shard")
-        with torch.device("meta"):
-            empty = kind.from_config(config)
-        heads = empty.config.num_attention_heads
-        if heads % processes:
-            raise UserError(f"tp: {heads} heads cannot be dealt out to {processes} processes; set a divisor")
-        try:
-            found = resolve_tp_shard_specs(empty, kind._tp_plan, processes)
-        except ValueError as error:
-            raise UserError(f"tp: {error}; set a divisor") from None
-        weights = {name: spec for name, spec in found.items() if name.endswith(".weight")}
-        return {n.removesuffix(".weight"): Parts(spec.dim, tuple(spec.block_sizes)) for n, spec in weights.items()}
+        return split_plan(self.transformer_class, self._files.transformer_config, processes)
 
     def load_transformer(
         self,
@@ -96,3 +87,27 @@ class TransformerFiles:
     def _with_hot_paths(self, transformer: Any, backend: Backend) -> Any:
         """Return ``transformer`` with the family's fast layers."""
         raise NotImplementedError
+
+
+def split_plan(kind: Any, config: Mapping[str, Any], processes: int) -> dict[str, Parts]:
+    """Return :meth:`TransformerFiles.split_plan` of diffusers' class ``kind`` with ``config``; raises as that."""
+    if not kind._tp_plan:
+        raise UserError(f"tp: diffusers says of no layer of {kind.__name__} how it is split; set tp = 1 and shard")
+    with torch.device("meta"):
+        empty = kind.from_config(config)
+    heads = empty.config.num_attention_heads
+    if heads % processes:
+        raise UserError(f"tp: {heads} heads cannot be dealt out to {processes} processes; set a divisor")
+    try:
+        found = resolve_tp_shard_specs(empty, kind._tp_plan, processes)
+    except ValueError as error:
+        raise UserError(f"tp: {error}; set a divisor") from None
+    weights = {name: spec for name, spec in found.items() if name.endswith(".weight")}
+    plan = {n.removesuffix(".weight"): Parts(spec.dim, tuple(spec.block_sizes)) for n, spec in weights.items()}
+    blocks = {name.split(".")[0] for name in plan}
+    for name, layer in empty.named_modules():
+        # What is left is the modulation: large weights, one row of numbers each for the whole picture.
+        is_left = isinstance(layer, nn.Linear) and name.split(".")[0] in blocks and name not in plan
+        if is_left and layer.out_features % processes == 0:
+            plan[name] = Parts(0, (layer.out_features,), gathered=True)
+    return plan

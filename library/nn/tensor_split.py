@@ -8,6 +8,7 @@ Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053:
 A pair of the two, q, k and v before and the projection after an attention, works on parts in between and has to be
 summed once forward and once backward. The weight of a layer may be several matrices side by side (q, k and v in one;
 what attention and an MLP give, concatenated): each is split by itself, so that the parts of a process belong together.
+Where the output is small, as that of a modulation is, and needed whole, it is gathered.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Parts(NamedTuple):
 
     dim: Literal[0, 1]
     blocks: tuple[int, ...]
+    gathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,13 @@ class Split:
     Attributes:
         dim: of the weight [out, in] that is split: 0 for outputs, 1 for inputs.
         blocks: sizes of the matrices that stand side by side along it; the group's size divides each.
+        gathered: of a layer split by outputs, whether it gives the whole output everywhere.
         group: the processes that have the layer together.
     """
 
     dim: Literal[0, 1]
     blocks: tuple[int, ...]
+    gathered: bool
     group: dist.ProcessGroup
 
     @property
@@ -74,14 +78,24 @@ def sum_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def entering(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``x``, the whole input of layers that are split by outputs: its gradient is the sum over the group."""
-    return _Entering.apply(x, group)
+def entering(x: Tensor, split: Split | None) -> Tensor:
+    """Return ``x``, the input of layers so split; the gradient of a whole one is the sum over the group."""
+    return x if split is None or split.dim == 1 else _Entering.apply(x, split.group)
 
 
-def leaving(y: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the group of ``y``, what a layer makes that is split by inputs."""
-    return _Leaving.apply(y, group)
+def leaving(y: Tensor, split: Split | None) -> Tensor:
+    """Return what a layer so split gives, of ``y`` that this process's part gives: the sum over the group, or a part.
+
+    Or, gathered, all parts side by side.
+    """
+    if split is None:
+        return y
+    return _Leaving.apply(y, split.group) if split.dim == 1 else gathering(y, split)
+
+
+def gathering(y: Tensor, split: Split | None) -> Tensor:
+    """Return the whole of which ``y`` is a part if a layer so split gives that, else ``y``."""
+    return y if split is None or not split.gathered else _Gathering.apply(y, split)
 
 
 class _Entering(torch.autograd.Function):
@@ -103,3 +117,14 @@ class _Leaving(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
+
+
+class _Gathering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, split: Split) -> Tensor:
+        ctx.split = split
+        return split.whole(y, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.split.own(gradients[0], -1).contiguous(), None

@@ -1,8 +1,9 @@
 """Tensor parallelism: every process of a group has a part of each large layer, and all compute one batch together.
 
-torch's ``parallelize_module`` walks the plan, which for FLUX and Qwen-Image is diffusers' ``_tp_plan``. What it puts at
-each layer is ours (:class:`Part`), because a LoRA's fused product (``networks.lora_product``) asks its frozen base for
-plain tensors, and sums over the group once for all layers with a common input.
+torch's ``parallelize_module`` walks the plan, which for FLUX and Qwen-Image is diffusers' ``_tp_plan`` and a rule for
+the modulation that it leaves whole (a quarter of FLUX's weights, a third of Qwen-Image's). What is put at each layer is
+ours (:class:`Part`): a LoRA's fused product (``networks.lora_product``) asks its frozen base for plain tensors, and is
+summed over the group once for all layers with a common input.
 
 A LoRA stays whole on every process of the group: of A and B a layer takes the columns or rows that belong to its part.
 The gradients of all parts are added up in the same all-reduce that averages over replicas (``share_gradients``). So
@@ -11,8 +12,9 @@ any optimizer can train it, clipping sees the norm of all of it, and files and s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,12 +53,11 @@ class Part(ParallelStyle):
         module.split = split  # type: ignore[assignment]
         if isinstance(module, LoRALinear):
             pass  # it asks for the split itself
-        elif split.dim == 0:
-            module.register_forward_pre_hook(lambda _, inputs: (entering(inputs[0], split.group), *inputs[1:]))
-        elif base.weight.requires_grad:
+        elif split.dim == 1 and base.weight.requires_grad:
             module.__class__ = SummedLinear
         else:
-            module.register_forward_hook(lambda _, inputs, output: leaving(output, split.group))
+            module.register_forward_pre_hook(lambda _, inputs: (entering(inputs[0], split), *inputs[1:]))
+            module.register_forward_hook(lambda _, inputs, output: leaving(output, split))
         self.done.add(self.name)
         return module
 
@@ -68,7 +69,7 @@ class SummedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map this process's part of the inputs [..., in / size] to the whole output [..., out]."""
-        y = leaving(F.linear(x, self.weight), self.split.group)
+        y = leaving(F.linear(x, self.weight), self.split)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -82,6 +83,7 @@ def split_layers(model: nn.Module, plan: Mapping[str, Parts], mesh: DeviceMesh) 
     parallelize_module(model, mesh, {name: Part(name, parts, done) for name, parts in plan.items()})
     if missing := sorted(plan.keys() - done):
         raise UserError(f"tp: the model has no layer {missing[0]}, which its plan splits; install constraints.txt")
+    _count_once(model, mesh.size())
 
 
 def prepare_split_lora(
@@ -110,7 +112,6 @@ def prepare_split_lora(
         parameter.data = parameter.data.to(accelerator.device)
     mesh, sizes = device_mesh(accelerator), mesh_sizes(accelerator)
     split_layers(model, plan, mesh["tp"])
-    _count_once(model, sizes["tp"])
     if sizes["shard"] > 1:
         shard_blocks(model, blocks, mesh["shard"], set(trained))
     else:
@@ -145,7 +146,7 @@ def _cut(layer: nn.Linear, split: Split, name: str) -> None:
     assert weight is not None
     assert weight.shape[split.dim] == sum(split.blocks), f"{name} is {tuple(weight.shape)}, the plan {split.blocks}"
     if isinstance(layer, Fp8Linear):
-        _cut_scale(layer, split, name)
+        _cut_scale(layer, split)
     weight.data = _part(weight, split, split.dim)
     layer.out_features, layer.in_features = weight.shape
     if layer.bias is not None and split.dim == 0:
@@ -156,7 +157,7 @@ def _cut(layer: nn.Linear, split: Split, name: str) -> None:
         layer.set_compute(layer.compute)  # a part may be too narrow for fp8 products
 
 
-def _cut_scale(layer: Fp8Linear, split: Split, name: str) -> None:
+def _cut_scale(layer: Fp8Linear, split: Split) -> None:
     """Keep the rows of the scale that are the part's, or the blocks of columns."""
     scale = layer.scale
     if scale is None or scale.shape[split.dim] == 1:
@@ -165,12 +166,9 @@ def _cut_scale(layer: Fp8Linear, split: Split, name: str) -> None:
         layer.scale = _part(scale, split, 0)
         return
     width = layer.in_features // scale.shape[1]
-    if any(count % (width * split.size) for count in split.blocks):
-        raise UserError(
-            f"tp: {name} has a scale for every {width} columns, which its parts cut through; use a smaller tp or "
-            "row scales"
-        )
-    layer.scale = _part(scale, Split(split.dim, tuple(count // width for count in split.blocks), split.group), 1)
+    fine = math.gcd(width, *(count // split.size for count in split.blocks))  # a part may begin within a block
+    scale = scale.repeat_interleave(width // fine, dim=1)
+    layer.scale = _part(scale, replace(split, blocks=tuple(count // fine for count in split.blocks)), 1)
 
 
 def _part(tensor: Tensor, split: Split, dim: int) -> Tensor:

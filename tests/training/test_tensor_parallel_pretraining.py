@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from library.config.llm_schema import LLMConfig, find_llm_conflicts, load_llm_config
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.training.test_sharded_pretraining import SETTINGS, difference, train_one
 from tests.worker_group import run_in_group

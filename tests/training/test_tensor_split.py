@@ -1,0 +1,181 @@
+"""Layers that two processes have together, against diffusers' and transformers' own layers with merged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from library.accelerator import build_accelerator, device_mesh
+from library.config.parallel_schema import ParallelConfig
+from library.config.schema import AccelerateConfig, LoggingConfig, NetworkConfig, SavingConfig, TrainingConfig
+from library.errors import UserError
+from library.models import flux_attention, qwen_attention
+from library.models.transformer_files import split_plan
+from library.nn.tensor_split import Parts
+from library.precision.fp8_linear import Fp8Linear
+from library.precision.quantize import quantize
+from library.training.sharding import share_gradients
+from library.training.tensor_parallel import split_layers
+from networks.injection import inject_lora
+from networks.options import parse_network_args
+from networks.targets import TARGETS
+from tests.runs import pipeline_forward
+from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
+from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
+from tests.worker_group import run_in_group
+
+# Relative to a tensor's norm. Sums of a hundred fp32 products in another order, through a few blocks: findings
+# measured 1e-6 for gradients; those of a layer early in the model come through all later ones.
+SAME_IN_FP32 = 1e-5
+ARGUMENTS = {
+    "flux": ["img_mod_dim=2", "txt_mod_dim=2", "single_mod_dim=2"],  # gathered
+    "flux_partly": ["include_patterns=['.*to_q', '.*proj_out', '.*ff.net.2']"],  # beside split layers without a LoRA
+    "flux_fp8": [],
+    "qwen": ["img_mod_dim=2"],
+}
+
+
+def flux() -> nn.Module:
+    return tiny_flux_transformer(double_blocks=2, single_blocks=2)
+
+
+def flux_velocity(model: nn.Module) -> Tensor:
+    inputs = tiny_flux_inputs()
+    return pipeline_forward(model, inputs.pop("latents"), inputs.pop("sigmas"), inputs, guidance=3.5)
+
+
+def qwen_velocity(model: nn.Module) -> Tensor:
+    inputs = tiny_qwen_inputs()
+    packed = (
+        inputs["latents"].unflatten(2, (4, 2)).unflatten(4, (4, 2)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    )
+    return model(
+        hidden_states=packed,
+        timestep=inputs["sigmas"],
+        encoder_hidden_states=inputs["prompt_embeds"],
+        encoder_hidden_states_mask=inputs["prompt_embeds_mask"],
+        img_shapes=[[(1, 4, 4)]] * len(packed),
+        return_dict=False,
+    )[0]
+
+
+def quantised(model: nn.Module, plain: bool) -> nn.Module:
+    """Put fp8 layers in the place of blocks' linear ones: scales by row, by 64 columns, or one.
+
+    ``plain``: the same numbers in layers of torch's.
+    """
+    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and "blocks" in name]
+    for i, name in enumerate(names):
+        linear = model.get_submodule(name)
+        granularity = ("block64", "row", "tensor")[i % 3]  # a part may have 32 columns
+        codes = quantize(linear.weight, granularity)
+        if plain:
+            linear.weight.data = codes.dequantize(torch.float32)
+        else:
+            model.set_submodule(name, Fp8Linear(codes, linear.bias))
+    return model
+
+
+BUILDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {
+    "flux": (flux, flux_velocity),
+    "flux_partly": (flux, flux_velocity),
+    "flux_fp8": (flux, flux_velocity),
+    "qwen": (tiny_qwen_transformer, qwen_velocity),
+}
+
+
+def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
+    """Return a model with a LoRA that is not zero, Tandem's layers in it, or diffusers' own ones."""
+    model = BUILDERS[case][0]()
+    if case.endswith("fp8"):
+        quantised(model, plain=not swap)
+    if swap:
+        (qwen_attention if case == "qwen" else flux_attention).swap_hot_paths(model)
+    targets = TARGETS["qwen_image" if case == "qwen" else "flux"]
+    config = NetworkConfig(network_dim=4, network_alpha=2, network_args=ARGUMENTS[case])
+    network = inject_lora(model, parse_network_args(config, targets), targets, seed=0)
+    draws = torch.Generator().manual_seed(1)
+    for layer in network.modules.values():
+        layer.lora_B.weight.data.normal_(0, 0.05, generator=draws)
+    return model, network
+
+
+def compute_together(folder: Path, case: str) -> None:
+    """Write the output and the LoRA's gradients of two processes that have the layers together."""
+    saving = SavingConfig(output_dir=str(folder))
+    settings = (AccelerateConfig(), TrainingConfig(), saving, LoggingConfig(), ParallelConfig(tp=2))
+    accelerator = build_accelerator(*settings)
+    model, network = with_lora(case, swap=True)
+    kind = QwenImageTransformer2DModel if case == "qwen" else FluxTransformer2DModel
+    split_layers(model, split_plan(kind, model.config, 2), device_mesh(accelerator)["tp"])
+    output = BUILDERS[case][1](model)
+    output.square().mean().backward()
+    share_gradients(accelerator, network.parameters())
+    found = {f"{name}.{part}": p.grad for name, m in network.modules.items() for part, p in m.trained().items()}
+    weights = sum(p.numel() for n, p in model.named_parameters() if n.endswith("base.weight"))
+    torch.save((output.detach(), found, weights), folder / f"{case}{accelerator.process_index}.pt")
+
+
+def reference(case: str) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Return the same of diffusers' own model on one process, every weight W + scale * B A."""
+    model, network = with_lora(case, swap=False)
+    whole = sum(p.numel() for n, p in model.named_parameters() if n.endswith("base.weight"))
+    factors, merged = {}, {}
+    for name, layer in network.modules.items():
+        path = network.targets.path_in_model(name)
+        a, b = (p.detach().requires_grad_() for p in (layer.lora_A.weight, layer.lora_B.weight))
+        factors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        merged[f"{path}.weight"] = layer.base.weight + layer.alpha / layer.rank * b @ a
+        model.set_submodule(path, layer.base)
+    output = functional_call(_Called(model, BUILDERS[case][1]), {f"model.{k}": v for k, v in merged.items()}, ())
+    gradients = torch.autograd.grad(output.square().mean(), list(factors.values()))
+    return output.detach(), dict(zip(factors, gradients, strict=True)), whole
+
+
+class _Called(nn.Module):
+    def __init__(self, model: nn.Module, call: Callable[[nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self) -> Tensor:
+        return self.call(self.model)
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("together")
+    said = run_in_group([(case, compute_together, (folder, case)) for case in BUILDERS], folder)
+    assert said == dict.fromkeys(BUILDERS, "")
+    return folder
+
+
+@pytest.mark.parametrize("case", list(BUILDERS))
+def test_output_and_gradients_are_those_of_one_process_with_merged_weights(computed: Path, case: str) -> None:
+    output, gradients, whole = reference(case)
+    for process in range(2):
+        found_output, found, part = torch.load(computed / f"{case}{process}.pt")
+        assert apart(found_output, output) < SAME_IN_FP32
+        assert found.keys() == gradients.keys()
+        largest = max(gradients.values(), key=lambda tensor: tensor.norm()).norm()
+        wrong = {n: apart(found[n], g) for n, g in gradients.items() if g.norm() > 1e-4 * largest}
+        print(case, max(wrong.values()), apart(found_output, output), part / whole)
+        assert max(wrong.values()) < SAME_IN_FP32
+        assert part * 2 == whole
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def test_heads_and_widths_that_do_not_divide_are_refused() -> None:
+    config = tiny_flux_transformer(heads=2, head_dim=32).config
+    with pytest.raises(UserError, match="tp: 2 heads cannot be dealt out to 4 processes; set a divisor"):
+        split_plan(FluxTransformer2DModel, config, 4)
+    assert split_plan(FluxTransformer2DModel, config, 2)["single_transformer_blocks.0.proj_out"] == Parts(1, (64, 256))
