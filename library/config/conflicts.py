@@ -12,6 +12,7 @@ from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
 from library.config.parallel_schema import parallel_conflicts
 from library.config.pipeline_conflicts import pipeline_conflicts
+from library.config.recomputation_schema import recomputation_conflicts
 from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, TrainConfig
 from library.config.section import Section
 from library.config.tensor_conflicts import tensor_conflicts
@@ -40,6 +41,7 @@ def shared_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[s
         tensor_conflicts,
     ):
         yield from rule(config)
+    yield from recomputation_conflicts(config.training, config.accelerate.torch_compile)
     yield from find_optimizer_conflicts(config.optimizer)
 
 

@@ -123,10 +123,8 @@ _RENAMED = [
     *_flags("compile", "renamed", MUSUBI, takes="switch", to=("torch_compile",)),
     *_flags("compile_backend", "renamed", MUSUBI, to=("dynamo_backend",)),
     *_flags("compile_mode", "renamed", MUSUBI, to=("dynamo_mode",)),
-    *_flags(
-        "gradient_checkpointing_cpu_offload", "renamed", MUSUBI, "activations stay on the device", takes="switch",
-        to=("cpu_offload_checkpointing",), instead="use gradient_checkpointing",
-    ),
+    *_flags("gradient_checkpointing_cpu_offload", "renamed", MUSUBI, takes="switch",
+            to=("cpu_offload_checkpointing",)),
 ]  # fmt: skip
 
 _ACCEPTED = [
@@ -230,8 +228,7 @@ _REFUSED = [
     *_flags("block_swap_ring_size", "refused", MUSUBI, "the ring has two slots", off=(2,)),
     *_flags("split_mode", "refused", SD, "it stands for blocks_to_swap = 18", takes="switch",
             instead="set that"),
-    *_flags("cpu_offload_checkpointing", "refused", SD, f"moving activations to the CPU is {_LATER}", takes="switch",
-            instead="use gradient_checkpointing"),
+    *_flags("cpu_offload_checkpointing", "same", SD, "copies run beside the computation", takes="switch"),
     *_flags("fp8_base", "same", BOTH, "embedders and final layer stay high unless fp8_keep says otherwise",
             takes="switch"),
     *_flags("fp8_scaled", "same", MUSUBI, "fp8_base beside it is left out; embedders and final layer stay high",

@@ -15,6 +15,7 @@ from library.config.load import load_for
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
 from library.config.parallel_schema import ParallelConfig, parallel_conflicts
 from library.config.pipeline_conflicts import llm_pipeline_conflicts
+from library.config.recomputation_schema import RecomputationKeys, recomputation_conflicts
 from library.config.schema import AccelerateConfig, LoggingConfig, OptimizerConfig
 from library.config.section import Fraction, NotNegative, Positive, Section
 from library.config.tensor_conflicts import llm_tensor_conflicts
@@ -95,14 +96,13 @@ def _estimates(optimizer_type: str) -> bool:
     return optimizer_type.rsplit(".", 1)[-1].lower().startswith(("prodigy", "dadapt"))
 
 
-class LLMTrainingConfig(Section):
+class LLMTrainingConfig(RecomputationKeys):
     """How long, in what precision, from which seed."""
 
     max_train_steps: Positive = Field(1000, description="optimizer steps")
     mixed_precision: Literal["no", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     full_bf16: bool = Field(False, description="weights in bf16 too, updated with stochastic rounding")
     allow_tf32: bool = Field(False, description="let a GPU multiply fp32 matrices in TF32")
-    gradient_checkpointing: bool = Field(False, description="recompute blocks in backward: less memory, more time")
     seed: int = Field(0, description="initial weights, order of the data and samples follow from it")
     resume: str | None = Field(
         None,
@@ -185,6 +185,7 @@ def find_llm_conflicts(config: LLMConfig) -> Iterator[str]:
         yield "clip_during_warmup: has no effect with max_grad_norm 0; remove it"
     if config.saving.save_state and config.saving.save_every_n_steps is None:
         yield "save_state: has no effect without save_every_n_steps; set it or remove save_state"
+    yield from recomputation_conflicts(config.training, config.accelerate.torch_compile)
     yield from _sharding(config)
     yield from llm_pipeline_conflicts(config)
     yield from llm_tensor_conflicts(config)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from library.config.parallel_schema import ParallelConfig
+from library.config.recomputation_schema import RecomputationKeys
 from library.config.section import Fraction, NotNegative, Positive, Section
 
 
@@ -203,13 +204,12 @@ class OptimizerConfig(Section):
         return [value] if isinstance(value, int | float | str) else value
 
 
-class TrainingConfig(Section):
+class TrainingConfig(RecomputationKeys):
     """How long, in what precision, from which seed."""
 
     max_train_steps: Positive = Field(1600, description="optimizer steps")
     max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
     gradient_accumulation_steps: Positive = Field(1, description="batches per optimizer step")
-    gradient_checkpointing: bool = Field(False, description="recompute blocks in backward: less memory, more time")
     blocks_to_swap: Annotated[int, Field(ge=0)] = Field(
         0,
         description="blocks whose frozen weights stay in host memory and are copied in as they run; at most 35 of "

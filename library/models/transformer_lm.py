@@ -14,11 +14,11 @@ computed a piece of the logits at a time, so that [B, S, V] never exists as a wh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from library.errors import UserError
 from library.models.lm_config import LMConfig
@@ -28,6 +28,7 @@ from library.nn.feedforward import FeedForward, GatedFeedForward
 from library.nn.kv_cache import KVCache
 from library.nn.norms import RMSNorm
 from library.nn.packing import document_mask, document_positions
+from library.nn.recomputation import Recomputation
 from library.nn.rope import RopeTables, Table, rotate_half_split, turn_token, whole_head
 
 _INIT_STD = 0.02  # of both papers' published code
@@ -107,7 +108,7 @@ class TransformerLM(nn.Module):
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
         self.config = config
-        self.gradient_checkpointing = False
+        self.run_again: Callable[..., Tensor] | None = None  # calls a block whose backward computes it again
         rows, width = config.padded_vocab_size, config.width
         self.embedding = nn.Embedding(rows, width)
         self.positions = None if config.has_rope else nn.Embedding(config.context, width)
@@ -185,8 +186,8 @@ class TransformerLM(nn.Module):
             rope = cos[where], sin[where]
             rope = whole_head(rope) if decoding else rope
         for layer, block in enumerate(self.blocks):
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, None, layer, mask, use_reentrant=False)
+            if self.run_again is not None and torch.is_grad_enabled():
+                x = self.run_again(block, x, rope, None, layer, mask)
             else:
                 x = block(x, rope, cache, layer, mask)
         if cache is not None:
@@ -194,9 +195,9 @@ class TransformerLM(nn.Module):
         x = self.norm(x)
         return x[:, None] if decoding else x
 
-    def enable_gradient_checkpointing(self) -> None:
-        """Compute blocks again in backward instead of keeping what they made."""
-        self.gradient_checkpointing = True
+    def enable_gradient_checkpointing(self, function: Callable[..., Tensor] | None = None) -> None:
+        """Compute blocks again in backward instead of keeping what they made; ``function`` calls a block so."""
+        self.run_again = function or Recomputation(self.config.layers)
 
     def new_cache(self, batch: int, capacity: int, padding: Tensor | None = None) -> KVCache:
         """Return an empty cache for ``batch`` rows of ``capacity`` tokens, in the dtype of activations."""

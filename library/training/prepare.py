@@ -34,6 +34,7 @@ from library.training.block_swap import swap_blocks
 from library.training.network_plan import NetworkPlan
 from library.training.progress import counting
 from library.training.prompt_pictures import PictureRules, text_jobs
+from library.training.recompute import recompute_blocks
 from library.training.region_loss import check_seam
 from library.training.requests import ignore_signals
 from library.training.resume import tidy
@@ -214,9 +215,9 @@ def prepare_networks(
         console.print(lora.load_file(network.network_weights, network.allow_partial))
     if plan.options.train_t5xxl:
         console.print("note: diffusers passes over T5's part of a LoRA file; ComfyUI and sd-scripts load it")
-    if training.gradient_checkpointing:
-        for module in filter(None, (transformer, text_encoders)):
-            module.enable_gradient_checkpointing()  # type: ignore[operator]
+    recompute_blocks(transformer, len(family.blocks(transformer)), training, device)
+    if training.gradient_checkpointing and text_encoders is not None:
+        text_encoders.enable_gradient_checkpointing()  # type: ignore[operator]
     if training.blocks_to_swap:
         swap = swap_blocks(transformer, family.blocks(transformer), training.blocks_to_swap, device)
         console.print(swap.describe())

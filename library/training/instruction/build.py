@@ -38,6 +38,7 @@ from library.training.optimizers import build_optimizer, describe_optimizer
 from library.training.pipeline.lora import prepare_stage
 from library.training.pipeline.stages import language_outline
 from library.training.prepare import attached_lora, base_remark, total_steps
+from library.training.recompute import recompute_blocks
 from library.training.run import Run
 from library.training.schedules import build_schedule
 from library.training.sharding import prepare_lora
@@ -112,8 +113,7 @@ def prepare_base(
         console.print(remark)
     if network.network_weights and not network.dim_from_weights:
         console.print(lora.load_file(network.network_weights, network.allow_partial))
-    if config.training.gradient_checkpointing:
-        model.enable_gradient_checkpointing()
+    recompute_blocks(model, model.config.layers, config.training, device)
     leave_frozen_out_of_ddp(model)
     return Base(model, lora, fingerprint, precision)
 

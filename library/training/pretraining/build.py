@@ -26,6 +26,7 @@ from library.training.muon import MuonWithAdamW
 from library.training.optimizers import build_optimizer, parse_optimizer_args
 from library.training.pipeline.pretraining import cut_for_training
 from library.training.pretraining.split_model import split_model
+from library.training.recompute import recompute_blocks
 from library.training.sharding import check_sharding, plan_sharding
 
 
@@ -100,8 +101,7 @@ def build_model(config: LLMConfig, vocab_size: int, device: torch.device) -> Tra
     context = training_context(config.model, model.config)
     if not model.config.has_rope and context > model.config.context:
         raise UserError(f"context: {context} is more than the model's {model.config.context} positions; lower it")
-    if config.training.gradient_checkpointing:
-        model.enable_gradient_checkpointing()
+    recompute_blocks(model, model.config.layers, config.training, device)
     return model.train()
 
 
