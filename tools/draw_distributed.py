@@ -28,6 +28,7 @@ PANELS = (
     ("FSDP2: shard = 4", 4, lambda i: {i}, "weights, a block at a time, twice a pass; gradients to their owner"),
     ("HSDP: dp = 2, shard = 2", 4, lambda i: {0, 1} if i % 2 == 0 else {2, 3},
      "within 0-1 and 2-3 as FSDP2; between the pairs gradients, as DDP"),
+    ("TP: tp = 4", 4, lambda i: {i}, "what layers give, summed behind every attention and MLP; weights never"),
 )  # fmt: skip
 
 

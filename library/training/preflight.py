@@ -52,8 +52,10 @@ def check_against_model(
 
     Raises:
         UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` is damaged, was trained on
-            another base or with other text encoders, or has nothing left to train.
+            another base or with other text encoders, or has nothing left to train; ``tp`` cannot split the model.
     """
+    if config.parallel.is_tensor_parallel:
+        family.split_plan(config.parallel.tp)
     trained_text = text_encoder.fingerprint if plan.text_encoders and config.training.resume else None
     check_saved(config, plan.targets, family.fingerprint(), lasting_settings(config, trained_text), finished_too)
 

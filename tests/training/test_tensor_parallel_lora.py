@@ -107,3 +107,32 @@ def test_what_is_not_made_for_parts_of_layers_is_refused(section: str, settings:
     found = list(find_conflicts(TrainConfig.model_validate(sections | {"parallel": {"tp": 2}})))
     assert [line.split(":")[0] for line in found] == ([key] if key else [])
     assert not list(find_conflicts(TrainConfig.model_validate(sections)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "shard": 2}, {"tp": 2, "shard": 2, "dp": 2}])
+def test_replicas_and_split_parts_go_beside(base: Path, place: Path, tmp_path: Path, layout: dict[str, int]) -> None:  # noqa: F811
+    processes = 8 if "dp" in layout else 4
+    shares = processes // layout["tp"]
+    images = write_dataset(tmp_path / "images", text="batch_size = 1\nvalidation_split = 0.25\nvalidation_seed = 1")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red disc --w 64 --h 64 --s 2 --d 1\n")
+    settings = SETTINGS | {"sample_prompts": prompts, "fp8_scaled": True, "max_train_steps": 2}
+    chat = CHAT | {"optimizer_args": ["eps=1e-4"]}
+    run(base, images, tmp_path / "one", **settings | {"gradient_accumulation_steps": shares})
+    chat_run(place, tmp_path / "chat_one", **chat | {"gradient_accumulation_steps": shares})
+    many, chat_many = ({**each, **layout, "gradient_accumulation_steps": 1} for each in (settings, chat))
+    jobs = [
+        ("many", train_one, (arguments(base, images, tmp_path / "many", **many),)),
+        ("chat_many", chat_one, (chat_flags(place, tmp_path / "chat_many", **chat_many),)),
+    ]
+    assert run_in_group(jobs, tmp_path, processes) == {"many": "", "chat_many": ""}
+    assert largest_difference(lora(tmp_path / "many"), lora(tmp_path / "one")) < SAME_IN_FP32
+    for name in ("", "chat_"):
+        one, found = ([line["grad_norm"] for line in lines(tmp_path / f"{name}{way}") if "grad_norm" in line]
+                      for way in ("one", "many"))  # fmt: skip
+        assert found == pytest.approx(one, rel=1e-5)
+    pair = [adapter(tmp_path / f"chat_{way}/lora") for way in ("many", "one")]
+    assert largest_difference(*pair) < SAME_IN_FP32
+    answers = [(tmp_path / f"chat_{way}/samples/step000003.txt").read_text() for way in ("many", "one")]
+    assert answers[0] == answers[1]

@@ -66,3 +66,27 @@ def test_a_run_goes_on_under_another_layout(runs: tuple[Path, dict[str, str]]) -
     states = [folder / name / "model-step00000002-state" for name in ("one", "two")]
     for file in ("optimizer.safetensors", "weights.safetensors"):
         assert len({(state / file).stat().st_size for state in states}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "shard": 2}, {"tp": 2, "shard": 2, "dp": 2}])
+def test_replicas_and_split_parts_go_beside(corpus: Path, tmp_path: Path, layout: dict[str, int]) -> None:
+    processes = 8 if "dp" in layout else 4
+    shares = processes // layout["tp"]
+    many = SETTINGS | layout | {"train_batch_size": 8 // shares}
+    run(corpus, tmp_path / "one", **SETTINGS, train_batch_size=8)
+    there = many | {"resume": tmp_path / "one/model-step00000002-state"}
+    jobs = [
+        ("many", train_one, (flags(corpus, tmp_path / "many", **many),)),
+        ("there", train_one, (flags(corpus, tmp_path / "there", **there),)),
+    ]
+    assert run_in_group(jobs, tmp_path, processes) == {"many": "", "there": ""}
+    run(corpus, tmp_path / "back", **SETTINGS, train_batch_size=8, resume=tmp_path / "many/model-step00000002-state")
+    one, found = lines(tmp_path / "one"), lines(tmp_path / "many")
+    assert [line["step"] for line in found] == [line["step"] for line in one]
+    for expected, line in zip(one, found, strict=True):
+        for key in ("loss", "grad_norm", "tokens", "val_loss"):
+            assert line.get(key) == (pytest.approx(expected[key], rel=1e-4) if key in expected else None)
+    for name in ("many", "there", "back"):
+        assert difference(weights(tmp_path / "one"), weights(tmp_path / name)) < SAME_IN_FP32
+    assert (tmp_path / "many/samples/00000004.txt").read_text() == (tmp_path / "one/samples/00000004.txt").read_text()
