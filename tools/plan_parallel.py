@@ -1,0 +1,158 @@
+"""Which layout fits: what each GPU would hold under each, and the lines of ``[parallel]`` to paste.
+
+    python tools/plan_parallel.py flux --gpu_memory 24 --gpus 4
+    python tools/plan_parallel.py qwen_image --gpu_memory 24 --gpus 16 --gpus_per_machine 8 --batch_size 2
+    python tools/plan_parallel.py llama3-8b --train all --gpu_memory 80 --gpus 8 --tokens 4096
+    python tools/plan_parallel.py models/flux1-dev.safetensors --gpu_memory 16 --gpus 2
+
+The model is a published one by name, a diffusers or language model's folder, or a FLUX or Qwen-Image file, whose
+headers are read. Nothing is loaded and no GPU is needed: weights are counted, activations found by running a block of
+each kind on tensors without numbers. What is recommended is the first that fits, in the order of the table: copies
+before split weights before shared layers before a pipeline; without checkpointing before with; the base as it is before
+fp8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from library.config.parallel_schema import ParallelConfig
+from library.errors import UserError, exit_on_user_error
+from library.training.footprint import Footprint, footprint, published_shapes, shape_of
+from library.training.layout_memory import RESERVE, Options, describe, estimate, fits, layouts
+from library.training.memory import GIB, Parts
+
+_PICTURE_SIDE = 16  # pixels of a token's side: 8 of the VAE times 2 of a patch
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout with its options, and what a process holds."""
+
+    layout: ParallelConfig
+    options: Options
+    parts: Parts
+    fits: bool
+
+
+def plan(model: Footprint, gpus: int, in_machine: int, limit: int, full: bool = False, batch: int = 1) -> list[Row]:
+    """Return all rows in the order in which they are to be preferred; ``limit`` in bytes a GPU."""
+    rows = []
+    for fp8 in (False,) if full else (False, True):
+        for layout in layouts(model, gpus, in_machine, batch):
+            for checkpointing in (False, True):
+                options = Options(full, fp8, checkpointing, batch)
+                parts = estimate(model, layout, options)
+                rows.append(Row(layout, options, parts, fits(parts, limit)))
+    return rows
+
+
+def recommended(rows: list[Row]) -> Row | None:
+    """Return the first row that fits, or None."""
+    return next((row for row in rows if row.fits), None)
+
+
+def settings(row: Row) -> Iterator[str]:
+    """Yield the lines of the training file that make ``row``."""
+    sizes = {key: getattr(row.layout, key) for key in ("dp", "shard", "tp", "pp", "microbatches")}
+    if chosen := [f"{key} = {size}" for key, size in sizes.items() if size and size > 1]:
+        yield from ("[parallel]", *chosen, "")
+    if row.options.checkpointing:
+        yield from ("[training]", "gradient_checkpointing = true", "")
+    if row.options.fp8:
+        yield from ("[precision]", "fp8_scaled = true", "")
+
+
+def table(rows: list[Row], best: Row | None) -> Table:
+    """Return the rows for the terminal, in GiB of a process."""
+    shown = Table(box=None, header_style="bold")
+    for name in ("layout", "base", "weights", "LoRA", "gradients", "optimizer", "activations", "in all", ""):
+        shown.add_column(name, justify="left" if name in ("layout", "base", "") else "right", no_wrap=True)
+    for row in rows:
+        numbers = [getattr(row.parts, n) for n in ("weights", "lora", "gradients", "optimizer", "activations", "total")]
+        mark = "<- recommended" if row is best else "fits" if row.fits else ""
+        shown.add_row(describe(row.layout), row.options.describe(), *(f"{n / GIB:.2f}" for n in numbers), mark)
+    return shown
+
+
+def arguments() -> argparse.Namespace:
+    """Parse and check the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help=f"file, folder or one of {', '.join(published_shapes())}")
+    parser.add_argument("--gpu_memory", type=float, required=True, help="GiB of a GPU")
+    parser.add_argument("--gpus", type=int, default=1, help="how many there are in all")
+    parser.add_argument("--gpus_per_machine", type=int, help="default: all in one")
+    parser.add_argument("--batch_size", type=int, default=1, help="of each process that has images or texts of its own")
+    parser.add_argument("--resolution", type=int, default=1024, help="side of a picture in pixels")
+    parser.add_argument("--text_tokens", type=int, default=512, help="tokens of a caption")
+    parser.add_argument("--tokens", type=int, help="tokens of a language model's text; default 2048 or its context")
+    parser.add_argument("--network_dim", type=int, default=16, help="rank of the LoRA")
+    parser.add_argument(
+        "--train", choices=("lora", "all"), default="lora", help="all: every weight of a language model"
+    )
+    parser.add_argument("--json", type=Path, help="write the rows there too")
+    asked = parser.parse_args()
+    for name in ("gpu_memory", "gpus", "batch_size", "resolution", "text_tokens", "network_dim"):
+        if getattr(asked, name) <= 0:
+            raise UserError(f"--{name} {getattr(asked, name)}: must be above 0; give another number")
+    within = asked.gpus_per_machine or asked.gpus
+    if asked.gpus % within:
+        raise UserError(f"--gpus {asked.gpus}: not machines of {within}; give a multiple of --gpus_per_machine")
+    return asked
+
+
+@exit_on_user_error
+def main() -> None:
+    """Print the table, the recommendation and its settings."""
+    asked = arguments()
+    shape, full = shape_of(asked.model), asked.train == "all"
+    language = shape.name in ("gpt2", "llama")
+    if full and not language:
+        raise UserError("--train all: Tandem trains LoRAs on image models; leave it out")
+    tokens = asked.tokens or 2048 if language else (asked.resolution // _PICTURE_SIDE) ** 2
+    dtype = torch.float32 if full else torch.bfloat16
+    model = footprint(shape, tokens, asked.text_tokens, 0 if full else asked.network_dim, dtype)
+    limit = round(asked.gpu_memory * GIB)
+    rows = plan(model, asked.gpus, asked.gpus_per_machine or asked.gpus, limit, full, asked.batch_size)
+    best = recommended(rows)
+    console = Console(markup=False, highlight=False, width=140)
+    weights = sum(part.count * part.weights for part in model.parts)
+    seen = f"{tokens} tokens" if language else f"{asked.resolution} x {asked.resolution} pixels"
+    console.print(f"{asked.model}: {weights / 1e9:.2f} billion weights; a batch of {asked.batch_size} at {seen}, AdamW")
+    console.print(
+        f"GiB of each of {asked.gpus} GPUs; of {asked.gpu_memory:g} GiB 5 % and {RESERVE / GIB:.1f} GiB are left free\n"
+    )
+    console.print(table(rows, best))
+    if asked.json is not None:
+        from library.files import write_text
+
+        found = [
+            {"layout": r.layout.model_dump(), **asdict(r.options), **asdict(r.parts), "fits": r.fits} for r in rows
+        ]
+        write_text(asked.json, json.dumps(found, indent=1))
+    if best is None:
+        least = min(rows, key=lambda row: row.parts.total)
+        needed = f"{describe(least.layout)} with {least.options.describe()} needs {least.parts.total / GIB:.1f} GiB"
+        raise UserError(f"nothing fits: {needed}; lower --resolution, --tokens or --batch_size, or take more GPUs")
+    lines = list(settings(best)) or ["# nothing to set"]
+    script = "train_llm.py" if full else "train_lora.py"
+    within = asked.gpus_per_machine or asked.gpus
+    nodes = f"--nnodes {asked.gpus // within} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    start = f"torchrun {nodes if asked.gpus > within else ''}--nproc-per-node {within}"
+    console.print("\n" + "\n".join(lines))
+    console.print(f"{start if asked.gpus > 1 else 'python'} {script} --config_file ...")
+
+
+if __name__ == "__main__":
+    main()
