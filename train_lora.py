@@ -50,15 +50,16 @@ from library.training.instruction.sampling import answer_sampler
 from library.training.instruction.step import held_out_dialogues
 from library.training.loop import Trainer
 from library.training.memory import advice
+from library.training.memory_choice import rehearsed
 from library.training.metrics import MetricsStream
 from library.training.network_plan import plan_network
 from library.training.nonfinite import FaultPolicy
 from library.training.preflight import check_against_model, check_before_loading, check_saved
-from library.training.prepare import base_dtype, prepare_data, prepare_networks
+from library.training.prepare import base_dtype, cache_data, prepare_networks, read_data
 from library.training.progress import TrainingProgress, print_summary, run_summary
 from library.training.prompt_pictures import check_pictures
 from library.training.prompts import SamplePrompt, check_steering, read_prompts
-from library.training.rehearsal import planned_rehearsal
+from library.training.rehearsal import Rehearsal
 from library.training.requests import how_to_go_on
 from library.training.resume import AUTO, resolve_resume
 from library.training.run import prepare_run
@@ -114,12 +115,13 @@ def train(config: TrainConfig) -> RunEvents:
     check_against_model(config, family, plan, text_encoder, finished_too=auto)
     upload = build_upload(config.hub, accelerator, console, config.saving.output_dir, bool(config.training.resume))
 
-    rehearsal = planned_rehearsal(config, family, plan, text_encoder, dtype, accelerator, console)
-    # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
-    data = prepare_data(
-        config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, prompts, console,
-        family.conditioning, family.most_references, rehearsal,
+    data = read_data(
+        config.dataset, config.training, config.flow, image_encoder, accelerator, console, family.conditioning,
+        family.most_references,
     )  # fmt: skip
+    config = rehearsed(Rehearsal(config, family, plan, text_encoder, dtype, accelerator, data), console)
+    # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
+    cache_data(data, config.dataset, image_encoder, text_encoder, accelerator, prompts, console)
     teacher = prepare_teacher(config, data, accelerator, console)
     networks = prepare_networks(
         family, text_encoder, plan, config.network, config.training, dtype, accelerator.device, console, fp8,

@@ -24,7 +24,7 @@ from library.data.dataset import TrainingData
 from library.errors import exit_on_user_error
 from library.models.registry import model_family
 from library.training.base_precision import text_encoder_recipe
-from library.training.prepare import base_dtype, prepare_data
+from library.training.prepare import base_dtype, cache_data, read_data
 from library.training.prompt_pictures import check_pictures
 from library.training.prompts import SamplePrompt, check_steering, read_prompts
 
@@ -46,10 +46,12 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
         console.print(f"note: {remark}")
     check_pictures(prompts, family.conditioning, family.most_references)
-    return prepare_data(
-        config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, prompts, console,
-        family.conditioning, family.most_references,
+    data = read_data(
+        config.dataset, config.training, config.flow, image_encoder, accelerator, console, family.conditioning,
+        family.most_references,
     )  # fmt: skip
+    cache_data(data, config.dataset, image_encoder, text_encoder, accelerator, prompts, console)
+    return data
 
 
 @exit_on_user_error

@@ -24,10 +24,12 @@ from library.files import write_text
 from library.models.registry import model_family
 from library.training.base_precision import plan_fp8, text_encoder_recipe
 from library.training.lr_range import RangeTest, as_lines, draw, refuse_own_rates, sweep
+from library.training.memory_choice import rehearsed
 from library.training.network_plan import plan_network
 from library.training.preflight import check_before_loading
-from library.training.prepare import base_dtype, prepare_data, prepare_networks
+from library.training.prepare import base_dtype, cache_data, prepare_networks, read_data
 from library.training.progress import counting, shown_path
+from library.training.rehearsal import Rehearsal
 from library.training.run import prepare_run
 from networks.targets import TARGETS
 
@@ -50,10 +52,12 @@ def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) ->
     image_encoder = family.load_image_encoder(dtype, accelerator.device)
     fp8 = plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)
     text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
-    data = prepare_data(
-        config.dataset, config.training, config.flow, image_encoder, text_encoder, accelerator, [], console,
-        family.conditioning, family.most_references,
+    data = read_data(
+        config.dataset, config.training, config.flow, image_encoder, accelerator, console, family.conditioning,
+        family.most_references,
     )  # fmt: skip
+    config = rehearsed(Rehearsal(config, family, plan, text_encoder, dtype, accelerator, data), console)
+    cache_data(data, config.dataset, image_encoder, text_encoder, accelerator, [], console)
     networks = prepare_networks(
         family, text_encoder, plan, config.network, config.training, dtype, accelerator.device, console, fp8
     )

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from library.config.instruction_schema import InstructionTrainConfig
+from library.config.memory_schema import recomputation_conflicts
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
 from library.config.parallel_schema import parallel_conflicts
 from library.config.pipeline_conflicts import pipeline_conflicts
-from library.config.recomputation_schema import recomputation_conflicts
 from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, TrainConfig
 from library.config.section import Section
 from library.config.tensor_conflicts import tensor_conflicts
@@ -20,7 +20,7 @@ from library.config.tensor_conflicts import tensor_conflicts
 
 def find_conflicts(config: TrainConfig) -> Iterator[str]:
     """Yield every conflict among the options, as one line with its remedy."""
-    rules: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (_model, _parity, _flow, _sampling)
+    rules: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (_model, _parity, _flow, _sampling, _memory)
     for rule in rules:
         yield from rule(config)
     yield from shared_conflicts(config)
@@ -80,6 +80,20 @@ def _precision(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     wanted = {"bf16": "bf16", "fp16": "fp16"}.get(base)
     if wanted and training.mixed_precision != wanted:
         yield f'base_dtype: {base} weights need an {base} forward pass; set mixed_precision = "{wanted}"'
+
+
+def _memory(config: TrainConfig) -> Iterator[str]:
+    training = config.training
+    if training.memory == "manual":
+        return
+    policy = ("gradient_checkpointing", "checkpoint_keep_mb", "cpu_offload_checkpointing", "blocks_to_swap")
+    for key in policy:
+        if getattr(training, key):
+            yield f'{key}: memory = "auto" chooses it; remove one of them'
+    if training.preflight is not None:
+        yield 'preflight: memory = "auto" takes its steps in any case; remove it'
+    if config.parallel.splits_model:
+        yield 'memory: "auto" tries the whole model on each device; remove it, or the split'
 
 
 def _faults(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:

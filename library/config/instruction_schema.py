@@ -29,6 +29,7 @@ OF_IMAGES = frozenset(
         "blocks_to_swap",
         "fp8_keep",
         "fp8_text_encoder",
+        "memory",
         "network_train_text_encoder_only",
         "preflight",
         "prior_loss_weight",

@@ -12,10 +12,10 @@ from pydantic import Field
 
 from library.config.keys import Script
 from library.config.load import load_for
+from library.config.memory_schema import RecomputationKeys, recomputation_conflicts
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
 from library.config.parallel_schema import ParallelConfig, parallel_conflicts
 from library.config.pipeline_conflicts import llm_pipeline_conflicts
-from library.config.recomputation_schema import RecomputationKeys, recomputation_conflicts
 from library.config.schema import AccelerateConfig, LoggingConfig, OptimizerConfig
 from library.config.section import Fraction, NotNegative, Positive, Section
 from library.config.tensor_conflicts import llm_tensor_conflicts

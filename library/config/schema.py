@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from library.config.memory_schema import MemoryKeys
 from library.config.parallel_schema import ParallelConfig
-from library.config.recomputation_schema import RecomputationKeys
 from library.config.section import Fraction, NotNegative, Positive, Section
 
 
@@ -204,17 +204,12 @@ class OptimizerConfig(Section):
         return [value] if isinstance(value, int | float | str) else value
 
 
-class TrainingConfig(RecomputationKeys):
+class TrainingConfig(MemoryKeys):
     """How long, in what precision, from which seed."""
 
     max_train_steps: Positive = Field(1600, description="optimizer steps")
     max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
     gradient_accumulation_steps: Positive = Field(1, description="batches per optimizer step")
-    blocks_to_swap: Annotated[int, Field(ge=0)] = Field(
-        0,
-        description="blocks whose frozen weights stay in host memory and are copied in as they run; at most 35 of "
-        "FLUX, 58 of Qwen-Image, 28 of Z-Image",
-    )
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     full_bf16: bool = Field(False, description="LoRA weights in bf16 too, updated with stochastic rounding")
     seed: int = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")

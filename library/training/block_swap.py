@@ -74,11 +74,9 @@ def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, dev
     Raises:
         UserError: ``swapped`` is more than the model allows.
     """
-    kinds: dict[type[nn.Module], list[nn.Module]] = {}
-    for block in blocks:
-        kinds.setdefault(type(block), []).append(block)
-    counts = swapped_per_kind([len(kind) for kind in kinds.values()], swapped)
-    chosen = [_spread(kind, count) for kind, count in zip(kinds.values(), counts, strict=True)]
+    kinds = kinds_of(blocks)
+    counts = swapped_per_kind([len(kind) for kind in kinds], swapped)
+    chosen = [_spread(kind, count) for kind, count in zip(kinds, counts, strict=True)]
     for block in (block for ring in chosen for block in ring):
         _keep_weights_from_autograd(block)
     tensors = [[_movable(block) for block in ring] for ring in chosen]
@@ -93,18 +91,32 @@ def swapped_per_kind(sizes: Sequence[int], swapped: int) -> list[int]:
     Raises:
         UserError: less than the ring would be left of a kind; the message names the largest possible number.
     """
-    assert len(sizes) in (1, 2), f"no rule for {len(sizes)} kinds of blocks"
+    most = most_swapped(sizes)
+    if swapped > most:
+        raise UserError(f"blocks_to_swap: {swapped} is more than this model allows; set at most {most}")
+    return _shares(swapped, len(sizes))
 
-    def share(n: int) -> list[int]:
-        return [n] if len(sizes) == 1 else [n // 2, 2 * (n - n // 2)]
+
+def most_swapped(sizes: Sequence[int]) -> int:
+    """Return the largest N for which the ring is left of each kind, ``sizes`` being the blocks there are."""
 
     def fits(n: int) -> bool:
-        return all(count <= size - RING for count, size in zip(share(n), sizes, strict=True))
+        return all(count <= size - RING for count, size in zip(_shares(n, len(sizes)), sizes, strict=True))
 
-    if not fits(swapped):
-        most = next((n for n in range(swapped, 0, -1) if fits(n)), 0)
-        raise UserError(f"blocks_to_swap: {swapped} is more than this model allows; set at most {most}")
-    return share(swapped)
+    return next((n for n in range(sum(sizes), 0, -1) if fits(n)), 0)
+
+
+def kinds_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the blocks of each class, in running order."""
+    kinds: dict[type[nn.Module], list[nn.Module]] = {}
+    for block in blocks:
+        kinds.setdefault(type(block), []).append(block)
+    return list(kinds.values())
+
+
+def _shares(swapped: int, kinds: int) -> list[int]:
+    assert kinds in (1, 2), f"no rule for {kinds} kinds of blocks"
+    return [swapped] if kinds == 1 else [swapped // 2, 2 * (swapped - swapped // 2)]
 
 
 class Ring:

@@ -161,13 +161,13 @@ def measured_parts(run: Run, blocks: list[nn.Module], activations: int, device: 
 
 
 def suggestions(
-    parts: Parts, limit: int, config: TrainConfig, blocks: int, batch_size: int, hidden: int, can_swap: bool
+    parts: Parts, limit: int, config: TrainConfig, blocks: int, batch_size: int, hidden: int, swappable: int
 ) -> list[tuple[str, int, bool]]:
     """Return settings that take less, each with its estimated total and whether that fits into ``limit``.
 
     Estimates: recomputing keeps every block's input (``hidden`` bytes) and one block's activations; a swapped block's
     weights leave the device; fp8 keeps one byte a weight; activations are proportional to the batch; 8-bit optimizers
-    keep two bytes a weight where AdamW keeps eight. ``can_swap``: host memory is another memory than the device's.
+    keep two bytes a weight where AdamW keeps eight. ``swappable``: the largest ``blocks_to_swap``.
     """
     training, estimates = config.training, list[tuple[str, int]]()
 
@@ -179,8 +179,8 @@ def suggestions(
     recomputed = hidden * blocks + parts.activations // max(blocks, 1)
     if not training.gradient_checkpointing and recomputed < parts.activations:
         estimates.append(("gradient_checkpointing = true", less(activations=recomputed)))
-    most = max(blocks - 2, 0)
-    can_swap = can_swap and bool(parts.block) and not training.blocks_to_swap and most > 0
+    most = swappable
+    can_swap = bool(parts.block) and not training.blocks_to_swap and most > 0
     if can_swap:
         over = parts.total - limit
         needed = min(most, max(1, -(-over // parts.block) if over > 0 else 1))

@@ -9,7 +9,7 @@ loading is a function on the model: inject the LoRA, set the memory policy, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,33 +59,25 @@ def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfi
     return _DTYPES[{"no": "fp32"}.get(training.mixed_precision, training.mixed_precision) if name == "auto" else name]
 
 
-def prepare_data(
+def read_data(
     arguments: DatasetArguments,
     training: TrainingConfig,
     flow: FlowConfig,
     image_encoder: ImageEncoder,
-    text_encoder: TextEncoder,
     accelerator: Accelerator,
-    prompts: Sequence[SamplePrompt],
     console: Console,
     conditioning: ConditionKind = "none",
     most_references: int | None = None,
-    rehearse: Callable[[TrainingData], None] | None = None,
 ) -> TrainingData:
-    """Read the dataset and make sure that every latent and text embedding it needs is cached.
-
-    With several processes each encodes its share. An encoder's weights are read only if something is missing, and
-    are let go before this returns.
+    """Read the dataset and look it over; nothing is encoded yet.
 
     Args:
         arguments, training, flow: settings.
-        image_encoder, text_encoder: load their weights at the first use.
+        image_encoder: its sizes are asked for, its weights are not read.
         accelerator: rank and barrier.
-        prompts: sample prompts, whose texts are encoded too.
-        console: where progress is shown.
+        console: where the dataset is described.
         conditioning: what the model is given besides a caption.
         most_references: control pictures that it takes at most; None for any number.
-        rehearse: called before anything is encoded.
 
     Raises:
         UserError: see ``build_dataset``; a seam without masks; more control pictures than the model takes.
@@ -103,8 +95,23 @@ def prepare_data(
     check_references(data, most_references)
     console.print(data.describe())
     look_over(data, arguments.strict_dataset, accelerator, console)
-    if rehearse is not None:
-        rehearse(data)
+    return data
+
+
+def cache_data(
+    data: TrainingData,
+    arguments: DatasetArguments,
+    image_encoder: ImageEncoder,
+    text_encoder: TextEncoder,
+    accelerator: Accelerator,
+    prompts: Sequence[SamplePrompt],
+    console: Console,
+) -> None:
+    """Make sure that every latent and text embedding that ``data`` and ``prompts`` need is cached.
+
+    With several processes each encodes its share. An encoder's weights are read only if something is missing, and
+    are let go before this returns.
+    """
     rank, world = accelerator.process_index, accelerator.num_processes
     if accelerator.is_main_process:
         tidy(data.cache_folders, console.print)
@@ -116,7 +123,6 @@ def prepare_data(
         data.cache_text(text_encoder, texts, arguments.text_encoder_batch_size, progress, rank, world)
         text_encoder.release()
     accelerator.wait_for_everyone()
-    return data
 
 
 def look_over(data: TrainingData, strict: bool, accelerator: Accelerator, console: Console) -> None:

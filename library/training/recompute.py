@@ -10,7 +10,7 @@ from library.nn.host_offload import HostOffload
 from library.nn.recomputation import Recomputation
 
 if TYPE_CHECKING:
-    from library.config.recomputation_schema import RecomputationKeys
+    from library.config.memory_schema import RecomputationKeys
 
 
 def recompute_blocks(model: Any, blocks: int, training: RecomputationKeys, device: torch.device) -> None:

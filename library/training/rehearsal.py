@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,7 @@ from library.data.text_cache import TextJob
 from library.errors import UserError
 from library.randomness import generator
 from library.training.base_precision import plan_fp8
+from library.training.block_swap import kinds_of, most_swapped
 from library.training.checkpoint import Position
 from library.training.memory import (
     Parts,
@@ -48,94 +49,142 @@ from library.training.update_guard import UpdateGuard
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from library.config.schema import TrainConfig
+    from library.config.schema import TrainConfig, TrainingConfig
     from library.data.dataset import TrainingData
     from library.models.protocol import Family, TextEncoder
-    from library.precision.loading import Fp8Loading
     from library.training.network_plan import NetworkPlan
 
 Stub = dict[str, Tensor]
 _SHARES = (4, 2)  # the first steps have so many times shorter sides
 
 
-def planned_rehearsal(
-    config: TrainConfig,
-    family: Family,
-    plan: NetworkPlan,
-    text_encoder: TextEncoder,
-    dtype: torch.dtype,
-    accelerator: Accelerator,
-    console: Console,
-) -> Callable[[TrainingData], None] | None:
-    """Return :func:`rehearse` for this run if it is asked for, or not denied on a GPU; else None."""
-    device, asked = accelerator.device, config.training.preflight
-    if not (device.type == "cuda" if asked is None else asked):
-        return None
-    fp8 = partial(plan_fp8, config.precision, family.fp8_layout(), config.training.seed, device)
-    return partial(rehearse, config, family, plan, text_encoder, fp8, dtype, accelerator, console)
+@dataclass(frozen=True)
+class Trial:
+    """What a step took.
+
+    Attributes:
+        parts: in bytes; None if not even small steps could be taken.
+        fits: the step was taken, or on a CPU is estimated to fit.
+        blocks, swappable: of the transformer, and how many of them may be swapped; 0 where host memory is the same.
+    """
+
+    parts: Parts | None
+    fits: bool
+    blocks: int = 0
+    swappable: int = 0
+
+    def within(self, share: float, limit: int) -> bool:
+        """Whether the step fits with room to spare: into ``share`` of ``limit``."""
+        return self.fits and self.parts is not None and self.parts.total <= share * limit
 
 
-def rehearse(
-    config: TrainConfig,
-    family: Family,
-    plan: NetworkPlan,
-    text_encoder: TextEncoder,
-    fp8: Callable[[], Fp8Loading],
-    dtype: torch.dtype,
-    accelerator: Accelerator,
-    console: Console,
-    data: TrainingData,
-) -> None:
+@dataclass(frozen=True)
+class Rehearsal:
+    """Takes steps ahead of a run, at its largest bucket.
+
+    Attributes:
+        config, family, plan, text_encoder, dtype, accelerator, data: of the run.
+    """
+
+    config: TrainConfig
+    family: Family
+    plan: NetworkPlan
+    text_encoder: TextEncoder
+    dtype: torch.dtype
+    accelerator: Accelerator
+    data: TrainingData
+
+    @cached_property
+    def limit(self) -> int:
+        """Bytes that there are, for this and every other process."""
+        device = self.accelerator.device
+        limits = torch.tensor([available_bytes(device)], dtype=torch.int64, device=device)
+        return int(self.accelerator.gather(limits).min())  # all processes decide alike
+
+    @cached_property
+    def bucket(self) -> tuple[Sample, int]:
+        """A sample of the largest bucket, and the batch size there."""
+        return largest(self.data, self.family)
+
+    @property
+    def what(self) -> str:
+        """The batch in words."""
+        sample, size = self.bucket
+        width, height = sample.fit.bucket
+        return f"{size} at {width}x{height}"
+
+    @cached_property
+    def _text(self) -> Stub:
+        return _text(self.text_encoder, self.data, self.bucket[0])
+
+    def trial(self, training: TrainingConfig) -> Trial:
+        """Take real steps under the memory policy of ``training``; everything is let go of again."""
+        config, family, data, accelerator = self.config, self.family, self.data, self.accelerator
+        device, (sample, size) = accelerator.device, self.bucket
+        config = config.model_copy(update={"training": training})
+        parts: Parts | None = None
+        with _unnoticed(accelerator):
+            try:
+                text = self._text
+                fp8 = plan_fp8(config.precision, family.fp8_layout(), training.seed, device)
+                networks = prepare_networks(
+                    family, self.text_encoder, self.plan, config.network, training, self.dtype, device,
+                    Console(quiet=True), fp8,
+                )  # fmt: skip
+                run = prepare_run(config, family, self.plan, networks, data, accelerator)
+                small, parts = (
+                    _measured(run, family, networks, _batch(data, family, sample, text, size, share))
+                    for share in _SHARES
+                )
+                parts = replace(parts, activations=_extrapolated(data, family, sample, small, parts))
+                # a GPU says itself when it is full
+                fits = parts.total <= self.limit * (1.2 if device.type == "cuda" else 1.0)
+                if fits:
+                    parts = _measured(run, family, networks, _batch(data, family, sample, text, size, 1))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                fits = False
+            blocks = family.blocks(networks.transformer) if parts is not None else []
+            swappable = most_swapped([len(kind) for kind in kinds_of(blocks)]) if device.type != "cpu" else 0
+            trial = Trial(parts, fits, len(blocks), swappable)
+            run = networks = blocks = None  # type: ignore[assignment]
+        return trial
+
+    def refuse(self, trial: Trial, remedy: str) -> UserError:
+        """Return the error with which a run ends whose step does not fit."""
+        if trial.parts is None:
+            return UserError(
+                f"preflight: not even the model fits into {in_words(self.limit)}; set fp8_scaled = true or "
+                "blocks_to_swap"
+            )
+        needed = in_words(trial.parts.total)
+        return UserError(f"preflight: a step of {self.what} needs about {needed} of {in_words(self.limit)}; {remedy}")
+
+
+def preflight(rehearsal: Rehearsal, console: Console) -> None:
     """Take real steps at the largest bucket and print what they take, by part.
 
     Raises:
         UserError: they do not fit; it names the settings that would, by estimate.
     """
-    device = accelerator.device
-    sample, size = largest(data, family)
-    width, height = sample.fit.bucket
-    what = f"{size} at {width}x{height}"
-    limits = torch.tensor([available_bytes(device)], dtype=torch.int64, device=device)
-    limit = int(accelerator.gather(limits).min())  # all processes decide alike
-    with _unnoticed(accelerator):
-        parts: Parts | None = None
-        try:
-            text = _text(text_encoder, data, sample)
-            quiet = Console(quiet=True)
-            networks = prepare_networks(
-                family, text_encoder, plan, config.network, config.training, dtype, device, quiet, fp8()
-            )
-            run = prepare_run(config, family, plan, networks, data, accelerator)
-            small, parts = (
-                _measured(run, family, networks, _batch(data, family, sample, text, size, share)) for share in _SHARES
-            )
-            parts = replace(parts, activations=_extrapolated(data, family, sample, small, parts))
-            fits = parts.total <= limit * (1.2 if device.type == "cuda" else 1.0)  # a GPU says itself when it is full
-            if fits:
-                parts = _measured(run, family, networks, _batch(data, family, sample, text, size, 1))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            fits = False
-        blocks = len(family.blocks(networks.transformer)) if parts is not None else 0
-        run = networks = None  # type: ignore[assignment]
+    config, limit = rehearsal.config, rehearsal.limit
+    trial = rehearsal.trial(config.training)
+    parts = trial.parts
     if parts is None:
-        raise UserError(
-            f"preflight: not even the model fits into {in_words(limit)}; set fp8_scaled = true or blocks_to_swap"
-        )
-    hidden = _hidden(parts, blocks)
-    others = suggestions(parts, limit, config, blocks, size, hidden, device.type != "cpu")
-    console.print(f"preflight: a step of {what} takes {parts.describe()}, of {in_words(limit)}", soft_wrap=True)
-    if fits and parts.total <= 0.95 * limit:
+        raise rehearsal.refuse(trial, "")
+    hidden = _hidden(parts, trial.blocks)
+    others = suggestions(parts, limit, config, trial.blocks, rehearsal.bucket[1], hidden, trial.swappable)
+    console.print(
+        f"preflight: a step of {rehearsal.what} takes {parts.describe()}, of {in_words(limit)}", soft_wrap=True
+    )
+    if trial.within(0.95, limit):
         return
     for name, total, would_fit in others:
         console.print(f"  with {name}: about {in_words(total)}, {'fits' if would_fit else 'does not fit'}")
-    if not fits:
+    if not trial.fits:
         fitting = [name for name, _, would_fit in others if would_fit]
-        remedy = f"set {fitting[0]}" if fitting else "lower resolution, or use a larger device"
-        raise UserError(
-            f"preflight: a step of {what} needs about {in_words(parts.total)} of {in_words(limit)}; {remedy}"
-        )
+        raise rehearsal.refuse(trial, f"set {fitting[0]}" if fitting else "lower resolution, or use a larger device")
 
 
 def largest(data: TrainingData, family: Family) -> tuple[Sample, int]:

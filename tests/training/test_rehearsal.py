@@ -162,7 +162,7 @@ def test_estimates_add_up() -> None:
         precision = type("P", (), {"fp8_base": False, "fp8_scaled": False})
         optimizer = type("O", (), {"optimizer_type": "AdamW"})
 
-    told = {name: total for name, total, _ in suggestions(parts, 1200, Config, 10, 2, 3, True)}  # type: ignore[arg-type]
+    told = {name: total for name, total, _ in suggestions(parts, 1200, Config, 10, 2, 3, 8)}  # type: ignore[arg-type]
     assert told["gradient_checkpointing = true"] == 1080 + 3 * 10 + 300 // 10
     assert told["blocks_to_swap = 4"] == 1380 - 4 * 50  # 180 too much, 50 a block
     assert told["fp8_scaled = true"] == 1380 - 200

@@ -1,9 +1,9 @@
-"""The keys of all trainers that say what is computed again in backward instead of kept."""
+"""The keys that say what lies where in a step: computed again in backward instead of kept, or in host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -26,6 +26,21 @@ class RecomputationKeys(Section):
     )
     cpu_offload_checkpointing: bool = Field(
         False, description="with gradient_checkpointing, keep the blocks' inputs in host memory until backward"
+    )
+
+
+class MemoryKeys(RecomputationKeys):
+    """The same for models that a LoRA of images is trained on."""
+
+    blocks_to_swap: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="blocks whose frozen weights stay in host memory and are copied in as they run; at most 35 of "
+        "FLUX, 58 of Qwen-Image, 28 of Z-Image",
+    )
+    memory: Literal["manual", "auto"] = Field(
+        "manual",
+        description="manual: as the keys above say; auto: take real steps before anything is cached, and choose the "
+        "fastest of gradient_checkpointing, checkpoint_keep_mb, cpu_offload_checkpointing and blocks_to_swap that fits",
     )
 
 
