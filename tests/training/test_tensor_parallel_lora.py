@@ -114,7 +114,7 @@ def test_what_is_not_made_for_parts_of_layers_is_refused(section: str, settings:
 def test_replicas_and_split_parts_go_beside(base: Path, place: Path, tmp_path: Path, layout: dict[str, int]) -> None:  # noqa: F811
     processes = 8 if "dp" in layout else 4
     shares = processes // layout["tp"]
-    images = write_dataset(tmp_path / "images", text="batch_size = 1\nvalidation_split = 0.25\nvalidation_seed = 1")
+    images = write_dataset(tmp_path / "images", text="batch_size = 1")  # two steps of four
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red disc --w 64 --h 64 --s 2 --d 1\n")
     settings = SETTINGS | {"sample_prompts": prompts, "fp8_scaled": True, "max_train_steps": 2}
