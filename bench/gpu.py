@@ -160,6 +160,8 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
             "fp8_scaled_mm_over_bf16": (f"{family}, b1, tandem, fp8 scaled_mm, checkpointing", saved),
             "fp8_dequant_over_bf16": (f"{family}, b1, tandem, fp8 dequant, checkpointing", saved),
             "swap_16_over_none": (f"{family}, b1, tandem, bf16, checkpointing, swap 16", saved),
+            "keep_8192_over_none": (f"{family}, b1, tandem, bf16, checkpointing, keep 8192", saved),
+            "offload_over_none": (f"{family}, b1, tandem, bf16, checkpointing, offload", saved),
             "compiled_over_eager": (f"{family}, b1, tandem, bf16, checkpointing, compiled", saved),
         }
         for name, (one, other) in pairs.items():

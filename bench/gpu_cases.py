@@ -25,6 +25,7 @@ class GpuCase:
         base: the frozen weights and how they are multiplied; ``fp8 cast`` is what the kohya trainers do, weights
             cast to fp8 without scales, cast up for each product.
         checkpointing: every block is recomputed in backward.
+        every, kept_mb, offloaded: with it, checkpoint_every_n_blocks, checkpoint_keep_mb, cpu_offload_checkpointing.
         swapped: blocks_to_swap.
         compiled: regional compilation.
     """
@@ -34,6 +35,9 @@ class GpuCase:
     batch: int = 1
     base: Base = "bf16"
     checkpointing: bool = False
+    every: int = 1
+    kept_mb: int = 0
+    offloaded: bool = False
     swapped: int = 0
     compiled: bool = False
 
@@ -41,6 +45,9 @@ class GpuCase:
         """Return the row's name."""
         memory = [
             "checkpointing" if self.checkpointing else "",
+            f"every {self.every}" if self.every > 1 else "",
+            f"keep {self.kept_mb}" if self.kept_mb else "",
+            "offload" if self.offloaded else "",
             f"swap {self.swapped}" if self.swapped else "",
             "compiled" if self.compiled else "",
         ]
@@ -62,6 +69,8 @@ def cases(families: list[str]) -> list[GpuCase]:
             plain,
             replace(plain, trainer="peft"),
             replace(saved, swapped=16),
+            replace(saved, kept_mb=8192),
+            replace(saved, offloaded=True),
             replace(saved, compiled=True),
             replace(saved, trainer="peft", compiled=True),
             replace(saved, base="fp8 scaled_mm", compiled=True),
@@ -71,6 +80,8 @@ def cases(families: list[str]) -> list[GpuCase]:
             replace(saved, batch=4, trainer="peft"),
             replace(saved, batch=4, base="fp8 scaled_mm"),
             replace(plain, swapped=16),
+            replace(saved, every=2),
+            replace(saved, base="fp8 dequant", swapped=16, offloaded=True),
             replace(saved, base="fp8 dequant", compiled=True),
             replace(plain, base="fp8 dequant"),
         ]
@@ -92,10 +103,22 @@ def build(case: GpuCase, device: torch.device, tiny: bool) -> LoraStep:
     transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(device))
     trained = _peft(case, transformer) if case.trainer == "peft" else _tandem(case, transformer, device, tiny)
     if case.checkpointing:
-        transformer.enable_gradient_checkpointing()
+        transformer.enable_gradient_checkpointing(_recomputation(case, transformer, device))
     if case.compiled:
         transformer.compile_repeated_blocks(backend="eager" if tiny else "inductor")
     return LoraStep(transformer, trained, call_transformer, family.inputs(sizes, device), autocast=True)
+
+
+def _recomputation(case: GpuCase, transformer: Any, device: torch.device) -> Any:
+    """Return what calls the blocks; None for what diffusers does."""
+    if case.trainer == "peft":
+        return None
+    from library.nn.host_offload import HostOffload
+    from library.nn.recomputation import Recomputation
+
+    blocks = len(FAMILIES[case.family].blocks(transformer))
+    offload = HostOffload(device) if case.offloaded else None
+    return Recomputation(blocks, case.every, case.kept_mb * 2**20, offload)
 
 
 def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -> list[torch.nn.Parameter]:
