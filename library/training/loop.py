@@ -27,7 +27,7 @@ from library.training.checkpoint import Position
 from library.training.distance_watch import DistanceWatch
 from library.training.lr_tracker import distance_starts, read_learning_rates
 from library.training.memory import when_memory_runs_out
-from library.training.metrics import MetricsStream, peak_memory_bytes
+from library.training.metrics import MetricsStream, of_each_process, peak_memory_bytes
 from library.training.nonfinite import FaultPolicy, leave_out, out_of_memory
 from library.training.progress import TrainingProgress
 from library.training.run import Run
@@ -97,7 +97,7 @@ class Trainer:
             with when_memory_runs_out(partial(self._out_of_memory, batch)):
                 loss, figures, grad_norm = self._batch(batch)
             position.batches += data_share(accelerator)[1]
-            record.add(loss, figures, waited)
+            record.add(loss, figures, waited, len(batch))
             if not accelerator.sync_gradients:
                 continue
             position.step += 1
@@ -188,12 +188,13 @@ class _Record:
         self.ema: Tensor | None = None
         self._losses: list[Tensor] = []
         self._figures: list[Tensor] = []
-        self._steps, self._waited, self._busy = 0, 0.0, 0.0
+        self._steps, self._samples, self._waited, self._busy = 0, 0, 0.0, 0.0
         self._loss = self._grad_norm = torch.zeros(())
         self._clock = time.perf_counter()
 
-    def add(self, loss: Tensor, figures: Tensor, waited: float) -> None:
+    def add(self, loss: Tensor, figures: Tensor, waited: float, samples: int) -> None:
         """Take in one batch."""
+        self._samples += samples
         self._losses.append(loss)
         self._figures.append(figures)
         self._waited += waited
@@ -231,11 +232,16 @@ class _Record:
             "loss_ema": ema_value,
             "grad_norm": grad_norm,
             self._figure: float(torch.cat(self._figures).mean()),
+        }
+        speed = {
+            "samples_per_s": self._samples / self._busy,
             "s_per_it": self._busy / self._steps,
             "data_wait_s": self._waited / self._steps,
         }
-        self._figures, self._steps, self._waited, self._busy = [], 0, 0.0, 0.0
-        return figures
+        self._figures, self._steps, self._samples, self._waited, self._busy = [], 0, 0, 0.0, 0.0
+        each = of_each_process(self._accelerator, speed | {"peak_mem_bytes": peak_memory_bytes()})
+        speed["samples_per_s"] *= data_share(self._accelerator)[1]  # of all
+        return figures | speed | each
 
 
 def _timed(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:

@@ -1,8 +1,9 @@
 """The run's numbers, once: ``metrics.jsonl``, and the same objects to the trackers.
 
 One flat JSON object a line, in order of steps; every plot and report reads this file. Keys: ``step epoch loss
-loss_ema lr/<group> d/<group> d*lr/<group> grad_norm sigma_mean s_per_it data_wait_s peak_mem_bytes`` in a
-training line, ``step val_loss`` in a validation line.
+loss_ema lr/<group> d/<group> d*lr/<group> grad_norm sigma_mean samples_per_s s_per_it data_wait_s
+peak_mem_bytes`` in a training line, ``step val_loss`` in a validation line. Of several processes a training line also
+has each one's own speed and memory, ``s_per_it/<rank>`` and so on: a slow one holds up all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,6 +86,15 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def of_each_process(accelerator: Accelerator, values: Mapping[str, float]) -> dict[str, float]:
+    """Return ``values`` of every process as ``<key>/<rank>``; nothing if there is but one. All have to come by."""
+    if accelerator.num_processes == 1:
+        return {}
+    own = torch.tensor([list(values.values())], dtype=torch.float64, device=accelerator.device)
+    everyone = accelerator.gather(own).tolist()
+    return {f"{key}/{rank}": row[i] for i, key in enumerate(values) for rank, row in enumerate(everyone)}
 
 
 def peak_memory_bytes() -> int:

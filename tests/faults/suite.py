@@ -226,7 +226,7 @@ def tensors(path: Path) -> bytes:
 
 def metrics(output: Path) -> list[dict[str, float]]:
     """Return the lines of ``metrics.jsonl`` without what the clock and the machine have a say in."""
-    changing = ("s_per_it", "data_wait_s", "peak_mem_bytes", "tokens_per_s")
+    changing = ("s_per_it", "data_wait_s", "peak_mem_bytes", "tokens_per_s", "samples_per_s")
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in changing} for line in lines]
 

@@ -27,7 +27,7 @@ from tests.runs import ROOT, run
 from tests.tiny import save_single_files
 from tests.tiny_qwen import tiny_qwen_pipeline
 
-# What a pass holds at its highest point is estimated within these of what torch's profiler counts (found: 0.90 to 1.27).
+# What a pass holds at its highest point is estimated within these of what torch's profiler counts; found: 0.90 to 1.27.
 LOW, HIGH = 0.85, 1.35
 FLUX = {
     "guidance_embeds": True,

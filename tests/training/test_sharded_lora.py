@@ -89,6 +89,23 @@ def test_two_processes_that_split_the_base_equal_one(runs: Path) -> None:
     assert sorted(path.name for path in (runs / "two/samples").iterdir()) == names
 
 
+def test_the_metrics_have_each_processs_own_speed_and_memory(runs: Path) -> None:
+    kinds = ("samples_per_s", "s_per_it", "data_wait_s", "peak_mem_bytes")
+    for folder, ranks in (("one", []), ("two", ["0", "1"])):
+        trained = [line for line in lines(runs / folder) if "loss" in line]
+        for line in trained:
+            assert [key for key in line if "/" in key and key.split("/")[0] in kinds] == [
+                f"{kind}/{rank}" for kind in kinds for rank in ranks
+            ]
+    # four batches of one image a step, of which each process has two; they wait for each other in every step
+    line = trained[-1]
+    assert line["samples_per_s"] * line["s_per_it"] == pytest.approx(4)
+    assert all(line[f"samples_per_s/{r}"] * line[f"s_per_it/{r}"] == pytest.approx(2) for r in ranks)
+    assert line["s_per_it/0"] == line["s_per_it"]
+    assert line["s_per_it/1"] == pytest.approx(line["s_per_it/0"], rel=0.5)
+    assert line["peak_mem_bytes/1"] > 2**20
+
+
 def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
     expected = lora(runs / "one")
     assert largest_difference(lora(runs / "there"), expected) < SAME_IN_FP32

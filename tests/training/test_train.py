@@ -43,7 +43,7 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
     steps = [line for line in _metrics(out) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     expected = {"step", "epoch", "loss", "loss_ema", "lr/lora", "grad_norm", "sigma_mean", "s_per_it", "data_wait_s"}
-    assert expected | {"peak_mem_bytes"} <= steps[0].keys()
+    assert expected | {"peak_mem_bytes", "samples_per_s"} <= steps[0].keys()
     validations = [line for line in _metrics(out) if "val_loss" in line]
     assert [line["step"] for line in validations] == [0, 4]
     assert events.val_loss == validations[-1]["val_loss"]

@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from library.accelerator import data_share
 from library.errors import UserError
 from library.llm.token_batches import TokenBatches
 from library.training.lr_tracker import read_learning_rates
-from library.training.metrics import MetricsStream, peak_memory_bytes
+from library.training.metrics import MetricsStream, of_each_process, peak_memory_bytes
 from library.training.pipeline.schedule import Pipeline
 from library.training.pretraining.split_model import clip_gradients, gradients_stay
 from library.training.pretraining.state import PretrainingPosition
@@ -204,6 +205,9 @@ class Pretrainer:
             "data_wait_s": waited,
             "peak_mem_bytes": peak_memory_bytes(),
         }
+        share = self.plan.tokens // data_share(self.accelerator)[1]
+        own = {"tokens_per_s": share / seconds, "s_per_it": seconds, "data_wait_s": waited}
+        values |= of_each_process(self.accelerator, own | {"peak_mem_bytes": values["peak_mem_bytes"]})
         if self.peak_flops is not None:
             speed = values["tokens_per_s"] * self.flops_per_token
             values["mfu"] = speed / (self.peak_flops * self.accelerator.num_processes)
