@@ -1,7 +1,8 @@
 """How a :class:`TransformerLM` is split among processes that compute it together (tensor parallelism).
 
 Every process has some heads and some of the feed-forward's middle: q, k, v, gate and up by outputs, the layers behind
-them by inputs (``library.nn.tensor_split``). Embedding, norms and head are whole everywhere.
+them by inputs (``library.nn.tensor_split``); and some tokens of embedding and head, if their number divides. Norms are
+whole everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from library.nn.tensor_split import Parts
 
 
 def lm_split_plan(config: LMConfig, processes: int, separate: bool) -> dict[str, Parts]:
-    """Return how each linear layer in the blocks is split.
+    """Return how each linear layer is split, and the embedding.
 
     Args:
         config: of the model.
@@ -38,7 +39,11 @@ def lm_split_plan(config: LMConfig, processes: int, separate: bool) -> dict[str,
             block |= {f"{name}.{part}": Parts(0, (count,)) for part, count in rows.items()}
         else:
             block[name] = Parts(0, tuple(rows.values()))
-    return {f"blocks.{i}.{name}": parts for i in range(config.layers) for name, parts in block.items()}
+    plan = {f"blocks.{i}.{name}": parts for i in range(config.layers) for name, parts in block.items()}
+    tokens = config.padded_vocab_size
+    if tokens % processes == 0:
+        plan |= {"embedding": Parts(0, (tokens,)), "lm_head": Parts(0, (tokens,), gathered=True)}
+    return plan
 
 
 def deal_out_heads(model: TransformerLM, processes: int) -> None:

@@ -8,6 +8,9 @@ with p = softmax(h W^T) and one-hot targets y
 
 so the gradients can be had in the forward pass: each product is made once, as in the plain computation. Compilers get
 the plain form. Softmax and sums are fp32 whatever the dtype of ``h``.
+
+Processes that have the head together (``library.nn.tensor_split``) each make the logits of their own tokens. A target's
+largest logit and sum of exponentials travel, and dh.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from library.nn.tensor_split import Split, sum_over
 
 _LOGITS = 1 << 22  # held at once: 16 MiB in fp32
 IGNORED = -100
@@ -38,7 +44,8 @@ def token_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, vocab_
     trained = rows.requires_grad or any(parameter.requires_grad for parameter in head.parameters())
     if torch.is_grad_enabled() and trained:
         if type(head) is nn.Linear and not torch.compiler.is_compiling():
-            return _Loss.apply(*_in_autocast_dtype(rows, head.weight), wanted, vocab_size) / count
+            split = getattr(head, "split", None)
+            return _Loss.apply(*_in_autocast_dtype(rows, head.weight), wanted, vocab_size, split) / count
         logits = head(rows)[:, :vocab_size].float()
         return F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum") / count
     total = rows.new_zeros((), dtype=torch.float32)
@@ -63,41 +70,65 @@ class _Loss(torch.autograd.Function):
     """Sum of the losses; its gradients wait for backward, which only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, split: Split | None
+    ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            return _Loss._forward(ctx, hidden, weight, targets, vocab_size)
+            return _Loss._forward(ctx, hidden, weight, targets, vocab_size, split)
 
     @staticmethod
-    def _forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        own = weight[:vocab_size]
+    def _forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, split: Split | None
+    ) -> Tensor:
+        first = 0 if split is None else split.group.rank() * weight.shape[0]  # the token of the first row here
+        tokens = min(max(vocab_size - first, 1), weight.shape[0])  # where all is padding, one row that is no target
+        own = weight[:tokens]
         total = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         parts = zip(*_split(hidden, targets, vocab_size), d_hidden.split(max(64, _LOGITS // vocab_size)), strict=True)
         for part, wanted, d_part in parts:
-            scores = F.log_softmax(F.linear(part, own).float(), dim=-1)
+            scores = _log_softmax(F.linear(part, own).float(), split, is_token=first < vocab_size)
             counts = wanted != IGNORED
-            places = wanted.where(counts, 0)[:, None]
-            total -= (scores.gather(1, places)[:, 0] * counts).sum()
+            here = counts & (wanted >= first) & (wanted < first + tokens)
+            places = (wanted - first).where(here, 0)[:, None]
+            total -= scores.gather(1, places)[:, 0].where(here, 0).sum()
             d_logits = scores.exp_()
-            d_logits.scatter_add_(1, places, -torch.ones_like(places, dtype=torch.float32))
+            d_logits.scatter_add_(1, places, -here[:, None].float())
             d_logits.mul_(counts[:, None])
             d_logits = d_logits.to(part.dtype)
             torch.mm(d_logits, own, out=d_part)
             if d_weight is None:  # the head is frozen
                 continue
             if d_logits.dtype == torch.float32:
-                d_weight[:vocab_size].addmm_(d_logits.t(), part)
+                d_weight[:tokens].addmm_(d_logits.t(), part)
             else:
-                d_weight[:vocab_size] += d_logits.t() @ part
+                d_weight[:tokens] += d_logits.t() @ part
+        if split is not None:
+            total, d_hidden = sum_over(split.group, total), sum_over(split.group, d_hidden)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
         scale = gradients[0]
         into_weight = None if d_weight is None else (d_weight * scale).to(ctx.dtype)
-        return d_hidden * scale.to(d_hidden.dtype), into_weight, None, None
+        return d_hidden * scale.to(d_hidden.dtype), into_weight, None, None, None
+
+
+def _log_softmax(logits: Tensor, split: Split | None, is_token: bool) -> Tensor:
+    """Return the logarithm of softmax over the logits [n, tokens] of all processes that have the head together.
+
+    ``is_token``: whether this process's are any.
+    """
+    if split is None:
+        return F.log_softmax(logits, dim=-1)
+    if not is_token:
+        logits = logits.fill_(-torch.inf)
+    largest = logits.amax(dim=-1, keepdim=True)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=split.group)
+    logits -= largest
+    return logits.sub_(sum_over(split.group, logits.exp().sum(dim=-1, keepdim=True)).log_())

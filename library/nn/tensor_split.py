@@ -90,7 +90,12 @@ def leaving(y: Tensor, split: Split | None) -> Tensor:
     """
     if split is None:
         return y
-    return _Leaving.apply(y, split.group) if split.dim == 1 else gathering(y, split)
+    return summed(y, split.group) if split.dim == 1 else gathering(y, split)
+
+
+def summed(y: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of ``y`` over the group, whose gradient is whole on every process."""
+    return _Leaving.apply(y, group)
 
 
 def gathering(y: Tensor, split: Split | None) -> Tensor:

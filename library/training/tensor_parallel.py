@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from library.accelerator import device_mesh, mesh_sizes, prepare_loader
 from library.errors import UserError
-from library.nn.tensor_split import Parts, Split, entering, leaving
+from library.nn.tensor_split import Parts, Split, entering, leaving, summed
 from library.precision.fp8_linear import Fp8Linear
 from networks.lora import LoRALinear
 
@@ -48,10 +48,12 @@ class Part(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split = Split(*self.parts, device_mesh.get_group())
         base = module.base if isinstance(module, LoRALinear) else module
-        assert isinstance(base, nn.Linear), f"{self.name} is a {type(base).__name__}"
+        assert isinstance(base, (nn.Linear, nn.Embedding)), f"{self.name} is a {type(base).__name__}"
         _cut(base, split, self.name)
         module.split = split  # type: ignore[assignment]
-        if isinstance(module, LoRALinear):
+        if isinstance(module, nn.Embedding):
+            module.__class__ = SplitEmbedding
+        elif isinstance(module, LoRALinear):
             pass  # it asks for the split itself
         elif split.dim == 1 and base.weight.requires_grad:
             module.__class__ = SummedLinear
@@ -60,6 +62,19 @@ class Part(ParallelStyle):
             module.register_forward_hook(lambda _, inputs, output: leaving(output, split))
         self.done.add(self.name)
         return module
+
+
+class SplitEmbedding(nn.Embedding):
+    """An embedding of which each process has some tokens' rows."""
+
+    split: Split
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the rows of ``tokens`` [...], [..., width]: this process's, and the others' from them."""
+        own = tokens - self.split.group.rank() * self.weight.shape[0]
+        here = (own >= 0) & (own < self.weight.shape[0])
+        rows = F.embedding(own.where(here, 0), self.weight)
+        return summed(rows * here[..., None].to(rows.dtype), self.split.group)
 
 
 class SummedLinear(nn.Linear):
@@ -140,14 +155,17 @@ def shard_blocks(
 
 
 @torch.no_grad()
-def _cut(layer: nn.Linear, split: Split, name: str) -> None:
+def _cut(layer: nn.Linear | nn.Embedding, split: Split, name: str) -> None:
     """Keep of a layer's weight, scale and bias what is this process's part."""
     weight = layer._parameters["weight"]
     assert weight is not None
-    assert weight.shape[split.dim] == sum(split.blocks), f"{name} is {tuple(weight.shape)}, the plan {split.blocks}"
     if isinstance(layer, Fp8Linear):
         _cut_scale(layer, split)
-    weight.data = _part(weight, split, split.dim)
+    if weight.shape[split.dim] * split.size != sum(split.blocks):  # else a head tied to the embedding, which was cut
+        assert weight.shape[split.dim] == sum(split.blocks), f"{name} is {tuple(weight.shape)}, the plan {split.blocks}"
+        weight.data = _part(weight, split, split.dim)
+    if isinstance(layer, nn.Embedding):
+        return
     layer.out_features, layer.in_features = weight.shape
     if layer.bias is not None and split.dim == 0:
         layer.bias.data = _part(layer.bias, split, 0)

@@ -38,9 +38,9 @@ def split_parameters(model: nn.Module) -> dict[str, _Cut]:
     found = {}
     for name, module in model.named_modules():
         split = getattr(module, "split", None)
-        if isinstance(split, Split) and isinstance(module, nn.Linear):
+        if isinstance(split, Split) and isinstance(module, (nn.Linear, nn.Embedding)):
             found[f"{name}.weight"] = _Cut(split, split.dim)
-            if module.bias is not None and split.dim == 0:
+            if split.dim == 0 and getattr(module, "bias", None) is not None:
                 found[f"{name}.bias"] = _Cut(split, 0)
     return found
 

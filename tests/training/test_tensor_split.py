@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -18,6 +20,7 @@ from library.config.schema import AccelerateConfig, LoggingConfig, NetworkConfig
 from library.errors import UserError
 from library.models import flux_attention, qwen_attention
 from library.models.transformer_files import split_plan
+from library.nn.cross_entropy import token_cross_entropy
 from library.nn.tensor_split import Parts
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
@@ -29,7 +32,7 @@ from networks.targets import TARGETS
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
-from tests.worker_group import run_in_group
+from tests.worker_group import Job, run_in_group
 
 # Relative to a tensor's norm. Sums of a hundred fp32 products in another order, through a few blocks: findings
 # measured 1e-6 for gradients; those of a layer early in the model come through all later ones.
@@ -107,11 +110,14 @@ def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
     return model, network
 
 
+def two_processes(folder: Path) -> Accelerator:
+    saving = SavingConfig(output_dir=str(folder))
+    return build_accelerator(AccelerateConfig(), TrainingConfig(), saving, LoggingConfig(), ParallelConfig(tp=2))
+
+
 def compute_together(folder: Path, case: str) -> None:
     """Write the output and the LoRA's gradients of two processes that have the layers together."""
-    saving = SavingConfig(output_dir=str(folder))
-    settings = (AccelerateConfig(), TrainingConfig(), saving, LoggingConfig(), ParallelConfig(tp=2))
-    accelerator = build_accelerator(*settings)
+    accelerator = two_processes(folder)
     model, network = with_lora(case, swap=True)
     kind = QwenImageTransformer2DModel if case == "qwen" else FluxTransformer2DModel
     split_layers(model, split_plan(kind, model.config, 2), device_mesh(accelerator)["tp"])
@@ -151,8 +157,9 @@ class _Called(nn.Module):
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("together")
-    said = run_in_group([(case, compute_together, (folder, case)) for case in BUILDERS], folder)
-    assert said == dict.fromkeys(BUILDERS, "")
+    jobs: list[Job] = [(case, compute_together, (folder, case)) for case in BUILDERS]
+    said = run_in_group([*jobs, ("loss", loss_together, (folder,))], folder)
+    assert said == dict.fromkeys([*BUILDERS, "loss"], "")
     return folder
 
 
@@ -165,9 +172,45 @@ def test_output_and_gradients_are_those_of_one_process_with_merged_weights(compu
         assert found.keys() == gradients.keys()
         largest = max(gradients.values(), key=lambda tensor: tensor.norm()).norm()
         wrong = {n: apart(found[n], g) for n, g in gradients.items() if g.norm() > 1e-4 * largest}
-        print(case, max(wrong.values()), apart(found_output, output), part / whole)
         assert max(wrong.values()) < SAME_IN_FP32
         assert part * 2 == whole
+
+
+def language_head(tokens: int) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Return an embedding and a head with 64 rows, what they are called with, and targets among ``tokens``."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64, bias=False))
+    given, targets = torch.randint(tokens, (2, 3, 7))
+    targets[0, 2] = -100
+    return model, given, targets
+
+
+def loss_together(folder: Path) -> None:
+    """Write loss and gradients where each process has 32 rows: of 50 tokens both have some, of 20 one has them all."""
+    mesh, plan = device_mesh(two_processes(folder))["tp"], {"0": Parts(0, (64,)), "1": Parts(0, (64,), gathered=True)}
+    found = []
+    for tokens in (50, 20):
+        model, given, targets = language_head(tokens)
+        split_layers(model, plan, mesh)
+        loss = token_cross_entropy(model[0](given), model[1], targets, tokens)
+        loss.backward()
+        with torch.no_grad():
+            again = token_cross_entropy(model[0](given), model[1], targets, tokens)
+        whole = [layer.split.whole(layer.weight.grad, 0) for layer in model]
+        found.append((loss.detach(), again, *whole))
+    torch.save(found, folder / f"loss{mesh.get_local_rank()}.pt")
+
+
+def test_a_vocabulary_is_split_and_the_loss_is_torchs(computed: Path) -> None:
+    for process in range(2):
+        for tokens, found in zip((50, 20), torch.load(computed / f"loss{process}.pt"), strict=True):
+            model, given, targets = language_head(tokens)
+            logits = model(given)[..., :tokens]
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss.backward()
+            expected = [loss.detach(), loss.detach(), *(p.grad for p in model.parameters())]
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)  # a few fp32 sums of 64 numbers
 
 
 def apart(found: Tensor, expected: Tensor) -> float:

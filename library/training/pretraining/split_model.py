@@ -1,7 +1,7 @@
 """Pretraining on layers that processes have together (``tp``): what is split and trained, its gradients and their norm.
 
-The parts of the blocks' weights are plain parameters of their own, with their own optimizer state; embedding, norms,
-head and the biases behind a sum are whole on every process. Replicas and ``shard`` are FSDP2's, over what ``tp`` left.
+The parts of weights are plain parameters of their own, with their own optimizer state; norms, learned positions and the
+biases behind a sum are whole on every process. Replicas and ``shard`` are FSDP2's, over what ``tp`` left.
 """
 
 from __future__ import annotations
