@@ -83,7 +83,7 @@ def train(config: LLMConfig) -> PretrainingEvents:
     optimizer = build_pretraining_optimizer(config.optimizer, bare, config.training.full_bf16, seed)
     schedule = build_schedule(config.optimizer.shared(), optimizer, plan.total)
     speed = flops_per_token(bare, context), peak_flops(device)
-    model, optimizer = share_out(accelerator, bare, optimizer)
+    model, optimizer = share_out(accelerator, config.parallel, bare, optimizer)
     pipeline = pipeline_of(bare, config.parallel, plan.accumulation)
     parts, settings = {"optimizer": optimizer, "schedule": schedule}, lasting_settings(config)
     position = PretrainingPosition()

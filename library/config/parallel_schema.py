@@ -30,6 +30,9 @@ class ParallelConfig(Section):
     schedule: Literal["1f1b", "gpipe"] = Field(
         "1f1b", description="of a pipeline: backward as soon as possible (1f1b), or after all forward passes (gpipe)"
     )
+    stage_balance: Literal["time", "weights"] = Field(
+        "time", description="what stages have as equal parts of as can be: work, or weights where memory is short"
+    )
 
     tp: Positive = Field(
         1, description="processes that have each large layer together, computing one batch (tensor parallelism)"

@@ -53,7 +53,7 @@ def llm_pipeline_conflicts(config: LLMConfig) -> Iterator[str]:
 
 def _conflicts(parallel: ParallelConfig, options: Options) -> Iterator[str]:
     if not parallel.is_pipelined:
-        for key in ("microbatches", "schedule"):
+        for key in ("microbatches", "schedule", "stage_balance"):
             if key in parallel.model_fields_set:
                 yield f"{key}: has no effect without pp; set pp to the number of stages, or remove it"
         return

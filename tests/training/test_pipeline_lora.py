@@ -64,7 +64,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     run(qwen, captions, folder / "qwen_one", **QWEN)
     chat_run(place, folder / "chat_one", "gpt2", **CHAT)
     two, state = one | {"pp": 2}, folder / "one/lora-step00000002-state"
-    all_forward = {"pp": 2, "microbatches": 4, "schedule": "gpipe"}
+    all_forward = {"pp": 2, "microbatches": 4, "schedule": "gpipe", "stage_balance": "weights"}
     jobs = [
         ("two", train_one, (arguments(base, images, folder / "two", **two),)),
         ("there", train_one, (arguments(base, images, folder / "there", **two, resume=state),)),
@@ -155,7 +155,7 @@ def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str
     assert found == [key]
 
 
-@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"schedule": "gpipe"}])
+@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"schedule": "gpipe"}, {"stage_balance": "weights"}])
 def test_settings_of_a_pipeline_need_one(settings: dict[str, object]) -> None:
     sections = {"model": {"pretrained_model_name_or_path": "."}, "dataset": {"dataset_config": "data.toml"}}
     found = list(find_conflicts(TrainConfig.model_validate(sections | {"parallel": settings})))

@@ -20,7 +20,7 @@ from library.errors import UserError
 from library.llm.instruction_batches import InstructionBatch
 from library.training.pipeline.lora import prepare_stage
 from library.training.pipeline.schedule import microbatches_of
-from library.training.pipeline.stages import outline_of, share_out
+from library.training.pipeline.stages import Outline, outline_of, plan_stages, share_out
 from networks.injection import inject_lora
 from networks.options import parse_network_args
 from networks.targets import TARGETS
@@ -44,6 +44,14 @@ def test_the_largest_stage_is_as_small_as_it_can_be(seed: int) -> None:
 def test_a_stage_without_blocks_is_refused() -> None:
     with pytest.raises(UserError, match="pp: 3 stages, but the model has 2 blocks; lower pp"):
         share_out([1, 1], 3)
+
+
+@pytest.mark.parametrize(("balance", "ends"), [("time", [29, 57]), ("weights", [17, 57])])
+def test_stages_of_flux_have_equal_work_or_equal_weights(balance: str, ends: list[int]) -> None:
+    millions = [340] * 19 + [142] * 38 + [19]  # weights of the published model's blocks, and of what follows them
+    model = nn.Sequential(*(nn.Linear(number, 1, bias=False) for number in millions))
+    outline = Outline([str(i) for i in range(57)], True, ("57",))
+    assert [stage.stop for stage in plan_stages(model, outline, 2, balance)] == ends
 
 
 @pytest.mark.parametrize(("samples", "wanted", "count"), [(8, 4, 4), (6, 4, 6), (3, 2, 3), (1, 4, 1), (4, 8, 4)])
@@ -83,7 +91,7 @@ def compare(folder: Path, schedule: str) -> None:
     """On each of two processes hold its stage to the whole model."""
     accelerator = build_accelerator(
         AccelerateConfig(), TrainingConfig(), SavingConfig(output_dir=str(folder)), LoggingConfig(),
-        parallel := ParallelConfig(pp=2, microbatches=4, schedule=schedule),
+        parallel := ParallelConfig(pp=2, microbatches=4, schedule=schedule, stage_balance="weights"),
     )  # fmt: skip
     model, network = whole_model()
     reference, theirs = whole_model()

@@ -46,7 +46,7 @@ def prepare_stage(
         UserError: there are fewer blocks than stages, or the processes have read different models.
     """
     wires = open_wires(accelerator)
-    cut(model, outline, wires)
+    cut(model, outline, wires, parallel.stage_balance)
     held = set(model.modules())
     for layer in network.modules.values():
         if layer not in held:

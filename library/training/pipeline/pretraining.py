@@ -60,7 +60,7 @@ def staged(model: nn.Module) -> Staged | None:
 
 
 def cut_for_training(
-    accelerator: Accelerator, model: TransformerLM, optimizer: Optimizer
+    accelerator: Accelerator, parallel: ParallelConfig, model: TransformerLM, optimizer: Optimizer
 ) -> tuple[nn.Module, Optimizer]:
     """Leave ``model`` and ``optimizer``, whole in host memory, with this process's stage; return them as they run.
 
@@ -71,7 +71,7 @@ def cut_for_training(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     whole = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
     order = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    cut(model, language_outline(model), wires)
+    cut(model, language_outline(model), wires, parallel.stage_balance)
     own = {names[id(parameter)]: parameter for parameter in model.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if names[id(parameter)] in own]

@@ -5,8 +5,10 @@ What stands before the blocks (embedders, conditioning, rotary tables) stays on 
 batch itself what its blocks are told besides the streams, so that only these travel. It is less than a hundredth of
 FLUX and of Qwen-Image; the vocabulary's tables of a language model, which are more, stay where they are used.
 
-Stages are cut so that the largest is as small as it can be, counted in weights: pipelines are for models that do not
-fit. Layers of an adapter are kept whole by every stage, trained or not, since they are small: see ``lora``.
+Stages are cut so that the largest is as small as it can be, counted in time or in weights. The blocks of a model take
+about the same time: FLUX's double blocks have 2.4 times the weights of single ones, but each token passes half of them,
+and the modulation, a third, is applied to a single vector. Layers of an adapter are kept whole by every stage, trained
+or not, since they are small: see ``lora``.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def language_outline(model: TransformerLM) -> Outline:
     return Outline([f"blocks.{i}" for i in range(len(model.blocks))], False, ("norm", "lm_head"), tables)
 
 
-def share_out(sizes: Sequence[int], stages: int) -> list[range]:
+def share_out(sizes: Sequence[float], stages: int) -> list[range]:
     """Return which neighbouring blocks of ``sizes`` make each stage: the largest stage is as small as it can be.
 
     Raises:
@@ -65,7 +67,7 @@ def share_out(sizes: Sequence[int], stages: int) -> list[range]:
     sums = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
 
     @functools.cache
-    def best(first: int, left: int) -> tuple[int, tuple[int, ...]]:
+    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
         """The size of the largest of ``left`` stages from block ``first`` on, and where each of them ends."""
         if left == 1:
             return sums[-1] - sums[first], (len(sizes),)
@@ -79,12 +81,20 @@ def share_out(sizes: Sequence[int], stages: int) -> list[range]:
     return [range(begin, end) for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
 
 
-def plan_stages(model: nn.Module, outline: Outline, stages: int) -> list[range]:
-    """Return the blocks of each stage; what stands on one stage alone counts with its blocks."""
-    sizes = [weights_of(model, [name]) for name in outline.blocks]
-    sizes[0] += weights_of(model, outline.tables)
-    sizes[-1] += weights_of(model, outline.behind)
-    return share_out(sizes, stages)
+def plan_stages(model: nn.Module, outline: Outline, stages: int, balance: str) -> list[range]:
+    """Return the blocks of each stage, cut by "time" or by "weights".
+
+    What stands on one stage alone counts with its blocks. What follows the blocks takes a block's time for a block's
+    weights (a language model's head); looking into a table takes none.
+    """
+    weights: list[float] = [weights_of(model, [name]) for name in outline.blocks]
+    sizes, behind = [1.0] * len(weights), weights_of(model, outline.behind)
+    if balance == "time":
+        sizes[-1] += behind / max(weights)
+        return share_out(sizes, stages)
+    weights[0] += weights_of(model, outline.tables)
+    weights[-1] += behind
+    return share_out(weights, stages)
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> int:
@@ -92,17 +102,17 @@ def weights_of(model: nn.Module, names: Sequence[str]) -> int:
     return sum(p.numel() for name in names for p in model.get_submodule(name).parameters() if not p.is_meta)
 
 
-def cut(model: nn.Module, outline: Outline, wires: Wires) -> range:
+def cut(model: nn.Module, outline: Outline, wires: Wires, balance: str) -> range:
     """Leave ``model`` with what its stage needs; return the numbers of the stage's blocks.
 
-    The modules that are taken out keep their place in whatever else holds them (an adapter network, say); see
-    :func:`let_go`.
+    ``balance`` is "time" or "weights". Modules that are taken out stay with whatever else holds them (an adapter
+    network, say); see :func:`let_go`.
 
     Raises:
         UserError: there are fewer blocks than stages, or the stages do not make up the model.
     """
     whole = weights_of(model, outline.blocks)
-    own = plan_stages(model, outline, wires.count)[wires.index]
+    own = plan_stages(model, outline, wires.count, balance)[wires.index]
     first = model.get_submodule(outline.blocks[0])
     for number, name in enumerate(outline.blocks):
         if number not in own:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from library.accelerator import build_accelerator, is_pipelined, is_sharded, is_tensor_parallel
 from library.config.llm_schema import LLMConfig, LLMDataConfig, LLMModelConfig, LLMOptimizerConfig
+from library.config.parallel_schema import ParallelConfig
 from library.config.schema import SavingConfig, TrainingConfig
 from library.errors import UserError
 from library.llm.token_shards import TokenShards
@@ -39,14 +40,16 @@ def pretraining_accelerator(config: LLMConfig) -> Accelerator:
     return build_accelerator(config.accelerate, training, saving, config.logging, config.parallel)
 
 
-def share_out(accelerator: Accelerator, model: TransformerLM, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+def share_out(
+    accelerator: Accelerator, parallel: ParallelConfig, model: TransformerLM, optimizer: Optimizer
+) -> tuple[nn.Module, Optimizer]:
     """Return model and optimizer as the engine runs them; split, a block at a time, where the run is sharded.
 
     Raises:
         UserError: accelerate did something else than it was asked for.
     """
     if is_pipelined(accelerator):
-        return cut_for_training(accelerator, model, optimizer)
+        return cut_for_training(accelerator, parallel, model, optimizer)
     if is_tensor_parallel(accelerator):
         return split_model(accelerator, model, optimizer)
     plan_sharding(accelerator, [Block.__name__])
