@@ -194,6 +194,11 @@ def _dynamo(accelerate: AccelerateConfig) -> TorchDynamoPlugin:
     )
 
 
+def expect_many_shapes(accelerator: Accelerator) -> None:
+    """Say before ``prepare`` that batches differ in size: what is compiled then takes any, and is not compiled anew."""
+    accelerator.state.dynamo_plugin.dynamic = True
+
+
 def is_sharded(accelerator: Accelerator) -> bool:
     """Return whether the run's weights are split among processes, and gathered where they are used."""
     return mesh_sizes(accelerator).get("shard", 1) > 1

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from library.accelerator import data_share, is_pipelined, is_sharded, is_tensor_parallel
+from library.accelerator import data_share, expect_many_shapes, is_pipelined, is_sharded, is_tensor_parallel
 from library.errors import UserError
 from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
 from library.training.network_plan import NetworkPlan
@@ -156,6 +156,8 @@ def prepare_run(
             accelerator, blocks, networks.transformer, lora.parameters(), optimizer, loader
         )
     else:
+        if len(data.train.batch_sizes) > 1:
+            expect_many_shapes(accelerator)
         # The transformer lies where prepare_networks put it; with blocks_to_swap that is not the device alone.
         model, text_encoders, optimizer, loader = accelerator.prepare(
             *parts, device_placement=[False, True, True, True]

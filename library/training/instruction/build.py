@@ -16,7 +16,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.data import DataLoader
 
 from library import __version__
-from library.accelerator import data_share, is_pipelined, is_sharded, is_tensor_parallel
+from library.accelerator import data_share, expect_many_shapes, is_pipelined, is_sharded, is_tensor_parallel
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import effective_learning_rate
 from library.errors import UserError
@@ -152,6 +152,7 @@ def prepare_instruction_run(
         model, optimizer, loader = prepare_lora(accelerator, blocks, base.model, lora.parameters(), optimizer, loader)
         register_fsdp_forward_method(base.model, "next_logits")  # what samples are made with
     else:
+        expect_many_shapes(accelerator)  # a batch is as long as its longest window
         model, optimizer, loader = accelerator.prepare(base.model, optimizer, loader)
     return Run(
         accelerator=accelerator,
