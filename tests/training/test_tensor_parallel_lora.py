@@ -12,6 +12,7 @@ from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.test_llm_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.test_llm_lora_runs import flags as chat_flags
 from tests.training.test_llm_lora_runs import run as chat_run
+from tests.training.test_pipeline_lora import write_pictures
 from tests.training.test_sharded_lora import CHAT, chat_one, lines, train_one
 from tests.worker_group import run_in_group
 
@@ -29,7 +30,7 @@ SETTINGS: dict[str, object] = {
     "network_args": ["img_mod_dim=2", "single_mod_dim=2"],
 }
 # All that is drawn is drawn alike on processes with one batch; and an optimizer that looks at whole matrices.
-FP8: dict[str, object] = {"max_train_steps": 2, "fp8_scaled": True, "optimizer_type": "Adafactor"}
+FP8: dict[str, object] = {"max_train_steps": 4, "fp8_scaled": True, "optimizer_type": "Adafactor"}
 FP8 |= {"network_dropout": 0.2, "network_args": ["rank_dropout=0.2", "module_dropout=0.2"]}
 
 
@@ -42,14 +43,15 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     prompts.write_text("a red disc --w 64 --h 64 --s 2 --d 1\n")
     one = SETTINGS | {"sample_prompts": prompts}
     run(base, images, folder / "one", **one)
-    run(base, images, folder / "fp8_one", **FP8)
+    sizes = write_pictures(folder / "sizes")  # an epoch of at most four batches has both sizes
+    run(base, sizes, folder / "fp8_one", **FP8)
     chat = CHAT | {"optimizer_args": ["eps=1e-4"]}  # as above, with ten times the learning rate
     chat_run(place, folder / "chat_one", "gpt2", **chat)
     state = folder / "one/lora-step00000002-state"
     jobs = [
         ("two", train_one, (arguments(base, images, folder / "two", **one, tp=2),)),
         ("there", train_one, (arguments(base, images, folder / "there", **one, tp=2, resume=state),)),
-        ("fp8_two", train_one, (arguments(base, images, folder / "fp8_two", **FP8, tp=2),)),
+        ("fp8_two", train_one, (arguments(base, sizes, folder / "fp8_two", **FP8, tp=2),)),
         ("chat_two", chat_one, (chat_flags(place, folder / "chat_two", "gpt2", **chat, tp=2),)),
     ]
     assert run_in_group(jobs, folder) == dict.fromkeys((name for name, _, _ in jobs), "")
@@ -75,7 +77,7 @@ def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
     assert largest_difference(lora(runs / "one", "lora-step00000002"), expected) > 10 * SAME_IN_FP32
 
 
-def test_an_fp8_base_is_split_dropout_is_shared_and_any_optimizer_trains(runs: Path) -> None:
+def test_fp8_is_split_dropout_is_shared_sizes_change_and_any_optimizer_trains(runs: Path) -> None:
     assert largest_difference(lora(runs / "fp8_two"), lora(runs / "fp8_one")) < SAME_IN_FP32
 
 
