@@ -34,10 +34,10 @@ from networks.lora import LoRALinear
 
 @dataclass
 class Part(ParallelStyle):
-    """Keep this process's part of a linear layer, which may have a LoRA.
+    """Keep this process's part of a linear layer, which may have a LoRA, or of an embedding.
 
     Attributes:
-        parts: how the layer is split.
+        name, parts: of the layer, and how it is split.
         done: names of the layers that were; ``parallelize_module`` passes over those it does not find.
     """
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, ZImageTransformer2DModel
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -217,7 +217,9 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def test_heads_and_widths_that_do_not_divide_are_refused() -> None:
+def test_what_cannot_be_split_is_refused() -> None:
+    with pytest.raises(UserError, match="diffusers says of no layer of ZImageTransformer2DModel how it is split"):
+        split_plan(ZImageTransformer2DModel, {}, 2)
     config = tiny_flux_transformer(heads=2, head_dim=32).config
     with pytest.raises(UserError, match="tp: 2 heads cannot be dealt out to 4 processes; set a divisor"):
         split_plan(FluxTransformer2DModel, config, 4)
