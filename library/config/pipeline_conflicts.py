@@ -21,11 +21,17 @@ def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator
     """Yield a line for each option of a LoRA that does not go with ``pp``."""
     training, text_only = config.training, config.network.network_train_text_encoder_only
     trains_text, kind = text_only or any(config.optimizer.text_encoder_lr), config.model.model_type
+    lengthened = config.network.network_type == "dora" and config.saving.save_format not in ("diffusers", "peft")
     lengths = f"{kind} keeps captions' lengths, so that parts of a batch differ in shape; use shard"
     yield from _conflicts(
         config.parallel,
         {
             "model_type": (kind == "z_image", lengths),
+            "save_format": (
+                lengthened and kind not in ("llama", "gpt2"),  # theirs is peft's whatever the key says
+                f"{config.saving.save_format}'s DoRA is made with base weights that other stages have; set "
+                'save_format = "diffusers"',
+            ),
             "blocks_to_swap": (training.blocks_to_swap, "a stage has few blocks; raise pp, or remove one of them"),
             "torch_compile": (config.accelerate.torch_compile, _ALONE),
             "preflight": (training.preflight, "loads the model whole for its trial; remove it, or set pp = 1"),

@@ -140,6 +140,7 @@ def test_two_pipelines_share_the_batches(base: Path, runs: Path, tmp_path: Path)
         ("accelerate", {"torch_compile": True}, "torch_compile"),
         ("optimizer", {"text_encoder_lr": 1e-4}, "text_encoder_lr"),
         ("model", {"model_type": "z_image"}, "model_type"),
+        ("saving", {"save_format": "comfy"}, "save_format"),
         ("parallel", {"shard": 2}, "shard"),
         ("parallel", {"tp": 2}, "tp"),
     ],
@@ -151,6 +152,8 @@ def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str
         "parallel": {"pp": 2},
     }
     sections[section] = sections.get(section, {}) | settings
+    if key == "save_format":
+        sections["network"] = {"network_type": "dora"}
     found = [line.split(":")[0] for line in find_conflicts(TrainConfig.model_validate(sections))]
     assert found == [key]
 
