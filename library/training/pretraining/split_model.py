@@ -73,9 +73,7 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, limit: float) -> 
     group, cuts = device_mesh(accelerator)["tp"].get_group(), split_parameters(model)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     whole = [gradient for name, gradient in gradients.items() if name not in cuts]
-    for gradient in map(_local, whole):  # equal but for kernels that add in any order: so replicas never part
-        dist.all_reduce(gradient, group=group)
-        gradient.div_(group.size())
+    _share(list(map(_local, whole)), group)  # equal but for kernels that add in any order: so copies never part
     parts = [gradient for name, gradient in gradients.items() if name in cuts]
     square = whole_number(get_total_norm(parts)).square()
     dist.all_reduce(square, group=group)
@@ -83,6 +81,16 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, limit: float) -> 
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], scale)
     return norm
+
+
+def _share(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Give every process of ``group`` the mean of each gradient."""
+    if not gradients:
+        return
+    mean = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(group.size())
+    dist.all_reduce(mean, group=group)
+    for gradient, part in zip(gradients, mean.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def _local(tensor: Tensor) -> Tensor:
