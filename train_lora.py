@@ -35,6 +35,7 @@ from library.models.registry import model_family
 from library.peers import one_of_several
 from library.training.base_precision import plan_fp8, text_encoder_recipe
 from library.training.checkpoint import OutputNames, Position
+from library.training.device_map import devices_to_fill
 from library.training.events import RunEvents
 from library.training.export import checked_export, lora_writer, write_config
 from library.training.hub import build_upload
@@ -98,6 +99,7 @@ def train(config: TrainConfig) -> RunEvents:
     begun = time.time()
     check_before_loading(config)
     accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging, config.parallel)
+    devices = devices_to_fill(config.parallel, accelerator)
     console = Console(quiet=not accelerator.is_main_process, markup=False)  # paths may hold [brackets]
     asked, auto = config, config.training.resume == AUTO
     config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
@@ -125,7 +127,7 @@ def train(config: TrainConfig) -> RunEvents:
     teacher = prepare_teacher(config, data, accelerator, console)
     networks = prepare_networks(
         family, text_encoder, plan, config.network, config.training, dtype, accelerator.device, console, fp8,
-        config.parallel.splits_model,
+        config.parallel.splits_model, devices,
     )  # fmt: skip
     run = prepare_run(config, family, plan, networks, data, accelerator, teacher)
     held_out = hold_out(data, run.step, config.validation)

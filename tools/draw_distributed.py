@@ -21,7 +21,7 @@ ROWS = ("weights", "gradients", "optimizer")
 _PIECE, _HEIGHT, _GAP, _ROW = 16, 22, 18, 34
 _LEFT, _PANEL, _COLUMN = 100, 150, 4 * 16 + 18
 
-# title, processes, pieces that process i keeps, what travels
+# title, processes (GPUs of a device map), pieces that each keeps, what travels
 PANELS = (
     ("one process", 1, lambda i: {0, 1, 2, 3}, "nothing"),
     ("DDP: dp = 4", 4, lambda i: {0, 1, 2, 3}, "all gradients, once a step, among all"),
@@ -29,6 +29,7 @@ PANELS = (
     ("HSDP: dp = 2, shard = 2", 4, lambda i: {0, 1} if i % 2 == 0 else {2, 3},
      "within 0-1 and 2-3 as FSDP2; between the pairs gradients, as DDP"),
     ("TP: tp = 4", 4, lambda i: {i}, "what layers give, summed behind every attention and MLP; weights never"),
+    ("device map: one process with four GPUs", 4, lambda i: {i}, "the tokens' streams from GPU to GPU, one at a time"),
     ("pipeline: pp = 4", 4, lambda i: {i}, "the tokens' streams from stage to stage, in backward their gradients"),
 )  # fmt: skip
 STAGES, MICROBATCHES = 4, 8
@@ -107,8 +108,8 @@ def picture() -> str:
         for row, name in enumerate(ROWS):
             parts.append(text(_LEFT - 10, top + 46 + row * _ROW, name, anchor="end"))
         for i in range(processes):
-            left = _LEFT + i * _COLUMN
-            parts += [text(left + 2 * _PIECE, top + 22, f"process {i}", 11, "middle"), *column(left, top + 30, kept(i))]
+            left, unit = _LEFT + i * _COLUMN, "GPU" if title.startswith("device map") else "process"
+            parts += [text(left + 2 * _PIECE, top + 22, f"{unit} {i}", 11, "middle"), *column(left, top + 30, kept(i))]
         parts.append(text(_LEFT, top + _PANEL - 8, f"travels: {travels}"))
     top = 30 + len(PANELS) * (_PANEL + _GAP)
     parts += pipeline_step(top)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from library.config.device_map_conflicts import device_map_conflicts
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.memory_schema import recomputation_conflicts
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
@@ -39,6 +40,7 @@ def shared_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[s
         _sharding,
         pipeline_conflicts,
         tensor_conflicts,
+        device_map_conflicts,
     ):
         yield from rule(config)
     yield from recomputation_conflicts(config.training, config.accelerate.torch_compile)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, cast
 
 from pydantic import Field
 
+from library.config.device_map_conflicts import no_device_map
 from library.config.keys import Script
 from library.config.load import load_for
 from library.config.memory_schema import RecomputationKeys, recomputation_conflicts
@@ -188,6 +189,7 @@ def find_llm_conflicts(config: LLMConfig) -> Iterator[str]:
     yield from recomputation_conflicts(config.training, config.accelerate.torch_compile)
     yield from _sharding(config)
     yield from llm_pipeline_conflicts(config)
+    yield from no_device_map(config.parallel)
     yield from llm_tensor_conflicts(config)
     yield from find_optimizer_conflicts(optimizer.shared())
 

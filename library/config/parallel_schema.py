@@ -38,6 +38,10 @@ class ParallelConfig(Section):
         1, description="processes that have each large layer together, computing one batch (tensor parallelism)"
     )
 
+    device_map: Literal["balanced"] | None = Field(
+        None, description="one process drives several GPUs, each with a run of the blocks; one works at a time"
+    )
+
     @property
     def is_sharded(self) -> bool:
         """Whether weights are split among processes."""
@@ -66,7 +70,7 @@ class ParallelConfig(Section):
     @property
     def splits_model(self) -> bool:
         """Whether a process gets a part of the model only, so that the whole must not go to its device."""
-        return self.is_sharded or self.is_pipelined or self.is_tensor_parallel
+        return self.is_sharded or self.is_pipelined or self.is_tensor_parallel or self.device_map is not None
 
     def _beside_dp(self) -> dict[str, int]:
         """Return the processes along each dimension besides ``dp``: together they hold the weights once."""

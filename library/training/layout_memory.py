@@ -1,9 +1,8 @@
 """What one process of a layout holds at the highest point of a step, estimated from a model's footprint.
 
 The arithmetic of ``docs/distributed.md``, in bytes. Weights are split by ``shard``, dealt out by blocks under ``pp``;
-``tp`` splits the linear layers of the blocks. A LoRA is whole on every process but for those of a pipeline, which have
-that of their blocks; where all weights are trained, gradients and optimizer are split as the weights are. What is
-gathered for a moment counts as activations.
+``tp`` splits the linear layers of the blocks. A LoRA is whole on every process; where all weights are trained,
+gradients and optimizer are split as the weights are. What is gathered for a moment counts as activations.
 
 Not in it: the CUDA context and the libraries' own buffers, and what the allocator loses between blocks (:func:`fits`
 allows for both); sampling and validation, and encoders while the cache is made.
@@ -91,7 +90,7 @@ def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Part
         return matrices + (part.weights - part.matrices) * width
 
     weights = sum(count * stored(part) for count, part in everything) * split
-    lora = sum(count * part.lora for count, part in everything) * 4
+    lora = sum(part.count * part.lora for part in model.parts) * 4
     trained = weights if options.full else lora
     numbers = trained / 4
     # DDP reduces in buckets that are a copy of the gradients, with several replicas and without shard

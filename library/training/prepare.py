@@ -31,6 +31,7 @@ from library.precision.fp8_linear import make_cpu_kernels
 from library.precision.loading import Fp8Loading
 from library.training.base_precision import describe_base, leave_frozen_out_of_ddp
 from library.training.block_swap import swap_blocks
+from library.training.device_map import deal_out_blocks
 from library.training.network_plan import NetworkPlan
 from library.training.progress import counting
 from library.training.prompt_pictures import PictureRules, text_jobs
@@ -183,10 +184,12 @@ def prepare_networks(
     console: Console,
     fp8: Fp8Loading | None = None,
     to_be_split: bool = False,
+    devices: Sequence[torch.device] = (),
 ) -> Networks:
     """Load what takes part in a step, put the LoRA in, set the memory policy.
 
-    ``fp8`` says which of the transformer's weights become fp8. ``to_be_split`` leaves it in host memory.
+    ``fp8`` says which of the transformer's weights become fp8. ``to_be_split`` leaves it in host memory; its blocks are
+    dealt out to ``devices``, if there are any.
 
     Raises:
         UserError: see ``inject_adapter`` and ``load_file`` of its network; an fp8 file is damaged, or does not suit
@@ -227,6 +230,8 @@ def prepare_networks(
     if training.blocks_to_swap:
         swap = swap_blocks(transformer, family.blocks(transformer), training.blocks_to_swap, device)
         console.print(swap.describe())
+    if devices:
+        console.print(deal_out_blocks(transformer, family.blocks(transformer), devices))
     for module in filter(None, (transformer, text_encoders)):
         leave_frozen_out_of_ddp(module)
     fingerprint = text_encoder.fingerprint if plan.text_encoders else None

@@ -163,7 +163,7 @@ class UpdateGuard:
     def _on_host(self, value: Any) -> Any:
         """A copy of a value that the host can change; tensors on the device are taken care of there."""
         if isinstance(value, Tensor):
-            return value if value.device == self._device else value.clone()
+            return value if self._is_there(value) else value.clone()
         return copy.copy(value)
 
     def _tensors(self) -> dict[tuple[int, str], Tensor]:
@@ -185,11 +185,15 @@ class UpdateGuard:
         shared = {
             id(tensor): key for key, tensor in reversed(found.items())
         }  # some libraries share one between weights
-        return {key: t for key, t in found.items() if t.device == self._device and shared[id(t)] == key}
+        return {key: t for key, t in found.items() if self._is_there(t) and shared[id(t)] == key}
+
+    def _is_there(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies on the device, or with ``device_map`` on another of its kind, and not on the host."""
+        return tensor.device.type == self._device.type
 
     def _is_back(self, now: Any, then: Any) -> bool:
         """Whether the device has put ``now`` back to what it was; that it holds may lie elsewhere meanwhile."""
-        held = isinstance(now, Tensor) and isinstance(then, Tensor) and then.device == self._device
+        held = isinstance(now, Tensor) and isinstance(then, Tensor) and self._is_there(then)
         return held and now.device == then.device and now.shape == then.shape
 
     def _put_back(self, mark: Mark) -> None:
@@ -217,7 +221,7 @@ class UpdateGuard:
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return on their device whether every number of ``tensors`` is finite; nothing waits for the answer."""
     largest = torch._foreach_norm([t.detach() for t in tensors], math.inf)  # keeps NaN
-    return torch.stack([value.float() for value in largest]).isfinite().all()
+    return torch.stack([value.float().to(largest[0].device) for value in largest]).isfinite().all()
 
 
 def _copied(position: Position) -> Position:
@@ -225,12 +229,12 @@ def _copied(position: Position) -> Position:
 
 
 def _by_bits(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of the tensors of one width."""
-    by_width: dict[int, list[int]] = defaultdict(list)
+    """Yield the indices of the tensors of one width on one device."""
+    alike: dict[tuple[int, torch.device], list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
         if tensor.numel():
-            by_width[tensor.element_size()].append(i)
-    yield from by_width.values()
+            alike[tensor.element_size(), tensor.device].append(i)
+    yield from alike.values()
 
 
 @torch.no_grad()
@@ -238,7 +242,7 @@ def _zero_unless(flag: Tensor, tensors: Sequence[Tensor]) -> None:
     """Set ``tensors`` to zero where ``flag`` is not set; NaN too."""
     for indices in _by_bits(tensors):
         bits = [_bits(tensors[i]) for i in indices]
-        torch._foreach_mul_(bits, flag.to(bits[0].dtype))
+        torch._foreach_mul_(bits, flag.to(bits[0]))
 
 
 @torch.no_grad()
@@ -247,7 +251,7 @@ def _take_unless(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for indices in _by_bits([new for new, _ in pairs]):
         new = [_bits(pairs[i][0]) for i in indices]
         old = [_bits(pairs[i][1]) for i in indices]
-        keep = flag.to(new[0].dtype)
+        keep = flag.to(new[0])
         torch._foreach_mul_(new, keep)
         torch._foreach_mul_(old, 1 - keep)
         torch._foreach_add_(new, old)

@@ -141,7 +141,7 @@ def test_each_layout_splits_what_the_page_says() -> None:
     assert together.weights == 4 * (800 + 400) + 800
     assert together.activations == 4 * (1000 + 1200) + 1000 + 500  # 10 of 34 parts whole, 24 halved
     stage = of(Options(batch=2), dp=1, pp=2)
-    assert (stage.weights, stage.lora, stage.gradients) == (2 * 2000 + 800, 400, 400)
+    assert (stage.weights, stage.lora, stage.gradients) == (2 * 2000 + 800, 800, 800)
     assert stage.activations == 2 * (2 * 3400 + 500 + 500)  # two microbatches wait; gradients of one
     assert of(Options(checkpointing=True)).activations == 4 * 100 + 3400 + 1000 + 500
     assert of(Options(fp8=True)).weights == 4 * (800 + 400) + 800
