@@ -42,6 +42,7 @@ from library.training.hub import build_upload
 from library.training.instruction.build import (
     adapter_writer,
     check_family,
+    check_split,
     instruction_settings,
     prepare_base,
     prepare_instruction_run,
@@ -174,6 +175,7 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
     folder = Path(config.model.pretrained_model_name_or_path).expanduser()
     architecture, weights, _ = open_lm(folder)
     check_family(config.model.model_type, architecture)
+    check_split(architecture, config.parallel)
     plan = plan_network(config.network, config.optimizer, config.training, TARGETS[architecture.family])
     fp8 = plan_fp8(config.precision, weights.fp8, seed, accelerator.device)
     fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors

@@ -19,6 +19,7 @@ from library import __version__
 from library.accelerator import data_share, expect_many_shapes, is_pipelined, is_sharded, is_tensor_parallel
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import effective_learning_rate
+from library.config.parallel_schema import ParallelConfig
 from library.errors import UserError
 from library.llm.instruction_batches import InstructionSampler, Windows, collate_windows
 from library.models.lm_config import LMConfig
@@ -61,6 +62,12 @@ def check_family(model_type: str, found: LMConfig) -> None:
     """Raise a UserError if the model's folder holds another family than ``model_type``."""
     if model_type != found.family:
         raise UserError(f'model_type: {model_type}, but the folder holds a {found.family}; set "{found.family}"')
+
+
+def check_split(architecture: LMConfig, parallel: ParallelConfig) -> None:
+    """Raise a UserError if ``tp`` processes cannot have the model together."""
+    if parallel.is_tensor_parallel:
+        lm_split_plan(architecture, parallel.tp, separate=True)
 
 
 @dataclass(frozen=True)
