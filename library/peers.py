@@ -60,8 +60,13 @@ def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
             if _is_said_already(one_line(error)):
                 raise SystemExit(2) from None
             raise
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") != "0":
+                raise SystemExit(130) from None
+            raise
         except Exception as error:
-            if not any(text in str(error) for text in _LOST):
+            # an upload's lost connection is no RuntimeError
+            if not (isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)):
                 handler.record_exception(error)
                 raise
             rank = os.environ.get("RANK", "?")
