@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from library.config.instruction_schema import InstructionConfig
 from library.config.optimizer_conflicts import estimates_step_size
 from library.config.parallel_schema import ParallelConfig
 
@@ -23,6 +24,8 @@ def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator
     trains_text, kind = text_only or any(config.optimizer.text_encoder_lr), config.model.model_type
     lengthened = config.network.network_type == "dora" and config.saving.save_format not in ("diffusers", "peft")
     lengths = f"{kind} keeps captions' lengths, so that parts of a batch differ in shape; use shard"
+    if isinstance(data := getattr(config, "instructions", None), InstructionConfig):
+        yield from _too_many_pieces(config.parallel, data.train_batch_size)
     yield from _conflicts(
         config.parallel,
         {
@@ -38,12 +41,14 @@ def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator
             "mixed_precision": (training.mixed_precision == "fp16", 'fp16 is not made for pp; set "bf16"'),
             "text_encoder_lr": (trains_text, "text encoders are not cut into stages; remove one of them"),
         },
+        splits=kind not in ("llama", "gpt2"),
     )
 
 
 def llm_pipeline_conflicts(config: LLMConfig) -> Iterator[str]:
     """Yield a line for each option of pretraining that does not go with ``pp``."""
     kind = config.optimizer.optimizer_type
+    yield from _too_many_pieces(config.parallel, config.data.train_batch_size)
     yield from _conflicts(
         config.parallel,
         {
@@ -54,10 +59,17 @@ def llm_pipeline_conflicts(config: LLMConfig) -> Iterator[str]:
             "full_bf16": (config.training.full_bf16, 'is not made for pp; set mixed_precision = "bf16" instead'),
             "torch_compile": (config.accelerate.torch_compile, _ALONE),
         },
+        splits=False,
     )
 
 
-def _conflicts(parallel: ParallelConfig, options: Options) -> Iterator[str]:
+def _too_many_pieces(parallel: ParallelConfig, batch: int) -> Iterator[str]:
+    if parallel.is_pipelined and (parallel.microbatches or 1) > batch:
+        yield f"microbatches: {parallel.microbatches} pieces of a train_batch_size of {batch}; raise that or lower it"
+
+
+def _conflicts(parallel: ParallelConfig, options: Options, splits: bool) -> Iterator[str]:
+    """Yield a line for each of ``options`` that is set; ``splits`` says whether a stage's layers can be split by tp."""
     if not parallel.is_pipelined:
         for key in ("microbatches", "schedule", "stage_balance"):
             if key in parallel.model_fields_set:
@@ -65,7 +77,7 @@ def _conflicts(parallel: ParallelConfig, options: Options) -> Iterator[str]:
         return
     beside: Options = {
         "shard": (parallel.is_sharded, "a stage's weights are not split once more; set shard = 1, and raise pp"),
-        "tp": (parallel.tp > 1, "a stage's layers are not split once more; set tp = 1, and raise pp"),
+        "tp": (parallel.tp > 1 and not splits, "of language models a stage is not split once more; set tp = 1"),
     }
     for key, (is_set, reason) in (beside | options).items():
         if is_set:

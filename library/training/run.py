@@ -19,7 +19,7 @@ from library.errors import UserError
 from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
 from library.training.network_plan import NetworkPlan
 from library.training.optimizers import averaged_weights, build_optimizer
-from library.training.pipeline.lora import prepare_stage
+from library.training.pipeline.lora import check_pieces, prepare_stage
 from library.training.pipeline.schedule import Pipeline
 from library.training.pipeline.stages import outline_of
 from library.training.prepare import Networks, total_steps, training_loader
@@ -140,10 +140,12 @@ def prepare_run(
     parts = (trained, networks.text_encoders, optimizer, loader)
     text_encoders, pipeline = None, None
     if is_pipelined(accelerator):  # the configuration's rules leave no text encoders to train, nor is any with shard
+        check_pieces(config.parallel, max(data.train.batch_sizes.values()))
         whole = networks.transformer
         outline = outline_of(whole, family.blocks(whole), family.behind_blocks)
+        layers = family.split_plan(config.parallel.tp) if is_tensor_parallel(accelerator) else None
         pipeline, model, optimizer, loader = prepare_stage(
-            accelerator, config.parallel, whole, outline, lora, ["forward"], optimizer, loader
+            accelerator, config.parallel, whole, outline, lora, ["forward"], optimizer, loader, layers
         )
     elif is_tensor_parallel(accelerator):
         layers, blocks = family.split_plan(config.parallel.tp), family.repeated_blocks

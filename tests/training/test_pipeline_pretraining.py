@@ -96,6 +96,8 @@ def test_two_pipelines_share_the_batches(corpus: Path, runs: Path, tmp_path: Pat
         ("training", {"full_bf16": True}, "full_bf16"),
         ("accelerate", {"torch_compile": True}, "torch_compile"),
         ("parallel", {"shard": 2}, "shard"),
+        ("parallel", {"microbatches": 9}, "microbatches"),
+        ("parallel", {"tp": 2}, "tp"),
         ("optimizer", {"optimizer_type": "Muon"}, None),
     ],
 )
