@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.training.test_llm_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.test_llm_lora_runs import flags as chat_flags
 from tests.training.test_llm_lora_runs import run as chat_run
+from tests.training.test_nonfinite import BAD, spoilt
 from tests.training.test_sharded_lora import chat_one, lines, train_one
 from tests.worker_group import run_in_group
 
@@ -129,6 +131,24 @@ def test_stages_that_have_layers_together(base: Path, runs: Path, tmp_path: Path
     for expected, found in zip(lines(runs / "one"), lines(tmp_path / "both"), strict=True):
         for key in ("loss", "val_loss", "grad_norm"):
             assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None), key
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_is_found_whichever_stage_meets_it(base: Path, tmp_path: Path) -> None:
+    clean = write_dataset(tmp_path / "clean", text="batch_size = 2")
+    run(base, clean, tmp_path / "clean/out", max_train_steps=1)  # fills the caches
+    data, large = spoilt(clean, tmp_path / "data", math.nan), spoilt(clean, tmp_path / "large", 1e30)
+    left_out: dict[str, object] = {"nonfinite": "rollback", "max_train_steps": 5, "optimizer_args": ["eps=1e-6"]}
+    run(base, data, tmp_path / "one", **left_out)
+    jobs = [
+        ("two", train_one, (arguments(base, data, tmp_path / "two", **left_out, pp=2),)),
+        ("large", train_one, (arguments(base, large, tmp_path / "stopped", max_train_steps=5, pp=2),)),
+    ]
+    said = run_in_group(jobs, tmp_path)
+    assert said["two"] == ""
+    assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
+    assert f"{BAD} (" in said["large"]
+    assert "first in transformer_blocks.0" in said["large"]
 
 
 @pytest.mark.slow
