@@ -1,0 +1,38 @@
+"""The benchmark of starting: what it starts is a run's own data, and the second start encodes nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from bench.startup import InstantImages, start, write_dataset
+from tests.processes import run_command
+from tests.runs import ROOT
+
+
+def test_both_starts_are_measured_and_reported(tmp_path: Path) -> None:
+    done = run_command([sys.executable, "bench/startup.py", "--images", "12", "--json", str(tmp_path / "r.json")], ROOT)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [row["start"] for row in report["rows"]] == ["cold", "cached"]
+    assert report["ratios"]["cached_images_per_s"] == 12 / report["rows"][0]["cache_s"]
+
+
+def test_the_images_differ_and_a_second_start_encodes_none(tmp_path: Path) -> None:
+    toml = write_dataset(tmp_path, 9)
+    pictures = sorted((tmp_path / "images").glob("*.png"))
+    assert len({Image.open(path).getpixel((0, 0)) for path in pictures}) == 9
+    seen: list[torch.Size] = []
+
+    class Counted(InstantImages):
+        def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+            seen.append(pixels.shape)
+            return super().encode(pixels)
+
+    for _ in range(2):
+        start(toml, tmp_path / "out", Counted())
+    assert sum(shape[0] for shape in seen) == 9
