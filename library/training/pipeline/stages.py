@@ -113,7 +113,6 @@ def cut(model: nn.Module, outline: Outline, wires: Wires, balance: str) -> range
     """
     whole = weights_of(model, outline.blocks)
     own = plan_stages(model, outline, wires.count, balance)[wires.index]
-    first = model.get_submodule(outline.blocks[0])
     for number, name in enumerate(outline.blocks):
         if number not in own:
             model.set_submodule(name, _stand_in(number, own, outline.two_streams, wires))
