@@ -3,7 +3,8 @@
 PyTorch's flash kernel for CPUs multiplies small blocks through the BLAS it was built with. On AMD that BLAS is slow
 (``library.nn.frozen_linear``), in bf16 most of all. This is the same computation, head by head, some rows of queries
 at a time; scores are made again in backward, so nothing of their size is kept (640 tokens, 12 heads of 128, forward
-and backward in bf16 on one core: 51 ms against 88 ms):
+and backward in bf16 on one core: 51 ms against 88 ms). On Intel's processors PyTorch's kernel is as fast or faster and
+takes over:
 
     S = scale Q K^T     P = softmax S     O = P V
     dV = P^T dO     dS = P * (dP - rowsum(P * dP)), dP = dO V^T     dQ = scale dS K     dK = scale dS^T Q
@@ -27,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from library.nn.frozen_linear import product
 from library.nn.norms import RMSNorm
+from library.nn.processor import blas_suits
 from library.nn.rope import Table
 
 _SCORES = 1 << 20  # scores held at once: 4 MiB in fp32
@@ -46,7 +48,7 @@ class Stream(NamedTuple):
 def fits(streams: Sequence[Stream]) -> bool:
     """Return whether :func:`attend_on_cpu` takes these streams and is worth it."""
     query, key = streams[0].query, streams[0].key
-    if query.device.type != "cpu" or torch.compiler.is_compiling() or query.shape[2] != key.shape[2]:
+    if query.device.type != "cpu" or torch.compiler.is_compiling() or query.shape[2] != key.shape[2] or blas_suits():
         return False
     norms = [norm for stream in streams for norm in (stream.query_norm, stream.key_norm) if norm is not None]
     if any(norm.weight is not None and norm.weight.requires_grad for norm in norms):

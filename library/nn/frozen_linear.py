@@ -7,9 +7,10 @@ layer holds W already. The functions here ask the *layer* for its weight when th
 * a weight may lie elsewhere between the two (``library.training.block_swap`` moves it): autograd, which would keep a
   view of the memory where the weight lay in forward, never sees it.
 
-On CPUs fp32 products go to oneDNN instead of the BLAS that PyTorch was built with. Its kernels are generated for the
-processor at hand; MKL picks slow ones on AMD (640 x 3072 x 3072 on one EPYC core: 53 ms against 123 ms). Both sum in
-fp32, in another order. Small products are left where they are.
+On CPUs that are not Intel's fp32 products go to oneDNN instead of the BLAS that PyTorch was built with. Its kernels are
+generated for the processor at hand; MKL picks slow ones on AMD (640 x 3072 x 3072 on one EPYC core: 53 ms against 123
+ms; on a Xeon 94 against 101, and for an input gradient 189 against 98). Both sum in fp32, in another order. Small
+products are left where they are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from library.nn.processor import blas_suits
 
 _PIECE = 1 << 21  # weights copied at once: 8 MiB
 _LARGE = 1 << 24  # multiplications; below that a product takes less than half a millisecond either way
@@ -111,5 +114,5 @@ class _FrozenProduct(torch.autograd.Function):
 def _goes_to_onednn(x: Tensor, weight: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
-    large = x.numel() * weight.shape[0] >= _LARGE
+    large = x.numel() * weight.shape[0] >= _LARGE and not blas_suits()
     return large and x.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()

@@ -15,6 +15,18 @@ from library.nn.norms import RMSNorm
 from library.nn.rope import multi_axis_table
 
 
+@pytest.fixture(autouse=True)
+def _not_on_intel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "blas_suits", lambda: False)
+
+
+def test_pytorchs_own_is_left_where_its_blas_suits(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = [Stream(*(torch.zeros(1, 1024, 2, 64) for _ in range(3)))]
+    assert cpu_attention.fits(large)
+    monkeypatch.setattr(cpu_attention, "blas_suits", lambda: True)
+    assert not cpu_attention.fits(large)
+
+
 def _reference(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from library.nn import frozen_linear
 from library.nn.frozen_linear import FrozenLinear, has_input_gradient, input_gradient, product
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["oneDNN", "BLAS"])
+def _processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_linear, "blas_suits", lambda: request.param)
 
 
 def _layers(dtype: torch.dtype = torch.float32, size: int = 48) -> tuple[nn.Linear, FrozenLinear]:
