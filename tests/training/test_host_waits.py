@@ -1,4 +1,4 @@
-"""The host reads nothing back from the device between steps that are logged: on a GPU it would wait for it each time."""
+"""The host reads nothing back from the device between logged steps: on a GPU it would wait for it each time."""
 
 from __future__ import annotations
 
