@@ -13,7 +13,7 @@ from library.config.instruction_schema import InstructionTrainConfig
 from library.config.memory_schema import recomputation_conflicts
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
 from library.config.parallel_schema import parallel_conflicts
-from library.config.pipeline_conflicts import pipeline_conflicts
+from library.config.pipeline_conflicts import pipeline_conflicts, saves_with_base_weights
 from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, TrainConfig
 from library.config.section import Section
 from library.config.tensor_conflicts import tensor_conflicts
@@ -245,6 +245,11 @@ def _sharding(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
             "torch_compile": (config.accelerate.torch_compile, alone),
             "preflight": (training.preflight, "loads the model whole for its trial; remove it, or set shard = 1"),
             "mixed_precision": (training.mixed_precision == "fp16", 'fp16 is not made for shard; set "bf16"'),
+            "save_format": (
+                saves_with_base_weights(config),
+                f"{config.saving.save_format}'s DoRA is made with whole base weights, which shard splits; set "
+                'save_format = "diffusers"',
+            ),
             "full_bf16": (training.full_bf16, "accelerate makes fp32 of it with shard; remove one of them"),
             "text_encoder_lr": (trains_text, "accelerate shards a single network; remove one of them"),
         },

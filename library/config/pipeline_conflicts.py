@@ -22,7 +22,6 @@ def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator
     """Yield a line for each option of a LoRA that does not go with ``pp``."""
     training, text_only = config.training, config.network.network_train_text_encoder_only
     trains_text, kind = text_only or any(config.optimizer.text_encoder_lr), config.model.model_type
-    lengthened = config.network.network_type == "dora" and config.saving.save_format not in ("diffusers", "peft")
     lengths = f"{kind} keeps captions' lengths, so that parts of a batch differ in shape; use shard"
     if isinstance(data := getattr(config, "instructions", None), InstructionConfig):
         yield from _too_many_pieces(config.parallel, data.train_batch_size)
@@ -31,7 +30,7 @@ def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator
         {
             "model_type": (kind == "z_image", lengths),
             "save_format": (
-                lengthened and kind not in ("llama", "gpt2"),  # theirs is peft's whatever the key says
+                saves_with_base_weights(config),
                 f"{config.saving.save_format}'s DoRA is made with base weights that other stages have; set "
                 'save_format = "diffusers"',
             ),
@@ -43,6 +42,13 @@ def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator
         },
         splits=kind not in ("llama", "gpt2"),
     )
+
+
+def saves_with_base_weights(config: TrainConfig | InstructionTrainConfig) -> bool:
+    """Whether saving takes the base's weights, not only what is trained: DoRA in the other programs' layouts."""
+    is_dora, save_format = config.network.network_type == "dora", config.saving.save_format
+    of_images = config.model.model_type not in ("llama", "gpt2")  # theirs is peft's whatever the key says
+    return is_dora and of_images and save_format not in ("diffusers", "peft")
 
 
 def llm_pipeline_conflicts(config: LLMConfig) -> Iterator[str]:

@@ -133,17 +133,19 @@ def test_a_language_models_lora_too(runs: Path) -> None:
         ({"mixed_precision": "fp16"}, "mixed_precision"),
         ({"mixed_precision": "bf16", "full_bf16": True}, "full_bf16"),
         ({"text_encoder_lr": 1e-4}, "text_encoder_lr"),
+        ({"network_type": "dora", "save_format": "comfy"}, "save_format"),
     ],
 )
 def test_what_is_not_made_for_split_weights_is_refused(settings: dict[str, object], key: str, tmp_path: Path) -> None:
-    sections = {
+    places = {"torch_compile": "accelerate", "text_encoder_lr": "optimizer", "network_type": "network"}
+    places["save_format"] = "saving"
+    sections: dict[str, dict[str, object]] = {
         "model": {"pretrained_model_name_or_path": "."},
         "dataset": {"dataset_config": "data.toml"},
         "parallel": {"shard": 2},
-        "accelerate": {k: v for k, v in settings.items() if k == "torch_compile"},
-        "optimizer": {k: v for k, v in settings.items() if k == "text_encoder_lr"},
-        "training": {k: v for k, v in settings.items() if k not in ("torch_compile", "text_encoder_lr")},
     }
+    for name, value in settings.items():
+        sections.setdefault(places.get(name, "training"), {})[name] = value
     from library.config.schema import TrainConfig
 
     found = list(find_conflicts(TrainConfig.model_validate(sections)))
