@@ -62,6 +62,10 @@ def llm_pipeline_conflicts(config: LLMConfig) -> Iterator[str]:
                 estimates_step_size(kind),
                 f"{kind} sums over all weights, of which a stage has a part; use AdamW or Muon, or pp = 1",
             ),
+            "save_state": (
+                config.saving.save_state and kind.lower() == "muon",
+                "of Muon the states of stages are not gathered; use AdamW, or save models alone",
+            ),
             "full_bf16": (config.training.full_bf16, 'is not made for pp; set mixed_precision = "bf16" instead'),
             "torch_compile": (config.accelerate.torch_compile, _ALONE),
         },

@@ -60,6 +60,8 @@ def whole_state(part: Any, model: nn.Module, accelerator: Accelerator) -> Any:
         return state
     if (stage := staged(model)) is not None:
         return stage_optimizer_state(stage, state, accelerator)
+    if "state" not in state:  # several optimizers joined, which take whole weights alone
+        return state
     cuts = {i: _Cuttable(*pair) for i, pair in enumerate(_in_order(part, model))}
 
     def gather(index: int, value: Any) -> Any:

@@ -109,6 +109,13 @@ def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str
     assert found == ([key] if key else [])
 
 
+def test_states_of_several_optimizers_are_not_gathered_from_stages() -> None:
+    sections = {"model": {"preset": "llama-tiny"}, "data": {"data_dir": "."}, "optimizer": {"optimizer_type": "Muon"}}
+    sections |= {"parallel": {"pp": 2}, "saving": {"save_state": True, "save_every_n_steps": 1}}
+    (found,) = find_llm_conflicts(LLMConfig.model_validate(sections))
+    assert found.startswith("save_state: of Muon the states of stages are not gathered; use AdamW")
+
+
 def test_the_ready_config_is_valid() -> None:
     config = load_llm_config(["--config_file", str(ROOT / "configs/parallel/pp.toml")])
     assert config.parallel.is_pipelined
