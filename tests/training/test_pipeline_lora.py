@@ -11,6 +11,7 @@ from PIL import Image
 
 from library.config.conflicts import find_conflicts
 from library.config.schema import TrainConfig
+from tests.layouts import assert_same_figures
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.training.test_llm_lora_runs import adapter, place  # noqa: F401  # the fixture
@@ -84,10 +85,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_two_stages_equal_one_process(runs: Path) -> None:
     one, two = lines(runs / "one"), lines(runs / "two")
-    assert [line["step"] for line in one] == [line["step"] for line in two]
-    for expected, found in zip(one, two, strict=True):
-        for key in ("loss", "val_loss", "grad_norm", "sigma_mean"):
-            assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None), key
+    assert_same_figures(one, two, ("loss", "val_loss", "grad_norm", "sigma_mean"), rel=1e-5)
     assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
 
 

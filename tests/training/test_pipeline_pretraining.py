@@ -10,6 +10,7 @@ import pytest
 from library.config.llm_schema import LLMConfig, find_llm_conflicts, load_llm_config
 from library.models.lm_config import PRESETS
 from library.training.pretraining.build import accumulation_for
+from tests.layouts import assert_same_figures
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.training.test_sharded_pretraining import SAME_IN_FP32, SETTINGS, difference, train_one
 from tests.worker_group import run_in_group
@@ -45,10 +46,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("whole", "staged"), [("one", "two"), ("llama_one", "llama_two")])
 def test_two_stages_equal_one_process(whole: str, staged: str, runs: Path) -> None:
     one, two = lines(runs / whole), lines(runs / staged)
-    assert [line["step"] for line in one] == [line["step"] for line in two]
-    for expected, found in zip(one, two, strict=True):
-        for key in ("loss", "grad_norm", "tokens", "val_loss"):
-            assert found.get(key) == (pytest.approx(expected[key], rel=1e-4) if key in expected else None), key
+    assert_same_figures(one, two, ("loss", "grad_norm", "tokens", "val_loss"), rel=1e-4)
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-6)  # the same weights still
     assert difference(weights(runs / whole), weights(runs / staged)) < SAME_IN_FP32
 

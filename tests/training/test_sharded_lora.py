@@ -11,6 +11,7 @@ import torch
 from library.config import load_config
 from library.config.conflicts import find_conflicts
 from library.config.load import load_language_config
+from tests.layouts import assert_same_figures
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.test_llm_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.test_llm_lora_runs import flags as chat_flags
@@ -80,10 +81,7 @@ def lines(folder: Path) -> list[dict]:
 
 def test_two_processes_that_split_the_base_equal_one(runs: Path) -> None:
     one, two = lines(runs / "one"), lines(runs / "two")
-    assert [line["step"] for line in one] == [line["step"] for line in two]
-    for expected, found in zip(one, two, strict=True):
-        for key in ("loss", "val_loss", "grad_norm"):
-            assert found.get(key) == (pytest.approx(expected[key], rel=1e-4) if key in expected else None), key
+    assert_same_figures(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-4)
     assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
     names = sorted(path.name for path in (runs / "one/samples").iterdir())
     assert sorted(path.name for path in (runs / "two/samples").iterdir()) == names

@@ -8,6 +8,7 @@ import pytest
 
 from library.config.conflicts import find_conflicts
 from library.config.schema import TrainConfig
+from tests.layouts import assert_same_figures
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.test_llm_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.test_llm_lora_runs import flags as chat_flags
@@ -61,10 +62,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_two_processes_that_have_the_layers_together_equal_one(runs: Path) -> None:
     one, two = lines(runs / "one"), lines(runs / "two")
-    assert [line["step"] for line in one] == [line["step"] for line in two]
-    for expected, found in zip(one, two, strict=True):
-        for key in ("loss", "val_loss", "grad_norm"):
-            assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None), key
+    assert_same_figures(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-5)
     assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
     names = sorted(path.name for path in (runs / "one/samples").iterdir())
     assert sorted(path.name for path in (runs / "two/samples").iterdir()) == names

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.layouts import assert_same_figures
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.training.test_sharded_pretraining import SETTINGS, difference, train_one
 from tests.worker_group import run_in_group
@@ -39,12 +40,8 @@ def test_two_processes_that_have_the_layers_together_equal_one(runs: tuple[Path,
     folder, said = runs
     assert said["two"] == ""
     one, two = lines(folder / "one"), lines(folder / "two")
-    assert [line["step"] for line in one] == [line["step"] for line in two]
-    for expected, found in zip(one, two, strict=True):
-        for key in ("loss", "grad_norm", "tokens", "val_loss"):
-            assert found.get(key) == (pytest.approx(expected[key], rel=1e-4) if key in expected else None)
+    assert_same_figures(one, two, ("loss", "grad_norm", "tokens", "val_loss"), rel=1e-4)
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-6)  # the same weights still
-    print(difference(weights(folder / "one"), weights(folder / "two")))
     assert difference(weights(folder / "one"), weights(folder / "two")) < SAME_IN_FP32
     assert (folder / "two/samples/00000004.txt").read_text() == (folder / "one/samples/00000004.txt").read_text()
 
@@ -52,7 +49,6 @@ def test_two_processes_that_have_the_layers_together_equal_one(runs: tuple[Path,
 def test_grouped_heads_are_dealt_out_with_their_keys(runs: tuple[Path, dict[str, str]]) -> None:
     folder, said = runs
     assert said["llama_two"] == ""
-    print(difference(weights(folder / "llama_one"), weights(folder / "llama_two")))
     assert difference(weights(folder / "llama_one"), weights(folder / "llama_two")) < SAME_IN_FP32
     assert said["odd"] == "tp: kv_heads = 1 cannot be dealt out to 2 processes; set a divisor"
 
