@@ -26,6 +26,10 @@ def device_map_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterat
         {
             "device_map": (several, "one process drives all GPUs; remove it, or dp, shard, tp and pp"),
             "blocks_to_swap": (training.blocks_to_swap, "has blocks on one device in turn; remove one of them"),
+            "cpu_offload_checkpointing": (
+                training.cpu_offload_checkpointing,
+                "brings inputs back to one device; remove one of them",
+            ),
             "torch_compile": (config.accelerate.torch_compile, "is not made for device_map; remove one of them"),
             "preflight": (training.preflight, "looks at one device; remove it, or device_map"),
             "mixed_precision": (training.mixed_precision == "fp16", 'fp16 is not made for device_map; set "bf16"'),
