@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 
+import pytest
 from hypothesis import settings
+from pytest_timeout import Settings
+
+from tests import stalls
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo asks for the host's name otherwise, which a container may not know
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # the stand-in for the hub is here
@@ -17,3 +22,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for w
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Guard against a run that never ends."""
+    stalls.watch(config)
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Settings) -> bool:
+    """Instead of pytest-timeout's timer, which cannot fire while a test holds the interpreter's lock."""
+    stalls.end_process_after(settings.timeout, item.config)
+    return True
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
+    """The test ended in time."""
+    faulthandler.cancel_dump_traceback_later()
+    return True
