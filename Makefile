@@ -35,7 +35,7 @@ demo-llm: $(STAMP) ## a small Llama from fresh weights to stories: curves, perpl
 	$(PY) tools/demo_llm.py
 
 test: $(STAMP)  ## the tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 -q --durations=20
 
 test-all: $(STAMP) ## the tests, the slow ones too
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q

@@ -20,6 +20,9 @@ import psutil
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
+LONG = 60.0
+"""Seconds from which a test is told as soon as it ends: where a run is cut off, what took its time is known."""
+
 LIMIT = {"not slow": 800.0, "all": 2400.0}
 """Seconds in which no test begins or ends until the run is ended: longer than the longest limit of one test."""
 
@@ -38,7 +41,9 @@ class StallReporter:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._moved = time.monotonic()
-        self._running.pop(nodeid, None)
+        seconds = self._moved - self._running.pop(nodeid, self._moved)
+        if seconds > LONG:
+            print(f"\n{nodeid} took {seconds:.0f} s", file=sys.__stderr__, flush=True)
 
     def _watch(self) -> None:
         while time.monotonic() - self._moved < self._limit:
