@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from networks.targets import TARGETS
+
+if TYPE_CHECKING:
+    from networks.injection import AdapterNetwork
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,20 @@ def build_transformer(family: BenchFamily, sizes: Sizes, dtype: torch.dtype, dev
         torch.set_default_dtype(torch.float32)
 
 
-def tandem_lora(family_name: str, transformer: nn.Module, rank: int) -> list[nn.Parameter]:
-    """Put Tandem's LoRA on the layers it trains by default; return its fp32 parameters."""
+def tandem_network(family_name: str, transformer: nn.Module, rank: int) -> AdapterNetwork:
+    """Put Tandem's LoRA on the layers it trains by default, its weights in fp32."""
     from library.config.schema import NetworkConfig
     from networks.injection import inject_lora
     from networks.options import parse_network_args
 
     targets = TARGETS[family_name]
     options = parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), targets)
-    return inject_lora(transformer, options, targets, seed=0).parameters()
+    return inject_lora(transformer, options, targets, seed=0)
+
+
+def tandem_lora(family_name: str, transformer: nn.Module, rank: int) -> list[nn.Parameter]:
+    """Do as :func:`tandem_network`; return the parameters."""
+    return tandem_network(family_name, transformer, rank).parameters()
 
 
 def peft_lora(family_name: str, transformer: Any, rank: int) -> list[nn.Parameter]:

@@ -7,7 +7,7 @@ and 512 text tokens, rank 16 on every layer that is trained by default, LoRA wei
 Each case runs in a process of its own with a time limit: one that fails or runs out of memory is a row that says so.
 Reported are the median seconds of a step, the peak of allocated device memory, and the model FLOP utilisation: what a
 step needs (no weight gradients, no recomputation) over what the card's bf16 matrix products, measured first, would do
-in that time.
+in that time. At last come steps in each layout of several GPUs, or of one and the CPU (``bench/gpu_layouts.py``).
 
     python bench/gpu.py [--json PATH] [--minutes 10] [--families llm,flux] [--only TEXT]
     python bench/gpu.py --device cpu --tiny        # does every case run?
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -30,8 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench import gpu_llm
+from bench.commands import run_with_limit
 from bench.families import FAMILIES
 from bench.gpu_cases import GpuCase, build, cases, sizes_of
+from bench.gpu_layouts import layouts_for, measure_layout, processes_of
 from bench.measure import forget_peak, machine_name, resident, wait_for, write_report
 from library.errors import UserError, did_you_mean, exit_on_user_error
 
@@ -87,21 +90,22 @@ class Children:
         self.place = ["--device", device, *(["--tiny"] if tiny else [])]
         self._end = time.monotonic() + 60 * minutes
 
-    def rows(self, case: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+    def rows(self, case: dict[str, Any], seconds: float, processes: int = 1) -> list[dict[str, Any]]:
         """Return what the process that measures ``case`` printed; the last is {"error": why} if it did not end well."""
         limit = min(seconds, self._end - time.monotonic())
         if limit <= 0:
             return [{"error": "left out: the time was up"}]
-        command = [sys.executable, __file__, "--case", json.dumps(case), *self.place]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [sys.executable, *(launcher if processes > 1 else []), __file__]
+        command += ["--case", json.dumps(case), *self.place]
         try:
-            done = subprocess.run(command, capture_output=True, timeout=limit, check=False)
+            done = run_with_limit(command, limit)
         except subprocess.TimeoutExpired as late:
-            return [*_rows(late.stdout or b""), {"error": f"stopped after {limit:.0f} s"}]
+            return [*_rows(late.stdout), {"error": f"stopped after {limit:.0f} s"}]
         if done.returncode == 0:
             return _rows(done.stdout)
-        said = done.stderr.decode(errors="replace")
-        last = (said.strip().splitlines() or ["no message"])[-1]
-        why = "out of memory" if "OutOfMemoryError" in said else f"exit code {done.returncode}: {last}"
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        why = "out of memory" if "OutOfMemoryError" in done.stderr else f"exit code {done.returncode}: {last}"
         return [*_rows(done.stdout), {"error": why}]
 
     def rate(self) -> float | None:
@@ -112,9 +116,9 @@ class Children:
         return rate
 
 
-def _rows(printed: bytes) -> list[dict[str, Any]]:
+def _rows(printed: str) -> list[dict[str, Any]]:
     """Return the rows among the lines, which libraries may have added to; a last one cut short is left out."""
-    whole = printed[: printed.rfind(b"\n") + 1].decode(errors="replace")
+    whole = printed[: printed.rfind("\n") + 1]
     return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 
 
@@ -149,6 +153,20 @@ def run_all(chosen: list[GpuCase], children: Children, rate: float | None, tiny:
     return rows
 
 
+def run_layouts(chosen: list[tuple[str, str]], children: Children, device: torch.device) -> list[dict[str, Any]]:
+    """Run each (family, layout) in as many processes as it takes; print each row, and return them."""
+    print(f"{'layout':<48} {'s/step':>8} {'peak GiB':>9} {'images':>8}", flush=True)
+    rows = []
+    for family, layout in chosen:
+        asked = {"layout": layout, "family": family}
+        found = children.rows(asked, _CASE_SECONDS, processes_of(layout, device))[-1]
+        row = asked | {"case": f"{family}, {layout}"} | found
+        figures = f"{row['step_s']:8.3f} {row['peak_gib']:9.1f} {row['images']:8}" if "step_s" in row else row["error"]
+        rows.append(row)
+        print(f"{row['case']:<48} {figures}", flush=True)
+    return rows
+
+
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return Tandem over peft with checkpointing at batch 1, each policy over the same without it, and the ladders'."""
     by_name = {row["case"]: row for row in rows if "step_s" in row}
@@ -176,6 +194,10 @@ def serve(case: dict[str, Any], device: torch.device, tiny: bool) -> None:
     if "ladder" in case:
         for row in gpu_llm.climb(case["ladder"], device, tiny):
             print(json.dumps(row), flush=True)  # at once: what is measured is kept if time runs out
+    elif "layout" in case:
+        row = measure_layout(case["family"], case["layout"], device, tiny)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(row), flush=True)
     elif "rate" in case:
         print(json.dumps({"rate": matmul_rate(device, tiny)}))
     else:
@@ -208,12 +230,16 @@ def main() -> None:
             raise UserError(f"--families: no {family!r}{did_you_mean(family, families)}; choose {', '.join(families)}")
     ladders = [model for model in gpu_llm.LADDERS if _LLM in asked and options.only in model]
     chosen = [case for case in cases([f for f in asked if f != _LLM]) if options.only in case.name()]
-    if not ladders and not chosen:
+    device = torch.device(options.device)
+    pairs = [(family, layout) for family in asked if family != _LLM for layout in layouts_for(device)]
+    layouts = [pair for pair in pairs if options.only in ", ".join(pair)]
+    if not ladders and not chosen and not layouts:
         raise UserError(f"--only: no case's name holds {options.only!r}; leave it out to see the names")
     children = Children(options.device, options.tiny, options.minutes)
     rate = children.rate()
     rows = run_ladders(ladders, children, rate) if ladders else []
     rows += run_all(chosen, children, rate, options.tiny) if chosen else []
+    rows += run_layouts(layouts, children, device) if layouts else []
     found = ratios(rows)
     for name, value in found.items():
         print(f"{name:<40} {value:.3f}")

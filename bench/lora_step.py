@@ -25,8 +25,7 @@ class LoraStep:
         self.base_bytes = base_bytes(model)
         self.autocast = autocast
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-        tokens = inputs["hidden_states"]
-        self.target = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(2)).to(tokens.device)
+        self.target = target_of(inputs)
 
     def loss(self) -> Tensor:
         """Run one step and return its loss, still on the device."""
@@ -46,3 +45,9 @@ class LoraStep:
 def call_transformer(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Return the output of a diffusers transformer."""
     return model(**inputs, return_dict=False)[0]
+
+
+def target_of(inputs: dict[str, Tensor]) -> Tensor:
+    """Return a velocity [B, tokens, channels] to learn."""
+    tokens = inputs["hidden_states"]
+    return torch.randn(tokens.shape, generator=torch.Generator().manual_seed(2)).to(tokens.device)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from bench.commands import run_with_limit
 
 LIMIT = 240  # seconds; the slowest command takes 20 on a quiet machine
 
@@ -28,26 +28,10 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` to its end and return code, output and errors; ``environment`` joins this process's.
 
-    ``subprocess.run`` kills only the child at its limit and then waits for the pipes, which a launcher's workers keep
-    open: one stuck worker would hold the whole suite.
-
     Raises:
         AssertionError: it took longer than ``limit`` seconds; what it printed is in the message.
     """
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
     try:
-        stdout, stderr = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate()
-        raise AssertionError(f"{' '.join(command)}: not done after {limit} s\n{stdout}\n{stderr}") from None
-    return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)
+        return run_with_limit(command, limit, cwd, {"OMP_NUM_THREADS": "1", **(environment or {})})
+    except subprocess.TimeoutExpired as late:
+        raise AssertionError(f"{' '.join(command)}: not done after {limit} s\n{late.stdout}\n{late.stderr}") from None

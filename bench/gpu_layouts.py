@@ -1,0 +1,193 @@
+"""Steps of a LoRA on several GPUs: what ``bench/gpu.py`` starts in as many processes as there are GPUs.
+
+A layout is a row: ``dp`` copies the model, ``shard`` splits its weights (FSDP2), ``pp`` its depth, ``tp`` its layers;
+``device_map`` is one process with a run of the blocks on each GPU, or on one GPU and the CPU, then of few blocks. Each
+is set up by the functions that a training run calls. ``dp`` and ``shard`` train an image a GPU, ``pp`` as many in one
+batch, the others one image a step.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from bench.families import FAMILIES, Sizes, build_transformer, tandem_network
+from bench.gpu_cases import RANK, GpuCase, sizes_of
+from bench.lora_step import LoraStep, call_transformer, target_of
+from bench.measure import forget_peak, resident, wait_for
+from library.accelerator import build_accelerator
+from library.config.parallel_schema import ParallelConfig
+from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
+from library.models.transformer_files import split_plan
+from library.nn.recomputation import Recomputation
+from library.training.device_map import deal_out_blocks
+from library.training.pipeline.lora import prepare_stage
+from library.training.pipeline.schedule import Pipeline
+from library.training.pipeline.stages import outline_of
+from library.training.sharding import prepare_lora, share_gradients
+from library.training.tensor_parallel import prepare_split_lora
+
+LAYOUTS = ("dp", "shard", "pp", "tp")
+_BEHIND_BLOCKS = ("norm_out", "proj_out")  # of FLUX and Qwen-Image
+_WARM_STEPS, _TIMED_STEPS = 2, 5
+_FEW_BLOCKS = 2  # a kind, where a CPU has half of them
+
+
+@dataclass
+class Images:
+    """A batch as a pipeline takes it: it has a length and can be cut."""
+
+    inputs: dict[str, Tensor]
+    target: Tensor
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def chunk(self, count: int) -> list[Images]:
+        """Return ``count`` pieces; what all images have in common (positions) goes to each."""
+        targets, many = self.target.chunk(count), len(self)
+        shared = {name for name, tensor in self.inputs.items() if tensor.ndim == 2 and "ids" in name}
+        assert all(len(tensor) == many for name, tensor in self.inputs.items() if name not in shared)
+        cut = {name: tensor.chunk(count) for name, tensor in self.inputs.items() if name not in shared}
+        kept = {name: self.inputs[name] for name in shared}
+        return [Images(kept | {name: parts[i] for name, parts in cut.items()}, targets[i]) for i in range(count)]
+
+
+def processes_of(layout: str, device: torch.device) -> int:
+    """Return in how many processes ``layout`` is measured: one a GPU; two to try it on a CPU."""
+    if layout == "device_map":
+        return 1
+    return torch.cuda.device_count() if device.type == "cuda" else 2
+
+
+def layouts_for(device: torch.device) -> list[str]:
+    """Return the rows that ``device``'s machine has: one GPU has nobody to share with but its CPU."""
+    alone = device.type == "cuda" and torch.cuda.device_count() < 2
+    return ["device_map"] if alone else [*LAYOUTS, "device_map"]
+
+
+def measure_layout(family_name: str, layout: str, device: torch.device, tiny: bool) -> dict[str, Any]:
+    """Return seconds and images of a step and the fullest GPU's peak.
+
+    Call it in a fresh process, for all but ``device_map`` in each of ``processes_of`` processes of a launcher.
+    """
+    if layout == "device_map":
+        return _measure_device_map(family_name, device, tiny)
+    world = int(os.environ["WORLD_SIZE"])
+    parallel = ParallelConfig(**({} if layout == "dp" else {layout: world}))
+    training, saving = TrainingConfig(mixed_precision="bf16"), SavingConfig()
+    accelerator = build_accelerator(AccelerateConfig(), training, saving, LoggingConfig(), parallel)
+    sizes = sizes_of(GpuCase(family_name, batch=world if layout == "pp" else 1), tiny)
+    step = _step_of(layout, accelerator, parallel, family_name, sizes)
+    seconds, peak = _timed(step, accelerator.device, tiny)
+    peaks: list[float] = [0.0] * world
+    dist.all_gather_object(peaks, peak)
+    return _row(seconds, 1 if layout == "tp" else world, max(peaks))
+
+
+def _measure_device_map(family_name: str, device: torch.device, tiny: bool) -> dict[str, Any]:
+    """One process with all GPUs; with one GPU, or none, the CPU has the other half of a few blocks."""
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
+    sizes = sizes_of(GpuCase(family_name), tiny)
+    if len(devices) < 2:
+        devices.append(torch.device("cpu"))
+        sizes = replace(sizes, blocks=tuple(min(_FEW_BLOCKS, blocks) for blocks in sizes.blocks))
+    family = FAMILIES[family_name]
+    transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(devices[0]))
+    network = tandem_network(family_name, family.swap_hot_paths(transformer), RANK)
+    blocks = family.blocks(transformer)
+    transformer.enable_gradient_checkpointing(Recomputation(len(blocks)))
+    placed = deal_out_blocks(transformer, blocks, devices)
+    inputs = family.inputs(sizes, devices[0])
+    step = LoraStep(transformer, network.parameters(), call_transformer, inputs, autocast=True)
+    seconds, peak = _timed(step.loss, devices[0], tiny)
+    return _row(seconds, 1, peak) | {"placed": placed}
+
+
+def _row(seconds: float, images: int, peak: float) -> dict[str, Any]:
+    return {"step_s": seconds, "images": images, "peak_gib": peak / 2**30}
+
+
+def _step_of(
+    layout: str, accelerator: Accelerator, parallel: ParallelConfig, family_name: str, sizes: Sizes
+) -> Callable[[], Tensor]:
+    """Return what takes a training step and returns its loss."""
+    family, device = FAMILIES[family_name], accelerator.device
+    transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(device))
+    if layout != "dp":
+        transformer.to("cpu")  # made faster on the GPU, but a run splits what lies in host memory
+    network = tandem_network(family_name, family.swap_hot_paths(transformer), RANK)
+    blocks = family.blocks(transformer)
+    transformer.enable_gradient_checkpointing(Recomputation(len(blocks)))
+    trained = network.parameters()
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    inputs = family.inputs(sizes, device)
+    batch = Images(inputs, target_of(inputs))
+    loader = torch.utils.data.DataLoader([0])  # type: ignore[arg-type]  # stands where a run has its own
+    kinds = sorted({type(block).__name__ for block in blocks})
+    pipeline: Pipeline | None = None
+    if layout == "pp":
+        outline = outline_of(transformer, blocks, _BEHIND_BLOCKS)
+        pipeline, model, optimizer, _ = prepare_stage(
+            accelerator, parallel, transformer, outline, network, ["forward"], optimizer, loader
+        )
+    elif layout == "tp":
+        plan = split_plan(type(transformer), transformer.config, parallel.tp)
+        model, optimizer, _ = prepare_split_lora(accelerator, plan, kinds, transformer, trained, optimizer, loader)
+    elif layout == "shard":
+        model, optimizer, _ = prepare_lora(accelerator, kinds, transformer, trained, optimizer, loader)
+    else:
+        model, optimizer = accelerator.prepare(transformer, optimizer)
+    return lambda: _step(accelerator, model.train(), pipeline, batch, trained, optimizer)
+
+
+def _step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    pipeline: Pipeline | None,
+    batch: Images,
+    trained: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> Tensor:
+    def compute(images: Images) -> tuple[Tensor, Tensor]:
+        with accelerator.autocast():
+            output = call_transformer(model, images.inputs)
+        loss = (output.float() - images.target).square().mean()
+        return loss, loss.detach()
+
+    if pipeline is not None:
+        loss, _ = pipeline.forward_backward(batch, compute)
+    else:
+        loss, _ = compute(batch)
+        accelerator.backward(loss)
+    share_gradients(accelerator, trained)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _timed(step: Callable[[], Tensor], device: torch.device, tiny: bool) -> tuple[float, float]:
+    """Return the median seconds of a step, and the peak bytes of this process's GPU (of the process, on a CPU)."""
+    for _ in range(_WARM_STEPS):
+        loss = step()
+    forget_peak(device)
+    seconds = []
+    for _ in range(1 if tiny else _TIMED_STEPS):
+        wait_for(device)
+        begun = time.perf_counter()
+        loss = step()
+        wait_for(device)
+        seconds.append(time.perf_counter() - begun)
+    if not torch.isfinite(loss):
+        raise RuntimeError(f"loss is {loss.item()}")
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
+    return statistics.median(seconds), peak
