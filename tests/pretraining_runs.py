@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 from accelerate.state import AcceleratorState
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from library.config.llm_schema import load_llm_config
 from library.training.pretraining.events import PretrainingEvents
+from tests.curves import without_curves
 from tools.prepare_text import parser, prepare
 from train_llm import train
 
@@ -53,10 +55,11 @@ def flags(corpus: Path, output: Path, **settings: object) -> list[str]:
     return words
 
 
-def run(corpus: Path, output: Path, **settings: object) -> PretrainingEvents:
-    """Train in this process."""
+def run(corpus: Path, output: Path, curves: bool = False, **settings: object) -> PretrainingEvents:
+    """Train in this process; ``curves``: with lr.png, which takes longer than the training."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
-    return train(load_llm_config(flags(corpus, output, **settings)))
+    with nullcontext() if curves else without_curves():
+        return train(load_llm_config(flags(corpus, output, **settings)))
 
 
 def weights(output: Path, name: str = "model") -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 
 from library.config import load_config
 from library.training.events import RunEvents
+from tests.curves import without_curves
+from tests.forked import run_script
 from tests.processes import run_command
 from tests.tiny import tiny_flux_pipeline
 from train_lora import train
@@ -82,16 +85,27 @@ def arguments(base: Path, dataset: Path, output: Path, **settings: object) -> li
     return flags
 
 
-def run(base: Path, dataset: Path, output: Path, **settings: object) -> RunEvents:
-    """Train in this process and return the run."""
+def run(base: Path, dataset: Path, output: Path, curves: bool = False, **settings: object) -> RunEvents:
+    """Train in this process and return the run; ``curves``: with lr.png, which takes longer than the training."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
-    return train(load_config(arguments(base, dataset, output, **settings)))
+    with nullcontext() if curves else without_curves():
+        return train(load_config(arguments(base, dataset, output, **settings)))
 
 
-def start(
+def train_flags(flags: list[str]) -> None:
+    """Train as a job of a worker group."""
+    train(load_config(flags))
+
+
+def start(flags: list[str], cwd: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run train_lora.py in a process of its own."""
+    return run_script(ROOT / "train_lora.py", flags, cwd, environment)
+
+
+def launch(
     launcher: list[str], flags: list[str], cwd: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run train_lora.py in a process of its own, through ``launcher`` (arguments of python; empty: none)."""
+    """Run train_lora.py as a user does, through ``launcher`` (arguments of python)."""
     command = [sys.executable, *launcher, str(ROOT / "train_lora.py"), *flags]
     return run_command(command, cwd, {"PYTHONPATH": str(ROOT), **(environment or {})})
 

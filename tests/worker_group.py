@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,17 +19,31 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
 from library.errors import UserError
+from tests.curves import without_curves
+from tests.forked import begin_as_started_by_python, fork_server
+from tests.processes import LIMIT
 
 Job = tuple[str, Callable[..., object], tuple]  # name, what to call, its arguments
 
 
 def run_in_group(jobs: Sequence[Job], folder: Path, processes: int = 2) -> dict[str, str]:
-    """Let every process do ``jobs``; return for each what a UserError said on process 0, or "" if it was done."""
+    """Let every process do ``jobs``; return for each what a UserError said on process 0, or "" if it was done.
+
+    Raises:
+        AssertionError: a process had not done them after ``LIMIT`` seconds.
+    """
     ports = _free_ports(len(jobs))
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "train_lora", "train_llm"])
+    fork_server()
     arguments = (ports, processes, list(jobs), folder)
-    torch.multiprocessing.start_processes(_work, arguments, nprocs=processes, start_method="forkserver")
+    group = torch.multiprocessing.start_processes(
+        _work, arguments, nprocs=processes, join=False, start_method="forkserver"
+    )
+    begun = time.monotonic()
+    while not group.join(timeout=5):
+        if time.monotonic() - begun > LIMIT:
+            for process in group.processes:
+                process.kill()
+            raise AssertionError(f"{[name for name, _, _ in jobs]}: not done after {LIMIT} s")
     return {name: (folder / f"{name}.said").read_text() for name, _, _ in jobs}
 
 
@@ -46,7 +61,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _work(rank: int, ports: list[int], processes: int, jobs: list[Job], folder: Path) -> None:
-    torch.set_num_threads(1)
+    begin_as_started_by_python()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     try:
@@ -55,7 +70,8 @@ def _work(rank: int, ports: list[int], processes: int, jobs: list[Job], folder: 
             AcceleratorState._reset_state(reset_partial_state=True)
             said = ""
             try:
-                call(*arguments)
+                with without_curves():
+                    call(*arguments)
             except UserError as error:
                 said = str(error)
             except BaseException:

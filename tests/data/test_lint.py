@@ -17,6 +17,7 @@ from library.data import picture_facts
 from library.data.config import load_dataset_config
 from library.data.lint import Report, check
 from library.data.picture_facts import difference_hash, find_bars
+from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -182,14 +183,14 @@ def test_the_second_look_opens_nothing_but_what_changed(folder: Path, monkeypatc
 def test_the_command_writes_a_page_with_its_pictures_inside(folder: Path) -> None:
     put(folder, "letter.png", barred((0, 20)))
     put(folder, "<b>.png", picture(0))
-    words = [sys.executable, str(ROOT / "tools/check_dataset.py"), "dataset.toml", "--report", "report.html"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    script, words = ROOT / "tools/check_dataset.py", ["dataset.toml", "--report", "report.html"]
+    done = subprocess.run([sys.executable, script, *words], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Bars at the border" in done.stdout
     html = (folder / "report.html").read_text()
     assert html.count("data:image/jpeg;base64,") == 3
     assert "&lt;b&gt;.png" in html
     assert "<b>.png" not in html
-    strict = subprocess.run([*words, "--strict"], cwd=folder, capture_output=True, text=True, check=False)
+    strict = run_script(script, [*words, "--strict"], folder)
     assert strict.returncode == 2
     assert strict.stderr.splitlines()[-1].startswith("error: dataset.toml: 2 findings")

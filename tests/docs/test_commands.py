@@ -10,7 +10,7 @@ import runpy
 import shlex
 import shutil
 import sys
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -29,6 +29,7 @@ from library.models.qwen_text import TEMPLATES
 from networks.formats import save_lora
 from networks.targets import FLUX_TARGETS
 from networks.weights import LoraWeights
+from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
@@ -106,7 +107,7 @@ def _small(dataset: str) -> str:
     return dataset.replace("resolution = 1024", "resolution = 64\nbucket_reso_steps = 16\nmin_bucket_reso = 32", 1)
 
 
-def _run(words: list[str], place: Path) -> None:
+def _run(words: list[str], place: Path, curves: bool = False) -> None:
     """Run a script as Python runs it, but in this process, which has its imports behind it.
 
     Raises:
@@ -133,7 +134,8 @@ def _run(words: list[str], place: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
     seen_small = {name: replace(template, area=64 * 64) for name, template in TEMPLATES.items()}
     argv = mock.patch.object(sys, "argv", [script, *rest])
-    with chdir(place), argv, mock.patch.dict(TEMPLATES, seen_small):  # the published areas take a minute here
+    drawn = nullcontext() if curves else without_curves()
+    with chdir(place), argv, drawn, mock.patch.dict(TEMPLATES, seen_small):  # the published areas take a minute here
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as left:
@@ -146,11 +148,12 @@ def _matching(pattern: str, place: Path) -> list[str]:
     return sorted(str(path.relative_to(place)) for path in place.glob(pattern))
 
 
-def _run_page(page: str, place: Path, count: int) -> None:
+def _run_page(page: str, place: Path, count: int, curves: str = "") -> None:
+    """Run a page's commands; those with ``curves`` in them draw theirs, which takes longer than such a training."""
     wanted = commands(page)
     assert len(wanted) == count, "a command was added or is not found any more: see that this test prepares for it"
     for words in wanted:
-        _run(words, place)
+        _run(words, place, curves=bool(curves) and any(curves in word for word in words))
 
 
 def _assert_written(place: Path, *paths: str) -> None:
@@ -158,7 +161,7 @@ def _assert_written(place: Path, *paths: str) -> None:
 
 
 def test_every_command_of_getting_started_runs_and_leaves_what_the_next_one_needs(place: Path) -> None:
-    _run_page("docs/getting_started.md", place, 9)
+    _run_page("docs/getting_started.md", place, 9, curves="flux_lora_16gb")
     _assert_written(
         place,
         "output/flux_lora_24gb/flux_lora_24gb.safetensors",
@@ -174,7 +177,7 @@ def test_every_command_of_getting_started_runs_and_leaves_what_the_next_one_need
 def trained(place: Path) -> Path:
     """The folder after README's commands: its first trains flux_lora, and ``make demo`` has gone before."""
     demo = ["train_lora.py", "--config_file", "configs/demo.toml", "--no-sample_at_first", "--no-sample_at_end"]
-    _run([*demo, "--cache_directory", str(place / "cache")], place)
+    _run([*demo, "--cache_directory", str(place / "cache")], place, curves=True)
     _run_page("README.md", place, 5)
     return place
 

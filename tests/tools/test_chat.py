@@ -21,8 +21,8 @@ from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
 from library.models.lm_files import load_lm
 from library.training.instruction.adapters import put_lora_on
+from tests.forked import run_script
 from tests.llm.talkers import PAIRS, write_chat_model, write_lora, write_story_model
-from tests.processes import LIMIT
 from tools.chat import chat, parser
 from tools.chatting.commands import run_command
 from tools.chatting.session import Session
@@ -61,12 +61,9 @@ def say(talk: Session, text: str) -> str:
 
 
 def piped(models: Path, lines: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/chat.py"), "--models_dir", str(models), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(
-        command, input=lines, capture_output=True, encoding="utf-8", errors="surrogateescape", timeout=LIMIT,
-        env=environment,
-    )  # fmt: skip
+    given = lines.encode(errors="surrogateescape")
+    words = ("--models_dir", str(models), *words)
+    return run_script(ROOT / "tools/chat.py", words, Path.cwd(), {"COLUMNS": "200"}, given)
 
 
 def test_bytes_that_are_no_utf8_do_not_end_the_talk(models: Path, tmp_path: Path) -> None:

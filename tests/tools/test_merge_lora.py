@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,14 +14,11 @@ from networks.formats import save_lora
 from networks.merge import LoraSource
 from networks.targets import FLUX_TARGETS
 from networks.weights import LoraWeights
+from tests.forked import run_script
 from tests.processes import run_command
 from tools.merge_lora import parse_source
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "merge_lora.py"
-
-
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run_command([sys.executable, str(SCRIPT), *arguments], cwd)
 
 
 def test_two_loras_are_merged_at_their_strengths(tmp_path: Path) -> None:
@@ -31,10 +27,9 @@ def test_two_loras_are_merged_at_their_strengths(tmp_path: Path) -> None:
     for name, column in (("a", [1.0, 0.0]), ("b", [0.0, 1.0])):
         lora = {"transformer_blocks.0.attn.to_k": LoraWeights(torch.tensor([column]), torch.ones(2, 1), 2.0)}
         save_lora(tmp_path / f"{name}.safetensors", lora, FLUX_TARGETS)
-    done = run(
-        "--model", "base.safetensors", "--lora", "a.safetensors:0.5", "b.safetensors", "--save_to", "m.safetensors",
-        "--save_precision", "bf16", cwd=tmp_path,
-    )  # fmt: skip
+    words = ["--model", "base.safetensors", "--lora", "a.safetensors:0.5", "b.safetensors"]
+    words += ["--save_to", "m.safetensors", "--save_precision", "bf16"]
+    done = run_command([sys.executable, str(SCRIPT), *words], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "m.safetensors: 1 of 1 tensors changed by 2 LoRA(s)\n"
     merged = load_file(tmp_path / "m.safetensors")["double_blocks.0.img_attn.qkv.weight"]
@@ -44,7 +39,8 @@ def test_two_loras_are_merged_at_their_strengths(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    done = run("--model", "none", "--lora", "a.safetensors", "--save_to", "m.safetensors", cwd=tmp_path)
+    words = ["--model", "none", "--lora", "a.safetensors", "--save_to", "m.safetensors"]
+    done = run_script(SCRIPT, words, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: none: no such file or folder; check --model\n"
 

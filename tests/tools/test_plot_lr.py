@@ -16,6 +16,7 @@ from PIL import Image
 from library.errors import UserError
 from library.training.lr_plot import draw_runs, plot_runs
 from library.training.run_metrics import read_run
+from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,8 +68,7 @@ def test_the_tool_writes_png_and_svg_without_a_display(tmp_path: Path) -> None:
 
 
 def test_the_tool_ends_with_one_line_where_a_run_is_missing(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "plot_lr.py"), str(tmp_path / "nowhere")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_script(ROOT / "tools" / "plot_lr.py", [str(tmp_path / "nowhere")], tmp_path)
     assert result.returncode == 2
     assert "no such file; name a run's output folder" in result.stderr
     assert result.stderr.count("\n") == 1

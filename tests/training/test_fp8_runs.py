@@ -16,9 +16,9 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.precision.fp8_linear import Fp8Linear
-from tests.processes import launcher
-from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forward, run, start, write_dataset
+from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forward, run, train_flags, write_dataset
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
+from tests.worker_group import run_in_group
 from tools import quantize_model
 
 SAME_IN_FP32 = 2e-4  # other orders of summation, as in test_train
@@ -241,8 +241,8 @@ def test_two_processes_on_an_fp8_base_equal_one(bases: dict[str, Settings], pipe
     halves = write_dataset(tmp_path / "halves", text="batch_size = 2")
     whole = write_dataset(tmp_path / "whole", text="batch_size = 4")
     run(pipeline, whole, tmp_path / "one", **settings)
-    two = start(launcher(), arguments(pipeline, halves, tmp_path / "two", **settings), tmp_path)
-    assert two.returncode == 0, two.stderr
+    job = ("two", train_flags, (arguments(pipeline, halves, tmp_path / "two", **settings),))
+    assert run_in_group([job], tmp_path) == {"two": ""}
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
 
 

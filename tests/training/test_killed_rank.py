@@ -12,7 +12,7 @@ import pytest
 from library.errors import UserError
 from library.peers import one_of_several
 from tests.processes import launcher, run_command
-from tests.runs import ROOT, arguments, largest_difference, lora, run, start, write_dataset
+from tests.runs import ROOT, arguments, largest_difference, launch, lora, run, write_dataset
 from tests.worker_group import run_in_group
 
 SAME_IN_FP32 = 2e-4  # gradients of halves are averaged by all-reduce, as in test_processes
@@ -56,7 +56,7 @@ def test_two_processes_go_on_to_the_same_bits(base: Path, tmp_path: Path) -> Non
     images = write_dataset(tmp_path / "images", text="batch_size = 1")
     die("kill", arguments(base, images, tmp_path / "out", **SETTINGS), tmp_path)
     for folder, resume in (("out", "auto"), ("whole", None)):
-        done = start(launcher(), arguments(base, images, tmp_path / folder, **SETTINGS, resume=resume), tmp_path)
+        done = launch(launcher(), arguments(base, images, tmp_path / folder, **SETTINGS, resume=resume), tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
     assert largest_difference(lora(tmp_path / "out"), lora(tmp_path / "whole")) == 0
 
@@ -64,7 +64,7 @@ def test_two_processes_go_on_to_the_same_bits(base: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_what_all_processes_find_wrong_is_said_once(base: Path, dataset: Path, tmp_path: Path) -> None:
     flags = [flag.replace("network_dim", "netwrk_dim") for flag in arguments(base, dataset, tmp_path / "out")]
-    refused = start(launcher(), flags, tmp_path)
+    refused = launch(launcher(), flags, tmp_path)
     assert refused.returncode == 1  # torchrun's own
     assert refused.stderr.count("error: command line: --netwrk_dim: unknown flag; did you mean 'network_dim'?") == 1
 

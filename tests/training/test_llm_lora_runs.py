@@ -21,8 +21,8 @@ from library.llm.tokenizers import train_bpe
 from library.models.lm_files import load_lm
 from library.training.events import RunEvents
 from library.training.instruction.adapters import put_lora_on
-from tests.processes import launcher
-from tests.runs import start
+from tests.curves import without_curves
+from tests.worker_group import run_in_group
 from train_lora import train_language_model
 
 SPREAD = {"initializer_range": 0.2}  # the usual 0.02 leaves a frozen head of width 32 next to nothing to say
@@ -76,8 +76,14 @@ def flags(place: Path, output: Path, model_type: str = "llama", **settings: obje
 
 
 def run(place: Path, output: Path, model_type: str = "llama", **settings: object) -> RunEvents:
+    return train_flags(flags(place, output, model_type, **settings))
+
+
+def train_flags(flags: list[str]) -> RunEvents:
+    """Train, in this process or as a job of a worker group."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
-    return train_language_model(load_language_config(flags(place, output, model_type, **settings)))
+    with without_curves():
+        return train_language_model(load_language_config(flags))
 
 
 def adapter(folder: Path) -> dict[str, Tensor]:
@@ -181,8 +187,8 @@ def test_two_processes_equal_one(place: Path, tmp_path: Path) -> None:
     settings: dict[str, object] = {"network_dropout": 0.0, "packing": True, "max_length": 20, "train_batch_size": 1}
     settings |= {"validation_data": [place / "data.jsonl"], "validate_every_n_steps": 6}
     one = run(place, tmp_path / "one", gradient_accumulation_steps=2, **settings)
-    two = start(launcher(), flags(place, tmp_path / "two", gradient_accumulation_steps=1, **settings), tmp_path)
-    assert two.returncode == 0, two.stderr
+    job = ("two", train_flags, (flags(place, tmp_path / "two", gradient_accumulation_steps=1, **settings),))
+    assert run_in_group([job], tmp_path) == {"two": ""}
     ours, theirs = adapter(tmp_path / "one/lora"), adapter(tmp_path / "two/lora")
     # gradients of two batches are added by all-reduce instead of in place: fp32 rounding through six steps of Adam
     assert all((ours[key] - theirs[key]).abs().max() <= 2e-4 * ours[key].abs().max() for key in ours)
@@ -201,8 +207,7 @@ def test_a_run_goes_on_from_an_adapter(place: Path, tmp_path: Path, capsys: pyte
             for key in ("--network_dim", "--network_alpha", "--network_dropout"):
                 place_of = chosen.index(key)
                 del chosen[place_of : place_of + 2]
-        AcceleratorState._reset_state(reset_partial_state=True)
-        train_language_model(load_language_config(chosen))
+        train_flags(chosen)
         before, after = adapter(tmp_path / "first/lora"), adapter(tmp_path / name / "lora")
         assert all(torch.equal(before[key], after[key]) for key in before)
     assert "trained on base" not in capsys.readouterr().out  # it is the same base

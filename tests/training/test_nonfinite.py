@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from library.training.events import RunEvents
-from tests.processes import launcher
 from tests.runs import arguments as flags
-from tests.runs import lora, run, start, write_dataset
+from tests.runs import lora, run, start, train_flags, write_dataset
+from tests.worker_group import run_in_group
 
 BAD = "5.png"
 # seed 3 puts the bad image into the first step, when optimizers have no state yet; 0 and 1 into the third and fourth
@@ -83,7 +83,7 @@ def test_stop_names_the_image_and_keeps_what_was_learnt_before(base: Path, clean
 
 def test_the_exit_code_is_2_and_the_message_one_line(base: Path, clean: Path, tmp_path: Path) -> None:
     data = spoilt(clean, tmp_path / "data", math.inf)
-    done = start([], flags(base, data, tmp_path / "out"), tmp_path)
+    done = start(flags(base, data, tmp_path / "out"), tmp_path)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("error: step ")
     assert "Traceback" not in done.stderr
@@ -173,7 +173,7 @@ def test_a_run_in_which_nothing_is_finite_stops_after_the_limit(base: Path, clea
 def test_two_processes_agree_though_one_alone_meets_the_image(base: Path, clean: Path, tmp_path: Path) -> None:
     data = spoilt(clean, tmp_path / "data", math.nan)
     settings = {"max_train_steps": 5, "nonfinite": "skip", "log_every_n_steps": 3}
-    done = start(launcher(), flags(base, data, tmp_path / "out", **settings), tmp_path)
-    assert done.returncode == 0, done.stderr
+    job = ("two", train_flags, (flags(base, data, tmp_path / "out", **settings),))
+    assert run_in_group([job], tmp_path) == {"two": ""}
     assert "updates_dropped" in (tmp_path / "out" / "metrics.jsonl").read_text()
     assert finite(lora(tmp_path / "out"))

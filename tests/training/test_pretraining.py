@@ -122,7 +122,8 @@ def test_a_run_that_leaves_the_numbers_stops_and_saves_nothing_of_it(corpus: Pat
 
 def test_training_learns_what_there_is_to_learn(corpus: Path, tmp_path: Path) -> None:
     prompts = {"sample_prompts": ["the cat", "a dog"], "sample_every_n_steps": 60, "sample_tokens": 8}
-    events = run(corpus, tmp_path, max_train_steps=60, validate_every_n_steps=30, train_batch_size=8, **prompts)
+    settings = {"max_train_steps": 60, "validate_every_n_steps": 30, "train_batch_size": 8}
+    events = run(corpus, tmp_path, curves=True, **settings, **prompts)
     before, _, after = events.val_losses
     vocabulary = TokenShards(corpus, "train").vocab_size
     assert before == pytest.approx(math.log(vocabulary), rel=0.02)  # fresh weights know nothing

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import launcher
-from tests.runs import arguments, largest_difference, lora, run, start, write_dataset
+from tests.runs import arguments, largest_difference, launch, lora, run, start, write_dataset
 
 # Gradients of two halves are averaged by all-reduce instead of one mean over the batch: fp32 rounding, as in the
 # accumulation test.
@@ -24,7 +24,7 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path) -> None:
     )
     settings = {"max_train_steps": 3, "gradient_checkpointing": True, "ddp_static_graph": True}
     one = run(base, whole, tmp_path / "one", **settings)
-    two = start(launcher(), arguments(base, halves, tmp_path / "two", **settings), tmp_path)
+    two = launch(launcher(), arguments(base, halves, tmp_path / "two", **settings), tmp_path)
     assert two.returncode == 0, two.stderr
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
@@ -45,14 +45,14 @@ def test_accelerate_launch_and_a_foreign_configuration_change_nothing(
     )
     flags = arguments(base, dataset, tmp_path / "launched", max_train_steps=2)
     environment = {"HF_HOME": str(tmp_path / "home"), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}
-    launched = start(["-m", "accelerate.commands.launch"], flags, tmp_path, environment)
+    launched = launch(["-m", "accelerate.commands.launch"], flags, tmp_path, environment)
     assert launched.returncode == 0, launched.stderr
     assert largest_difference(lora(tmp_path / "launched"), lora(tmp_path / "plain")) < SAME_IN_FP32
 
 
 def test_an_engine_asked_for_outside_the_training_file_is_refused(base: Path, dataset: Path, tmp_path: Path) -> None:
     flags = arguments(base, dataset, tmp_path / "out")
-    refused = start([], flags, tmp_path, {"ACCELERATE_USE_FSDP": "true"})
+    refused = start(flags, tmp_path, {"ACCELERATE_USE_FSDP": "true"})
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: ACCELERATE_USE_FSDP: accelerate's configuration asks for an engine")
     assert len(refused.stderr.splitlines()) == 1
@@ -60,6 +60,6 @@ def test_an_engine_asked_for_outside_the_training_file_is_refused(base: Path, da
 
 def test_a_user_error_is_one_line_and_exit_code_2(base: Path, dataset: Path, tmp_path: Path) -> None:
     flags = [flag.replace("network_dim", "netwrk_dim") for flag in arguments(base, dataset, tmp_path / "out")]
-    refused = start([], flags, tmp_path)
+    refused = start(flags, tmp_path)
     assert refused.returncode == 2
     assert refused.stderr == "error: command line: --netwrk_dim: unknown flag; did you mean 'network_dim'?\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from library.errors import UserError
 from library.training import rehearsal
 from library.training.memory import Parts, available_bytes, suggestions
+from tests.forked import run_script
 from tests.processes import run_command
 from tests.runs import ROOT, arguments, lora, run, write_dataset
 
@@ -100,14 +102,19 @@ def test_the_full_step_is_what_was_estimated_and_recomputing_takes_less(base: Pa
     assert taken[5] < taken[2] / 2
 
 
-def test_the_limits_of_the_process_count() -> None:
+def run_code(code: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "code.py").write_text(code)
+    return run_script(folder / "code.py", words, folder)
+
+
+def test_the_limits_of_the_process_count(tmp_path: Path) -> None:
     script = (
         "import resource, torch; from library.training.memory import available_bytes as free, _status;"
         "before = free(torch.device('cpu'));"
         "resource.setrlimit(resource.RLIMIT_AS, (_status('VmSize') + 2**26, -1));"
         "held = _status('VmRSS'); print(before > held + 2**26, abs(free(torch.device('cpu')) - held - 2**26) < 2**23)"
     )
-    done = run_command([sys.executable, "-c", script], ROOT)
+    done = run_code(script, tmp_path)
     assert done.stdout.split() == ["True", "True"], done.stderr
 
 
@@ -135,7 +142,7 @@ def test_running_out_of_memory_names_the_batch_and_what_to_change(base: Path, tm
 
 
 @pytest.mark.parametrize("limited", [True, False])
-def test_onednn_out_of_memory_is_told_from_an_operation_it_lacks(limited: bool) -> None:
+def test_onednn_out_of_memory_is_told_from_an_operation_it_lacks(limited: bool, tmp_path: Path) -> None:
     """oneDNN says "could not create a primitive" of both; it can be out of memory only where addresses are limited."""
     code = """
 import resource, sys
@@ -145,7 +152,7 @@ if sys.argv[1] == "True":
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
 print(is_out_of_memory(RuntimeError("could not create a primitive")), is_out_of_memory(RuntimeError("std::bad_alloc")))
 """
-    done = run_command([sys.executable, "-c", code, str(limited)], ROOT, {})
+    done = run_code(code, tmp_path, str(limited))
     assert done.stdout.split() == [str(limited), "True"], done.stderr
 
 

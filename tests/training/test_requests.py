@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from library.config import load_config
 from library.training.resume import find_damage, newest_state
-from tests.processes import LIMIT, launcher
+from tests.forked import Script
+from tests.processes import LIMIT
 from tests.runs import ROOT, arguments, lora, run
+from tests.worker_group import run_in_group
 from train_lora import train
 
 LONG = {"max_train_steps": 4000, "output_name": "x"}
@@ -29,46 +30,26 @@ def _steps(output: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def _wait(until: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+def _wait(until: Callable[[], bool], process: Script | None = None) -> None:
     begun = time.monotonic()
     while not until():
         assert time.monotonic() - begun < 120, "nothing happened"
-        assert process is None or process.poll() is None, process.communicate()
+        assert process is None or not process.has_ended(), process.wait()
         time.sleep(0.05)
-
-
-def _start(flags: list[str], cwd: Path, *starter: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *starter, str(ROOT / "train_lora.py"), *flags],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Return output and errors of a process that is to end by itself."""
-    try:
-        return process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_with_the_same_bits(
     number: signal.Signals, base: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    flags = arguments(base, dataset, tmp_path / "out", **LONG, max_data_loader_n_workers=2)
-    process = _start(flags, tmp_path)
+    flags = arguments(base, dataset, tmp_path / "out", **LONG, max_data_loader_n_workers=1)
+    process = Script(ROOT / "train_lora.py", flags, tmp_path)
     _wait(lambda: _steps(tmp_path / "out") >= 2, process)
     os.killpg(process.pid, number)  # as a terminal does, and systemd: the data loader's workers get it too
-    output, errors = _end(process)
-    assert process.returncode == 128 + number, output + errors
-    assert errors == ""
+    done = process.wait()
+    output = done.stdout
+    assert done.returncode == 128 + number, output + done.stderr
+    assert done.stderr == ""
     state = newest_state(tmp_path / "out", "x")
     assert state is not None
     step = int(state.name.removeprefix("x-step").removesuffix("-state"))
@@ -115,9 +96,7 @@ def test_files_ask_for_a_save_a_sample_and_the_end(
 
     asking = threading.Thread(target=ask)
     asking.start()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    flags = arguments(base, dataset, out, **LONG, sample_prompts=tmp_path / "prompts.txt")
-    events = train(load_config(flags))
+    events = run(base, dataset, out, **LONG, sample_prompts=tmp_path / "prompts.txt")
     asking.join()
     assert (events.wish.stop, events.wish.exit_code) == ("STOP", 3)
     assert not (out / "STOP").exists()
@@ -131,12 +110,22 @@ def test_files_ask_for_a_save_a_sample_and_the_end(
 
 def test_processes_agree_when_to_stop(base: Path, dataset: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = _start(arguments(base, dataset, out, **LONG), tmp_path, *launcher())
-    _wait(lambda: _steps(out) >= 2, process)
-    (out / "STOP").touch()
-    output, errors = _end(process)
-    assert output.count("stopped by STOP after step") == 1, output + errors
-    assert "exitcode  : 3" in errors  # torchrun's report; its own code is 1
+    job = ("stop", _train_and_stop, (arguments(base, dataset, out, **LONG), out, tmp_path))
+    assert run_in_group([job], tmp_path) == {"stop": ""}
+    assert [(tmp_path / f"left{rank}").read_text() for rank in range(2)] == ["STOP 3"] * 2
     state = newest_state(out, "x")
     assert state is not None
     assert int(state.name[6:14]) == _steps(out)  # no process went a step further than the others
+
+
+def _train_and_stop(flags: list[str], out: Path, folder: Path) -> None:
+    """Train until process 0 has asked for the end; leave how each process's run ended."""
+
+    def ask() -> None:
+        _wait(lambda: _steps(out) >= 2)
+        (out / "STOP").touch()
+
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=ask, daemon=True).start()
+    wish = train(load_config(flags)).wish
+    (folder / f"left{os.environ['RANK']}").write_text(f"{wish.stop} {wish.exit_code}")

@@ -17,10 +17,10 @@ from library.atomic import atomic_folder, atomic_path, clear_leftovers, discard
 from library.errors import UserError
 from library.training.checkpoint import Position, save_training_state
 from library.training.resume import find_damage, newest_state
-from tests.processes import launcher
-from tests.runs import arguments, largest_difference, lora, run, start, write_dataset
+from tests.runs import arguments, largest_difference, lora, run, train_flags, write_dataset
 from tests.training.test_checkpoint import _parts
 from tests.training.test_processes import SAME_IN_FP32
+from tests.worker_group import run_in_group
 
 DEAD = f"{atomic._machine()}-{os.getpid()}-1"  # a process of this number that began at another time
 
@@ -147,10 +147,11 @@ def test_two_processes_go_on_from_the_state_of_one(base: Path, tmp_path: Path) -
     run(base, data, tmp_path / "two", **settings | {"max_train_steps": 3}, **one)
     for path in ("lora-state", "lora.safetensors"):
         discard(tmp_path / "two" / path)
-    flags = arguments(base, data, tmp_path / "two", **settings, resume="auto")
-    two = start(launcher(), flags, tmp_path)
-    assert two.returncode == 0, two.stderr
-    assert "resume: going on from" in two.stdout
+    state = tmp_path / "two/lora-step00000003-state"
+    written = state.stat().st_mtime_ns
+    job = ("two", train_flags, (arguments(base, data, tmp_path / "two", **settings, resume="auto"),))
+    assert run_in_group([job], tmp_path) == {"two": ""}
+    assert state.stat().st_mtime_ns == written  # gone on from, not made again
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
     losses = [
         [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

@@ -12,8 +12,8 @@ from PIL import Image, ImageChops
 
 from library.errors import UserError
 from library.training.events import RunEvents
-from tests.processes import launcher
-from tests.runs import arguments, largest_difference, lora, run, start, write_dataset
+from tests.runs import arguments, largest_difference, lora, run, train_flags, write_dataset
+from tests.worker_group import run_in_group
 
 # As in test_train.py, AdamW's step has the gradient's sign rather than its size, so that rounding shows in entries of
 # lora_B that are nearly zero; text encoders are trained at ten times the rate here. Gradients that were not reduced, or
@@ -198,8 +198,8 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path, trained: dict[str, 
     whole = write_dataset(tmp_path / "whole", text=f"batch_size = 4\n{held}", num_repeats=2)
     settings = {**trained, "max_train_steps": 3, "gradient_checkpointing": True, "validate_every_n_steps": 1}
     one = run(base, whole, tmp_path / "one", **settings)
-    two = start(launcher(), arguments(base, halves, tmp_path / "two", **settings), tmp_path)
-    assert two.returncode == 0, two.stderr
+    job = ("two", train_flags, (arguments(base, halves, tmp_path / "two", **settings),))
+    assert run_in_group([job], tmp_path) == {"two": ""}
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["val_loss"] == pytest.approx(one.val_loss, rel=1e-5)

@@ -39,7 +39,7 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
     prompts.write_text("a disc --w 64 --h 64 --s 2\nno disc --w 96 --h 64 --s 2 --l 2 --n disc\n")
     out = tmp_path / "out"
     sampling = {"sample_prompts": prompts, "sample_at_first": True, "sample_every_n_steps": 2}
-    events = run(base, dataset, out, **sampling, save_every_n_steps=2, save_every_n_epochs=1)
+    events = run(base, dataset, out, curves=True, **sampling, save_every_n_steps=2, save_every_n_epochs=1)
     steps = [line for line in _metrics(out) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     expected = {"step", "epoch", "loss", "loss_ema", "lr/lora", "grad_norm", "sigma_mean", "s_per_it", "data_wait_s"}
