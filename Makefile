@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 WEB    := $(VENV)/.installed-web
 
-.PHONY: help setup demo demo-fp8 demo-llm test test-all test-faults fuzz test-web setup-web check format docs clean
+.PHONY: help setup demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -36,6 +36,9 @@ demo-llm: $(STAMP) ## a small Llama from fresh weights to stories: curves, perpl
 
 test: $(STAMP)  ## the tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 -q --durations=20
+
+test-again: $(STAMP) ## the tests that failed last time, one after the other
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" --last-failed --last-failed-no-failures none -q
 
 test-all: $(STAMP) ## the tests, the slow ones too
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q
