@@ -3,8 +3,9 @@
 *Time*: every case lives in a process of its own with one thread; steps are taken in turn, round after round, and
 counted in CPU seconds, so that other programs on the machine disturb little. The figure is the median.
 
-*Memory*: another process each, freshly loaded; what two steps add at most to the resident memory of the loaded model
-(Linux: VmHWM, reset through /proc/self/clear_refs), gradients and optimizer state of the LoRA included.
+*Memory*: another process each, freshly loaded; what two steps add at most to the resident memory of the loaded model,
+files that are mapped in not counted (Linux: VmHWM, reset through /proc/self/clear_refs), gradients and optimizer state
+of the LoRA included.
 
 A case is a function that can be pickled and its arguments; in the child process it builds a :class:`Stepper`.
 """
@@ -28,7 +29,9 @@ import torch
 
 from library.files import write_text
 
-_TRIM_THRESHOLD = str(1 << 20)  # bytes from which glibc gives memory back at once; for the memory runs only
+_TRIM_THRESHOLD = 1 << 20  # bytes from which glibc gives memory back at once; for the memory runs only
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_PRELOADED = ["diffusers.models.transformers.transformer_flux", "diffusers.loaders.peft", "peft"]  # seconds each time
 
 
 class Stepper(Protocol):
@@ -63,14 +66,19 @@ def measure_time(cases: Mapping[str, Case], rounds: int) -> dict[str, list[float
 
 def measure_memory(name: str, case: Case) -> dict[str, float]:
     """Run ``case`` in a process of its own; return what it adds, its peak and its frozen weights in MiB."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = _TRIM_THRESHOLD
-    try:
-        process, connection = _start(_serve_memory, case)
-        added, peak, base = _receive(process, connection, name)
-        process.join()
-    finally:
-        del os.environ["MALLOC_MMAP_THRESHOLD_"], os.environ["MALLOC_TRIM_THRESHOLD_"]
-    return {"added_mib": added / 2**20, "peak_mib": peak / 2**20, "weights_mib": base / 2**20}
+    return measure_memories({name: case}, 1)[name]
+
+
+def measure_memories(cases: Mapping[Any, Case], at_once: int) -> dict[Any, dict[str, float]]:
+    """Return :func:`measure_memory` of every case, ``at_once`` of them running beside each other."""
+    found, names = {}, list(cases)
+    for first in range(0, len(names), at_once):
+        workers = {name: _start(_serve_memory, cases[name]) for name in names[first : first + at_once]}
+        for name, (process, connection) in workers.items():
+            figures = zip(("added_mib", "peak_mib", "weights_mib"), _receive(process, connection, name), strict=True)
+            found[name] = {key: size / 2**20 for key, size in figures}
+            process.join()
+    return found
 
 
 def write_report(path: Path, rows: list[dict[str, Any]], ratios: dict[str, float], machine: str = "") -> None:
@@ -132,20 +140,24 @@ def _serve_time(connection: Connection, case: Case) -> None:
 def _serve_memory(connection: Connection, case: Case) -> None:
     """Answer with (bytes that two steps add at most to the loaded model, total peak, bytes of the base)."""
     torch.set_num_threads(1)
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
+    libc.mallopt(_M_MMAP_THRESHOLD, _TRIM_THRESHOLD)
     build, arguments = case
     stepper = build(*arguments)
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    loaded = resident("VmRSS")
+    libc.malloc_trim(0)
+    loaded = resident("RssAnon")
     reset_peak()
     stepper.step()
     stepper.step()
-    peak = resident("VmHWM")
+    peak = resident("VmHWM") - resident("RssFile")  # code that a first step reads in is not the step's
     connection.send((peak - loaded, peak, stepper.base_bytes))
 
 
 def _start(serve: Callable[..., None], case: Case) -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # whose processes begin with the libraries imported
+    context.set_forkserver_preload(_PRELOADED)
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, case), daemon=True)
     process.start()
@@ -153,7 +165,7 @@ def _start(serve: Callable[..., None], case: Case) -> tuple[Any, Connection]:
     return process, here
 
 
-def _receive(process: Any, connection: Connection, name: str) -> Any:
+def _receive(process: Any, connection: Connection, name: object) -> Any:
     try:
         return connection.recv()
     except EOFError:

@@ -118,6 +118,13 @@ def start(dataset: Path, output: Path, images: InstantImages | None = None) -> d
     }
 
 
+def start_alone(dataset: Path) -> dict[str, float]:
+    """Return what :func:`start` returns in a process of its own."""
+    command = [sys.executable, __file__, "--once", str(dataset)]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(said.splitlines()[-1])
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,9 +139,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         dataset = write_dataset(Path(temporary), options.images)
         for name in ("cold", "cached"):
-            command = [sys.executable, __file__, "--once", str(dataset)]
-            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            rows.append({"start": name, **json.loads(said.splitlines()[-1])})
+            rows.append({"start": name, **start_alone(dataset)})
     print(f"{options.images} images{'read s':>12}{'cache s':>10}{'first batch s':>15}{'all s':>8}{'peak MiB':>10}")
     for row in rows:
         figures = f"{row['read_s']:>12.1f}{row['cache_s']:>10.1f}{row['first_batch_s']:>15.2f}{row['start_s']:>8.1f}"

@@ -40,19 +40,21 @@ RANK = 16
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build_step(trainer: str, family_name: str, sizes: Sizes, dtype: str, checkpointing: bool) -> LoraStep:
+def build_step(
+    trainer: str, family_name: str, sizes: Sizes, dtype: str, checkpointing: bool, rank: int = RANK
+) -> LoraStep:
     """Load a case: ``trainer`` is tandem, peft, or the path of an adapter file."""
     family = FAMILIES[family_name]
     inputs = family.inputs(sizes, torch.device("cpu"))
     if trainer not in ("tandem", "peft"):
         adapter = _load_adapter(Path(trainer))
-        model, trained = adapter.build(sizes, DTYPES[dtype], RANK)
+        model, trained = adapter.build(sizes, DTYPES[dtype], rank)
         return LoraStep(model, trained, adapter.forward, inputs, dtype == "bf16")
     transformer: Any = build_transformer(family, sizes, DTYPES[dtype])
     if trainer == "tandem":
-        trained = tandem_lora(family_name, family.swap_hot_paths(transformer), RANK)
+        trained = tandem_lora(family_name, family.swap_hot_paths(transformer), rank)
     else:
-        trained = peft_lora(family_name, transformer, RANK)
+        trained = peft_lora(family_name, transformer, rank)
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     return LoraStep(transformer, trained, call_transformer, inputs, dtype == "bf16")

@@ -102,7 +102,8 @@ def clear_leftovers(folder: str | Path) -> list[Path]:
     """
     restored: list[Path] = []
     try:
-        names = sorted(path.name for path in Path(folder).iterdir())
+        with os.scandir(folder) as entries:  # pathlib takes seconds for a cache of 100,000 files
+            names = sorted(entry.name for entry in entries if entry.name.startswith("."))
     except OSError:
         return restored
     for name in names:

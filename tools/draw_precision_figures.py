@@ -11,22 +11,19 @@ file. About a minute, two with the border.
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from matplotlib.figure import Figure
-from PIL import Image
 from rich.console import Console
 
 from library.errors import exit_on_user_error
-from library.files import atomic_path
 from tools import quantize_model
 from tools.figures import border
 from tools.figures.drawings import FIGURES
+from tools.figures.saving import save
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "assets" / "tiny-flux-fill"
@@ -69,16 +66,6 @@ def draw_border(options: argparse.Namespace, console: Console) -> list[Path]:
         save(border.rings(runs), options.save_to / "precision_border.png"),
         save(border.pictures(runs), options.save_to / "precision_border_pictures.png"),
     ]
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write ``figure`` as a PNG of 96 colours that is the same every time; return its path."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=100)
-    picture = Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE)
-    with atomic_path(path) as temporary:
-        picture.save(temporary, format="PNG", optimize=True)
-    return path
 
 
 @exit_on_user_error

@@ -1,0 +1,100 @@
+"""The pictures of ``bench/scaling.py``: rows in, one matplotlib figure out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+Row = dict[str, Any]
+
+_AXES = {"tokens": "image tokens", "batch": "images a step", "rank": "rank"}
+_TRAINERS = {"tandem": ("Tandem", "#0072b2", "o-"), "peft": ("diffusers + peft", "#d55e00", "s--")}
+_GOAL_SECONDS, _GOAL_GIB = 10, 2  # of a start with 100,000 images
+_GREY = "#999999"
+
+
+def steps(rows: Sequence[Row]) -> Figure:
+    """Seconds of a step, and memory it adds, against each axis; the base point belongs to all of them."""
+    figure = Figure(figsize=(9.2, 5.2), layout="constrained")
+    panels = figure.subplots(2, len(_AXES), sharex="col", sharey="row")
+    values: dict[str, Callable[[Row], int]] = {
+        "tokens": lambda row: row["rows"] * row["columns"],
+        "batch": lambda row: row["batch"],
+        "rank": lambda row: row["rank"],
+    }
+    for column, (axis, title) in zip(panels.T, _AXES.items(), strict=True):
+        ours = [row for row in rows if row["axis"] in (axis, "base")]
+        for trainer, (label, colour, style) in _TRAINERS.items():
+            points = sorted((values[axis](row), row) for row in _of(ours, trainer))
+            xs = [x for x, _ in points]
+            column[0].plot(xs, [row["step_s"] for _, row in points], style, color=colour, label=label, markersize=4)
+            column[1].plot(xs, [row["added_mib"] for _, row in points], style, color=colour, markersize=4)
+        column[1].set_xlabel(title)
+        for panel in column:
+            _powers(panel, xs)
+    for panel, title in zip(panels[:, 0], ("CPU seconds of a step", "MiB that steps add"), strict=True):
+        panel.set_ylabel(title)
+        panel.set_yscale("log")
+        _plain(panel)
+    panels[0, 0].legend(frameon=False)
+    return figure
+
+
+def starts(rows: Sequence[Row]) -> Figure:
+    """Seconds and memory of a start with everything cached, and pictures cached in a second, against their number."""
+    figure = Figure(figsize=(9.2, 2.9), layout="constrained")
+    seconds, memory, rate = figure.subplots(1, 3)
+    cached = sorted((row["images"], row) for row in rows if row["start"] == "cached")
+    xs = [images for images, _ in cached]
+    parts = {"read_s": ("dataset read", "#0072b2"), "cache_s": ("cache looked over", "#56b4e9")}
+    parts |= {"first_batch_s": ("first batch", "#009e73")}
+    bottom = [0.0] * len(xs)
+    for key, (label, colour) in parts.items():
+        top = [low + row[key] for low, (_, row) in zip(bottom, cached, strict=True)]
+        seconds.fill_between(xs, bottom, top, color=colour, linewidth=0, label=label)
+        bottom = top
+    seconds.legend(frameon=False, loc="upper left")
+    seconds.set(ylabel="seconds until the first batch")
+    _goal(seconds, _GOAL_SECONDS, f"goal: {_GOAL_SECONDS} s")
+    memory.plot(xs, [row["peak_mib"] / 1024 for _, row in cached], "o-", color="#0072b2", markersize=4)
+    memory.set(ylabel="GiB at most")
+    _goal(memory, _GOAL_GIB, f"goal: {_GOAL_GIB} GiB")
+    cold = sorted((row["images"], row["images_per_s"]) for row in rows if row["start"] == "cold")
+    rate.plot([images for images, _ in cold], [each for _, each in cold], "o-", color="#0072b2", markersize=4)
+    rate.set(ylabel="images cached a second", ylim=(0, None))
+    for panel in (seconds, memory, rate):
+        panel.set(xlabel="images", ylim=(0, None))
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in (seconds, memory):
+        panel.set_xlim(0, max(xs))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    return figure
+
+
+def _of(rows: Sequence[Row], trainer: str) -> list[Row]:
+    return [row for row in rows if row["trainer"] == trainer]
+
+
+def _goal(panel: Axes, value: float, words: str) -> None:
+    panel.axhline(value, color=_GREY, linewidth=0.8, linestyle="--")
+    panel.annotate(words, (1, value), (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                   ha="right", color=_GREY)  # fmt: skip
+
+
+def _powers(panel: Axes, xs: Sequence[int]) -> None:
+    """A logarithmic axis with a tick at each of ``xs``."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(xs, [str(x) for x in xs])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _plain(panel: Axes) -> None:
+    """Ticks at 1, 2 and 5 times powers of ten, written out."""
+    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_formatter(NullFormatter())
