@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from library.config.schema import NetworkConfig
+from networks.options import NetworkOptions, parse_network_args
 from networks.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class BenchFamily:
     """How to build a family's transformer and inputs, and how to put Tandem's hot paths in."""
 
     build: Callable[[Sizes], nn.Module]
-    inputs: Callable[[Sizes, torch.device], dict[str, Tensor]]
+    inputs: Callable[[Sizes, torch.device], dict[str, Any]]
     swap_hot_paths: Callable[[Any], Any]
     blocks: Callable[[Any], list[nn.Module]]  # in running order
     full: Sizes
@@ -62,38 +64,53 @@ def build_transformer(family: BenchFamily, sizes: Sizes, dtype: torch.dtype, dev
 
 def tandem_network(family_name: str, transformer: nn.Module, rank: int) -> AdapterNetwork:
     """Put Tandem's LoRA on the layers it trains by default, its weights in fp32."""
-    from library.config.schema import NetworkConfig
     from networks.injection import inject_lora
-    from networks.options import parse_network_args
 
     targets = TARGETS[family_name]
-    options = parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), targets)
-    return inject_lora(transformer, options, targets, seed=0)
+    return inject_lora(transformer, _options(family_name, rank), targets, seed=0)
 
 
 def tandem_lora(family_name: str, transformer: nn.Module, rank: int) -> list[nn.Parameter]:
-    """Do as :func:`tandem_network`; return the parameters."""
+    """Put Tandem's LoRA on the layers it trains by default; return its fp32 parameters."""
     return tandem_network(family_name, transformer, rank).parameters()
 
 
-def peft_lora(family_name: str, transformer: Any, rank: int) -> list[nn.Parameter]:
-    """Put peft's LoRA on the same layers as :func:`tandem_lora`; return its fp32 parameters."""
+def quantise_for_cpu(transformer: nn.Module, granularity: str) -> None:
+    """Make the base fp8 as Tandem's training on a CPU does, computing in bf16, before it is given a LoRA."""
+    from library.precision.fp8_linear import make_cpu_kernels
+    from library.precision.recipe import Fp8Recipe, quantize_model
+
+    quantize_model(transformer, Fp8Recipe(granularity))  # type: ignore[arg-type]
+    make_cpu_kernels(transformer, torch.bfloat16)
+
+
+def peft_lora(family_name: str, transformer: Any, rank: int, fp8_cast: bool = False) -> list[nn.Parameter]:
+    """Put peft's LoRA on the same layers as :func:`tandem_lora`; return its fp32 parameters.
+
+    ``fp8_cast`` runs fp8 as the kohya trainers do: those layers' weights are cast to fp8 without scales, and autocast
+    casts them up for each product.
+    """
     from peft import LoraConfig
 
-    transformer.add_adapter(
-        LoraConfig(r=rank, lora_alpha=rank, target_modules=default_layers(family_name, transformer))
-    )
+    names = default_layers(family_name, transformer)
+    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=names))
     trained = [p for p in transformer.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.data = parameter.data.float()  # diffusers' scripts: cast_training_params
+    for layer in (transformer.get_submodule(name).base_layer for name in names if fp8_cast):
+        layer.weight.data = layer.weight.data.to(torch.float8_e4m3fn)
     return trained
 
 
 def default_layers(family_name: str, transformer: nn.Module) -> list[str]:
-    """Return the names of the linear layers that are trained by default."""
-    targets = TARGETS[family_name]
-    kinds = {name: targets.kind_of(name) for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
-    return [name for name, kind in kinds.items() if kind is not None and kind.default]
+    """Return the names of the linear layers that :func:`tandem_lora` trains."""
+    from networks.injection import select_modules
+
+    return [*select_modules(transformer, _options(family_name, 1), TARGETS[family_name])[0]]
+
+
+def _options(family_name: str, rank: int) -> NetworkOptions:
+    return parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), TARGETS[family_name])
 
 
 def base_bytes(model: nn.Module) -> int:
@@ -105,7 +122,6 @@ def base_bytes(model: nn.Module) -> int:
 def _flux(sizes: Sizes) -> nn.Module:
     from diffusers import FluxTransformer2DModel
 
-    first = sizes.head_dim // 8
     return FluxTransformer2DModel(
         num_layers=sizes.blocks[0],
         num_single_layers=sizes.blocks[1],
@@ -114,7 +130,7 @@ def _flux(sizes: Sizes) -> nn.Module:
         joint_attention_dim=4096,
         pooled_projection_dim=768,
         guidance_embeds=True,
-        axes_dims_rope=(first, (sizes.head_dim - first) // 2, (sizes.head_dim - first) // 2),
+        axes_dims_rope=_rope_axes(sizes),
     )
 
 
@@ -142,10 +158,45 @@ def _swap_flux(transformer: Any) -> Any:
     return swap_hot_paths(transformer)
 
 
-def _flux_forward_flops(sizes: Sizes) -> tuple[float, float]:
+def _rope_axes(sizes: Sizes) -> tuple[int, int, int]:
+    """Return the shares of a head for an index, rows and columns: 16, 56, 56 of 128 in both families."""
+    first = sizes.head_dim // 8
+    return first, (sizes.head_dim - first) // 2, (sizes.head_dim - first) // 2
+
+
+def _qwen(sizes: Sizes) -> nn.Module:
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(
+        num_layers=sizes.blocks[0],
+        attention_head_dim=sizes.head_dim,
+        num_attention_heads=sizes.width // sizes.head_dim,
+        joint_attention_dim=3584,
+        axes_dims_rope=_rope_axes(sizes),
+    )
+
+
+def _qwen_inputs(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    rows, columns = sizes.image_sides
+    random = torch.Generator().manual_seed(1)
+    return {
+        "hidden_states": torch.randn(sizes.batch, rows * columns, 64, generator=random).to(device),
+        "encoder_hidden_states": torch.randn(sizes.batch, sizes.text_tokens, 3584, generator=random).to(device),
+        "timestep": torch.full((sizes.batch,), 0.5, device=device),
+        "img_shapes": [[(1, rows, columns)]] * sizes.batch,
+    }
+
+
+def _swap_qwen(transformer: Any) -> Any:
+    from library.models.qwen_attention import swap_hot_paths
+
+    return swap_hot_paths(transformer)
+
+
+def _forward_flops(sizes: Sizes) -> tuple[float, float]:
     """2 x weights x tokens of the blocks' layers, and 4 x tokens^2 x width of attention.
 
-    Weights that a token meets in a block: 4 W^2 in attention and 8 W^2 in the MLP, in either kind of block.
+    Weights that a token meets in a block: 4 W^2 in attention and 8 W^2 in the MLP, in every kind of block.
     """
     tokens = sizes.image_sides[0] * sizes.image_sides[1] + sizes.text_tokens
     blocks = sizes.batch * sum(sizes.blocks)
@@ -160,6 +211,15 @@ FAMILIES: dict[str, BenchFamily] = {
         blocks=lambda transformer: [*transformer.transformer_blocks, *transformer.single_transformer_blocks],
         full=Sizes(),
         few_blocks=(1, 2),
-        forward_flops=_flux_forward_flops,
+        forward_flops=_forward_flops,
+    ),
+    "qwen_image": BenchFamily(
+        build=_qwen,
+        inputs=_qwen_inputs,
+        swap_hot_paths=_swap_qwen,
+        blocks=lambda transformer: [*transformer.transformer_blocks],
+        full=Sizes(blocks=(60,)),
+        few_blocks=(2,),
+        forward_flops=_forward_flops,
     ),
 }

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from bench.families import FAMILIES, build_transformer, default_layers, peft_lora, tandem_lora
+from bench.families import FAMILIES, build_transformer, peft_lora, quantise_for_cpu, tandem_lora
 from bench.lora_step import LoraStep, call_transformer
 from bench.measure import measure_memory, measure_time, write_report
 from library.errors import exit_on_user_error
@@ -50,31 +50,20 @@ def build(case: str, width: int, checkpointing: bool) -> LoraStep:
     family = FAMILIES["flux"]
     sizes = replace(family.full, width=width, blocks=family.few_blocks, image_sides=(16, 32), text_tokens=128)
     transformer: Any = build_transformer(family, sizes, torch.bfloat16)
-    trained = _peers(transformer, case) if case.startswith("peers") else _tandem(transformer, case)
+    if case.startswith("peers"):
+        trained = peft_lora("flux", transformer, RANK, fp8_cast="fp8" in case)
+    else:
+        trained = _tandem(transformer, case)
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     return LoraStep(transformer, trained, call_transformer, family.inputs(sizes, torch.device("cpu")), autocast=True)
 
 
 def _tandem(transformer: nn.Module, case: str) -> list[nn.Parameter]:
-    from library.precision.fp8_linear import make_cpu_kernels
-    from library.precision.recipe import Fp8Recipe, quantize_model
-
     FAMILIES["flux"].swap_hot_paths(transformer)
     if "fp8" in case:
-        quantize_model(transformer, Fp8Recipe(case.split()[-1]))  # type: ignore[arg-type]
-        make_cpu_kernels(transformer, torch.bfloat16)  # as training does, before the first step
+        quantise_for_cpu(transformer, case.split()[-1])
     return tandem_lora("flux", transformer, RANK)
-
-
-def _peers(transformer: nn.Module, case: str) -> list[nn.Parameter]:
-    names = default_layers("flux", transformer)
-    trained = peft_lora("flux", transformer, RANK)
-    if case == "peers fp8":
-        for name in names:
-            base: Any = transformer.get_submodule(name).base_layer
-            base.weight.data = base.weight.data.to(torch.float8_e4m3fn)
-    return trained
 
 
 def ratios(rows: list[dict]) -> dict[str, float]:

@@ -9,7 +9,7 @@ Reported are the median seconds of a step, the peak of allocated device memory, 
 step needs (no weight gradients, no recomputation) over what the card's bf16 matrix products, measured first, would do
 in that time. At last come steps in each layout of several GPUs, or of one and the CPU (``bench/gpu_layouts.py``).
 
-    python bench/gpu.py [--json PATH] [--minutes 10] [--families llm,flux] [--only TEXT]
+    python bench/gpu.py [--json PATH] [--minutes 10] [--families llm,flux,qwen_image] [--only TEXT]
     python bench/gpu.py --device cpu --tiny        # does every case run?
 """
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from bench.families import FAMILIES, Sizes, build_transformer, default_layers, peft_lora, tandem_lora
+from bench.families import FAMILIES, Sizes, build_transformer, peft_lora, tandem_lora
 from bench.lora_step import LoraStep, call_transformer
 
 RANK = 16
@@ -57,11 +57,11 @@ class GpuCase:
 
 def cases(families: list[str]) -> list[GpuCase]:
     """Return the rows, the most telling first: a run that is out of time ends in the middle."""
-    rows: list[GpuCase] = []
+    by_family = []
     for family in families:
         plain = GpuCase(family)
         saved = replace(plain, checkpointing=True)
-        rows += [
+        rows = [
             saved,
             replace(saved, trainer="peft"),
             replace(saved, base="fp8 scaled_mm"),
@@ -85,7 +85,8 @@ def cases(families: list[str]) -> list[GpuCase]:
             replace(saved, base="fp8 dequant", compiled=True),
             replace(plain, base="fp8 dequant"),
         ]
-    return rows
+        by_family.append(rows)
+    return [case for same in zip(*by_family, strict=True) for case in same]
 
 
 def sizes_of(case: GpuCase, tiny: bool) -> Sizes:
@@ -93,7 +94,7 @@ def sizes_of(case: GpuCase, tiny: bool) -> Sizes:
     full = replace(FAMILIES[case.family].full, batch=case.batch)
     if not tiny:
         return full
-    few = tuple(4 * (i + 1) for i in range(len(full.blocks)))
+    few = (4, 8)[-len(full.blocks) :]
     return replace(full, width=256, head_dim=64, blocks=few, image_sides=(4, 4), text_tokens=8)
 
 
@@ -101,7 +102,10 @@ def build(case: GpuCase, device: torch.device, tiny: bool) -> LoraStep:
     """Return the loaded case."""
     family, sizes = FAMILIES[case.family], sizes_of(case, tiny)
     transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(device))
-    trained = _peft(case, transformer) if case.trainer == "peft" else _tandem(case, transformer, device, tiny)
+    if case.trainer == "peft":
+        trained = peft_lora(case.family, transformer, RANK, fp8_cast=case.base == "fp8 cast")
+    else:
+        trained = _tandem(case, transformer, device, tiny)
     if case.checkpointing:
         transformer.enable_gradient_checkpointing(_recomputation(case, transformer, device))
     if case.compiled:
@@ -136,14 +140,4 @@ def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -
     if case.swapped:
         blocks = FAMILIES[case.family].blocks(transformer)
         swap_blocks(transformer, blocks, min(case.swapped, 3) if tiny else case.swapped, device)
-    return trained
-
-
-def _peft(case: GpuCase, transformer: Any) -> list[torch.nn.Parameter]:
-    names = default_layers(case.family, transformer)
-    trained = peft_lora(case.family, transformer, RANK)
-    if case.base == "fp8 cast":
-        for name in names:
-            base = transformer.get_submodule(name).base_layer
-            base.weight.data = base.weight.data.to(torch.float8_e4m3fn)
     return trained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ class LoraStep:
         self,
         model: nn.Module,
         trained: list[nn.Parameter],
-        forward: Callable[[nn.Module, dict[str, Tensor]], Tensor],
-        inputs: dict[str, Tensor],
+        forward: Callable[[nn.Module, dict[str, Any]], Tensor],
+        inputs: dict[str, Any],
         autocast: bool,
     ) -> None:
         self.model, self.trained, self.forward, self.inputs = model.train(), trained, forward, inputs
@@ -42,7 +43,7 @@ class LoraStep:
         return self.loss().item()
 
 
-def call_transformer(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+def call_transformer(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """Return the output of a diffusers transformer."""
     return model(**inputs, return_dict=False)[0]
 

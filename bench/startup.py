@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import resource
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
-from bench.measure import write_report
+from bench.measure import resident, write_report
 from library.accelerator import build_accelerator
 from library.config.schema import (
     AccelerateConfig,
@@ -114,7 +113,7 @@ def start(dataset: Path, output: Path, images: InstantImages | None = None) -> d
         "cache_s": cached - read,
         "first_batch_s": time.perf_counter() - cached,
         "start_s": time.perf_counter() - begun,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mib": resident("VmHWM") / 2**20,  # ru_maxrss begins at that of the parent
     }
 
 

@@ -1,11 +1,13 @@
 """A LoRA training step of Tandem beside the same step of diffusers + peft, on a CPU.
 
-The published width, few blocks (FLUX: 1 double and 2 single), rank 16 on every layer that is trained by default,
-LoRA weights in fp32, 512 image and 128 text tokens, AdamW. ``bf16``: base in bf16 under autocast; ``fp32``: all in
-fp32. How time and memory are taken: ``bench/measure.py``.
+The published width, few blocks (FLUX: 1 double and 2 single; Qwen-Image: 2), rank 16 on every layer that is trained by
+default, LoRA weights in fp32, 512 image and 128 text tokens, AdamW. ``bf16``: base in bf16 under autocast; ``fp32``:
+all in fp32; ``fp8``: autocast on a base in fp8, Tandem's ``fp8_scaled`` in runs of 64, and beside it the kohya
+trainers' way, a plain cast that autocast undoes for each product (``bench/fp8_step.py`` has the other granularities).
+How time and memory are taken: ``bench/measure.py``.
 
-    python bench/train_step.py [--json PATH] [--widths 1536,3072] [--dtypes bf16,fp32] [--rounds 8] [--checkpointing]
-                               [--beside NAME=ADAPTER.py]
+    python bench/train_step.py [--json PATH] [--families flux,qwen_image] [--widths 1536,3072] [--dtypes bf16,fp32,fp8]
+                               [--rounds 8] [--checkpointing] [--beside NAME=ADAPTER.py]
 
 Another trainer joins with ``--beside``: a Python file of yours that imports that trainer's model and LoRA classes
 and defines
@@ -23,6 +25,7 @@ import argparse
 import importlib.util
 import statistics
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.families import FAMILIES, Sizes, build_transformer, peft_lora, tandem_lora
+from bench.families import FAMILIES, Sizes, build_transformer, peft_lora, quantise_for_cpu, tandem_lora
 from bench.lora_step import LoraStep, call_transformer
 from bench.measure import Case, measure_memory, measure_time, write_report
 from library.errors import UserError, exit_on_user_error
 
 RANK = 16
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 
 def build_step(
@@ -49,15 +52,18 @@ def build_step(
     if trainer not in ("tandem", "peft"):
         adapter = _load_adapter(Path(trainer))
         model, trained = adapter.build(sizes, DTYPES[dtype], rank)
-        return LoraStep(model, trained, adapter.forward, inputs, dtype == "bf16")
-    transformer: Any = build_transformer(family, sizes, DTYPES[dtype])
+        return LoraStep(model, trained, adapter.forward, inputs, dtype != "fp32")
+    transformer: Any = build_transformer(family, sizes, torch.float32 if dtype == "fp32" else torch.bfloat16)
     if trainer == "tandem":
-        trained = tandem_lora(family_name, family.swap_hot_paths(transformer), rank)
+        family.swap_hot_paths(transformer)
+        if dtype == "fp8":
+            quantise_for_cpu(transformer, "block64")
+        trained = tandem_lora(family_name, transformer, rank)
     else:
-        trained = peft_lora(family_name, transformer, rank)
+        trained = peft_lora(family_name, transformer, rank, fp8_cast=dtype == "fp8")
     if checkpointing:
         transformer.enable_gradient_checkpointing()
-    return LoraStep(transformer, trained, call_transformer, inputs, dtype == "bf16")
+    return LoraStep(transformer, trained, call_transformer, inputs, dtype != "fp32")
 
 
 def _load_adapter(path: Path) -> Any:
@@ -90,14 +96,15 @@ def trainers(beside: list[str]) -> dict[str, str]:
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the worst ratio of Tandem over peft, as DESIGN §6 names them."""
+    """Return the worst ratio of Tandem over peft, those of an fp8 base by themselves."""
     cases = {(r["family"], r["width"], r["dtype"]) for r in rows}
-    found: dict[str, list[float]] = {"time_over_peft": [], "memory_over_peft": []}
+    found: dict[str, list[float]] = defaultdict(list)
     for case in cases:
         own = {r["trainer"]: r for r in rows if (r["family"], r["width"], r["dtype"]) == case}
-        found["time_over_peft"].append(own["tandem"]["step_s"] / own["peft"]["step_s"])
-        found["memory_over_peft"].append(own["tandem"]["added_mib"] / own["peft"]["added_mib"])
-    return {name: max(values) for name, values in found.items()}
+        of_fp8 = "_fp8" if case[2] == "fp8" else ""
+        found[f"time_over_peft{of_fp8}"].append(own["tandem"]["step_s"] / own["peft"]["step_s"])
+        found[f"memory_over_peft{of_fp8}"].append(own["tandem"]["added_mib"] / own["peft"]["added_mib"])
+    return {name: max(values) for name, values in sorted(found.items())}
 
 
 @exit_on_user_error
@@ -105,9 +112,9 @@ def main() -> None:
     """Measure, print a table, write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--families", default="flux")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="default: %(default)s")
     parser.add_argument("--widths", default="1536,3072", help="transformer widths, multiples of 128")
-    parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=8, help="timed steps of each case")
     parser.add_argument("--image-sides", default="16,32", help="image tokens down and across")
     parser.add_argument("--checkpointing", action="store_true")
@@ -116,7 +123,7 @@ def main() -> None:
     chosen = trainers(options.beside)
     down, across = map(int, options.image_sides.split(","))
     rows: list[dict[str, Any]] = []
-    print(f"{'family':<8} {'width':>5} {'dtype':<5} {'trainer':<12} {'step, CPU s':>11} {'adds MiB':>9}  over peft")
+    print(f"{'family':<10} {'width':>5} {'dtype':<5} {'trainer':<12} {'step, CPU s':>11} {'adds MiB':>9}  over peft")
     for name in options.families.split(","):
         few = replace(
             FAMILIES[name].full, blocks=FAMILIES[name].few_blocks, image_sides=(down, across), text_tokens=128
@@ -130,7 +137,7 @@ def main() -> None:
                 _print(rows[-len(found) :])
     worst = ratios(rows)
     for key, value in worst.items():
-        print(f"{key:<20} {value:.3f}")
+        print(f"{key:<22} {value:.3f}")
     if options.json:
         write_report(options.json, rows, worst)
 
@@ -146,7 +153,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         over = f"{row['step_s'] / peft['step_s']:.3f} {row['added_mib'] / peft['added_mib']:.3f}"
         figures = f"{row['step_s']:11.3f} {row['added_mib']:9.0f}  {over}"
-        print(f"{row['family']:<8} {row['width']:>5} {row['dtype']:<5} {row['trainer']:<12} {figures}", flush=True)
+        print(f"{row['family']:<10} {row['width']:>5} {row['dtype']:<5} {row['trainer']:<12} {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from bench.families import FAMILIES, Sizes
 from bench.gpu_cases import GpuCase, cases
 from bench.measure import measure_memory, measure_time, write_report
 from library.errors import UserError
+from library.precision.fp8_linear import Fp8Linear
 
 TINY = Sizes(width=256, head_dim=64, blocks=(1, 2), image_sides=(4, 4), text_tokens=8)
 ADAPTER = """
@@ -36,15 +37,48 @@ def forward(model, inputs):
 """
 
 
-def test_tandem_and_peft_take_the_same_step() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tandem_and_peft_take_the_same_step(family: str) -> None:
     # random base, lora_B zero, the same seeds: the first loss is that of the base in both
-    losses = [train_step.build_step(trainer, "flux", TINY, "fp32", False).step() for trainer in ("tandem", "peft")]
+    losses = [train_step.build_step(trainer, family, TINY, "fp32", False).step() for trainer in ("tandem", "peft")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     trained = [
-        sum(p.numel() for p in train_step.build_step(trainer, "flux", TINY, "bf16", True).trained)
+        sum(p.numel() for p in train_step.build_step(trainer, family, TINY, "bf16", True).trained)
         for trainer in ("tandem", "peft")
     ]
     assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_fp8_base_is_one_with_both_and_changes_the_loss_little(family: str) -> None:
+    exact = train_step.build_step("tandem", family, TINY, "fp32", False).step()
+    for trainer in ("tandem", "peft"):
+        step = train_step.build_step(trainer, family, TINY, "fp8", False)
+        layers = [m.base_layer for m in step.model.modules() if hasattr(m, "base_layer")] or fp8_layers(step.model)
+        assert layers
+        assert all(layer.weight.dtype == torch.float8_e4m3fn for layer in layers)
+        # three mantissa bits in weights whose signs cancel; the target's variance of 1 is most of this loss
+        assert step.step() == pytest.approx(exact, rel=0.03)
+
+
+def fp8_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [m for m in model.modules() if isinstance(m, Fp8Linear)]
+
+
+def test_ratios_are_the_worst_and_keep_fp8_apart() -> None:
+    rows = [
+        {"family": "flux", "width": 256, "dtype": dtype, "trainer": trainer, "step_s": step, "added_mib": mib}
+        for dtype, trainer, step, mib in (
+            ("bf16", "tandem", 1.0, 6.0), ("bf16", "peft", 2.0, 8.0), ("fp32", "tandem", 3.0, 1.0),
+            ("fp32", "peft", 4.0, 2.0), ("fp8", "tandem", 1.0, 1.0), ("fp8", "peft", 4.0, 10.0),
+        )
+    ]  # fmt: skip
+    assert train_step.ratios(rows) == {
+        "time_over_peft": 0.75,
+        "memory_over_peft": 0.75,
+        "time_over_peft_fp8": 0.25,
+        "memory_over_peft_fp8": 0.1,
+    }
 
 
 def test_step_flops_are_those_of_the_published_count() -> None:
@@ -52,6 +86,8 @@ def test_step_flops_are_those_of_the_published_count() -> None:
     linear, attention = FAMILIES["flux"].forward_flops(FAMILIES["flux"].full)
     assert linear == 2 * 12 * 3072**2 * 4608 * 57
     assert attention == 4 * 4608**2 * 3072 * 57
+    # Qwen-Image's 60 blocks have the same layers for each token, once for text and once for pictures
+    assert FAMILIES["qwen_image"].forward_flops(FAMILIES["qwen_image"].full)[0] == 2 * 12 * 3072**2 * 4608 * 60
 
 
 def test_another_trainer_joins_by_path_and_a_wrong_path_is_told(tmp_path: Path) -> None:
@@ -81,6 +117,7 @@ def test_a_case_that_dies_is_named() -> None:
 
 
 RUN_HERE = [case for case in cases(["flux"]) if case.batch == 1 and not (case.compiled and case.base != "bf16")]
+RUN_HERE += cases(["qwen_image"])[:7]
 
 
 @pytest.mark.parametrize("case", RUN_HERE, ids=lambda case: case.name())
