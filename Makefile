@@ -4,8 +4,9 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 WEB    := $(VENV)/.installed-web
+ZERO   := $(VENV)/.installed-zero
 
-.PHONY: help setup demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web check format docs clean
+.PHONY: help setup demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web test-zero setup-zero check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -24,6 +25,13 @@ $(WEB): $(STAMP) requirements-web.txt
 	@touch $@
 
 setup-web: $(WEB) ## what tools/chat.py --web needs besides
+
+# DeepSpeed is built against the installed torch; of its kernels none is used, and compiled.
+$(ZERO): $(STAMP) requirements-zero.txt
+	DS_BUILD_OPS=0 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -r requirements-zero.txt
+	@touch $@
+
+setup-zero: $(ZERO) ## DeepSpeed, which [parallel] zero needs besides
 
 demo: $(STAMP)  ## train a LoRA on the built-in tiny FLUX: samples, curves, metrics in output/demo
 	$(PY) train_lora.py --config_file configs/demo.toml
@@ -46,6 +54,9 @@ test-all: $(STAMP) ## the tests, the slow ones too
 test-web: $(WEB) ## the chat's page, in the Chromium of this machine
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-web-dev.txt
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/tools/test_chat_page.py
+
+test-zero: $(ZERO) ## DeepSpeed's ZeRO on two processes (a minute or two)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/training/test_zero_lora.py
 
 test-faults: $(STAMP) ## kill runs at 208 points and see that nothing is lost (eight minutes)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.faults.suite --faults 208

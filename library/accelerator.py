@@ -34,6 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 from library.config.parallel_schema import ParallelConfig
+from library.deepspeed_setup import hide_from_transformers, zero_plugin
 from library.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,12 +58,12 @@ def build_accelerator(
 ) -> Accelerator:
     """Return the process's ``Accelerator``, under python, accelerate launch or torchrun.
 
-    It is one for a single process, DDP, or as ``parallel`` says FSDP2 or HSDP.
+    It is one for a single process, DDP, or as ``parallel`` says FSDP2, HSDP or ZeRO.
 
     Raises:
         UserError: the environment asks for another engine, there are more or fewer processes than ``parallel`` says,
-            the precision does not exist on this device, a tracker is not installed, or accelerate set up something
-            other than what was asked.
+            the precision does not exist on this device, a tracker or DeepSpeed is not installed, or accelerate set up
+            something other than what was asked.
     """
     parallel, world = parallel or ParallelConfig(), int(os.environ.get("WORLD_SIZE", "1"))
     replicas, timeout = parallel.replicas(world), timedelta(minutes=accelerate.ddp_timeout)
@@ -74,11 +75,13 @@ def build_accelerator(
         _let_accelerate_shard_on_a_cpu(timeout)
     # torch would have it another name, which accelerate does not know
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    steps, stage = training.gradient_accumulation_steps, parallel.zero
     accelerator = Accelerator(
-        cpu=on_cpu,  # without it torchrun on a CPU leaves every process alone
+        # without it torchrun on a CPU leaves every process alone; with it DeepSpeed is passed over
+        cpu=on_cpu and stage is None,
         mixed_precision=training.mixed_precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=training.gradient_accumulation_steps,
+            num_steps=steps,
             sync_with_dataloader=False,  # an optimizer step may span two epochs
         ),
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=not on_cpu),
@@ -86,12 +89,13 @@ def build_accelerator(
         log_with=_trackers(logging),
         dynamo_plugin=_dynamo(accelerate),
         step_scheduler_with_optimizer=False,
+        deepspeed_plugin=zero_plugin(stage, steps) if stage is not None else None,
         fsdp_plugin=_sharding() if parallel.accelerate_shards else None,
         parallelism_config=_mesh(replicas, parallel.shard) if parallel.accelerate_shards and replicas > 1 else None,
         kwargs_handlers=[
             # Casts of sharded weights are not kept: they would hold the whole model from forward to backward.
-            AutocastKwargs(cache_enabled=not parallel.is_sharded),
-            InitProcessGroupKwargs(timeout=timeout),
+            AutocastKwargs(cache_enabled=not parallel.gathers_weights),
+            InitProcessGroupKwargs(timeout=timeout, backend="gloo" if on_cpu and stage is not None else None),
             DistributedDataParallelKwargs(
                 # Buffers are frozen here (CLIP's position numbers, fp8 scales). Broadcasting them in every forward
                 # pass would wait for ever where processes validate different numbers of batches.
@@ -102,7 +106,11 @@ def build_accelerator(
         ],
     )
     accelerator.mesh_sizes = parallel.mesh(world)
-    os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate has set it; a run that follows would take it for asked
+    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        os.environ.pop(variable, None)  # accelerate has set it; a run that follows would take it for asked
+    if stage is not None:
+        hide_from_transformers()
+        accelerator.native_amp = training.mixed_precision == "bf16"  # accelerate leaves this to DeepSpeed
     _compare_with_what_was_asked(accelerator, training.mixed_precision, parallel)
     return accelerator
 
@@ -201,7 +209,13 @@ def expect_many_shapes(accelerator: Accelerator) -> None:
 
 def is_sharded(accelerator: Accelerator) -> bool:
     """Return whether the run's weights are split among processes, and gathered where they are used."""
-    return mesh_sizes(accelerator).get("shard", 1) > 1
+    return mesh_sizes(accelerator).get("shard", 1) > 1 or zero_stage(accelerator) == 3
+
+
+def zero_stage(accelerator: Accelerator) -> int:
+    """Return the stage of ZeRO that DeepSpeed runs, 0 without it."""
+    plugin = accelerator.state.deepspeed_plugin
+    return 0 if plugin is None else plugin.zero_stage
 
 
 def accelerate_shards(accelerator: Accelerator) -> bool:
@@ -276,9 +290,14 @@ def device_mesh(accelerator: Accelerator) -> DeviceMesh:
 def _compare_with_what_was_asked(accelerator: Accelerator, mixed_precision: str, parallel: ParallelConfig) -> None:
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     plain = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    fits = accelerate_shards(accelerator) and accelerator.is_fsdp2 if parallel.accelerate_shards else None
-    if not (accelerator.distributed_type in plain if fits is None else fits):
-        wanted = f", shard = {parallel.shard} asks for FSDP2" if parallel.is_sharded else ""
+    fits, wanted = accelerator.distributed_type in plain, ""
+    if parallel.accelerate_shards:
+        fits = accelerate_shards(accelerator) and accelerator.is_fsdp2
+        wanted = f", shard = {parallel.shard} asks for FSDP2"
+    elif parallel.zero is not None:
+        fits = accelerator.distributed_type == DistributedType.DEEPSPEED and zero_stage(accelerator) == parallel.zero
+        wanted = f", zero = {parallel.zero} asks for DeepSpeed"
+    if not fits:
         raise UserError(f"accelerate set up {accelerator.distributed_type}{wanted}; unset the ACCELERATE_* variables")
     if accelerator.num_processes != asked:
         raise UserError(f"{asked} processes were started but accelerate joined {accelerator.num_processes} of them; "

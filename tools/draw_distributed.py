@@ -9,6 +9,7 @@ those it keeps between steps. Under them one step of a pipeline, as a row for ea
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,10 +22,13 @@ ROWS = ("weights", "gradients", "optimizer")
 _PIECE, _HEIGHT, _GAP, _ROW = 16, 22, 18, 34
 _LEFT, _PANEL, _COLUMN = 100, 150, 4 * 16 + 18
 
-# title, processes (GPUs of a device map), pieces that each keeps, what travels
-PANELS = (
-    ("one process", 1, lambda i: {0, 1, 2, 3}, "nothing"),
-    ("DDP: dp = 4", 4, lambda i: {0, 1, 2, 3}, "all gradients, once a step, among all"),
+_ALL = {0, 1, 2, 3}
+# title, processes (GPUs of a device map), pieces that each keeps (of rows apart, where they differ), what travels
+PANELS: tuple[tuple[str, int, Callable[[int], set[int] | tuple[set[int], ...]], str], ...] = (
+    ("one process", 1, lambda i: _ALL, "nothing"),
+    ("DDP: dp = 4", 4, lambda i: _ALL, "all gradients, once a step, among all"),
+    ("ZeRO: zero = 2 (1: gradients whole; 3: as FSDP2)", 4, lambda i: (_ALL, {i}, {i}),
+     "gradients to their owner, once a step; what it has made of the weights to all"),
     ("FSDP2: shard = 4", 4, lambda i: {i}, "weights, a block at a time, twice a pass; gradients to their owner"),
     ("HSDP: dp = 2, shard = 2", 4, lambda i: {0, 1} if i % 2 == 0 else {2, 3},
      "within 0-1 and 2-3 as FSDP2; between the pairs gradients, as DDP"),
@@ -42,12 +46,12 @@ def text(x: float, y: float, words: str, size: int = 12, anchor: str = "start", 
     return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}">{words}</text>'
 
 
-def column(left: float, top: float, kept: set[int]) -> list[str]:
+def column(left: float, top: float, kept: set[int] | tuple[set[int], ...]) -> list[str]:
     """Return what one process holds: three rows of four pieces."""
     shapes = []
-    for row in range(len(ROWS)):
+    for row, own in enumerate(kept if isinstance(kept, tuple) else [kept] * len(ROWS)):
         for piece, colour in enumerate(COLOURS):
-            fill = colour if piece in kept else "none"
+            fill = colour if piece in own else "none"
             x, y = left + piece * _PIECE, top + row * _ROW
             shapes.append(f'<rect x="{x}" y="{y}" width="{_PIECE}" height="{_HEIGHT}" fill="{fill}" stroke="#999999"/>')
     return shapes

@@ -8,8 +8,8 @@
 The model is a published one by name, a diffusers or language model's folder, or a FLUX or Qwen-Image file, whose
 headers are read. Nothing is loaded and no GPU is needed: weights are counted, activations found by running a block of
 each kind on tensors without numbers. What is recommended is the first that fits, in the order of the table: copies
-before split weights before shared layers before a pipeline; without checkpointing before with; the base as it is before
-fp8.
+before split weights before shared layers before a pipeline before ZeRO, which takes another package; without
+checkpointing before with; the base as it is before fp8.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def plan(model: Footprint, gpus: int, in_machine: int, limit: int, full: bool = 
     """Return all rows in the order in which they are to be preferred; ``limit`` in bytes a GPU."""
     rows = []
     for fp8 in (False,) if full else (False, True):
-        for layout in layouts(model, gpus, in_machine, batch):
+        for layout in layouts(model, gpus, in_machine, batch, full):
+            if fp8 and layout.zero == 3:  # refused
+                continue
             for checkpointing in (False, True):
                 options = Options(full, fp8, checkpointing, batch)
                 parts = estimate(model, layout, options)
@@ -65,7 +67,7 @@ def recommended(rows: list[Row]) -> Row | None:
 
 def settings(row: Row) -> Iterator[str]:
     """Yield the lines of the training file that make ``row``."""
-    sizes = {key: getattr(row.layout, key) for key in ("dp", "shard", "tp", "pp", "microbatches")}
+    sizes = {key: getattr(row.layout, key) for key in ("dp", "shard", "tp", "pp", "microbatches", "zero")}
     if chosen := [f"{key} = {size}" for key, size in sizes.items() if size and size > 1]:
         yield from ("[parallel]", *chosen, "")
     if row.options.checkpointing:

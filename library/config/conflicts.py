@@ -17,6 +17,7 @@ from library.config.pipeline_conflicts import pipeline_conflicts, saves_with_bas
 from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, TrainConfig
 from library.config.section import Section
 from library.config.tensor_conflicts import tensor_conflicts
+from library.config.zero_conflicts import zero_conflicts
 
 
 def find_conflicts(config: TrainConfig) -> Iterator[str]:
@@ -41,6 +42,7 @@ def shared_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[s
         pipeline_conflicts,
         tensor_conflicts,
         device_map_conflicts,
+        zero_conflicts,
     ):
         yield from rule(config)
     yield from recomputation_conflicts(config.training, config.accelerate.torch_compile)
@@ -94,7 +96,7 @@ def _memory(config: TrainConfig) -> Iterator[str]:
             yield f'{key}: memory = "auto" chooses it; remove one of them'
     if training.preflight is not None:
         yield 'preflight: memory = "auto" takes its steps in any case; remove it'
-    if config.parallel.splits_model:
+    if config.parallel.splits_model or config.parallel.zero is not None:
         yield 'memory: "auto" tries the whole model on each device; remove it, or the split'
 
 

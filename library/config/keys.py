@@ -27,7 +27,7 @@ class Script:
         conflicts: yields a line for options that exclude each other.
         takes_kohya: whether keys and flags of kohya's trainers are taken too.
         leaves_out: keys of the sections that the script does not have.
-        elsewhere: keys of other models that the same script trains -> what to say of them.
+        elsewhere: keys of other models that the same script trains, and of what is not there -> what to say of them.
     """
 
     name: str
@@ -48,6 +48,14 @@ def _keys(schema: type[BaseModel]) -> set[str]:
     return {key for cls in _sections(schema).values() for key in cls.model_fields}
 
 
+# Of docs/distributed.md: what people look for, and why it is not there.
+NOT_THERE = {
+    "cp": "diffusers splits an image's tokens (_cp_plan) in its own attention processors only; with those used here "
+    "each process would attend to its own tokens alone, and learn something wrong; remove it, and set tp",
+    "lora_placement": "a LoRA is whole on every process: split, it would save 1 GiB a GPU, and few optimizers could "
+    "train it; remove it, or set zero = 1, which splits the optimizer's state",
+}
+
 _IMAGE_KEYS = (_keys(TrainConfig) - _keys(InstructionTrainConfig)) | OF_IMAGES
 _LANGUAGE_KEYS = _keys(InstructionTrainConfig) - _keys(TrainConfig)
 
@@ -57,9 +65,8 @@ LORA = Script(
     TrainConfig,
     find_conflicts,
     takes_kohya=True,
-    elsewhere=dict.fromkeys(
-        _LANGUAGE_KEYS, 'is about language models; set model_type = "llama" or "gpt2", or remove it'
-    ),
+    elsewhere=NOT_THERE
+    | dict.fromkeys(_LANGUAGE_KEYS, 'is about language models; set model_type = "llama" or "gpt2", or remove it'),
 )
 LANGUAGE_LORA = Script(
     "train_lora.py",
@@ -67,7 +74,7 @@ LANGUAGE_LORA = Script(
     InstructionTrainConfig,
     find_instruction_conflicts,
     leaves_out=OF_IMAGES,
-    elsewhere=dict.fromkeys(_IMAGE_KEYS, "is about image models, this is a language model; remove it"),
+    elsewhere=NOT_THERE | dict.fromkeys(_IMAGE_KEYS, "is about image models, this is a language model; remove it"),
 )
 
 

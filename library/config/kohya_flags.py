@@ -274,10 +274,10 @@ _REFUSED = [
     *_flags("output_config", "refused", SD, "it writes a configuration instead of training", takes="switch",
             instead="use tools/migrate_config.py"),
     *_flags("deepspeed zero3_init_flag zero3_save_16bit_model fp16_master_weights_and_gradients", "refused", SD,
-            "DeepSpeed is not used; a LoRA's optimizer state is small", takes="switch"),
-    *_flags("zero_stage", "refused", SD, "DeepSpeed is not used", off=(2,)),
+            "DeepSpeed's settings are Tandem's own", takes="switch", instead="for ZeRO set zero = 1, 2 or 3"),
+    *_flags("zero_stage", "refused", SD, "it has another name", off=(2,), instead="set zero = 1, 2 or 3"),
     *_flags("offload_optimizer_device offload_optimizer_nvme_path offload_param_device offload_param_nvme_path",
-            "refused", SD, "DeepSpeed is not used"),
+            "refused", SD, "nothing is offloaded under zero"),
     *_flags("metadata_title metadata_author metadata_description metadata_license metadata_tags", "refused", BOTH,
             f"free model-spec fields are {_LATER}", instead="use training_comment"),
     *_flags("metadata_usage_hint metadata_thumbnail metadata_merged_from metadata_trigger_phrase "

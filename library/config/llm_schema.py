@@ -11,7 +11,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field
 
 from library.config.device_map_conflicts import no_device_map
-from library.config.keys import Script
+from library.config.keys import NOT_THERE, Script
 from library.config.load import load_for
 from library.config.memory_schema import RecomputationKeys, recomputation_conflicts
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
@@ -20,6 +20,7 @@ from library.config.pipeline_conflicts import llm_pipeline_conflicts
 from library.config.schema import AccelerateConfig, LoggingConfig, OptimizerConfig
 from library.config.section import Fraction, NotNegative, Positive, Section
 from library.config.tensor_conflicts import llm_tensor_conflicts
+from library.config.zero_conflicts import no_zero
 
 _ADAM_BETAS = "betas=0.9,0.95"  # of GPT-3 (arXiv 2005.14165) and Llama; torch's 0.999 is slow to forget early steps
 
@@ -190,6 +191,7 @@ def find_llm_conflicts(config: LLMConfig) -> Iterator[str]:
     yield from _sharding(config)
     yield from llm_pipeline_conflicts(config)
     yield from no_device_map(config.parallel)
+    yield from no_zero(config.parallel)
     yield from llm_tensor_conflicts(config)
     yield from find_optimizer_conflicts(optimizer.shared())
 
@@ -215,7 +217,7 @@ def _sharding(config: LLMConfig) -> Iterator[str]:
     )
 
 
-LLM = Script("train_llm.py", "Pretrain a language model.", LLMConfig, find_llm_conflicts)
+LLM = Script("train_llm.py", "Pretrain a language model.", LLMConfig, find_llm_conflicts, elsewhere=NOT_THERE)
 
 
 def load_llm_config(argv: Sequence[str]) -> LLMConfig:

@@ -38,6 +38,14 @@ class ParallelConfig(Section):
         1, description="processes that have each large layer together, computing one batch (tensor parallelism)"
     )
 
+    zero: int | None = Field(
+        None,
+        ge=1,
+        le=3,
+        description="DeepSpeed's ZeRO: all processes split the LoRA's optimizer state (1), its gradients too (2), the "
+        "model's weights too (3); needs requirements-zero.txt",
+    )
+
     device_map: Literal["balanced"] | None = Field(
         None, description="one process drives several GPUs, each with a run of the blocks; one works at a time"
     )
@@ -46,6 +54,11 @@ class ParallelConfig(Section):
     def is_sharded(self) -> bool:
         """Whether weights are split among processes."""
         return self.shard > 1
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether they are gathered where they are used, by FSDP2 or DeepSpeed."""
+        return self.is_sharded or self.zero == 3
 
     @property
     def is_tensor_parallel(self) -> bool:
@@ -70,7 +83,8 @@ class ParallelConfig(Section):
     @property
     def splits_model(self) -> bool:
         """Whether a process gets a part of the model only, so that the whole must not go to its device."""
-        return self.is_sharded or self.is_pipelined or self.is_tensor_parallel or self.device_map is not None
+        within_groups = self.gathers_weights or self.is_pipelined or self.is_tensor_parallel
+        return within_groups or self.device_map is not None
 
     def _beside_dp(self) -> dict[str, int]:
         """Return the processes along each dimension besides ``dp``: together they hold the weights once."""
@@ -80,8 +94,13 @@ class ParallelConfig(Section):
         """Return how often the weights are held by ``processes`` processes.
 
         Raises:
-            UserError: the product of all dimensions is not their number, or, without ``dp``, does not divide it.
+            UserError: the product of all dimensions is not their number, or, without ``dp``, does not divide it; or
+                ``zero`` has nobody to split among.
         """
+        if self.zero is not None and processes == 1:
+            raise UserError(
+                f"zero = {self.zero} splits among several processes; start with torchrun --nproc-per-node 2"
+            )
         once = math.prod(self._beside_dp().values())
         if self.dp is None and processes % once == 0:
             return processes // once

@@ -1,8 +1,9 @@
 """What one process of a layout holds at the highest point of a step, estimated from a model's footprint.
 
-The arithmetic of ``docs/distributed.md``, in bytes. Weights are split by ``shard``, dealt out by blocks under ``pp``;
-``tp`` splits the linear layers of the blocks. A LoRA is whole on every process; where all weights are trained,
-gradients and optimizer are split as the weights are. What is gathered for a moment counts as activations.
+The arithmetic of ``docs/distributed.md``, in bytes. Weights are split by ``shard`` and ``zero = 3``, dealt out by
+blocks under ``pp``; ``tp`` splits the linear layers of the blocks. A LoRA is whole on every process, its optimizer's
+state split by ``zero`` alone; where all weights are trained, gradients and optimizer are split as the weights are. What
+is gathered for a moment counts as activations.
 
 Not in it: the CUDA context and the libraries' own buffers, and what the allocator loses between blocks (:func:`fits`
 allows for both); sampling and validation, and encoders while the cache is made.
@@ -25,6 +26,8 @@ _WHOLE_UNDER_TP = 10 / 34
 # Gradients and temporaries of the block that backward is in, in its largest kept tensors: 4.4 to 5 were measured on
 # CPU in FLUX blocks, with and without recomputation (tests/training/test_layout_memory.py).
 _PASSING = 5
+_ZERO_BUCKET = 32 * 2**20  # of gradients under way (library/training/zero.py)
+_ZERO_LIVE = 10**9  # weights that stage 3 keeps gathered, DeepSpeed's stage3_max_live_parameters
 _ADAM = 8  # bytes of state for each trained number: two moments in fp32
 
 
@@ -48,11 +51,12 @@ def fits(parts: Parts, limit: int) -> bool:
     return parts.total + RESERVE <= 0.95 * limit
 
 
-def layouts(model: Footprint, gpus: int, in_machine: int, batch: int) -> Iterator[ParallelConfig]:
-    """Yield the layouts that ``gpus`` processes can have, simple ones first.
+def layouts(model: Footprint, gpus: int, in_machine: int, batch: int, full: bool = False) -> Iterator[ParallelConfig]:
+    """Yield the layouts that ``gpus`` processes can have, simple ones first; ``full``: all weights are trained.
 
     Groups that exchange much (``shard``, ``tp``) lie within a machine; ``shard`` may take all there are instead. A
-    pipeline's pieces are whole images or texts: one of a batch of one, which leaves all stages but one idle.
+    pipeline's pieces are whole images or texts: one of a batch of one, which leaves all stages but one idle. ``zero``
+    comes last: it takes another package.
     """
     yield ParallelConfig(dp=gpus)
     if gpus == 1:
@@ -66,11 +70,13 @@ def layouts(model: Footprint, gpus: int, in_machine: int, batch: int) -> Iterato
     for pp in (n for n in splits if model.has_stages and n <= sum(part.count for part in model.blocks)):
         pieces = max(n for n in range(1, pp + 1) if batch % n == 0)
         yield ParallelConfig(dp=gpus // pp, pp=pp, microbatches=pieces)
+    if not full:
+        yield from (ParallelConfig(dp=gpus, zero=stage) for stage in (2, 3))
 
 
 def describe(layout: ParallelConfig) -> str:
     """Return a layout as the keys that make it."""
-    sizes = {"dp": layout.dp, "shard": layout.shard, "tp": layout.tp, "pp": layout.pp}
+    sizes = {"dp": layout.dp, "shard": layout.shard, "tp": layout.tp, "pp": layout.pp, "zero": layout.zero}
     return ", ".join(f"{key} = {size}" for key, size in sizes.items() if size and size > 1) or "one process"
 
 
@@ -79,11 +85,11 @@ def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Part
 
     ``weights`` are the frozen ones, or all that are trained; with these ``lora`` is 0.
     """
-    own = _own_blocks(model, layout.pp)
-    kept = [(count, part) for count, part in own if count]
+    kept = [(count, part) for count, part in _own_blocks(model, layout.pp) if count]
     everything = [*kept, (1, model.outside)]
     width = 4 if options.full else 2
-    split = 1 / layout.shard
+    owners = layout.dp or 1 if layout.zero else 1  # among whom ZeRO splits
+    split = 1 / (owners if layout.zero == 3 else layout.shard)
 
     def stored(part: Part) -> float:
         matrices = part.matrices * (1 if options.fp8 and not options.full else width) / layout.tp
@@ -94,17 +100,25 @@ def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Part
     trained = weights if options.full else lora
     numbers = trained / 4
     # DDP reduces in buckets that are a copy of the gradients, with several replicas and without shard
-    buckets = trained if (layout.dp or 1) > 1 and not layout.is_sharded else 0
+    buckets = trained if (layout.dp or 1) > 1 and not layout.gathers_weights else 0
+    own = trained / owners  # what ZeRO steps on here, beside the whole LoRA
+    if layout.zero:
+        buckets = min(trained, _ZERO_BUCKET) + own  # what is under way, and the gradients of that part
     activations = _activations(model, kept, layout, options)
-    if layout.is_sharded:  # the block that runs and the one that is fetched meanwhile; what lies outside stays gathered
+    if (
+        layout.gathers_weights
+    ):  # the block that runs, the one that is fetched meanwhile; what lies outside stays gathered
         gathered = 2 * max(stored(part) for _, part in kept) + stored(model.outside)
+        if layout.zero:
+            gathered = max(gathered, min(_ZERO_LIVE * width, weights * owners))
         activations += gathered * (2 if options.full else 1)  # with their gradients, until these are handed out
-    update = 0 if options.full else trained + numbers * _ADAM  # copies that the update guard keeps for a moment
+    state = numbers * _ADAM / owners + (own if layout.zero else 0)
+    update = 0 if options.full else trained + state  # copies that the update guard keeps for a moment
     return Parts(
         weights=round(weights),
         lora=round(lora),
-        gradients=round(trained + buckets),
-        optimizer=round(numbers * _ADAM),
+        gradients=round((own if layout.zero in (2, 3) else trained) + buckets),
+        optimizer=round(state),
         update=round(update),
         activations=round(activations),
     )

@@ -27,11 +27,12 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from library.accelerator import data_share, is_sharded, share_mates
+from library.accelerator import data_share, is_sharded, share_mates, zero_stage
 from library.data.batches import Batch, CachedDataset
 from library.data.order import EpochBatchSampler
 from library.errors import UserError
 from library.randomness import derive_seed
+from library.training.optimizers import drop_gradients
 from library.training.sharding import in_step
 
 if TYPE_CHECKING:
@@ -157,20 +158,26 @@ def _look_at(run: Run, batch: Any, position: Position, batches: int) -> tuple[Fa
         for model in run.models:
             stack.enter_context(run.accelerator.no_sync(model))
         seen = stack.enter_context(_watching(run.models))
+        # DeepSpeed's engine would take in the gradients, so under ZeRO the model runs by itself
+        by_itself = zero_stage(run.accelerator) > 0
         if run.pipeline is not None:
             loss, figures = run.forward_backward(batch, position.step)
         else:
-            loss, figures = run.step.loss(run.model, batch, position.step)
+            model = run.transformer if by_itself else run.model
+            loss, figures = run.step.loss(model, batch, position.step)
         what, module = "loss", next(iter(_of_all_stages(run, list(seen))), None)
         is_bad = not bool(loss.isfinite())
         # of split weights all processes take part
+        gradients: dict[str, Tensor] = {}
         if run.pipeline is None and (not is_bad or is_sharded(run.accelerator)):
-            loss.backward()
+            gradients = _gradients_of(run, loss, by_itself)
+        elif run.pipeline is not None:
+            gradients = _gradients(run)
         if not is_bad:
             what = "gradient norm"
-            spoilt = _of_all_stages(run, [n for n, g in _gradients(run).items() if not g.isfinite().all()])
+            spoilt = _of_all_stages(run, [n for n, g in gradients.items() if not g.isfinite().all()])
             is_bad, module = bool(spoilt), module or (f"the gradient of {spoilt[-1]}" if spoilt else None)
-        run.optimizer.optimizer.zero_grad() if hasattr(run.optimizer, "optimizer") else run.optimizer.zero_grad()
+        drop_gradients(run.optimizer)
     module = _bad_input(batch) or module
     figure = f"{run.step.figure.removesuffix('_mean')} {float(figures.mean()):.4g}"
     dataset, ids = run.loader.dataset, getattr(batch, "sample_ids", None)
@@ -182,12 +189,25 @@ def _look_at(run: Run, batch: Any, position: Position, batches: int) -> tuple[Fa
 
 def _gradients(run: Run) -> dict[str, Tensor]:
     """Return the gradients of what is trained, in the model's order."""
-    named = {
+    return {name: p.grad for name, p in _trained(run).items() if p.grad is not None}
+
+
+def _gradients_of(run: Run, loss: Tensor, by_itself: bool) -> dict[str, Tensor]:
+    """Return the gradients of ``loss``; ``by_itself`` keeps an engine's hooks on parameters from seeing them."""
+    if not by_itself:
+        loss.backward()
+        return _gradients(run)
+    named = _trained(run)
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
+
+
+def _trained(run: Run) -> dict[str, Tensor]:
+    return {
         f"{name}.{part}": parameter
         for name, layer in run.network.modules.items()
         for part, parameter in layer.trained().items()
     }
-    return {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
 def _bad_input(batch: Any) -> str | None:

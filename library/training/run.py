@@ -14,7 +14,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from library.accelerator import data_share, expect_many_shapes, is_pipelined, is_sharded, is_tensor_parallel
+from library.accelerator import (
+    data_share,
+    expect_many_shapes,
+    is_pipelined,
+    is_sharded,
+    is_tensor_parallel,
+    zero_stage,
+)
 from library.errors import UserError
 from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
 from library.training.network_plan import NetworkPlan
@@ -28,6 +35,7 @@ from library.training.sharding import prepare_lora
 from library.training.step import FlowStep, TrainingStep
 from library.training.tensor_parallel import prepare_split_lora
 from library.training.weight_average import WeightAverage
+from library.training.zero import ZeroOptimizer, prepare_zero
 from networks.injection import AdapterNetwork
 
 if TYPE_CHECKING:
@@ -94,6 +102,12 @@ class Run:
             parts["average"] = self.average
         return parts
 
+    @contextmanager
+    def saveable_state(self) -> Iterator[None]:
+        """Inside the block :meth:`parts` can be saved by the main process; entering takes all of them."""
+        with self.optimizer.gathered() if isinstance(self.optimizer, ZeroOptimizer) else nullcontext():
+            yield
+
     def resume(self, folder: str, finished_too: bool = False) -> Position:
         """Put a saved state back into the run; return where it stands.
 
@@ -151,6 +165,11 @@ def prepare_run(
         layers, blocks = family.split_plan(config.parallel.tp), family.repeated_blocks
         model, optimizer, loader = prepare_split_lora(
             accelerator, layers, blocks, networks.transformer, lora.parameters(), optimizer, loader
+        )
+    elif zero_stage(accelerator):
+        limit = config.optimizer.max_grad_norm
+        model, optimizer, loader = prepare_zero(
+            accelerator, networks.transformer, lora.parameters(), limit, optimizer, loader
         )
     elif is_sharded(accelerator):
         blocks = family.repeated_blocks

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from library.accelerator import accelerate_shards, computes_together, data_share, is_sharded
+from library.accelerator import accelerate_shards, computes_together, data_share, is_sharded, zero_stage
 from library.errors import UserError
 
 Item = TypeVar("Item")
@@ -94,7 +94,7 @@ def share_gradients(accelerator: Accelerator, trained: Sequence[nn.Parameter]) -
     Stages of a pipeline add up to a batch's gradients. A parameter without a gradient here may have one elsewhere (in
     another stage; a dropped-out module): it counts as zero.
     """
-    if not computes_together(accelerator) or not trained:
+    if not computes_together(accelerator) or zero_stage(accelerator) or not trained:
         return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     total = accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="sum")

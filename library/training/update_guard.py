@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from library.training.checkpoint import Position
-from library.training.optimizers import unwrapped
+from library.training.optimizers import drop_gradients, unwrapped
 
 if TYPE_CHECKING:
     from library.training.run import Run
@@ -172,11 +172,13 @@ class UpdateGuard:
         found: dict[tuple[int, str], Tensor] = {}
         for i, parameter in enumerate(self.run.network.parameters()):
             found[i, "weight"] = parameter.data
+        for i, part in enumerate(getattr(self.run.optimizer, "parts", ())):  # ZeRO steps on these
+            found[i, "part"] = part.data
         for i, group in enumerate(optimizer.param_groups):
             found |= {(i, f"group {k}"): v for k, v in group.items() if isinstance(v, Tensor)}
-            for parameter in group["params"]:
-                own = optimizer.state.get(parameter, {})
-                found |= {(id(parameter), k): v for k, v in own.items() if isinstance(v, Tensor)}
+        for key, own in optimizer.state.items():
+            if isinstance(own, dict):
+                found |= {(id(key), k): v for k, v in own.items() if isinstance(v, Tensor)}
         if self.run.average is not None:
             found |= {(i, "average"): tensor for i, tensor in enumerate(self.run.average.averages)}
         scaler = self.run.accelerator.scaler
@@ -215,7 +217,7 @@ class UpdateGuard:
             assert mark.average is not None
             run.average.updates = mark.average
         run.accelerator.step = 0  # accelerate's count of batches, from which it knows where a step ends
-        optimizer.zero_grad()
+        drop_gradients(run.optimizer)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

@@ -146,6 +146,13 @@ def test_each_layout_splits_what_the_page_says() -> None:
     assert of(Options(checkpointing=True)).activations == 4 * 100 + 3400 + 1000 + 500
     assert of(Options(fp8=True)).weights == 4 * (800 + 400) + 800
     assert of(Options(batch=3)).activations == 3 * plain["activations"]
+    first, second, third = (of(dp=2, zero=stage) for stage in (1, 2, 3))
+    # half of the moments with half of the weights that are stepped on; gradients whole in the first stage, and in the
+    # buckets all that are under way (they are small here), and the half that is stepped on
+    assert [one.optimizer for one in (first, second, third)] == [800 + 400] * 3
+    assert [one.gradients for one in (first, second, third)] == [800 + 800 + 400, 400 + 800 + 400, 400 + 800 + 400]
+    assert [one.weights for one in (first, second, third)] == [8800, 8800, 4400]
+    assert third.activations == plain["activations"] + 8800  # so few weights stay gathered
     full = of(Options(full=True), dp=1, shard=2)
     assert (full.weights, full.lora, full.gradients, full.optimizer, full.update) == (8800, 800, 8800, 17600, 0)
 
@@ -157,6 +164,8 @@ def test_only_layouts_that_can_be_had_are_named() -> None:
     assert {one.tp for one in found} == {1, 2, 4}  # of four heads, and within a machine
     assert {(one.pp, one.pieces) for one in found if one.is_pipelined} == {(2, 2), (4, 2)}  # of four blocks
     assert [one.dp for one in layouts(MODEL, 1, 1, 1)] == [1]
+    assert [one.zero for one in found if one.zero] == [2, 3]
+    assert not any(one.zero for one in layouts(MODEL, 16, 8, batch=2, full=True))
     parts = Parts(weights=20 * GIB, lora=0, gradients=0, optimizer=0, update=0, activations=0)
     assert fits(parts, 24 * GIB)
     assert not fits(parts, 22 * GIB)  # 1.5 GiB and 5 % are kept free

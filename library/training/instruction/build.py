@@ -16,7 +16,14 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.data import DataLoader
 
 from library import __version__
-from library.accelerator import data_share, expect_many_shapes, is_pipelined, is_sharded, is_tensor_parallel
+from library.accelerator import (
+    data_share,
+    expect_many_shapes,
+    is_pipelined,
+    is_sharded,
+    is_tensor_parallel,
+    zero_stage,
+)
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import effective_learning_rate
 from library.config.parallel_schema import ParallelConfig
@@ -46,6 +53,7 @@ from library.training.sharding import prepare_lora
 from library.training.tensor_parallel import prepare_split_lora
 from library.training.training_facts import save_facts, without_folders
 from library.training.weight_average import WeightAverage
+from library.training.zero import prepare_zero
 from networks.injection import AdapterNetwork, inject_adapter
 from networks.metadata import build_metadata
 from networks.peft_folder import BASE_MODEL
@@ -154,6 +162,9 @@ def prepare_instruction_run(
         deal_out_heads(base.model, config.parallel.tp)
         if is_sharded(accelerator):
             register_fsdp_forward_method(base.model, "next_logits")
+    elif zero_stage(accelerator):
+        limit = config.optimizer.max_grad_norm
+        model, optimizer, loader = prepare_zero(accelerator, base.model, lora.parameters(), limit, optimizer, loader)
     elif is_sharded(accelerator):
         blocks = [Block.__name__]
         model, optimizer, loader = prepare_lora(accelerator, blocks, base.model, lora.parameters(), optimizer, loader)
