@@ -240,10 +240,12 @@ def _alike(pictures: dict[str, PictureFacts]) -> list[Finding]:
     sketches = np.stack([_sketch(pictures[path]) for path in paths]).astype(np.float32)
     groups = {path: {path} for path in paths}
     for first in range(0, len(paths), _ROWS):
-        distance = np.bitwise_count(likeness[first : first + _ROWS, None] ^ likeness[None, :])
-        rows, others = np.nonzero(distance <= _ALIKE_BITS)
-        for i, j in zip((rows + first).tolist(), others.tolist(), strict=True):
-            if i < j and np.abs(sketches[i] - sketches[j]).mean() <= _ALIKE_COLOUR:
+        distances = np.bitwise_count(likeness[first : first + _ROWS, None] ^ likeness[None, first:])
+        for row, distance in enumerate(distances):
+            i = first + row
+            near = i + 1 + np.flatnonzero(distance[row + 1 :] <= _ALIKE_BITS)  # those before it have seen it
+            colours = np.abs(sketches[near] - sketches[i]).mean(axis=1)
+            for j in near[colours <= _ALIKE_COLOUR].tolist():
                 joined = groups[paths[i]] | groups[paths[j]]
                 groups |= dict.fromkeys(joined, joined)
     distinct = {min(group): sorted(group) for group in groups.values() if len(group) > 1}
