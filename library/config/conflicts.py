@@ -12,10 +12,11 @@ from library.config.device_map_conflicts import device_map_conflicts
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.memory_schema import recomputation_conflicts
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
+from library.config.outcomes import saves_with_base_weights, trains_text_encoders
 from library.config.parallel_schema import parallel_conflicts
-from library.config.pipeline_conflicts import pipeline_conflicts, saves_with_base_weights
+from library.config.pipeline_conflicts import pipeline_conflicts
 from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, TrainConfig
-from library.config.section import Section
+from library.config.section import unused
 from library.config.tensor_conflicts import tensor_conflicts
 from library.config.zero_conflicts import zero_conflicts
 
@@ -47,14 +48,6 @@ def shared_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[s
         yield from rule(config)
     yield from recomputation_conflicts(config.training, config.accelerate.torch_compile)
     yield from find_optimizer_conflicts(config.optimizer)
-
-
-def unused(section: Section, keys: tuple[str, ...], condition: bool, reason: str) -> Iterator[str]:
-    """Yield a complaint for each of ``keys`` that the user set although ``condition`` leaves it without effect."""
-    if condition:
-        for key in keys:
-            if key in section.model_fields_set:
-                yield f"{key}: has no effect {reason}; remove it"
 
 
 _FLUX_KEYS = ("ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "t5xxl_max_token_length")
@@ -237,9 +230,7 @@ def _compiling(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
 
 
 def _sharding(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
-    training, text_only = config.training, config.network.network_train_text_encoder_only
-    trains_text = text_only or any(config.optimizer.text_encoder_lr)
-    alone = "is not made for shard; remove one of them"
+    training, alone = config.training, "is not made for shard; remove one of them"
     yield from parallel_conflicts(
         config.parallel,
         {
@@ -253,6 +244,9 @@ def _sharding(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
                 'save_format = "diffusers"',
             ),
             "full_bf16": (training.full_bf16, "accelerate makes fp32 of it with shard; remove one of them"),
-            "text_encoder_lr": (trains_text, "accelerate shards a single network; remove one of them"),
+            "text_encoder_lr": (
+                trains_text_encoders(config),
+                "accelerate shards a single network; remove one of them",
+            ),
         },
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from library.config.outcomes import trains_text_encoders
 from library.config.parallel_schema import ParallelConfig, refused
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ def device_map_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterat
         yield from no_device_map(parallel)
         return
     several = max(parallel.dp or 1, parallel.shard, parallel.tp, parallel.pp) > 1
-    trains_text = config.network.network_train_text_encoder_only or any(config.optimizer.text_encoder_lr)
     yield from refused(
         {
             "device_map": (several, "one process drives all GPUs; remove it, or dp, shard, tp and pp"),
@@ -33,7 +33,10 @@ def device_map_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterat
             "torch_compile": (config.accelerate.torch_compile, "is not made for device_map; remove one of them"),
             "preflight": (training.preflight, "looks at one device; remove it, or device_map"),
             "mixed_precision": (training.mixed_precision == "fp16", 'fp16 is not made for device_map; set "bf16"'),
-            "text_encoder_lr": (trains_text, "text encoders are not dealt out; remove it, or device_map"),
+            "text_encoder_lr": (
+                trains_text_encoders(config),
+                "text encoders are not dealt out; remove it, or device_map",
+            ),
         }
     )
 

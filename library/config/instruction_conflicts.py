@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from library.config.conflicts import shared_conflicts, unused
+from library.config.conflicts import shared_conflicts
 from library.config.instruction_schema import InstructionTrainConfig
+from library.config.section import unused
 
 
 def find_instruction_conflicts(config: InstructionTrainConfig) -> Iterator[str]:

@@ -18,7 +18,7 @@ from library.config.optimizer_conflicts import find_conflicts as find_optimizer_
 from library.config.parallel_schema import ParallelConfig, parallel_conflicts
 from library.config.pipeline_conflicts import llm_pipeline_conflicts
 from library.config.schema import AccelerateConfig, LoggingConfig, OptimizerConfig
-from library.config.section import Fraction, NotNegative, Positive, Section
+from library.config.section import Fraction, NotNegative, Positive, Section, unused
 from library.config.tensor_conflicts import llm_tensor_conflicts
 from library.config.zero_conflicts import no_zero
 
@@ -168,21 +168,17 @@ def find_llm_conflicts(config: LLMConfig) -> Iterator[str]:
     model, sampling, optimizer = config.model, config.sampling, config.optimizer
     if (model.preset is None) == (model.init_from is None):
         yield "preset: give either preset (fresh weights) or init_from (published ones)"
-    if model.init_from is not None:
-        for key in _SIZES:
-            if key in model.model_fields_set:
-                yield f"{key}: has no effect with init_from, whose weights have their size; remove it"
+    yield from unused(model, _SIZES, model.init_from is not None, "with init_from, whose weights have their size")
     if config.training.full_bf16 and config.training.mixed_precision != "no":
         yield 'full_bf16: weights are bf16 already; set mixed_precision = "no"'
     if config.training.full_bf16 and optimizer.optimizer_type.lower() == "muon":
         yield 'full_bf16: is not made for Muon; set mixed_precision = "bf16" instead'
-    if sampling.sample_every_n_steps and not sampling.sample_prompts:
-        yield "sample_every_n_steps: has no effect without sample_prompts; set them or remove it"
-    if sampling.sample_temperature == 0 and "sample_top_p" in sampling.model_fields_set:
-        yield "sample_top_p: has no effect at sample_temperature 0 (greedy); remove it"
-    for key in ("lr_warmup_steps", "lr_scheduler_min_lr_ratio"):
-        if key in optimizer.model_fields_set and optimizer.lr_scheduler == "constant":
-            yield f"{key}: has no effect with lr_scheduler 'constant'; remove it or choose 'cosine'"
+    how = ("sample_every_n_steps", "sample_tokens", "sample_temperature", "sample_top_p")
+    yield from unused(sampling, how, not sampling.sample_prompts, "without sample_prompts")
+    greedy = bool(sampling.sample_prompts) and sampling.sample_temperature == 0
+    yield from unused(sampling, ("sample_top_p",), greedy, "at sample_temperature 0 (greedy)")
+    schedule = ("lr_warmup_steps", "lr_scheduler_min_lr_ratio")
+    yield from unused(optimizer, schedule, optimizer.lr_scheduler == "constant", 'with lr_scheduler = "constant"')
     if optimizer.clip_during_warmup and optimizer.max_grad_norm == 0:
         yield "clip_during_warmup: has no effect with max_grad_norm 0; remove it"
     if config.saving.save_state and config.saving.save_every_n_steps is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from library.config.instruction_schema import InstructionConfig
 from library.config.optimizer_conflicts import estimates_step_size
+from library.config.outcomes import saves_with_base_weights, trains_text_encoders
 from library.config.parallel_schema import ParallelConfig
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ _ALONE = "is not made for pp; remove one of them"
 
 def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     """Yield a line for each option of a LoRA that does not go with ``pp``."""
-    training, text_only = config.training, config.network.network_train_text_encoder_only
-    trains_text, kind = text_only or any(config.optimizer.text_encoder_lr), config.model.model_type
+    training, kind = config.training, config.model.model_type
     lengths = f"{kind} keeps captions' lengths, so that parts of a batch differ in shape; use shard"
     if isinstance(data := getattr(config, "instructions", None), InstructionConfig):
         yield from _too_many_pieces(config.parallel, data.train_batch_size)
@@ -38,17 +38,13 @@ def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator
             "torch_compile": (config.accelerate.torch_compile, _ALONE),
             "preflight": (training.preflight, "loads the model whole for its trial; remove it, or set pp = 1"),
             "mixed_precision": (training.mixed_precision == "fp16", 'fp16 is not made for pp; set "bf16"'),
-            "text_encoder_lr": (trains_text, "text encoders are not cut into stages; remove one of them"),
+            "text_encoder_lr": (
+                trains_text_encoders(config),
+                "text encoders are not cut into stages; remove one of them",
+            ),
         },
         splits=kind not in ("llama", "gpt2"),
     )
-
-
-def saves_with_base_weights(config: TrainConfig | InstructionTrainConfig) -> bool:
-    """Whether saving takes the base's weights, not only what is trained: DoRA in the other programs' layouts."""
-    is_dora, save_format = config.network.network_type == "dora", config.saving.save_format
-    of_images = config.model.model_type not in ("llama", "gpt2")  # theirs is peft's whatever the key says
-    return is_dora and of_images and save_format not in ("diffusers", "peft")
 
 
 def llm_pipeline_conflicts(config: LLMConfig) -> Iterator[str]:

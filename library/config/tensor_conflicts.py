@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from library.config.outcomes import trains_text_encoders
 from library.config.parallel_schema import refused
 
 if TYPE_CHECKING:
@@ -20,11 +21,7 @@ def tensor_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[s
     """Yield a line for each option of a LoRA that does not go with ``tp``."""
     if not config.parallel.is_tensor_parallel:
         return
-    training, network, rounds = config.training, config.network, config.precision.fp8_activations != "none"
-    trains_text, kind = (
-        network.network_train_text_encoder_only or any(config.optimizer.text_encoder_lr),
-        network.network_type,
-    )
+    training, kind, rounds = config.training, config.network.network_type, config.precision.fp8_activations != "none"
     whole = f"{kind} changes whole weights, of which tp leaves parts; train a lora, or set tp = 1"
     yield from refused(
         {
@@ -34,7 +31,7 @@ def tensor_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[s
             "torch_compile": (config.accelerate.torch_compile, _ALONE),
             "preflight": (training.preflight, "loads the model whole for its trial; remove it, or set tp = 1"),
             "mixed_precision": (training.mixed_precision == "fp16", 'fp16 is not made for tp; set "bf16"'),
-            "text_encoder_lr": (trains_text, "text encoders are not split; remove it, or set tp = 1"),
+            "text_encoder_lr": (trains_text_encoders(config), "text encoders are not split; remove it, or set tp = 1"),
         }
     )
 

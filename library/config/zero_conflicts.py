@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from library.config.outcomes import saves_with_base_weights, trains_text_encoders
 from library.config.parallel_schema import ParallelConfig, refused
-from library.config.pipeline_conflicts import saves_with_base_weights
 from library.config.tensor_conflicts import BY_ELEMENT
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ def zero_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str
         return
     kind, splits_weights = config.optimizer.optimizer_type, parallel.zero == 3
     several = max(parallel.shard, parallel.tp, parallel.pp) > 1 or parallel.device_map is not None
-    trains_text = config.network.network_train_text_encoder_only or any(config.optimizer.text_encoder_lr)
     by_element = kind.lower() in [name.lower() for name in BY_ELEMENT]
     fit, save_format = ", ".join(BY_ELEMENT), config.saving.save_format
     yield from refused(
@@ -49,7 +48,10 @@ def zero_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str
             "preflight": (training.preflight, "DeepSpeed's engine is not taken down after a trial; remove it, or zero"),
             "mixed_precision": (training.mixed_precision == "fp16", 'fp16 is not made for zero; set "bf16"'),
             "full_bf16": (training.full_bf16, "DeepSpeed steps on fp32 copies; remove one of them"),
-            "text_encoder_lr": (trains_text, "DeepSpeed trains a single network; remove it, or zero"),
+            "text_encoder_lr": (
+                trains_text_encoders(config),
+                "DeepSpeed trains a single network; remove it, or zero",
+            ),
         }
     )
 

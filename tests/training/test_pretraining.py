@@ -229,7 +229,11 @@ def test_sizes_of_a_preset_can_be_changed() -> None:
         ({"context": 100000}, "fewer than two windows of 100000"),
         ({"init_from": "x"}, "give either preset"),
         ({"full_bf16": True, "mixed_precision": "bf16"}, "weights are bf16 already"),
-        ({"sample_every_n_steps": 3}, "has no effect without sample_prompts"),
+        ({"sample_every_n_steps": 3}, "sample_every_n_steps: has no effect without sample_prompts"),
+        (
+            {"sample_tokens": 8, "sample_top_p": 0.5},
+            "sample_tokens: .* without sample_prompts; .*\nsample_top_p: .* with",
+        ),
         ({"resume": "nowhere"}, "nowhere is no pretraining state"),
         ({"learning_rte": 1}, "unknown flag; did you mean 'learning_rate'"),
         ({"data_dir": "nowhere"}, "run tools/prepare_text.py first"),
