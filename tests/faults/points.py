@@ -25,7 +25,7 @@ PHASES = {  # the first whose mark is in a point's label
     "saving a state": ("-state",),
     "a training step": ("step: ",),
     "sampling": ("samples",),
-    "saving a LoRA or model": (".safetensors", "output/.model"),
+    "saving a LoRA or model": (".safetensors", "output/.model", "output/.lora"),
     "plots, metrics and settings": ("",),
 }
 

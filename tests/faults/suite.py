@@ -1,6 +1,6 @@
 """Kill runs, let them go on, and compare what they end with to a run that was left in peace.
 
-    python -m tests.faults.suite --faults 208
+    python -m tests.faults.suite --faults 210
 
 Every chain is one training run from an empty folder: killed at one point, resumed with ``--resume auto``, killed again
 some points later, and so on, then resumed to the end. After every kill all files under their final names must be whole;
@@ -35,15 +35,18 @@ import train_llm
 import train_lora
 from library.config import load_config
 from library.config.llm_schema import load_llm_config
+from library.config.load import load_language_config
 from library.training.resume import find_damage
 from tests.faults.points import PHASES, Points, phase
+from tests.instruction_runs import flags as instruction_flags
+from tests.instruction_runs import write_place
 from tests.pretraining_runs import flags as pretraining_flags
 from tests.pretraining_runs import write_corpus
 from tests.runs import arguments, write_base, write_dataset
 
 _STEPS = 6
 _CHAIN = 4  # kills of one run
-_SEEDS = {"adamw": 0, "prodigy": 1, "schedule-free": 2, "pretraining": 3}
+_SEEDS = {"adamw": 0, "prodigy": 1, "schedule-free": 2, "pretraining": 3, "conversations": 4}
 _COMMON: dict[str, object] = {
     "max_train_steps": _STEPS,
     "save_every_n_steps": 2,
@@ -69,7 +72,8 @@ SCENARIOS: dict[str, dict[str, object]] = {
         "async_upload": True,
     },
     "schedule-free": {"optimizer_type": "AdamWScheduleFree", "sample_every_n_steps": 3},
-    "pretraining": {},  # train_llm.py; its settings are below
+    "pretraining": {},  # train_llm.py, and a LoRA on a language model; their settings are below
+    "conversations": {},
 }
 _PRETRAINING: dict[str, object] = {
     "max_train_steps": _STEPS,
@@ -82,6 +86,16 @@ _PRETRAINING: dict[str, object] = {
     "sample_tokens": 4,
     "resume": "auto",
 }
+_CONVERSATIONS: dict[str, object] = {
+    **_COMMON,
+    "validation_split": 0.25,
+    "validate_every_n_steps": 3,
+    "save_best": True,
+    "sample_prompts": ["say 1"],
+    "sample_every_n_steps": 3,
+    "sample_tokens": 4,
+}
+_RESULTS = {"pretraining": "model/model.safetensors", "conversations": "lora/adapter_model.safetensors"}
 
 
 @dataclass
@@ -103,19 +117,21 @@ class Place:
     @property
     def result(self) -> Path:
         """What the run ends with."""
-        name = "model/model.safetensors" if self.scenario == "pretraining" else "lora.safetensors"
-        return self.output / name
+        return self.output / _RESULTS.get(self.scenario, "lora.safetensors")
 
     def train(self) -> None:
         """Train in this process."""
         if self.scenario == "pretraining":
             corpus = self.root.parent / "corpus"
             train_llm.train(load_llm_config(pretraining_flags(corpus / "tokens", self.output, **_PRETRAINING)))
+        elif self.scenario == "conversations":
+            flags = instruction_flags(self.root.parent / "talks", self.output, **_CONVERSATIONS)
+            train_lora.train_language_model(load_language_config(flags))
         else:
             train_lora.train(load_config(self.flags()))
 
     def flags(self) -> list[str]:
-        """Return the command line of a LoRA's run."""
+        """Return the command line of a run on images."""
         settings = {**_COMMON, **SCENARIOS[self.scenario]}
         if "sample_every_n_steps" in settings:
             settings["sample_prompts"] = self.root.parent / "prompts.txt"
@@ -279,9 +295,10 @@ def run_suite(folder: Path, faults: int, say: Callable[[str], None] = lambda _: 
     folder.mkdir(parents=True, exist_ok=True)
     base = write_base(folder / "base")
     (folder / "prompts.txt").write_text("a disc --w 64 --h 64 --s 2 --d 1\n")
-    corpus, log = folder / "corpus", folder / "log.txt"
-    corpus.mkdir()
-    assert run_forked(partial(write_corpus, corpus), log) == 0, log.read_text()
+    log = folder / "log.txt"
+    for name, write in (("corpus", write_corpus), ("talks", write_place)):
+        (folder / name).mkdir()
+        assert run_forked(partial(write, folder / name), log) == 0, log.read_text()
     survived: Counter[str] = Counter()
     each = -(-faults // len(SCENARIOS))
     for scenario in SCENARIOS:
@@ -300,7 +317,7 @@ def run_suite(folder: Path, faults: int, say: Callable[[str], None] = lambda _: 
 def main() -> None:
     """Run the suite from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=208, help="processes to kill, at least")
+    parser.add_argument("--faults", type=int, default=210, help="processes to kill, at least")
     wanted = parser.parse_args().faults
     begun = time.time()
     with tempfile.TemporaryDirectory() as folder:

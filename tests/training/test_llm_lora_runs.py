@@ -7,87 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from library.config.load import load_language_config, names_language_model
 from library.errors import UserError
 from library.files import weights_fingerprint
-from library.llm.tokenizers import train_bpe
 from library.models.lm_files import load_lm
-from library.training.events import RunEvents
 from library.training.instruction.adapters import put_lora_on
-from tests.curves import without_curves
+from tests.instruction_runs import adapter, flags, run, train_flags, write_place
 from tests.worker_group import run_in_group
-from train_lora import train_language_model
-
-SPREAD = {"initializer_range": 0.2}  # the usual 0.02 leaves a frozen head of width 32 next to nothing to say
-ANSWERS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two tiny models with a tokenizer, and conversations to learn by heart."""
-    place = tmp_path_factory.mktemp("llm")
-    records = [
-        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": answer}]}
-        for i, answer in enumerate(ANSWERS)
-    ]
-    (place / "data.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
-    tokenizer = train_bpe([f"User: say {i}\nAssistant: {answer}" for i, answer in enumerate(ANSWERS)] * 3, 290)
-    size = tokenizer.vocab_size
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    llama = LlamaConfig(vocab_size=size, num_key_value_heads=2, max_position_embeddings=64, **sizes, **SPREAD)
-    gpt2 = GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=2, n_head=4, **SPREAD)
-    for name, model in (("llama", LlamaForCausalLM(llama)), ("gpt2", GPT2LMHeadModel(gpt2))):
-        model.save_pretrained(place / name)
-        tokenizer.save(place / name)
-    return place
-
-
-def flags(place: Path, output: Path, model_type: str = "llama", **settings: object) -> list[str]:
-    """Return the flags of a short run; ``settings`` override them."""
-    values: dict[str, object] = {
-        "model_type": model_type,
-        "pretrained_model_name_or_path": place / model_type,
-        "train_data": [place / "data.jsonl"],
-        "output_dir": output,
-        "network_dim": 8,
-        "network_alpha": 16,
-        "network_dropout": 0.1,
-        "learning_rate": 1e-2,
-        "max_train_steps": 6,
-        "train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "seed": 3,
-    }
-    words: list[str] = []
-    for key, value in (values | settings).items():
-        if isinstance(value, bool):
-            words.append(f"--{key}" if value else f"--no-{key}")
-        else:
-            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-    return words
-
-
-def run(place: Path, output: Path, model_type: str = "llama", **settings: object) -> RunEvents:
-    return train_flags(flags(place, output, model_type, **settings))
-
-
-def train_flags(flags: list[str]) -> RunEvents:
-    """Train, in this process or as a job of a worker group."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
-    with without_curves():
-        return train_language_model(load_language_config(flags))
-
-
-def adapter(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
+    return write_place(tmp_path_factory.mktemp("llm"))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from library.training.checkpoint import Position
+from library.training.events import RunEvents
 from tests.runs import run, write_dataset
 
 # 16, 32, 64 and 60 tokens; 24, as the text has, would be taken for the same number
@@ -24,14 +27,19 @@ def buckets(folder: Path, sizes: tuple[tuple[int, int], ...]) -> Path:
     return folder / "dataset.toml"
 
 
-def test_more_buckets_compile_nothing_more(base: Path, tmp_path: Path) -> None:
+def test_more_buckets_compile_nothing_more(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without inductor, which would take minutes: what is compiled anew is decided before a backend sees it."""
-    compiled = {}
-    for sizes in (SIZES[:2], SIZES):
-        torch._dynamo.reset()
-        counters.clear()
-        settings = {"torch_compile": True, "dynamo_backend": "eager", "max_train_epochs": 1}
-        folder = tmp_path / str(len(sizes))
-        run(base, buckets(folder, sizes), folder / "out", **settings)
-        compiled[len(sizes)] = counters["stats"]["unique_graphs"]
-    assert compiled[4] == compiled[2] > 0
+    torch._dynamo.reset()
+    counters.clear()
+    graphs: list[int] = []
+    after_step = RunEvents.after_step
+
+    def count(self: RunEvents, position: Position) -> None:
+        graphs.append(counters["stats"]["unique_graphs"])
+        after_step(self, position)
+
+    monkeypatch.setattr(RunEvents, "after_step", count)
+    settings = {"torch_compile": True, "dynamo_backend": "eager", "max_train_epochs": 1}
+    run(base, buckets(tmp_path, SIZES), tmp_path / "out", **settings)
+    assert len(graphs) == len(SIZES)
+    assert 0 < graphs[1] == graphs[-1]  # of two sizes as of four
