@@ -25,8 +25,8 @@ def require_deepspeed() -> None:
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
-            "zero: DeepSpeed is not installed; DS_BUILD_OPS=0 pip install --no-build-isolation --no-deps -r "
-            "requirements-zero.txt, or set shard, which splits more and needs nothing"
+            "zero: DeepSpeed is not installed; run make setup-zero (DS_BUILD_OPS=0 pip install --no-build-isolation "
+            "--no-deps -r requirements-zero.txt), or set shard, which needs nothing"
         )
     on_cpu = not torch.cuda.is_available()
     if on_cpu:

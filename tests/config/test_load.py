@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from library.config import load_config
 from library.config.keys import fields, sections
 from library.config.kohya import Note, summary
+from library.config.llm_schema import load_llm_config
+from library.config.load import load_language_config
 from library.errors import UserError
 from tools.write_config_docs import json_schema, options_page
 
@@ -73,6 +77,24 @@ def test_an_unknown_toml_key_names_file_line_and_nearest_key(tmp_path: Path) -> 
     assert _problem(["--config_file", path, *REQUIRED]) == (
         f"{path}:3: netwrk_dim: unknown key; did you mean 'network_dim'?"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "part"),
+    [
+        ("cp = 2", "diffusers splits an image's tokens .*; remove it, and set tp"),
+        ('lora_placement = "sharded"', "zero = 1"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_config, load_language_config, load_llm_config])
+def test_layouts_that_are_not_there_are_refused_with_the_reason(
+    load: Callable[[list[str]], object], key: str, part: str, tmp_path: Path
+) -> None:
+    path, name = _toml(tmp_path, f"[parallel]\n{key}\n"), key.partition(" ")[0]
+    with pytest.raises(UserError) as caught:
+        load(["--config_file", path])
+    (line,) = (line for line in str(caught.value).splitlines() if f"{path}:2: {name}:" in line)
+    assert re.search(part, line)
 
 
 def test_a_wrong_type_names_file_line_and_what_was_expected(tmp_path: Path) -> None:

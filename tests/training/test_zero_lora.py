@@ -199,6 +199,26 @@ def test_a_language_models_lora_too(runs: Path, stage: int) -> None:
     assert (runs / f"chat{stage}" / answer).read_text() == (runs / "chat_one" / answer).read_text()
 
 
+@on_two_processes
+def test_three_processes_have_parts_of_unequal_use(base: Path, tmp_path: Path) -> None:
+    """Three divide few sizes: behind the last part there are zeros, which neither weights nor states may get."""
+    images = write_dataset(tmp_path / "images", images=6, text="batch_size = 1")
+    keys: dict[str, object] = {"network_dim": 1, "save_every_n_steps": 2, "save_state": True} | OTHERS["groups"]
+    one = keys | {"zero": None, "gradient_accumulation_steps": 3}
+    run(base, images, tmp_path / "one", **one)
+    states = {name: tmp_path / name / "lora-step00000002-state" for name in ("one", "zero1", "zero3")}
+    jobs = [
+        (f"zero{n}", train_one, (arguments(base, images, tmp_path / f"zero{n}", **keys | {"zero": n}),)) for n in (1, 3)
+    ]
+    keys |= {"zero": 3, "resume": states["one"]}
+    jobs.append(("there", train_one, (arguments(base, images, tmp_path / "there", **keys),)))
+    assert run_in_group(jobs, tmp_path, 3) == dict.fromkeys(("zero1", "zero3", "there"), "")
+    for n in (1, 3):
+        run(base, images, tmp_path / f"back{n}", **one, resume=states[f"zero{n}"])
+    for name in ("zero1", "zero3", "there", "back1", "back3"):
+        assert largest_difference(lora(tmp_path / name), lora(tmp_path / "one")) < SAME_IN_FP32, name
+
+
 def config(**settings: object) -> TrainConfig:
     """Return a configuration with ``section__key`` set."""
     sections: dict[str, dict[str, object]] = {
