@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from library.llm.tokenizers import load_tokenizer
 from library.models.lm_files import open_lm
 from library.models.registry import model_family
 from library.peers import one_of_several
+from library.training.attention_choice import attention_of_run
 from library.training.base_precision import plan_fp8, text_encoder_recipe
 from library.training.checkpoint import OutputNames, Position
 from library.training.device_map import devices_to_fill
@@ -122,6 +124,8 @@ def train(config: TrainConfig) -> RunEvents:
         config.dataset, config.training, config.flow, image_encoder, accelerator, console, family.conditioning,
         family.most_references,
     )  # fmt: skip
+    attention = attention_of_run(config, family, data, dtype, accelerator.device)
+    console.print(f"attention: {attention}")
     config = rehearsed(Rehearsal(config, family, plan, text_encoder, dtype, accelerator, data), console)
     # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
     cache_data(data, config.dataset, image_encoder, text_encoder, accelerator, prompts, console)
@@ -138,7 +142,7 @@ def train(config: TrainConfig) -> RunEvents:
     position = run.resume(config.training.resume, auto) if config.training.resume else Position()
     write_config(names.folder, asked, accelerator)
     metrics = MetricsStream(names.folder / "metrics.jsonl", accelerator, config.logging, position.step)
-    save_lora = lora_writer(config, run, data, networks.base_precision, family.modelspec_architecture, begun)
+    save_lora = lora_writer(config, run, data, networks.base_precision, family.modelspec_architecture, begun, attention)
 
     with TrainingProgress(console, run.total_steps, position.step) as progress:
         events = RunEvents(
@@ -156,7 +160,7 @@ def train(config: TrainConfig) -> RunEvents:
             save_states_to_hub=config.hub.save_state_to_huggingface,
         )
         run_to_end(events, position, config)
-    finish(events, position, console, begun)
+    finish(events, position, console, begun, {"attention": attention})
     return events
 
 
@@ -230,15 +234,17 @@ def run_to_end(events: RunEvents, position: Position, config: TrainConfig | Inst
         events.at_end(position)
 
 
-def finish(events: RunEvents, position: Position, console: Console, begun: float) -> None:
-    """Show what the run did, hold the saved LoRA to it, and let go of what it held.
+def finish(
+    events: RunEvents, position: Position, console: Console, begun: float, facts: Mapping[str, str] | None = None
+) -> None:
+    """Show what the run did, and ``facts`` about it; hold the saved LoRA to it, and let go of what it held.
 
     Raises:
         UserError: the LoRA on disk is not what was trained, or lies elsewhere.
     """
     accelerator, wrong = events.run.accelerator, None
     if accelerator.is_main_process:
-        rows = run_summary(events, position, time.time() - begun)
+        rows = [*run_summary(events, position, time.time() - begun), *(facts or {}).items()]
         if events.wish.stop is None and not events.keeper.rescued:
             save_format = events.saving.save_format if events.names.suffix else "peft"
             try:

@@ -36,6 +36,7 @@ def build_metadata(
     base_fingerprint: str | None = None,
     text_encoder_fingerprint: str | None = None,
     base_precision: str | None = None,
+    attention: str | None = None,
     config_json: str | None = None,
     version: str = "",
 ) -> dict[str, str]:
@@ -48,7 +49,7 @@ def build_metadata(
         timestamp: seconds since 1970 of this save.
         architecture: ModelSpec's name of the base, "flux-1-dev" or "flux-1-schnell".
         resolution: width and height trained at, in pixels; None for what has no pixels.
-        base_fingerprint, text_encoder_fingerprint, base_precision, config_json, version: for ``tandem.*``.
+        base_fingerprint, text_encoder_fingerprint, base_precision, attention, config_json, version: for ``tandem.*``.
     """
     ss = {
         "network_module": _KOHYA_MODULE,
@@ -73,6 +74,7 @@ def build_metadata(
         "base_fingerprint": base_fingerprint,
         "text_encoder_fingerprint": text_encoder_fingerprint,
         "base_precision": base_precision,
+        "attention": attention,
         "config": config_json,
     }
     return metadata | {f"tandem.{key}": value for key, value in own.items() if value}

@@ -26,6 +26,7 @@ from library.config.section import Fraction, NotNegative, Positive, Section
 LANGUAGE_MODELS = ("llama", "gpt2")
 OF_IMAGES = frozenset(
     {
+        "attention",
         "blocks_to_swap",
         "fp8_keep",
         "fp8_text_encoder",

@@ -211,6 +211,11 @@ class TrainingConfig(MemoryKeys):
     max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
     gradient_accumulation_steps: Positive = Field(1, description="batches per optimizer step")
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = Field(
+        "auto",
+        description="kernel of PyTorch's attention: auto takes the fastest that can, and says which; one that cannot "
+        "compute this model on this device is refused",
+    )
     full_bf16: bool = Field(False, description="LoRA weights in bf16 too, updated with stochastic rounding")
     seed: int = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
     resume: str | None = Field(

@@ -16,6 +16,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
+from library.nn.attention import Backend
 from library.nn.tensor_split import Parts
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loading
@@ -87,6 +88,7 @@ class Family(Protocol):
     most_references: int | None  # pictures that an edit model takes at most; None: any number
     guidance_input: bool  # whether the transformer is told a guidance scale
     sample_guidance: float  # of pictures drawn with the guidance input, unless told otherwise
+    masks_padding: bool  # whether texts of different lengths in a batch are padded, and their padding masked
     repeated_blocks: tuple[str, ...]  # class names of the blocks, for regional compilation and sharding
     behind_blocks: tuple[str, ...]  # names of what follows the blocks, for pipelines; none if it cannot be cut
 
@@ -99,9 +101,21 @@ class Family(Protocol):
         ...
 
     def load_transformer(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, fp8: Fp8Loading | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        backend: Backend = "auto",
+        *,
+        fp8: Fp8Loading | None = None,
     ) -> nn.Module:
-        """Load the transformer, frozen, with Tandem's hot paths; ``fp8``: what becomes fp8, and how that computes."""
+        """Load the transformer, frozen, with Tandem's hot paths.
+
+        ``backend`` is attention's; ``fp8`` says what becomes fp8, and how that computes.
+        """
+        ...
+
+    def attention_heads(self) -> tuple[int, int]:
+        """Return how many heads the transformer's attention has, and their width."""
         ...
 
     def split_plan(self, processes: int) -> dict[str, Parts]:

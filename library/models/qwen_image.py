@@ -44,6 +44,7 @@ class QwenImageFamily(TransformerFiles):
     guidance_input = False
     sample_guidance = 1.0  # of no meaning
     transformer_class = QwenImageTransformer2DModel
+    masks_padding = True
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("QwenImageTransformerBlock",)
     behind_blocks: tuple[str, ...] = ("norm_out", "proj_out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -37,9 +38,11 @@ class TransformerFiles:
 
     Attributes:
         transformer_class: diffusers' class.
+        masks_padding: whether texts of different lengths in a batch are padded, and their padding masked.
     """
 
     transformer_class: Any
+    masks_padding = False
     _files: LocatedFiles
     _dtype: torch.dtype | None = None  # of the transformer that was loaded last
 
@@ -50,6 +53,14 @@ class TransformerFiles:
     def fp8_layout(self) -> Fp8Layout | None:
         """Return what the transformer's files hold in fp8, from their headers; None if nothing."""
         return WeightFiles(self._files.transformer).fp8
+
+    def attention_heads(self) -> tuple[int, int]:
+        """Return how many heads the transformer's attention has, and their width."""
+        parameters = inspect.signature(self.transformer_class.__init__).parameters
+        config = {name: each.default for name, each in parameters.items()} | self._files.transformer_config
+        if "n_heads" in config:
+            return config["n_heads"], config["dim"] // config["n_heads"]
+        return config["num_attention_heads"], config["attention_head_dim"]
 
     def split_plan(self, processes: int) -> dict[str, Parts]:
         """Return how each linear layer of the blocks is split among ``processes``; no weights are read.

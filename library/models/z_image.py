@@ -41,6 +41,7 @@ class ZImageFamily(TransformerFiles):
     guidance_input = False
     sample_guidance = 1.0  # of no meaning
     transformer_class = ZImageTransformer2DModel
+    masks_padding = True
     patch_size = 2
     repeated_blocks: tuple[str, ...] = ("ZImageTransformerBlock",)
     behind_blocks: tuple[str, ...] = ()  # captions keep their lengths, so pieces of a batch are of different shapes

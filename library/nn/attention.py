@@ -115,9 +115,20 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def chosen_backend(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, causal: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    compiled: bool = False,
 ) -> str:
-    """Return the name of the kernel ``attend(..., backend="auto")`` runs for these tensors."""
+    """Return the name of the kernel ``attend(..., backend="auto")`` runs for these tensors.
+
+    "own" is ``library.nn.cpu_attention``; ``compiled`` tells of code that torch.compile has made, which has it not.
+    """
+    if mask is None and not causal and not compiled and cpu_attention.fits([Stream(query, key, value)]):
+        return "own"
     (q, k, v), options = _kernel_arguments(query, key, value, mask, causal, None)
     choice = torch._fused_sdp_choice(
         q,

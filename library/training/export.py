@@ -41,6 +41,7 @@ def lora_writer(
     base_precision: str,
     architecture: str,
     begun: float,
+    attention: str,
 ) -> Callable[[Path, Position], None]:
     """Return a function that writes the network's present weights as a LoRA file.
 
@@ -51,6 +52,7 @@ def lora_writer(
         base_precision: of the base's weights as trained on, in words.
         architecture: of the base model, in ModelSpec's words.
         begun: when training began, seconds since 1970.
+        attention: the kernel that it takes, in words.
     """
     saving = config.saving
     precision = saving.save_precision or ("bf16" if config.training.full_bf16 else "fp32")
@@ -74,6 +76,7 @@ def lora_writer(
             base_fingerprint=run.base_fingerprint,
             text_encoder_fingerprint=run.settings.get("text_encoders"),
             base_precision=base_precision,
+            attention=attention,
             config_json=config_json,
             version=__version__,
         )

@@ -198,7 +198,7 @@ def prepare_networks(
     lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
     fp8, layout = fp8 or Fp8Loading(), family.fp8_layout()
     loaded_to = torch.device("cpu") if training.blocks_to_swap or to_be_split else device
-    transformer, text_encoders = family.load_transformer(dtype, loaded_to, fp8=fp8), None
+    transformer, text_encoders = family.load_transformer(dtype, loaded_to, training.attention, fp8=fp8), None
     fp8.serve(transformer)
     if device.type == "cpu":
         make_cpu_kernels(transformer, dtype)

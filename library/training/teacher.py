@@ -126,7 +126,8 @@ def prepare_teacher(
 
 
 def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerator) -> nn.Module:
-    transformer = family.load_transformer(base_dtype(config.model, config.training), accelerator.device)
+    dtype, backend = base_dtype(config.model, config.training), config.training.attention
+    transformer = family.load_transformer(dtype, accelerator.device, backend)
     targets = TARGETS[family.name]
     weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
     if not weights:
