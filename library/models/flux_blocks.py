@@ -19,7 +19,7 @@ from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from library.nn.modulation import gelu, modulated, tokens, within_fp16
+from library.nn.modulation import Kept, gelu, modulated, once, tokens, within_fp16
 from library.nn.projection import project_made, project_together
 from library.nn.rope import Table
 
@@ -35,6 +35,8 @@ def swap_blocks(transformer: diffusers_flux.FluxTransformer2DModel) -> None:
 class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
     """A double block: image and text each with their own layers, joint attention."""
 
+    keeps_modulation = True
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -42,6 +44,7 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
         temb: Tensor,
         image_rotary_emb: Table | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
+        kept: Kept | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (text [B, L, W], image [B, S, W]).
 
@@ -51,12 +54,14 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
             temb: conditioning [B, W].
             image_rotary_emb: (cos, sin), each [L + S, D/2].
             joint_attention_kwargs: diffusers' extras; with any, its own forward runs.
+            kept: where the modulation stays until the block runs again in backward.
         """
         if joint_attention_kwargs:
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
         attn: Any = self.attn
         image, text = hidden_states, encoder_hidden_states
-        image_mod, text_mod = _modulation(self.norm1, temb, 6), _modulation(self.norm1_context, temb, 6)
+        image_mod = _modulation(self.norm1, temb, 6, kept, "image")
+        text_mod = _modulation(self.norm1_context, temb, 6, kept, "text")
         norm, text_norm = modulated(self.norm1.norm), modulated(self.norm1_context.norm)
         image_qkv = project_made([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
         text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
@@ -73,6 +78,8 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
 class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
     """A single block: text and image as one stream, attention and MLP side by side."""
 
+    keeps_modulation = True
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -80,6 +87,7 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
         temb: Tensor,
         image_rotary_emb: Table | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
+        kept: Kept | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (text [B, L, W], image [B, S, W]); arguments as in a double block."""
         if joint_attention_kwargs:
@@ -87,7 +95,7 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
         attn: Any = self.attn
         length = encoder_hidden_states.shape[1]
         stream = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        shift, scale, gate = _modulation(self.norm, temb, 3)
+        shift, scale, gate = _modulation(self.norm, temb, 3, kept, "both")
         layers = [attn.to_q, attn.to_k, attn.to_v, self.proj_mlp]
         *qkv, wide = project_made(layers, modulated(self.norm.norm), stream, shift, scale)
         attended = attn.processor.attend(attn, qkv, None, image_rotary_emb)
@@ -96,9 +104,9 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
         return stream[:, :length], stream[:, length:]
 
 
-def _modulation(norm: Any, temb: Tensor, parts: int) -> tuple[Tensor, ...]:
+def _modulation(norm: Any, temb: Tensor, parts: int, kept: Kept | None, name: str) -> tuple[Tensor, ...]:
     """Return shift, scale, gate (twice, with six parts), each [B, 1, W]."""
-    (vector,) = project_together([norm.linear], norm.silu(temb))
+    vector = once(kept, name, lambda: project_together([norm.linear], norm.silu(temb))[0])
     return vector.unsqueeze(1).chunk(parts, dim=-1)
 
 

@@ -19,7 +19,7 @@ import torch
 from diffusers.models.transformers import transformer_qwenimage as diffusers_qwen
 from torch import Tensor, nn
 
-from library.nn.modulation import gelu, modulated, modulated_norm, tokens, within_fp16
+from library.nn.modulation import Kept, gelu, modulated, modulated_norm, once, tokens, within_fp16
 from library.nn.projection import project_made, project_together
 from library.nn.rope import Table
 
@@ -34,6 +34,8 @@ def swap_blocks(transformer: diffusers_qwen.QwenImageTransformer2DModel) -> None
 class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
     """Image and text each with their own layers, joint attention."""
 
+    keeps_modulation = True
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -43,6 +45,7 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
         image_rotary_emb: Table | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
         modulate_index: Tensor | None = None,
+        kept: Kept | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (text [B, L, W], image [B, S, W]).
 
@@ -54,6 +57,7 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
             image_rotary_emb: (cos, sin), each [L + S, D/2].
             joint_attention_kwargs: diffusers' extras; with any, its own forward runs.
             modulate_index: [B, S], 1 for tokens that take the conditioning's second half.
+            kept: where the modulation stays until the block runs again in backward.
         """
         if joint_attention_kwargs:
             return super().forward(
@@ -67,8 +71,8 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
             )
         attn: Any = self.attn
         image, text = hidden_states, encoder_hidden_states
-        image_mod = _modulation(self.img_mod, temb)
-        text_mod = _modulation(self.txt_mod, temb.chunk(2)[0] if self.zero_cond_t else temb)
+        image_mod = _modulation(self.img_mod, temb, kept, "image")
+        text_mod = _modulation(self.txt_mod, temb.chunk(2)[0] if self.zero_cond_t else temb, kept, "text")
         norm = _modulated(self.img_norm1, modulate_index)
         image_qkv = project_made([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
         text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
@@ -83,10 +87,10 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
         return within_fp16(text), within_fp16(image)
 
 
-def _modulation(layers: Any, temb: Tensor) -> tuple[Tensor, ...]:
+def _modulation(layers: Any, temb: Tensor, kept: Kept | None, name: str) -> tuple[Tensor, ...]:
     """Return shift, scale, gate, twice, each [B, 1, W] ([2B, 1, W])."""
     silu, linear = layers
-    (vector,) = project_together([linear], silu(temb))
+    vector = once(kept, name, lambda: project_together([linear], silu(temb))[0])
     return vector.unsqueeze(1).chunk(6, dim=-1)
 
 

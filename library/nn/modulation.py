@@ -7,6 +7,7 @@ All of it is cheap to make and as wide as what it is made of, so blocks hand the
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _LARGEST_FP16 = 65504
+
+
+class Kept:
+    """A block's modulation from its run in forward to that in backward, which would make it again.
+
+    Its layers hold a quarter of FLUX's weights and a third of Qwen-Image's, and give a few vectors, which follow from
+    nothing that is trained unless they are; see :func:`once`. No dict: what walks through arguments leaves it whole.
+    """
+
+    def __init__(self) -> None:
+        self.vectors: dict[str, Tensor] = {}
+
+
+def once(kept: Kept | None, name: str, make: Callable[[], Tensor]) -> Tensor:
+    """Return ``make()``, or what it gave in this block's first run; what needs a gradient is made in every run."""
+    if torch.compiler.is_compiling() or kept is None:
+        return make()
+    if name in kept.vectors:
+        return kept.vectors[name]
+    made = make()
+    if not made.requires_grad:
+        kept.vectors[name] = made
+    return made
 
 
 def modulated(norm: Any) -> functools.partial[Tensor]:

@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from library.nn.host_offload import HostOffload
+from library.nn.modulation import Kept
 
 _aten = torch.ops.aten
 ATTENTION = frozenset(
@@ -82,6 +83,8 @@ class Recomputation:
         return self._again(block, args, kwargs)
 
     def _again(self, block: nn.Module, args: Any, kwargs: Any, **how: Any) -> Any:
+        if getattr(block, "keeps_modulation", False):
+            kwargs = {**kwargs, "kept": Kept()}
         hooks = nullcontext() if self.offload is None else saved_tensors_hooks(self.offload.pack, self.offload.unpack)
         with hooks:
             return checkpoint(block.__call__, *args, use_reentrant=False, **how, **kwargs)
