@@ -11,6 +11,8 @@ import pytest
 
 from library.errors import UserError
 from library.peers import one_of_several
+from library.training.resume import find_damage
+from tests.forked import Script
 from tests.processes import launcher, run_command
 from tests.runs import ROOT, arguments, largest_difference, launch, lora, run, write_dataset
 from tests.worker_group import run_in_group
@@ -29,7 +31,9 @@ def die(how: str, flags: list[str], folder: Path) -> tuple[float, str, str]:
     return time.time(), done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("how", ["error", "kill", pytest.param("busy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["kill", pytest.param("error", marks=pytest.mark.slow), pytest.param("busy", marks=pytest.mark.slow)]
+)
 def test_a_process_that_dies_ends_the_job_which_goes_on_from_its_state(how: str, base: Path, tmp_path: Path) -> None:
     images = write_dataset(tmp_path / "images", text="batch_size = 1")
     out = tmp_path / "out"
@@ -49,6 +53,37 @@ def test_a_process_that_dies_ends_the_job_which_goes_on_from_its_state(how: str,
     run(base, images, tmp_path / "whole", **alone)
     assert largest_difference(lora(out), lora(tmp_path / "whole")) < SAME_IN_FP32
     assert largest_difference(lora(out, "lora-step00000002"), lora(tmp_path / "whole")) > 10 * SAME_IN_FP32
+
+
+@pytest.mark.parametrize("how", ["error", "memory"])
+def test_an_error_in_one_process_is_shown_by_it_and_spoils_nothing(how: str, base: Path, tmp_path: Path) -> None:
+    """As above without torchrun, whose start takes longer than the rest."""
+    images, out = write_dataset(tmp_path / "images", text="batch_size = 1"), tmp_path / "out"
+    flags = arguments(base, images, out, **SETTINGS)
+    script, group = ROOT / "tests/faults/dying_rank.py", {"DIES": f"4:{how}", "MASTER_ADDR": "127.0.0.1"}
+    group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": launcher()[-1]}
+    running = [Script(script, flags, tmp_path, group | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    other, failed = [process.wait(4 * LIMIT) for process in running]
+    assert time.time() - (tmp_path / "died").stat().st_mtime < LIMIT
+    if how == "memory":
+        assert failed.returncode == 2
+        said = failed.stderr.strip().splitlines()[-1]
+        assert re.match(r"error: out of memory in step 4: the batch of 1 at 64x64 .*; set gradient_checkp", said)
+    else:
+        assert failed.returncode == 1
+        assert "RuntimeError: the step breaks here" in failed.stderr
+    assert ("Traceback" in failed.stderr) == (how == "error")
+    assert other.returncode not in (0, 2)
+    assert "Traceback" not in other.stderr
+    assert find_damage(out / "lora-step00000002-state") is None
+    assert sorted(path.name for path in out.glob("lora*")) == [
+        "lora-step00000002-state",
+        "lora-step00000002.safetensors",
+    ]
+    alone = SETTINGS | {"gradient_accumulation_steps": 2}
+    run(base, images, out, **alone, resume="auto")
+    run(base, images, tmp_path / "whole", **alone)
+    assert largest_difference(lora(out), lora(tmp_path / "whole")) < SAME_IN_FP32
 
 
 @pytest.mark.slow
