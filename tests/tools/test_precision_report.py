@@ -7,7 +7,9 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -41,14 +43,22 @@ def call(tool: object, *words: object) -> None:
         tool.main()  # type: ignore[attr-defined]
 
 
-def report(place: Path, deploy: object, *flags: object, model: Path | None = None, strength: float = 1.0) -> dict:
-    """Run the tool; return report.json."""
+def report(
+    place: Path,
+    deploy: object,
+    *flags: object,
+    model: Path | None = None,
+    strength: float = 1.0,
+    figures: bool = False,
+) -> dict:
+    """Run the tool; return report.json. ``figures``: with those of the page, a third of the time."""
     save_to = place / "report"
     words = ["--model", model or place / "base", "--model_type", "flux_fill", "--deploy", deploy]
     words += ["--dataset_config", place / "data" / "dataset.toml", "--cache_directory", place / f"cache{bool(model)}"]
     words += [] if model else ["--lora", f"{place / 'lora' / 'lora.safetensors'}:{strength}"]
     words += ["--images", "2", "--steps", "3", "--sigmas", "0.5", "--save_to", save_to, *flags]
-    call(precision_report, *words)
+    with nullcontext() if figures else mock.patch("tools.report.figures.as_data_uri", return_value=""):
+        call(precision_report, *words)
     return json.loads((save_to / "report.json").read_text())
 
 
@@ -68,9 +78,11 @@ def key(tensors: dict[str, Tensor], layer: str, leaf: str) -> str:
 
 
 def test_an_honest_file_is_named_as_rounding(place: Path) -> None:
-    found = report(place, place / "fp8.safetensors")
+    found = report(place, place / "fp8.safetensors", figures=True)
     assert found["verdict"]["cause"] == "weights"
     assert found["verdict"]["border"] is None
+    page = (place / "report" / "report.html").read_text()
+    assert len(re.findall(r'<img alt="" src="data:image/png;base64,\w', page)) == 7
 
 
 @pytest.mark.parametrize("how", ["stochastic", "nearest"])
@@ -142,7 +154,7 @@ def test_a_vae_in_fp8_is_named(place: Path) -> None:
 def test_timesteps_and_positions_in_low_precision_are_named(what: str, place: Path) -> None:
     """On the trained model: one of random weights looks at neither."""
     fill = ROOT / "assets" / "tiny-flux-fill"
-    found = report(place, "block128", f"--{what}", "fp8", "--no_benefits", model=fill)
+    found = report(place, "block128", f"--{what}", "fp8", "--no_benefits", "--images", "1", model=fill)
     assert found["verdict"]["cause"] == what
 
 
