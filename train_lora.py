@@ -4,10 +4,10 @@
     python train_lora.py --config_file configs/llm/llama_lora.toml --train_data my_conversations.jsonl
     torchrun --nproc-per-node 2 train_lora.py --config_file ...
 
-``train`` reads from top to bottom: data and its caches, the run (network, optimizer, schedule), what happens between
-steps, the loop, the summary. So does ``train_language_model``, which is the same run on conversations. What is called
-from here takes its own section of the configuration; only what checks the whole of it, keeps it or builds the run from
-it takes it all.
+``train`` reads from top to bottom: data and its caches, the run (network, optimizer, schedule), and ``complete``: what
+happens between steps, the loop, the summary. So does ``train_language_model``, which is the same run on conversations.
+What is called from here takes its own section of the configuration; only what checks the whole of it, keeps it or
+builds the run from it takes it all.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from library.training.attention_choice import attention_of_run
 from library.training.base_precision import plan_fp8, text_encoder_recipe
 from library.training.checkpoint import OutputNames, Position
 from library.training.device_map import devices_to_fill
-from library.training.events import RunEvents
+from library.training.events import HeldOut, RunEvents, Sampler, SaveLora
 from library.training.export import checked_export, lora_writer, write_config
-from library.training.hub import build_upload
+from library.training.hub import HubUpload, build_upload
 from library.training.instruction.build import (
     adapter_writer,
     check_family,
@@ -66,7 +66,7 @@ from library.training.prompts import SamplePrompt, check_steering, read_prompts
 from library.training.rehearsal import Rehearsal
 from library.training.requests import how_to_go_on
 from library.training.resume import AUTO, resolve_resume
-from library.training.run import prepare_run
+from library.training.run import Run, prepare_run
 from library.training.sampling import build_sampler
 from library.training.teacher import prepare_teacher
 from library.training.validation import hold_out
@@ -139,29 +139,9 @@ def train(config: TrainConfig) -> RunEvents:
     names = OutputNames(Path(config.saving.output_dir), config.saving.output_name)
     samples, writes = names.folder / "samples", accelerator.is_main_process
     sampler = build_sampler(family, prompts, image_encoder, data, samples, networks.text_encoders, writes)
-    position = run.resume(config.training.resume, auto) if config.training.resume else Position()
-    write_config(names.folder, asked, accelerator)
-    metrics = MetricsStream(names.folder / "metrics.jsonl", accelerator, config.logging, position.step)
     save_lora = lora_writer(config, run, data, networks.base_precision, family.modelspec_architecture, begun, attention)
-
-    with TrainingProgress(console, run.total_steps, position.step) as progress:
-        events = RunEvents(
-            run=run,
-            names=names,
-            saving=config.saving,
-            sampling=config.sampling,
-            save_lora=save_lora,
-            metrics=metrics,
-            progress=progress,
-            sampler=sampler,
-            held_out=held_out,
-            upload=upload,
-            begun=begun,
-            save_states_to_hub=config.hub.save_state_to_huggingface,
-        )
-        run_to_end(events, position, config)
-    finish(events, position, console, begun, {"attention": attention})
-    return events
+    facts = {"attention": attention}
+    return complete(config, asked, run, names, save_lora, sampler, held_out, upload, console, begun, facts)
 
 
 def train_language_model(config: InstructionTrainConfig) -> RunEvents:
@@ -200,17 +180,46 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
     base = prepare_base(config, plan, fp8, weights.fp8, fingerprint, dtype, loaded_to, console)
     run = prepare_instruction_run(config, plan, base, data, accelerator)
     held_out = held_out_dialogues(data.held_out, config.instructions, config.validation)
-    position = run.resume(config.training.resume, auto) if config.training.resume else Position()
+    save_lora = adapter_writer(config, run, base.precision, template.name, begun)
+    return complete(config, asked, run, names, save_lora, sampler, held_out, upload, console, begun)
+
+
+def complete(
+    config: TrainConfig | InstructionTrainConfig,
+    asked: TrainConfig | InstructionTrainConfig,
+    run: Run,
+    names: OutputNames,
+    save_lora: SaveLora,
+    sampler: Sampler | None,
+    held_out: HeldOut | None,
+    upload: HubUpload | None,
+    console: Console,
+    begun: float,
+    facts: Mapping[str, str] | None = None,
+) -> RunEvents:
+    """Train a prepared run from its start or a state to the last step, with what happens before, between and after.
+
+    Args:
+        config, asked: the settings, and as they were before a state and a rehearsal were looked at, to be kept.
+        run, names, save_lora, sampler, held_out, upload: what has been prepared.
+        console, begun: to speak to, and when training began, seconds since 1970.
+        facts: for the summary.
+
+    Raises:
+        UserError: see ``Run.resume``, ``Trainer.run`` and :func:`finish`.
+    """
+    accelerator, training = run.accelerator, config.training
+    position = run.resume(training.resume, asked.training.resume == AUTO) if training.resume else Position()
     write_config(names.folder, asked, accelerator)
     metrics = MetricsStream(names.folder / "metrics.jsonl", accelerator, config.logging, position.step)
-
+    faults = FaultPolicy(training.nonfinite, training.nonfinite_limit, advice(config))
     with TrainingProgress(console, run.total_steps, position.step) as progress:
         events = RunEvents(
             run=run,
             names=names,
             saving=config.saving,
             sampling=config.sampling,
-            save_lora=adapter_writer(config, run, base.precision, template.name, begun),
+            save_lora=save_lora,
             metrics=metrics,
             progress=progress,
             sampler=sampler,
@@ -219,19 +228,12 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
             begun=begun,
             save_states_to_hub=config.hub.save_state_to_huggingface,
         )
-        run_to_end(events, position, config)
-    finish(events, position, console, begun)
+        with events.requests.listening():
+            events.at_start(position)
+            Trainer(run, position, config.logging.log_every_n_steps, metrics, progress, events, faults).run()
+            events.at_end(position)
+    finish(events, position, console, begun, facts)
     return events
-
-
-def run_to_end(events: RunEvents, position: Position, config: TrainConfig | InstructionTrainConfig) -> None:
-    """Train from ``position`` to the last step, with what happens before, between and after."""
-    faults = FaultPolicy(config.training.nonfinite, config.training.nonfinite_limit, advice(config))
-    log_every = config.logging.log_every_n_steps
-    with events.requests.listening():
-        events.at_start(position)
-        Trainer(events.run, position, log_every, events.metrics, events.progress, events, faults).run()
-        events.at_end(position)
 
 
 def finish(
