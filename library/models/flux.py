@@ -37,7 +37,7 @@ from library.models.text_encoders import (
     load_t5_tokenizer,
 )
 from library.models.transformer_files import TransformerFiles
-from library.models.vae import VaeImageEncoder, load_vae, vae_config
+from library.models.vae import VaeImageEncoder, computed_as, load_vae, vae_config
 from library.models.weights import WeightFiles
 from library.nn.attention import Backend
 from library.precision.recipe import Fp8Recipe
@@ -79,14 +79,9 @@ class FluxFamily(TransformerFiles):
         return swap_hot_paths(transformer, backend)
 
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> VaeImageEncoder:
-        """Return the image encoder; its weights are loaded at the first use.
-
-        On a CPU it computes in fp32 whatever ``dtype`` is: bf16 convolutions save no time there and cost
-        precision that every cached latent would keep.
-        """
+        """Return the image encoder; its weights are loaded at the first use. On a CPU it computes in fp32."""
         path = self._files.vae
-        used = torch.float32 if torch.device(device).type == "cpu" else dtype
-        mark = f"{fingerprint(path)}-mean-{dtype_name(used)}"
+        used, mark = computed_as(path, dtype, device)
         return VaeImageEncoder(lambda: load_vae(path, used, device), vae_config(path), mark, self.patch_size)
 
     def load_text_encoder(

@@ -29,6 +29,7 @@ from library.models.qwen_text import MOST_TOKENS, TEMPLATES, QwenTextEncoder
 from library.models.qwen_text_files import load_qwen_text, load_qwen_tokenizer, picture_processor
 from library.models.qwen_vae import QwenVaeImageEncoder, load_qwen_vae, qwen_vae_config
 from library.models.transformer_files import TransformerFiles
+from library.models.vae import computed_as
 from library.models.weights import WeightFiles
 from library.nn.attention import Backend
 from library.precision.recipe import Fp8Recipe
@@ -64,8 +65,7 @@ class QwenImageFamily(TransformerFiles):
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> QwenVaeImageEncoder:
         """Return the image encoder; its weights are loaded at the first use. On a CPU it computes in fp32."""
         path = self._files.vae
-        used = torch.float32 if torch.device(device).type == "cpu" else dtype
-        mark = f"{fingerprint(path)}-mean-{dtype_name(used)}"
+        used, mark = computed_as(path, dtype, device)
         return QwenVaeImageEncoder(
             lambda: load_qwen_vae(path, used, device), qwen_vae_config(path), mark, self.patch_size
         )

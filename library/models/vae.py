@@ -21,10 +21,22 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from library.errors import UserError
+from library.files import fingerprint
+from library.models.drawing import dtype_name
 from library.models.weights import KeyMap, Piece, WeightFiles, identity_map, load_into, read_config
 
 # BFL's constants, https://github.com/black-forest-labs/flux/blob/main/src/flux/util.py
 FLUX_SCALING, FLUX_SHIFT = 0.3611, 0.1159
+
+
+def computed_as(path: Path, dtype: torch.dtype, device: torch.device | str) -> tuple[torch.dtype, str]:
+    """Return the dtype in which the autoencoder in ``path`` computes, and what marks latents that it made so.
+
+    On a CPU that is fp32 whatever ``dtype`` is: bf16 convolutions save no time there and cost precision that every
+    cached latent would keep.
+    """
+    used = torch.float32 if torch.device(device).type == "cpu" else dtype
+    return used, f"{fingerprint(path)}-mean-{dtype_name(used)}"
 
 
 class LazyVae:

@@ -22,7 +22,7 @@ from library.files import fingerprint
 from library.models.drawing import check_size, drawing_autocast, dtype_name, evaluating, unwrapped
 from library.models.protocol import ImageEncoder
 from library.models.transformer_files import TransformerFiles
-from library.models.vae import VaeImageEncoder, load_vae, vae_config
+from library.models.vae import VaeImageEncoder, computed_as, load_vae, vae_config
 from library.models.weights import WeightFiles
 from library.models.z_image_blocks import swap_hot_paths
 from library.models.z_image_files import ZImageFiles, locate
@@ -61,8 +61,7 @@ class ZImageFamily(TransformerFiles):
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> VaeImageEncoder:
         """Return the image encoder; its weights are loaded at the first use. On a CPU it computes in fp32."""
         path = self._files.vae
-        used = torch.float32 if torch.device(device).type == "cpu" else dtype
-        mark = f"{fingerprint(path)}-mean-{dtype_name(used)}"
+        used, mark = computed_as(path, dtype, device)
         return VaeImageEncoder(lambda: load_vae(path, used, device), vae_config(path), mark, self.patch_size)
 
     def load_text_encoder(
