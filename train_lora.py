@@ -244,16 +244,17 @@ def finish(
     Raises:
         UserError: the LoRA on disk is not what was trained, or lies elsewhere.
     """
-    accelerator, wrong = events.run.accelerator, None
-    if accelerator.is_main_process:
-        rows = [*run_summary(events, position, time.time() - begun), *(facts or {}).items()]
-        if events.wish.stop is None and not events.keeper.rescued:
+    accelerator, main, wrong, checked = events.run.accelerator, events.run.accelerator.is_main_process, None, None
+    with events.run.whole(with_state=False):
+        if main and events.wish.stop is None and not events.keeper.rescued:
             save_format = events.saving.save_format if events.names.suffix else "peft"
             try:
-                path = events.names.lora(events.names.stem())
-                rows.append(("LoRA file checked", checked_export(events.run, path, save_format)))
+                checked = checked_export(events.run, events.names.lora(events.names.stem()), save_format)
             except UserError as error:
                 wrong = error
+    if main:
+        rows = [*run_summary(events, position, time.time() - begun), *(facts or {}).items()]
+        rows += [("LoRA file checked", checked)] if checked is not None else []
         print_summary(console, rows)
         if events.wish.stop is not None:
             state = events.names.state(events.names.stem(step=position.step))

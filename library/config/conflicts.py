@@ -15,6 +15,7 @@ from library.config.optimizer_conflicts import find_conflicts as find_optimizer_
 from library.config.outcomes import saves_with_base_weights, trains_text_encoders
 from library.config.parallel_schema import parallel_conflicts
 from library.config.pipeline_conflicts import pipeline_conflicts
+from library.config.placement_conflicts import placement_conflicts
 from library.config.schema import FlowConfig, LoggingConfig, ModelConfig, TrainConfig
 from library.config.section import unused
 from library.config.tensor_conflicts import tensor_conflicts
@@ -44,6 +45,7 @@ def shared_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[s
         tensor_conflicts,
         device_map_conflicts,
         zero_conflicts,
+        placement_conflicts,
     ):
         yield from rule(config)
     yield from recomputation_conflicts(config.training, config.accelerate.torch_compile)

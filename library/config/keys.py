@@ -52,8 +52,6 @@ def _keys(schema: type[BaseModel]) -> set[str]:
 NOT_THERE = {
     "cp": "diffusers splits an image's tokens (_cp_plan) in its own attention processors only; with those used here "
     "each process would attend to its own tokens alone, and learn something wrong; remove it, and set tp",
-    "lora_placement": "a LoRA is whole on every process: split, it would save 1 GiB a GPU, and few optimizers could "
-    "train it; remove it, or set zero = 1, which splits the optimizer's state",
 }
 
 _IMAGE_KEYS = (_keys(TrainConfig) - _keys(InstructionTrainConfig)) | OF_IMAGES

@@ -17,6 +17,7 @@ from library.config.memory_schema import RecomputationKeys, recomputation_confli
 from library.config.optimizer_conflicts import find_conflicts as find_optimizer_conflicts
 from library.config.parallel_schema import ParallelConfig, parallel_conflicts
 from library.config.pipeline_conflicts import llm_pipeline_conflicts
+from library.config.placement_conflicts import no_placement
 from library.config.schema import AccelerateConfig, LoggingConfig, OptimizerConfig
 from library.config.section import Fraction, NotNegative, Positive, Section, unused
 from library.config.tensor_conflicts import llm_tensor_conflicts
@@ -188,6 +189,7 @@ def find_llm_conflicts(config: LLMConfig) -> Iterator[str]:
     yield from llm_pipeline_conflicts(config)
     yield from no_device_map(config.parallel)
     yield from no_zero(config.parallel)
+    yield from no_placement(config.parallel)
     yield from llm_tensor_conflicts(config)
     yield from find_optimizer_conflicts(optimizer.shared())
 

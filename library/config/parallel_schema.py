@@ -20,6 +20,11 @@ class ParallelConfig(Section):
     shard: Positive = Field(
         1, description="processes that split the weights among them (FSDP2); 1: each holds them all (DDP)"
     )
+    lora_placement: Literal["replicated", "sharded"] = Field(
+        "replicated",
+        description="with shard, the LoRA: whole on every process for any optimizer, or split as the base is, with its "
+        "gradients and optimizer",
+    )
     dp: Positive | None = Field(
         None, description="replicas that split the batches; with shard, groups of shard processes (HSDP); default: all"
     )
@@ -54,6 +59,11 @@ class ParallelConfig(Section):
     def is_sharded(self) -> bool:
         """Whether weights are split among processes."""
         return self.shard > 1
+
+    @property
+    def splits_lora(self) -> bool:
+        """Whether a LoRA is split with its base."""
+        return self.lora_placement == "sharded"
 
     @property
     def gathers_weights(self) -> bool:

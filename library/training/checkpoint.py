@@ -25,6 +25,7 @@ from torch import Tensor
 from library.atomic import atomic_folder
 from library.errors import UserError
 from library.files import write_safetensors, write_text
+from library.training.sharding import split_like
 from library.training.state_file import read_state, write_state
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ def _copy_weights(folder: Path, parameters: Mapping[str, Tensor]) -> None:
             "use the network settings it was trained with"
         )
     for name, tensor in weights.items():
-        parameters[name].copy_(tensor)
+        parameters[name].copy_(split_like(parameters[name], tensor))
 
 
 @dataclass(frozen=True)

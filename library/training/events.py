@@ -239,7 +239,7 @@ class RunEvents:
         ``last`` is given when there is no later: it tells whether the process is about to be ended.
         """
         saved: list[Path] | None = None
-        with self.progress.phase("save"), self.run.saveable_state() if with_state else nullcontext():
+        with self.progress.phase("save"), self.run.whole(with_state):
             if self.run.accelerator.is_main_process:
 
                 def write(folder: Path) -> list[Path]:

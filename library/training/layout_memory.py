@@ -65,6 +65,8 @@ def layouts(model: Footprint, gpus: int, in_machine: int, batch: int, full: bool
     splits = sorted({n for n in range(2, inside + 1) if inside % n == 0} | {gpus})
     for shard in splits:
         yield ParallelConfig(dp=gpus // shard, shard=shard)
+    if not full:
+        yield ParallelConfig(dp=1, shard=gpus, lora_placement="sharded")
     for tp in (n for n in splits if n <= inside and model.heads % n == 0):
         yield ParallelConfig(dp=gpus // tp, tp=tp)
     for pp in (n for n in splits if model.has_stages and n <= sum(part.count for part in model.blocks)):
@@ -77,7 +79,8 @@ def layouts(model: Footprint, gpus: int, in_machine: int, batch: int, full: bool
 def describe(layout: ParallelConfig) -> str:
     """Return a layout as the keys that make it."""
     sizes = {"dp": layout.dp, "shard": layout.shard, "tp": layout.tp, "pp": layout.pp, "zero": layout.zero}
-    return ", ".join(f"{key} = {size}" for key, size in sizes.items() if size and size > 1) or "one process"
+    said = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size and size > 1) or "one process"
+    return f"{said}, LoRA too" if layout.splits_lora else said
 
 
 def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Parts:
@@ -96,7 +99,7 @@ def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Part
         return matrices + (part.weights - part.matrices) * width
 
     weights = sum(count * stored(part) for count, part in everything) * split
-    lora = sum(part.count * part.lora for part in model.parts) * 4
+    lora = sum(part.count * part.lora for part in model.parts) * 4 / (layout.shard if layout.splits_lora else 1)
     trained = weights if options.full else lora
     numbers = trained / 4
     # DDP reduces in buckets that are a copy of the gradients, with several replicas and without shard

@@ -31,7 +31,7 @@ from library.training.metrics import MetricsStream, of_each_process, peak_memory
 from library.training.nonfinite import FaultPolicy, leave_out, out_of_memory
 from library.training.progress import TrainingProgress
 from library.training.run import Run
-from library.training.sharding import share_gradients
+from library.training.sharding import share_gradients, whole_number
 from library.training.update_guard import UpdateGuard
 
 _EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
@@ -153,7 +153,7 @@ class Trainer:
             if accelerator.sync_gradients:
                 share_gradients(accelerator, run.network.parameters())
                 limit = run.max_grad_norm or float("inf")  # with inf the norm is measured, not changed
-                grad_norm = accelerator.clip_grad_norm_(run.network.parameters(), limit)
+                grad_norm = whole_number(accelerator.clip_grad_norm_(run.network.parameters(), limit))
                 if self._is_logged(position.step + 1):
                     self._rates = read_learning_rates(run.optimizer)  # as this step is going to use them
                 self._guard.update(grad_norm, self._update)

@@ -32,6 +32,7 @@ from library.training.pipeline.stages import outline_of
 from library.training.prepare import Networks, total_steps, training_loader
 from library.training.schedules import build_schedule
 from library.training.sharding import prepare_lora
+from library.training.split_lora import SplitOptimizer, prepare_split
 from library.training.step import FlowStep, TrainingStep
 from library.training.tensor_parallel import prepare_split_lora
 from library.training.weight_average import WeightAverage
@@ -103,9 +104,10 @@ class Run:
         return parts
 
     @contextmanager
-    def saveable_state(self) -> Iterator[None]:
-        """Inside the block :meth:`parts` can be saved by the main process; entering takes all of them."""
-        with self.optimizer.gathered() if isinstance(self.optimizer, ZeroOptimizer) else nullcontext():
+    def whole(self, with_state: bool = True) -> Iterator[None]:
+        """Inside the block the main process can save LoRA and, ``with_state``, :meth:`parts`; all have to enter it."""
+        own = self.optimizer
+        with own.gathered(with_state) if isinstance(own, (SplitOptimizer, ZeroOptimizer)) else nullcontext():
             yield
 
     def resume(self, folder: str, finished_too: bool = False) -> Position:
@@ -170,6 +172,10 @@ def prepare_run(
         limit = config.optimizer.max_grad_norm
         model, optimizer, loader = prepare_zero(
             accelerator, networks.transformer, lora.parameters(), limit, optimizer, loader
+        )
+    elif config.parallel.splits_lora:
+        model, optimizer, loader = prepare_split(
+            accelerator, family.repeated_blocks, networks.transformer, optimizer, loader
         )
     elif is_sharded(accelerator):
         blocks = family.repeated_blocks

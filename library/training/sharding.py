@@ -96,6 +96,8 @@ def share_gradients(accelerator: Accelerator, trained: Sequence[nn.Parameter]) -
     """
     if not computes_together(accelerator) or zero_stage(accelerator) or not trained:
         return
+    if isinstance(trained[0], DTensor):  # FSDP2 has averaged them
+        return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     total = accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="sum")
     mean = total / data_share(accelerator)[1]

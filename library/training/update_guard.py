@@ -33,9 +33,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from library.training.checkpoint import Position
 from library.training.optimizers import drop_gradients, unwrapped
+from library.training.split_lora import everywhere, own_rows
 
 if TYPE_CHECKING:
     from library.training.run import Run
@@ -108,7 +110,8 @@ class UpdateGuard:
         self._good = self._good & self._is_finite(torch.as_tensor(grad_norm, device=self._device))
         before = self._tensors()
         kept = {key: tensor.detach().clone() for key, tensor in before.items()}
-        _zero_unless(self._good, [p.grad for p in self.run.network.parameters() if p.grad is not None])
+        gradients = [own_rows(p.grad) for p in self.run.network.parameters() if p.grad is not None]
+        _zero_unless(self._good, gradients)
         try:
             take_step()
         except BaseException:  # out of memory half-way: nothing of the step stays
@@ -116,7 +119,8 @@ class UpdateGuard:
                 before[key].copy_(old)
             raise
         after = self._tensors()
-        self._good = self._good & all_finite(self.run.network.parameters())
+        weights = self.run.network.parameters()
+        self._good = self._good & self._everywhere(all_finite([own_rows(p) for p in weights]), weights)
         pairs = [(after[key], old) for key, old in kept.items() if key in after and after[key].shape == old.shape]
         _take_unless(self._good, pairs)
         self._done = self._done + self._good
@@ -187,7 +191,11 @@ class UpdateGuard:
         shared = {
             id(tensor): key for key, tensor in reversed(found.items())
         }  # some libraries share one between weights
-        return {key: t for key, t in found.items() if self._is_there(t) and shared[id(t)] == key}
+        return {key: own_rows(t) for key, t in found.items() if self._is_there(t) and shared[id(t)] == key}
+
+    def _everywhere(self, flag: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """``flag``, or where processes have rows of ``weights``, whether it is set on all of them."""
+        return everywhere(flag, self.run.accelerator) if isinstance(weights[0], DTensor) else flag
 
     def _is_there(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the device, or with ``device_map`` on another of its kind, and not on the host."""

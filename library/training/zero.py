@@ -92,8 +92,16 @@ class ZeroOptimizer(AcceleratedOptimizer):
             part.copy_(self._own(i, [parameter.detach() for parameter in group]))
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Inside the block the state dict can be had, on the main process; entering is collective."""
+    def gathered(self, with_state: bool) -> Iterator[None]:
+        """Inside the block the state dict can be had if ``with_state``, on the main process; entering is collective."""
+        if with_state:
+            self._gathered = self._whole_state()
+        try:
+            yield
+        finally:
+            self._gathered = None
+
+    def _whole_state(self) -> dict[str, Any]:
         main = self.accelerator_state.process_index == 0
         state: dict[int, dict[str, Any]] = {}
         first = 0
@@ -104,11 +112,7 @@ class ZeroOptimizer(AcceleratedOptimizer):
                 for j, whole in enumerate(wholes if main else ()):
                     state.setdefault(first + j, {})[key] = whole.cpu() if split else whole
             first += len(group)
-        self._gathered = {"state": state, "param_groups": self._described_groups()}
-        try:
-            yield
-        finally:
-            self._gathered = None
+        return {"state": state, "param_groups": self._described_groups()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of one process that holds all weights; within :meth:`gathered`, on the main process."""

@@ -50,6 +50,7 @@ from library.training.recompute import recompute_blocks
 from library.training.run import Run
 from library.training.schedules import build_schedule
 from library.training.sharding import prepare_lora
+from library.training.split_lora import prepare_split
 from library.training.tensor_parallel import prepare_split_lora
 from library.training.training_facts import save_facts, without_folders
 from library.training.weight_average import WeightAverage
@@ -165,6 +166,9 @@ def prepare_instruction_run(
     elif zero_stage(accelerator):
         limit = config.optimizer.max_grad_norm
         model, optimizer, loader = prepare_zero(accelerator, base.model, lora.parameters(), limit, optimizer, loader)
+    elif config.parallel.splits_lora:
+        model, optimizer, loader = prepare_split(accelerator, [Block.__name__], base.model, optimizer, loader)
+        register_fsdp_forward_method(base.model, "next_logits")
     elif is_sharded(accelerator):
         blocks = [Block.__name__]
         model, optimizer, loader = prepare_lora(accelerator, blocks, base.model, lora.parameters(), optimizer, loader)
