@@ -26,7 +26,7 @@ from library.models import flux_layout
 from library.models.drawing import check_size, drawing_autocast, dtype_name, evaluating, unwrapped
 from library.models.flux_attention import swap_hot_paths
 from library.models.flux_files import FluxFiles, locate
-from library.models.flux_tokens import image_positions, pack_latents, unpack_latents
+from library.models.flux_tokens import image_positions, pack_latents, text_positions, unpack_latents
 from library.models.protocol import ImageEncoder
 from library.models.text_encoders import (
     FluxTextEncoder,
@@ -171,7 +171,7 @@ class FluxFamily(TransformerFiles):
             guidance=guidance,
             pooled_projections=pooled,
             encoder_hidden_states=embeds,
-            txt_ids=torch.zeros(embeds.shape[1], 3, device=latents.device),
+            txt_ids=text_positions(embeds.shape[1], latents.device),
             img_ids=positions,
             return_dict=False,
         )[0]

@@ -46,7 +46,7 @@ def swap_hot_paths(transformer: FluxTransformer2DModel, backend: Backend = "auto
     transformer.pos_embed = MultiAxisRope(transformer.config.axes_dims_rope, theta=transformer.pos_embed.theta)
     if not isinstance(transformer.time_text_embed, ExactTimeTextEmbedding):
         transformer.time_text_embed = ExactTimeTextEmbedding(transformer.time_text_embed)
-        transformer.register_forward_pre_hook(_carry_exact_timestep, with_kwargs=True)
+        transformer.register_forward_pre_hook(_before_forward, with_kwargs=True)
     return transformer
 
 
@@ -120,10 +120,16 @@ class _PooledAndTimestep(NamedTuple):
     timestep: Tensor  # [B], 0..1
 
 
-def _carry_exact_timestep(
+def _before_forward(
     transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: bind the timestep to the pooled text before the transformer rounds it."""
+    """Forward pre-hook: bind the timestep to the pooled text before the transformer rounds it.
+
+    The position table is told of the ids as they were handed in, before the transformer joins them.
+    """
+    positions: Any = transformer.pos_embed
+    if isinstance(image := kwargs.get("img_ids"), Tensor) and isinstance(text := kwargs.get("txt_ids"), Tensor):
+        positions.expect(text, image)
     timestep, pooled = kwargs.get("timestep"), kwargs.get("pooled_projections")
     if timestep is None or pooled is None or not timestep.is_floating_point():
         return args, kwargs

@@ -7,6 +7,8 @@ reference pictures. The mask of a Fill model has no encoder: the pixels under a 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,20 @@ def pack_mask(mask: Tensor, factor: int) -> Tensor:
     return pack_latents(cells.reshape(batch, factor * factor, height // factor, width // factor))
 
 
+@functools.lru_cache(maxsize=256)
+@torch.inference_mode(mode=False)  # what is drawn with serves training too
+def text_positions(tokens: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return (0, 0, 0) for every text token, fp32 [tokens, 3]; the same tensor each time, not to be changed."""
+    return torch.zeros(tokens, 3, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+@torch.inference_mode(mode=False)  # what is drawn with serves training too
 def image_positions(rows: int, columns: int, device: torch.device | str = "cpu", index: int = 0) -> Tensor:
-    """Return (index, row, column) of every image token, fp32 [rows * columns, 3]."""
+    """Return (index, row, column) of every image token, fp32 [rows * columns, 3].
+
+    The same tensor each time, not to be changed: tables of sines are remembered by it (``library.nn.rope``).
+    """
     row = torch.arange(rows, device=device, dtype=torch.float32)
     column = torch.arange(columns, device=device, dtype=torch.float32)
     grid = torch.stack(torch.meshgrid(row, column, indexing="ij"), dim=-1).reshape(-1, 2)

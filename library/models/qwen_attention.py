@@ -17,7 +17,7 @@ Everything else (checkpointing, configs, saving) stays diffusers'.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from library.models.qwen_blocks import swap_blocks
 from library.nn.attention import Backend, Stream, attend_together
 from library.nn.norms import RMSNorm
 from library.nn.projection import project_together
-from library.nn.rope import Table
+from library.nn.rope import TABLES, Table
 
 
 def swap_hot_paths(transformer: QwenImageTransformer2DModel, backend: Backend = "auto") -> QwenImageTransformer2DModel:
@@ -119,7 +119,9 @@ class JointRope(nn.Module):
         self.theta = theta
         with torch.device("cpu"):
             self._table = QwenEmbedRope(theta, list(axes_dims), scale_rope=True)
+        self._known: dict[Hashable, Table] = {}
 
+    @torch.compiler.disable  # as in MultiAxisRope
     def forward(
         self, video_fhw: list[Any], device: torch.device | None = None, max_txt_seq_len: int | Tensor = 0
     ) -> Table:
@@ -127,9 +129,15 @@ class JointRope(nn.Module):
 
         ``video_fhw`` lists for each sample its pictures' (1, rows, columns); the first sample counts for all.
         """
-        image, text = self._table(video_fhw, device, max_txt_seq_len)
-        joint = torch.cat([text, image])
-        return joint.real.contiguous(), joint.imag.contiguous()
+        key = str(video_fhw[0]), device, int(max_txt_seq_len)
+        if key not in self._known:
+            while len(self._known) >= TABLES:
+                del self._known[next(iter(self._known))]
+            with torch.inference_mode(False):
+                image, text = self._table(video_fhw, device, max_txt_seq_len)
+                joint = torch.cat([text, image])
+                self._known[key] = joint.real.contiguous(), joint.imag.contiguous()
+        return self._known[key]
 
 
 class _Timestep(NamedTuple):
