@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 Row = dict[str, Any]
 
@@ -57,7 +57,7 @@ def starts(rows: Sequence[Row]) -> Figure:
         top = [low + row[key] for low, (_, row) in zip(bottom, cached, strict=True)]
         seconds.fill_between(xs, bottom, top, color=colour, linewidth=0, label=label)
         bottom = top
-    seconds.legend(frameon=False, loc="upper left")
+    seconds.legend(frameon=False, loc="upper left", fontsize="small")
     seconds.set(ylabel="seconds until the first batch")
     _goal(seconds, _GOAL_SECONDS, f"goal: {_GOAL_SECONDS} s")
     memory.plot(xs, [row["peak_mib"] / 1024 for _, row in cached], "o-", color="#0072b2", markersize=4)
@@ -67,11 +67,12 @@ def starts(rows: Sequence[Row]) -> Figure:
     rate.plot([images for images, _ in cold], [each for _, each in cold], "o-", color="#0072b2", markersize=4)
     rate.set(ylabel="images cached a second", ylim=(0, None))
     for panel in (seconds, memory, rate):
-        panel.set(xlabel="images", ylim=(0, None))
+        panel.set(xlabel="images")
         panel.spines[["top", "right"]].set_visible(False)
-    for panel in (seconds, memory):
-        panel.set_xlim(0, max(xs))
+        panel.xaxis.set_major_locator(MaxNLocator(2))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    for panel in (seconds, memory):
+        panel.set_xlim(0, 1.05 * max(xs))
     return figure
 
 
@@ -83,6 +84,7 @@ def _goal(panel: Axes, value: float, words: str) -> None:
     panel.axhline(value, color=_GREY, linewidth=0.8, linestyle="--")
     panel.annotate(words, (1, value), (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
                    ha="right", color=_GREY)  # fmt: skip
+    panel.set_ylim(0, 1.3 * max(value, panel.get_ylim()[1]))
 
 
 def _powers(panel: Axes, xs: Sequence[int]) -> None:

@@ -95,7 +95,7 @@ def write_dataset(folder: Path, images: int) -> Path:
 
 def start(dataset: Path, output: Path, images: InstantImages | None = None) -> dict[str, float]:
     """Do what a run does until its first batch is there; return seconds and the peak of memory in MiB."""
-    begun = time.perf_counter()
+    begun, worked = time.perf_counter(), time.process_time()
     arguments, training = DatasetArguments(dataset_config=str(dataset)), TrainingConfig()
     accelerator = build_accelerator(AccelerateConfig(), training, SavingConfig(output_dir=str(output)), LoggingConfig())
     console = Console(quiet=True)
@@ -113,6 +113,7 @@ def start(dataset: Path, output: Path, images: InstantImages | None = None) -> d
         "cache_s": cached - read,
         "first_batch_s": time.perf_counter() - cached,
         "start_s": time.perf_counter() - begun,
+        "cpu_s": time.process_time() - worked,
         "peak_mib": resident("VmHWM") / 2**20,  # ru_maxrss begins at that of the parent
     }
 
