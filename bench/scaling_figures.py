@@ -65,11 +65,11 @@ def starts(rows: Sequence[Row]) -> Figure:
     _goal(memory, _GOAL_GIB, f"goal: {_GOAL_GIB} GiB")
     cold = sorted((row["images"], row["images_per_s"]) for row in rows if row["start"] == "cold")
     rate.plot([images for images, _ in cold], [each for _, each in cold], "o-", color="#0072b2", markersize=4)
-    rate.set(ylabel="images cached a second", ylim=(0, None))
+    rate.set(ylabel="images cached a second", ylim=(0, 1.2 * max(each for _, each in cold)))
     for panel in (seconds, memory, rate):
         panel.set(xlabel="images")
         panel.spines[["top", "right"]].set_visible(False)
-        panel.xaxis.set_major_locator(MaxNLocator(2))
+        panel.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 5, 10]))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     for panel in (seconds, memory):
         panel.set_xlim(0, 1.05 * max(xs))
@@ -82,8 +82,8 @@ def _of(rows: Sequence[Row], trainer: str) -> list[Row]:
 
 def _goal(panel: Axes, value: float, words: str) -> None:
     panel.axhline(value, color=_GREY, linewidth=0.8, linestyle="--")
-    panel.annotate(words, (1, value), (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                   ha="right", color=_GREY)  # fmt: skip
+    panel.annotate(words, (0, value), (4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                   color=_GREY)  # fmt: skip
     panel.set_ylim(0, 1.3 * max(value, panel.get_ylim()[1]))
 
 
