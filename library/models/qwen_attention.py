@@ -134,7 +134,8 @@ class JointRope(nn.Module):
             while len(self._known) >= TABLES:
                 del self._known[next(iter(self._known))]
             with torch.inference_mode(False):
-                image, text = self._table(video_fhw, device, max_txt_seq_len)
+                # no call of a module: DeepSpeed compares which modules ran, and other processes may know this table
+                image, text = self._table.forward(video_fhw, device, max_txt_seq_len)
                 joint = torch.cat([text, image])
                 self._known[key] = joint.real.contiguous(), joint.imag.contiguous()
         return self._known[key]
