@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -12,12 +15,25 @@ from bench.commands import run_with_limit
 LIMIT = 240  # seconds; the slowest command takes 20 on a quiet machine
 
 
+def free_ports(count: int = 1) -> list[int]:
+    """Return ports that nobody has, and that nobody is given who asks for any: gloo does, for each of its connections.
+
+    A test process takes them from a range of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    found: list[int] = []
+    while len(found) < count:
+        port = 20000 + 1500 * worker + random.SystemRandom().randrange(1500)  # systems give away 32768 and more
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            found += [] if port in found else [port]
+    return found
+
+
 def launcher(processes: int = 2) -> list[str]:
-    """Return the arguments of python that start a script in several processes, on a port that nobody has."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
+    """Return the arguments of python that start a script in several processes, on a port of its own."""
+    port = str(free_ports()[0])
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", port]
 
 
 def run_command(

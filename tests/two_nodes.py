@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.processes import run_command
+from tests.processes import free_ports, run_command
 from tests.runs import ROOT
 
 
@@ -79,9 +78,7 @@ def run_on_nodes(
     environment: Mapping[str, str] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run ``script`` with ``processes`` on each node, a launcher a node; return what each launcher ended with."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports()
 
     def launch(node: Node) -> subprocess.CompletedProcess[str]:
         launcher = f"-m torch.distributed.run --nnodes {len(nodes)} --nproc-per-node {processes}"

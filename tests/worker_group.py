@@ -7,11 +7,9 @@ do it for every process of every run.
 from __future__ import annotations
 
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -21,7 +19,7 @@ from accelerate.state import AcceleratorState
 from library.errors import UserError
 from tests.curves import without_curves
 from tests.forked import begin_as_started_by_python, fork_server
-from tests.processes import LIMIT
+from tests.processes import LIMIT, free_ports
 
 Job = tuple[str, Callable[..., object], tuple]  # name, what to call, its arguments
 
@@ -32,7 +30,9 @@ def run_in_group(jobs: Sequence[Job], folder: Path, processes: int = 2) -> dict[
     Raises:
         AssertionError: a process had not done them after ``LIMIT`` seconds.
     """
-    ports = _free_ports(len(jobs))
+    # On a shared one a process that is early would still find the store of the job before, and the keys in it, and
+    # take them for those of its own job.
+    ports = free_ports(len(jobs))
     fork_server()
     arguments = (ports, processes, list(jobs), folder)
     group = torch.multiprocessing.start_processes(
@@ -45,19 +45,6 @@ def run_in_group(jobs: Sequence[Job], folder: Path, processes: int = 2) -> dict[
                 process.kill()
             raise AssertionError(f"{[name for name, _, _ in jobs]}: not done after {LIMIT} s")
     return {name: (folder / f"{name}.said").read_text() for name, _, _ in jobs}
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return a port for each job.
-
-    On a shared one a process that is early would still find the store of the job before, and the keys in it, and take
-    them for those of its own job.
-    """
-    with ExitStack() as open_sockets:
-        sockets = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _work(rank: int, ports: list[int], processes: int, jobs: list[Job], folder: Path) -> None:

@@ -208,11 +208,15 @@ def has_mask(sample: Sample) -> bool:
 
 
 def collate(items: list[Item]) -> Batch:
-    """Stack items of one bucket; text tensors of different lengths are filled up with zeros at their end."""
+    """Stack items of one bucket; text tensors of different lengths are filled up with zeros at their end.
+
+    A text's mask that is true everywhere is left out: a model would have to read it back from its device to know.
+    """
     masks = [item.mask for item in items if item.mask is not None]
+    text = {name: _stack([item.text[name] for item in items]) for name in items[0].text}
     return Batch(
         latents=torch.stack([item.latents for item in items]),
-        text={name: _stack([item.text[name] for item in items]) for name in items[0].text},
+        text={name: tensor for name, tensor in text.items() if tensor.dtype != torch.bool or not tensor.all()},
         loss_weights=torch.tensor([item.loss_weight for item in items], dtype=torch.float32),
         masks=torch.stack(masks) if masks else None,
         sample_ids=torch.tensor([item.sample_id for item in items], dtype=torch.int64),

@@ -118,12 +118,13 @@ class QwenImageFamily(TransformerFiles):
             transformer: from :meth:`load_transformer`, possibly wrapped (DDP, compile); it is only called.
             latents: noisy latents [B, 16, h, w], h and w even.
             sigmas: noise levels [B] in (0, 1]; passed on in fp32.
-            text: ``prompt_embeds`` [B, L, D] and ``prompt_embeds_mask`` [B, L], true for real tokens.
+            text: ``prompt_embeds`` [B, L, D] and ``prompt_embeds_mask`` [B, L], true for real tokens; without it all
+                are, and attention is masked by nothing, which the fastest kernels need.
             guidance_scale: of no meaning here.
             conditions: reference pictures, of edit models: latents [B, 16, h_i, w_i] each.
         """
         batch, _, height, width = latents.shape
-        embeds, mask = text["prompt_embeds"], text["prompt_embeds_mask"].bool()
+        embeds, mask = text["prompt_embeds"], text.get("prompt_embeds_mask")
         pictures = [latents, *conditions.references]
         tokens = torch.cat([pack_latents(picture.to(latents.dtype)) for picture in pictures], dim=1)
         if not torch.is_autocast_enabled(latents.device.type):
@@ -134,8 +135,7 @@ class QwenImageFamily(TransformerFiles):
             hidden_states=tokens,
             timestep=sigmas.to(device=latents.device, dtype=torch.float32),
             encoder_hidden_states=embeds,
-            # Without padding attention needs no mask, and the fastest kernels take none.
-            encoder_hidden_states_mask=None if bool(mask.all()) else mask,
+            encoder_hidden_states_mask=None if mask is None else mask.bool(),
             img_shapes=[[grid(picture) for picture in pictures]] * batch,
             return_dict=False,
         )[0]

@@ -103,10 +103,12 @@ class ZImageFamily(TransformerFiles):
             transformer: from :meth:`load_transformer`, possibly wrapped (DDP, compile); it is only called.
             latents: noisy latents [B, 16, h, w], h and w even.
             sigmas: noise levels [B] in (0, 1]; the timestep stays fp32.
-            text: ``prompt_embeds`` [B, L, D] and ``prompt_embeds_mask`` [B, L], true for real tokens.
+            text: ``prompt_embeds`` [B, L, D] and ``prompt_embeds_mask`` [B, L], true for real tokens; without it all
+                are. With it the host reads the captions' lengths back.
             guidance_scale, conditions: of no meaning here.
         """
-        embeds, lengths = text["prompt_embeds"], text["prompt_embeds_mask"].sum(dim=1).tolist()
+        embeds, mask = text["prompt_embeds"], text.get("prompt_embeds_mask")
+        lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(dim=1).tolist()
         if not torch.is_autocast_enabled(latents.device.type):
             # Without autocast nobody else brings activations to the dtype of the weights.
             dtype = self._dtype or latents.dtype

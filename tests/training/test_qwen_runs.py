@@ -23,6 +23,7 @@ from networks.options import parse_network_args
 from networks.targets import TARGETS
 from tests.runs import largest_difference, lora, run, write_dataset
 from tests.tiny_qwen import Kind, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
+from tests.training.test_host_waits import asked_by_more_steps
 
 QWEN = {"model_type": "qwen_image", "timestep_sampling": "qwen_shift"}
 SAME_IN_FP32 = 2e-4  # see test_train.py
@@ -65,6 +66,11 @@ def _output(transformer: torch.nn.Module) -> torch.Tensor:
 def _losses(output: Path) -> list[float]:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_steps_read_nothing_back_from_the_device(base: Path, tmp_path: Path) -> None:
+    more = asked_by_more_steps(base, tmp_path, QWEN)
+    assert not more, more
 
 
 def test_a_run_leaves_a_lora_that_gives_diffusers_the_output_of_the_running_network(
