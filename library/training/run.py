@@ -17,26 +17,21 @@ from torch.utils.data import DataLoader
 from library.accelerator import (
     data_share,
     expect_many_shapes,
-    is_pipelined,
-    is_sharded,
-    is_tensor_parallel,
-    zero_stage,
 )
 from library.errors import UserError
 from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
+from library.training.layouts import Shareable, prepare_shared
 from library.training.network_plan import NetworkPlan
 from library.training.optimizers import averaged_weights, build_optimizer
-from library.training.pipeline.lora import check_pieces, prepare_stage
+from library.training.pipeline.lora import check_pieces
 from library.training.pipeline.schedule import Pipeline
 from library.training.pipeline.stages import outline_of
 from library.training.prepare import Networks, total_steps, training_loader
 from library.training.schedules import build_schedule
-from library.training.sharding import prepare_lora
-from library.training.split_lora import SplitOptimizer, prepare_split
+from library.training.split_lora import SplitOptimizer
 from library.training.step import FlowStep, TrainingStep
-from library.training.tensor_parallel import prepare_split_lora
 from library.training.weight_average import WeightAverage
-from library.training.zero import ZeroOptimizer, prepare_zero
+from library.training.zero import ZeroOptimizer
 from networks.injection import AdapterNetwork
 
 if TYPE_CHECKING:
@@ -152,49 +147,32 @@ def prepare_run(
     batches, loader = training_loader(data, config.dataset, accelerator)
     steps = total_steps(training, batches.batches_per_epoch() // data_share(accelerator)[1])
     lr_schedule = build_schedule(config.optimizer, optimizer, steps)
-    trained = networks.transformer if plan.trains_transformer else None
-    parts = (trained, networks.text_encoders, optimizer, loader)
-    text_encoders, pipeline = None, None
-    if is_pipelined(accelerator):  # the configuration's rules leave no text encoders to train, nor is any with shard
-        check_pieces(config.parallel, max(data.train.batch_sizes.values()))
-        whole = networks.transformer
-        outline = outline_of(whole, family.blocks(whole), family.behind_blocks)
-        layers = family.split_plan(config.parallel.tp) if is_tensor_parallel(accelerator) else None
-        pipeline, model, optimizer, loader = prepare_stage(
-            accelerator, config.parallel, whole, outline, lora, ["forward"], optimizer, loader, layers
-        )
-    elif is_tensor_parallel(accelerator):
-        layers, blocks = family.split_plan(config.parallel.tp), family.repeated_blocks
-        model, optimizer, loader = prepare_split_lora(
-            accelerator, layers, blocks, networks.transformer, lora.parameters(), optimizer, loader
-        )
-    elif zero_stage(accelerator):
-        limit = config.optimizer.max_grad_norm
-        model, optimizer, loader = prepare_zero(
-            accelerator, networks.transformer, lora.parameters(), limit, optimizer, loader
-        )
-    elif config.parallel.splits_lora:
-        model, optimizer, loader = prepare_split(
-            accelerator, family.repeated_blocks, networks.transformer, optimizer, loader
-        )
-    elif is_sharded(accelerator):
-        blocks = family.repeated_blocks
-        model, optimizer, loader = prepare_lora(
-            accelerator, blocks, networks.transformer, lora.parameters(), optimizer, loader
-        )
+    transformer, text_encoders, pipeline = networks.transformer, None, None
+    check_pieces(config.parallel, max(data.train.batch_sizes.values()))
+    shareable = Shareable(
+        transformer,
+        lora,
+        lambda: outline_of(transformer, family.blocks(transformer), family.behind_blocks),
+        family.repeated_blocks,
+        family.split_plan,
+    )
+    shared = prepare_shared(accelerator, config.parallel, shareable, config.optimizer.max_grad_norm, optimizer, loader)
+    if shared is not None:  # the configuration's rules leave it no text encoders to train
+        model, optimizer, loader, pipeline = shared
     else:
         if len(data.train.batch_sizes) > 1:
             expect_many_shapes(accelerator)
+        trained = transformer if plan.trains_transformer else None
         # The transformer lies where prepare_networks put it; with blocks_to_swap that is not the device alone.
         model, text_encoders, optimizer, loader = accelerator.prepare(
-            *parts, device_placement=[False, True, True, True]
+            trained, networks.text_encoders, optimizer, loader, device_placement=[False, True, True, True]
         )
     if model is None:  # DDP refuses a network with nothing to train
-        model = accelerator.prepare_model(networks.transformer, device_placement=False, evaluation_mode=True)
+        model = accelerator.prepare_model(transformer, device_placement=False, evaluation_mode=True)
     return Run(
         accelerator=accelerator,
         step=FlowStep(family, config.flow, training.seed, text_encoders, teacher),
-        transformer=networks.transformer,
+        transformer=transformer,
         model=model,
         network=lora,
         optimizer=optimizer,

@@ -12,17 +12,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.data import DataLoader
 
 from library import __version__
 from library.accelerator import (
     data_share,
     expect_many_shapes,
-    is_pipelined,
-    is_sharded,
     is_tensor_parallel,
-    zero_stage,
 )
 from library.config.instruction_schema import InstructionTrainConfig
 from library.config.optimizer_conflicts import effective_learning_rate
@@ -41,20 +37,16 @@ from library.training.checkpoint import Position, shared_settings
 from library.training.instruction.adapters import TEMPLATE
 from library.training.instruction.data import InstructionData
 from library.training.instruction.step import InstructionStep
+from library.training.layouts import Shareable, prepare_shared
 from library.training.network_plan import NetworkPlan
 from library.training.optimizers import build_optimizer, describe_optimizer
-from library.training.pipeline.lora import prepare_stage
 from library.training.pipeline.stages import language_outline
 from library.training.prepare import attached_lora, base_remark, total_steps
 from library.training.recompute import recompute_blocks
 from library.training.run import Run
 from library.training.schedules import build_schedule
-from library.training.sharding import prepare_lora
-from library.training.split_lora import prepare_split
-from library.training.tensor_parallel import prepare_split_lora
 from library.training.training_facts import save_facts, without_folders
 from library.training.weight_average import WeightAverage
-from library.training.zero import prepare_zero
 from networks.injection import AdapterNetwork, inject_adapter
 from networks.metadata import build_metadata
 from networks.peft_folder import BASE_MODEL
@@ -149,31 +141,21 @@ def prepare_instruction_run(
     )
     steps = total_steps(training, batches.batches_per_epoch() // world)
     lr_schedule = build_schedule(config.optimizer, optimizer, steps)
-    pipeline = None
-    if is_pipelined(accelerator):
-        outline, methods = language_outline(base.model), ["forward", "next_logits"]
-        pipeline, model, optimizer, loader = prepare_stage(
-            accelerator, config.parallel, base.model, outline, lora, methods, optimizer, loader
-        )
-    elif is_tensor_parallel(accelerator):
-        layers, blocks = lm_split_plan(base.model.config, config.parallel.tp, separate=True), [Block.__name__]
-        model, optimizer, loader = prepare_split_lora(
-            accelerator, layers, blocks, base.model, lora.parameters(), optimizer, loader
-        )
-        deal_out_heads(base.model, config.parallel.tp)
-        if is_sharded(accelerator):
-            register_fsdp_forward_method(base.model, "next_logits")
-    elif zero_stage(accelerator):
-        limit = config.optimizer.max_grad_norm
-        model, optimizer, loader = prepare_zero(accelerator, base.model, lora.parameters(), limit, optimizer, loader)
-    elif config.parallel.splits_lora:
-        model, optimizer, loader = prepare_split(accelerator, [Block.__name__], base.model, optimizer, loader)
-        register_fsdp_forward_method(base.model, "next_logits")
-    elif is_sharded(accelerator):
-        blocks = [Block.__name__]
-        model, optimizer, loader = prepare_lora(accelerator, blocks, base.model, lora.parameters(), optimizer, loader)
-        register_fsdp_forward_method(base.model, "next_logits")  # what samples are made with
+    shareable = Shareable(
+        base.model,
+        lora,
+        lambda: language_outline(base.model),
+        [Block.__name__],
+        lambda processes: lm_split_plan(base.model.config, processes, separate=True),
+        ["next_logits"],  # what samples are made with
+    )
+    shared = prepare_shared(accelerator, config.parallel, shareable, config.optimizer.max_grad_norm, optimizer, loader)
+    if shared is not None:
+        model, optimizer, loader, pipeline = shared
+        if is_tensor_parallel(accelerator):
+            deal_out_heads(base.model, config.parallel.tp)
     else:
+        pipeline = None
         expect_many_shapes(accelerator)  # a batch is as long as its longest window
         model, optimizer, loader = accelerator.prepare(base.model, optimizer, loader)
     return Run(
