@@ -95,4 +95,4 @@ def test_ladders_are_compared_where_transformers_stands() -> None:
 
 
 def test_rows_of_a_process_that_was_stopped_are_kept() -> None:
-    assert gpu._rows(b'{"case": "a"}\nsome warning\n{"case": "b"}\n{"cas') == [{"case": "a"}, {"case": "b"}]
+    assert gpu._rows('{"case": "a"}\nsome warning\n{"case": "b"}\n{"cas') == [{"case": "a"}, {"case": "b"}]

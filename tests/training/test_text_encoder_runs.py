@@ -205,6 +205,7 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path, trained: dict[str, 
     assert lines[-1]["val_loss"] == pytest.approx(one.val_loss, rel=1e-5)
 
 
+@pytest.mark.slow  # traces CLIP and the transformer for a minute; test_train compiles the transformer
 def test_regional_compilation_trains_the_same_lora(base: Path, dataset: Path, tmp_path: Path) -> None:
     run(base, dataset, tmp_path / "plain", **CLIP, max_train_steps=2)
     compiled = {"torch_compile": True, "dynamo_backend": "aot_eager"}
