@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -35,32 +34,19 @@ from bench.commands import run_with_limit
 from bench.families import FAMILIES
 from bench.gpu_cases import GpuCase, build, cases, sizes_of
 from bench.gpu_layouts import layouts_for, measure_layout, processes_of
-from bench.measure import forget_peak, machine_name, resident, wait_for, write_report
+from bench.measure import machine_name, time_steps, wait_for, write_report
 from library.errors import UserError, did_you_mean, exit_on_user_error
 
 _LLM = "llm"
 _CASE_SECONDS = 150  # of which compilation takes up to a minute
 _LADDER_SECONDS = 120  # both together stay near three minutes
-_WARM_STEPS, _TIMED_STEPS = 2, 5
 
 
 def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     """Return step seconds and peak bytes of ``case``; call it in a fresh process."""
     step = build(case, device, tiny)
-    for _ in range(_WARM_STEPS):  # choose kernels, compile
-        loss = step.loss()
-    forget_peak(device)
-    seconds = []
-    for _ in range(1 if tiny else _TIMED_STEPS):
-        wait_for(device)
-        begun = time.perf_counter()
-        loss = step.loss()
-        wait_for(device)
-        seconds.append(time.perf_counter() - begun)
-    if not torch.isfinite(loss):
-        raise RuntimeError(f"loss is {loss.item()}")
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
-    return {"step_s": statistics.median(seconds), "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
+    seconds, peak = time_steps(step.loss, device, once=tiny)
+    return {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
 
 
 def matmul_rate(device: torch.device, tiny: bool) -> float:

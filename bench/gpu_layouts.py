@@ -9,8 +9,6 @@ batch, the others one image a step.
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from bench.families import FAMILIES, Sizes, build_transformer, tandem_network
 from bench.gpu_cases import RANK, GpuCase, sizes_of
 from bench.lora_step import LoraStep, call_transformer, target_of
-from bench.measure import forget_peak, resident, wait_for
+from bench.measure import time_steps
 from library.accelerator import build_accelerator
 from library.config.parallel_schema import ParallelConfig
 from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
@@ -38,7 +36,6 @@ from library.training.tensor_parallel import prepare_split_lora
 
 LAYOUTS = ("dp", "shard", "pp", "tp")
 _BEHIND_BLOCKS = ("norm_out", "proj_out")  # of FLUX and Qwen-Image
-_WARM_STEPS, _TIMED_STEPS = 2, 5
 _FEW_BLOCKS = 2  # a kind, where a CPU has half of them
 
 
@@ -88,7 +85,7 @@ def measure_layout(family_name: str, layout: str, device: torch.device, tiny: bo
     accelerator = build_accelerator(AccelerateConfig(), training, saving, LoggingConfig(), parallel)
     sizes = sizes_of(GpuCase(family_name, batch=world if layout == "pp" else 1), tiny)
     step = _step_of(layout, accelerator, parallel, family_name, sizes)
-    seconds, peak = _timed(step, accelerator.device, tiny)
+    seconds, peak = time_steps(step, accelerator.device, once=tiny)
     peaks: list[float] = [0.0] * world
     dist.all_gather_object(peaks, peak)
     return _row(seconds, 1 if layout == "tp" else world, max(peaks))
@@ -109,7 +106,7 @@ def _measure_device_map(family_name: str, device: torch.device, tiny: bool) -> d
     placed = deal_out_blocks(transformer, blocks, devices)
     inputs = family.inputs(sizes, devices[0])
     step = LoraStep(transformer, network.parameters(), call_transformer, inputs, autocast=True)
-    seconds, peak = _timed(step.loss, devices[0], tiny)
+    seconds, peak = time_steps(step.loss, devices[0], once=tiny)
     return _row(seconds, 1, peak) | {"placed": placed}
 
 
@@ -173,21 +170,3 @@ def _step(
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
-
-
-def _timed(step: Callable[[], Tensor], device: torch.device, tiny: bool) -> tuple[float, float]:
-    """Return the median seconds of a step, and the peak bytes of this process's GPU (of the process, on a CPU)."""
-    for _ in range(_WARM_STEPS):
-        loss = step()
-    forget_peak(device)
-    seconds = []
-    for _ in range(1 if tiny else _TIMED_STEPS):
-        wait_for(device)
-        begun = time.perf_counter()
-        loss = step()
-        wait_for(device)
-        seconds.append(time.perf_counter() - begun)
-    if not torch.isfinite(loss):
-        raise RuntimeError(f"loss is {loss.item()}")
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
-    return statistics.median(seconds), peak

@@ -18,7 +18,6 @@ runs out of memory is a row that says so, and the next one begins with an empty 
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.llm_peers import loss_of, transformers_model
-from bench.measure import forget_peak, resident, wait_for
+from bench.measure import time_steps
 from library.models.lm_config import LMConfig, gpt2, llama, preset
 from library.models.transformer_lm import TransformerLM
 from library.training.pretraining.speed import flops_per_token
@@ -42,7 +41,6 @@ _TINY = {
     "llama3.2-1b": llama(64, 2, 4, 2, 128, vocab_size=256, context=32, tied=True),
 }
 _CONTEXT = 1024
-_WARM_STEPS, _TIMED_STEPS = 2, 5
 _PEER = "transformers"
 
 
@@ -122,20 +120,7 @@ def _measure(rung: Rung, config: LMConfig, context: int, device: torch.device, t
     """Return the median seconds of a step, and the peak bytes."""
     with _matmul_precision("high" if rung.tf32 else "highest"), sdpa_kernel(_kernel(rung)):
         step = _build(rung, config, context, device, tiny)
-        for _ in range(_WARM_STEPS):  # choose kernels, compile
-            loss = step()
-        forget_peak(device)
-        taken = []
-        for _ in range(1 if tiny else _TIMED_STEPS):
-            wait_for(device)
-            begun = time.perf_counter()
-            loss = step()
-            wait_for(device)
-            taken.append(time.perf_counter() - begun)
-    if not torch.isfinite(loss):
-        raise RuntimeError(f"loss is {loss.item()}")
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
-    return statistics.median(taken), peak
+        return time_steps(step, device, once=tiny)
 
 
 def _build(rung: Rung, config: LMConfig, context: int, device: torch.device, tiny: bool) -> Callable[[], Tensor]:

@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import platform
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ import torch
 
 from library.files import write_text
 
+_WARM_STEPS, _TIMED_STEPS = 2, 5
 _TRIM_THRESHOLD = 1 << 20  # bytes from which glibc gives memory back at once; for the memory runs only
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _PRELOADED = ["diffusers.models.transformers.transformer_flux", "diffusers.loaders.peft", "peft"]  # seconds each time
@@ -117,6 +119,33 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
     else:
         reset_peak()
+
+
+def time_steps(step: Callable[[], torch.Tensor], device: torch.device, once: bool) -> tuple[float, int]:
+    """Return the median seconds of a step, and the peak bytes of this process's GPU, or of the process on a CPU.
+
+    Args:
+        step: takes one and returns its loss, still on the device.
+        device: where it computes.
+        once: measure a single step, to see that it runs.
+
+    Raises:
+        RuntimeError: the loss is not finite.
+    """
+    for _ in range(_WARM_STEPS):  # choose kernels, compile
+        loss = step()
+    forget_peak(device)
+    seconds = []
+    for _ in range(1 if once else _TIMED_STEPS):
+        wait_for(device)
+        begun = time.perf_counter()
+        loss = step()
+        wait_for(device)
+        seconds.append(time.perf_counter() - begun)
+    if not torch.isfinite(loss):
+        raise RuntimeError(f"loss is {loss.item()}")
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
+    return statistics.median(seconds), peak
 
 
 def reset_peak() -> None:

@@ -1,11 +1,34 @@
-"""What a run under another layout is held to: the figures of the run on one process, step by step."""
+"""Runs under another layout, and what they are held to: the figures of the run on one process, step by step."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from library.config import load_config
+from library.config.load import load_language_config
+from train_lora import train, train_language_model
+
+# A LoRA's run that clips, saves a state in the middle and samples there.
+SETTINGS: dict[str, object] = {
+    "max_train_steps": 3,
+    "gradient_checkpointing": True,
+    "max_grad_norm": 0.01,
+    "save_every_n_steps": 2,
+    "save_state": True,
+    "sample_every_n_steps": 2,
+}
+# From B = 0 a plain step of length one leaves the gradient of the first step in the file as B, but for its sign.
+GRADIENTS: dict[str, object] = {
+    "max_train_steps": 1,
+    "optimizer_type": "SGD",
+    "learning_rate": 1.0,
+    "max_grad_norm": 0.0,
+}
 
 Lines = Sequence[dict[str, Any]]
 
@@ -16,3 +39,15 @@ def assert_same_figures(one: Lines, other: Lines, keys: Sequence[str], rel: floa
     for expected, found in zip(one, other, strict=True):
         for key in keys:
             assert found.get(key) == (pytest.approx(expected[key], rel=rel) if key in expected else None), key
+
+
+def train_one(flags: list[str]) -> None:
+    train(load_config(flags))
+
+
+def chat_one(flags: list[str]) -> None:
+    train_language_model(load_language_config(flags))
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from library.config.schema import OptimizerConfig
 
+BY_ELEMENT = ("AdamW", "Adam", "SGD", "SGDNesterov")  # see treats_numbers_alone
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "warmup_stable_decay")
 # Below this, an optimizer that estimates its step size was surely given another optimizer's learning rate.
 SMALLEST_LR_FACTOR = 0.01
@@ -26,6 +27,11 @@ _ONLY_WITH: dict[str, tuple[str, ...]] = {
     "lr_decay_steps": ("warmup_stable_decay",),
     "lr_warmup_steps": ("constant_with_warmup", *DECAYING),
 }
+
+
+def treats_numbers_alone(optimizer_type: str) -> bool:
+    """Return whether the optimizer treats every number of a weight by itself, so that it can be given a part of it."""
+    return optimizer_type.lower() in [name.lower() for name in BY_ELEMENT]
 
 
 def estimates_step_size(optimizer_type: str) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from library.config.optimizer_conflicts import BY_ELEMENT, treats_numbers_alone
 from library.config.parallel_schema import ParallelConfig, refused
-from library.config.tensor_conflicts import BY_ELEMENT
 
 if TYPE_CHECKING:
     from library.config.instruction_schema import InstructionTrainConfig
@@ -20,7 +20,6 @@ def placement_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterato
     parallel, kind, network = config.parallel, config.optimizer.optimizer_type, config.network.network_type
     if not parallel.splits_lora:
         return
-    fits = kind.lower() in [name.lower() for name in BY_ELEMENT]
     yield from refused(
         {
             "lora_placement": (
@@ -28,7 +27,7 @@ def placement_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterato
                 "sharded splits the LoRA as shard splits the base, without tp and pp; set shard, or remove it",
             ),
             "optimizer_type": (
-                not fits,
+                not treats_numbers_alone(kind),
                 f"{kind} does not treat every number by itself, and would have a part of the LoRA; use "
                 f"{', '.join(BY_ELEMENT)}, or {_WHOLE}, with which any trains",
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from library.config.optimizer_conflicts import BY_ELEMENT, treats_numbers_alone
 from library.config.outcomes import trains_text_encoders
 from library.config.parallel_schema import refused
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from library.config.schema import TrainConfig
 
 _ALONE = "is not made for tp; remove one of them"
-BY_ELEMENT = ("AdamW", "Adam", "SGD", "SGDNesterov")  # what treats every number by itself
 
 
 def tensor_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
@@ -41,10 +41,12 @@ def llm_tensor_conflicts(config: LLMConfig) -> Iterator[str]:
     if not config.parallel.is_tensor_parallel:
         return
     kind, fit = config.optimizer.optimizer_type, ", ".join(BY_ELEMENT)
-    whole = kind.lower() not in [name.lower() for name in BY_ELEMENT]
     yield from refused(
         {
-            "optimizer_type": (whole, f"{kind} needs whole matrices, which tp splits; use {fit}, or set tp = 1"),
+            "optimizer_type": (
+                not treats_numbers_alone(kind),
+                f"{kind} needs whole matrices, which tp splits; use {fit}, or set tp = 1",
+            ),
             "full_bf16": (
                 config.training.full_bf16,
                 'rounds whole tensors, which tp splits; set mixed_precision = "bf16" instead',

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from library.config.optimizer_conflicts import BY_ELEMENT, treats_numbers_alone
 from library.config.outcomes import saves_with_base_weights, trains_text_encoders
 from library.config.parallel_schema import ParallelConfig, refused
-from library.config.tensor_conflicts import BY_ELEMENT
 
 if TYPE_CHECKING:
     from library.config.instruction_schema import InstructionTrainConfig
@@ -26,13 +26,12 @@ def zero_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str
         return
     kind, splits_weights = config.optimizer.optimizer_type, parallel.zero == 3
     several = max(parallel.shard, parallel.tp, parallel.pp) > 1 or parallel.device_map is not None
-    by_element = kind.lower() in [name.lower() for name in BY_ELEMENT]
     fit, save_format = ", ".join(BY_ELEMENT), config.saving.save_format
     yield from refused(
         {
             "zero": (several, "splits among all processes; remove it, or shard, tp, pp and device_map"),
             "optimizer_type": (
-                not by_element,
+                not treats_numbers_alone(kind),
                 f"{kind} does not treat every number by itself, and zero gives it parts of flat tensors; use {fit}, or "
                 "shard, with which any trains",
             ),

@@ -30,7 +30,7 @@ from library.models.qwen_blocks import swap_blocks
 from library.nn.attention import Backend, Stream, attend_together
 from library.nn.norms import RMSNorm
 from library.nn.projection import project_together
-from library.nn.rope import TABLES, Table
+from library.nn.rope import Table, make_room
 
 
 def swap_hot_paths(transformer: QwenImageTransformer2DModel, backend: Backend = "auto") -> QwenImageTransformer2DModel:
@@ -131,8 +131,7 @@ class JointRope(nn.Module):
         """
         key = str(video_fhw[0]), device, int(max_txt_seq_len)
         if key not in self._known:
-            while len(self._known) >= TABLES:
-                del self._known[next(iter(self._known))]
+            make_room(self._known)
             with torch.inference_mode(False):
                 # no call of a module: DeepSpeed compares which modules ran, and other processes may know this table
                 image, text = self._table.forward(video_fhw, device, max_txt_seq_len)

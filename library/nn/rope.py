@@ -27,6 +27,12 @@ Table = tuple[Tensor, Tensor]  # cos, sin: each [S, D/2], fp32
 TABLES = 64  # kept of a model, one for each size of picture and text; 2 MiB each for FLUX at 1024 x 1024
 
 
+def make_room(tables: dict[Any, Any]) -> None:
+    """Forget the oldest of ``tables``, so that with one more there are ``TABLES`` at most."""
+    while len(tables) >= TABLES:
+        del tables[next(iter(tables))]
+
+
 @dataclass(frozen=True)
 class Llama31Scaling:
     """Llama 3.1's stretching of low frequencies; defaults are those of Llama 3.1 (3.2 uses factor 32).
@@ -109,8 +115,7 @@ class MultiAxisRope(nn.Module):
         with torch.inference_mode(False):
             table = multi_axis_table(positions, self.axes_dims, self.theta)
         if parts:
-            while len(self._known) >= TABLES:
-                del self._known[next(iter(self._known))]
+            make_room(self._known)
             self._known[key] = ([weakref.ref(part) for part in parts], versions, table)
         return table
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from library.errors import UserError
 from library.nn.attention import Backend, attend, chosen_backend
@@ -70,20 +71,25 @@ def choose_attention(
 
 
 def _chosen(shape: AttentionShape, dtype: torch.dtype, device: torch.device, masked: bool, compiled: bool) -> str:
-    size = (1, shape.tokens, shape.heads, shape.head_dim)
-    query, key, value = (torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    mask = torch.ones(1, shape.tokens, dtype=torch.bool, device=device) if masked else None
+    query, key, value, mask = _tensors(shape, shape.tokens, dtype, device, masked)
     return chosen_backend(query, key, value, mask=mask, compiled=compiled)
 
 
 def _try(asked: Backend, shape: AttentionShape, dtype: torch.dtype, device: torch.device, masked: bool) -> None:
     """Take a forward and a backward pass of few tokens."""
-    size = (1, _TRIED, shape.heads, shape.head_dim)
-    query, key, value = (torch.zeros(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    mask = torch.ones(1, _TRIED, dtype=torch.bool, device=device) if masked else None
+    query, key, value, mask = _tensors(shape, _TRIED, dtype, device, masked)
     try:
         attend(query, key, value, mask=mask, backend=asked).sum().backward()
     except UserError:
         what = f"{str(dtype).removeprefix('torch.')} heads of {shape.head_dim} on {device.type}"
         padded = " with padded texts, as larger batches have" if masked else ""
         raise UserError(f"attention: {asked} cannot compute {what}{padded}; remove it: auto finds what can") from None
+
+
+def _tensors(
+    shape: AttentionShape, tokens: int, dtype: torch.dtype, device: torch.device, masked: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return query, key and value of one picture, and a mask."""
+    size = (1, tokens, shape.heads, shape.head_dim)
+    query, key, value = (torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    return query, key, value, torch.ones(1, tokens, dtype=torch.bool, device=device) if masked else None

@@ -108,9 +108,8 @@ def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Part
     if layout.zero:
         buckets = min(trained, _ZERO_BUCKET) + own  # what is under way, and the gradients of that part
     activations = _activations(model, kept, layout, options)
-    if (
-        layout.gathers_weights
-    ):  # the block that runs, the one that is fetched meanwhile; what lies outside stays gathered
+    # gathered are the block that runs and the one that is fetched meanwhile; what lies outside stays so
+    if layout.gathers_weights:
         gathered = 2 * max(stored(part) for _, part in kept) + stored(model.outside)
         if layout.zero:
             gathered = max(gathered, min(_ZERO_LIVE * width, weights * owners))

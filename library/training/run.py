@@ -14,10 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from library.accelerator import (
-    data_share,
-    expect_many_shapes,
-)
+from library.accelerator import data_share, expect_many_shapes
 from library.errors import UserError
 from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
 from library.training.layouts import Shareable, prepare_shared

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from library.config import load_config
 from library.config.conflicts import find_conflicts
-from library.config.load import load_language_config
-from tests.layouts import assert_same_figures
+from tests.layouts import SETTINGS, assert_same_figures, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.test_llm_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.test_llm_lora_runs import flags as chat_flags
 from tests.training.test_llm_lora_runs import run as chat_run
 from tests.worker_group import run_in_group
-from train_lora import train, train_language_model
 
 SAME_IN_FP32 = 2e-4  # gradients of halves are averaged instead of one mean over the batches, as under DDP
-SETTINGS: dict[str, object] = {
-    "max_train_steps": 3,
-    "gradient_checkpointing": True,
-    "max_grad_norm": 0.01,  # clips
-    "save_every_n_steps": 2,
-    "save_state": True,
-    "sample_every_n_steps": 2,
-}
 # Adafactor keeps sums over whole rows and columns, which a split weight does not have: LoRA weights are not split.
 FP8: dict[str, object] = {"max_train_steps": 2, "fp8_scaled": True, "optimizer_type": "Adafactor"}
 CHAT: dict[str, object] = {
@@ -39,14 +27,6 @@ CHAT: dict[str, object] = {
     "sample_prompts": ["say 1"],
     "sample_tokens": 6,
 }
-
-
-def train_one(flags: list[str]) -> None:
-    train(load_config(flags))
-
-
-def chat_one(flags: list[str]) -> None:
-    train_language_model(load_language_config(flags))
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +53,6 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     assert run_in_group(jobs, folder) == dict.fromkeys(("two", "there", "fp8_two", "chat_two"), "")
     run(base, images, folder / "back", **one, resume=folder / "two/lora-step00000002-state")
     return folder
-
-
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_two_processes_that_split_the_base_equal_one(runs: Path) -> None:

@@ -11,40 +11,20 @@ from torch.distributed.tensor import DTensor
 
 from library.config import load_config
 from library.config.conflicts import find_conflicts
-from library.config.load import load_language_config
 from tests.instruction_runs import adapter, write_place
 from tests.instruction_runs import flags as chat_flags
 from tests.instruction_runs import run as chat_run
-from tests.layouts import assert_same_figures
+from tests.layouts import GRADIENTS, SETTINGS, assert_same_figures, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.test_nonfinite import clean, spoilt  # noqa: F401  # the fixture
 from tests.training.test_sharded_lora import CHAT
-from tests.training.test_zero_lora import config, lines
+from tests.training.test_zero_lora import config
 from tests.worker_group import run_in_group
-from train_lora import train, train_language_model
+from train_lora import train
 
 SAME_IN_FP32 = 2e-4  # gradients of halves are averaged instead of one mean over the batches, as under DDP
 SPLIT: dict[str, object] = {"shard": 2, "lora_placement": "sharded"}
-SETTINGS: dict[str, object] = {
-    "max_train_steps": 3,
-    "gradient_checkpointing": True,
-    "max_grad_norm": 0.01,  # clips
-    "save_every_n_steps": 2,
-    "save_state": True,
-    "sample_every_n_steps": 2,
-}
-# From B = 0 a plain step of length one leaves the gradient of the first step in the file as B, but for its sign.
-GRADIENTS: dict[str, object] = {
-    "max_train_steps": 1,
-    "optimizer_type": "SGD",
-    "learning_rate": 1.0,
-    "max_grad_norm": 0.0,
-}
 FP8: dict[str, object] = {"max_train_steps": 2, "fp8_scaled": True, "mixed_precision": "bf16"}
-
-
-def train_one(flags: list[str]) -> None:
-    train(load_config(flags))
 
 
 def train_and_weigh(flags: list[str], said: Path) -> None:
@@ -55,10 +35,6 @@ def train_and_weigh(flags: list[str], said: Path) -> None:
     state = [v for own in done.optimizer.state.values() for v in own.values() if isinstance(v, DTensor)]
     here = [sum(tensor.to_local().numel() for tensor in tensors) for tensors in (trained, state)]
     said.write_text(json.dumps([here, sum(parameter.numel() for parameter in trained)]))
-
-
-def chat_one(flags: list[str]) -> None:
-    train_language_model(load_language_config(flags))
 
 
 @pytest.fixture(scope="module")

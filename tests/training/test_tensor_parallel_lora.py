@@ -8,25 +8,20 @@ import pytest
 
 from library.config.conflicts import find_conflicts
 from library.config.schema import TrainConfig
-from tests.layouts import assert_same_figures
+from tests.layouts import SETTINGS as LAYOUT_SETTINGS
+from tests.layouts import assert_same_figures, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.test_llm_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.test_llm_lora_runs import flags as chat_flags
 from tests.training.test_llm_lora_runs import run as chat_run
 from tests.training.test_pipeline_lora import write_pictures
-from tests.training.test_sharded_lora import CHAT, chat_one, lines, train_one
+from tests.training.test_sharded_lora import CHAT
 from tests.worker_group import run_in_group
 
 # Sums over processes are added in another order. 1.8e-5 was measured; shared/findings has 2.5e-5 after three steps.
 SAME_IN_FP32 = 1e-4
-SETTINGS: dict[str, object] = {
-    "max_train_steps": 3,
+SETTINGS: dict[str, object] = LAYOUT_SETTINGS | {
     "gradient_accumulation_steps": 2,
-    "gradient_checkpointing": True,
-    "max_grad_norm": 0.01,  # clips
-    "save_every_n_steps": 2,
-    "save_state": True,
-    "sample_every_n_steps": 2,
     "optimizer_args": ["eps=1e-6"],  # AdamW's own 1e-8 is as small as rounding of these clipped gradients
     "network_args": ["img_mod_dim=2", "single_mod_dim=2"],
 }

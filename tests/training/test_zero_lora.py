@@ -13,14 +13,14 @@ import torch
 
 from library.config import load_config
 from library.config.conflicts import find_conflicts
-from library.config.load import load_language_config
 from library.config.parallel_schema import ParallelConfig
 from library.config.schema import TrainConfig
 from library.deepspeed_setup import require_deepspeed
 from library.errors import UserError
 from library.training.footprint import footprint, shape_of
 from library.training.layout_memory import Options, estimate
-from tests.layouts import assert_same_figures
+from tests.layouts import GRADIENTS, assert_same_figures, chat_one, lines, train_one
+from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.training.test_llm_lora_runs import adapter, place  # noqa: F401  # the fixture
@@ -30,28 +30,13 @@ from tests.training.test_nonfinite import clean, finite, spoilt  # noqa: F401  #
 from tests.training.test_pipeline_lora import QWEN, write_pictures
 from tests.training.test_sharded_lora import CHAT
 from tests.worker_group import run_in_group
-from train_lora import train, train_language_model
+from train_lora import train
 
 INSTALLED = importlib.util.find_spec("deepspeed") is not None
 STAGES = (1, 2, 3)
 SAME_IN_FP32 = 2e-4  # gradients of halves are averaged instead of one mean over the batches, as under DDP
-SETTINGS: dict[str, object] = {
-    "network_dim": 1,  # smaller than every matrix of the base, so that stage 3 splits them all
-    "max_train_steps": 3,
-    "gradient_checkpointing": True,
-    "max_grad_norm": 0.01,  # clips
-    "save_every_n_steps": 2,
-    "save_state": True,
-    "sample_every_n_steps": 2,
-    "ema_decay": 0.9,
-}
-# A plain step of length one from B = 0: what the file has as B is the gradient of the first step but for its sign.
-GRADIENTS: dict[str, object] = {
-    "max_train_steps": 1,
-    "optimizer_type": "SGD",
-    "learning_rate": 1.0,
-    "max_grad_norm": 0.0,
-}
+# smaller than every matrix of the base, so that stage 3 splits them all
+SETTINGS: dict[str, object] = LAYOUT_SETTINGS | {"network_dim": 1, "ema_decay": 0.9}
 OTHERS: dict[str, dict[str, object]] = {
     "fp8": {"zero": 2, "fp8_scaled": True},
     "bf16": {"zero": 1, "mixed_precision": "bf16"},
@@ -68,10 +53,6 @@ def on_two_processes(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.slow(pytest.mark.timeout(900)(skipped(test)))
 
 
-def train_one(flags: list[str]) -> None:
-    train(load_config(flags))
-
-
 def train_and_weigh(flags: list[str], said: Path) -> None:
     """Train, and write down how many bytes of frozen weights and of what the optimizer has lie here afterwards."""
     done = train(load_config(flags)).run
@@ -79,10 +60,6 @@ def train_and_weigh(flags: list[str], said: Path) -> None:
     weights = sum((p.numel() + getattr(p, "ds_tensor", torch.empty(0)).numel()) * p.element_size() for p in frozen)
     held = [*done.optimizer.parts, *(v for own in done.optimizer.optimizer.state.values() for v in own.values())]
     said.write_text(json.dumps([weights, sum(tensor.numel() * 4 for tensor in held)]))
-
-
-def chat_one(flags: list[str]) -> None:
-    train_language_model(load_language_config(flags))
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +104,6 @@ def runs(base: Path, place: Path, clean: Path, tmp_path_factory: pytest.TempPath
     for n in STAGES:
         run(base, images, folder / f"back{n}", **one, resume=folder / f"zero{n}" / state)
     return folder
-
-
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @on_two_processes
