@@ -75,7 +75,7 @@ format: $(STAMP) ## let ruff rewrite what it can
 	$(PY) -m ruff format .
 
 docs: $(STAMP)  ## write the JSON schema and the options page from the config schema
-	$(PY) tools/write_config_docs.py
+	$(PY) dev/write_config_docs.py
 
 clean:          ## remove everything a run or the set-up made
 	rm -rf $(VENV) output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -19,33 +19,40 @@ import torch
 from rich.console import Console
 
 from library.accelerator import data_share
-from library.config.llm_schema import LLMConfig, load_llm_config
+from library.config.load import load_llm_config
+from library.config.pretrain_schema import LLMConfig
 from library.errors import exit_on_user_error
 from library.files import write_text
-from library.llm.token_batches import TokenBatches
-from library.llm.token_shards import TokenShards
+from library.llm.token_batches import TokenBatches, TokenShards
 from library.llm.tokenizers import load_tokenizer
-from library.peers import one_of_several
-from library.training.metrics import MetricsStream
-from library.training.pipeline.pretraining import pipeline_of
-from library.training.pretraining.build import (
+from library.processes import one_of_several
+from library.training.checkpoint.resume import AUTO, resolve_resume
+from library.training.guard.signals import how_to_go_on
+from library.training.optim.schedules import build_schedule, resolve_steps
+from library.training.parallel.pipeline.full_training import pipeline_of
+from library.training.report.metrics import MetricsStream
+from library.training.report.progress import TrainingProgress, print_summary
+from library.training.tasks.pretraining import (
     accumulation_for,
     build_model,
     build_pretraining_optimizer,
     check_corpus,
+    flops_per_token,
     name_ends,
+    peak_flops,
     pretraining_accelerator,
     share_out,
     training_context,
 )
-from library.training.pretraining.events import PretrainingEvents, held_out_source, summary
-from library.training.pretraining.loop import Pretrainer, StepPlan
-from library.training.pretraining.speed import flops_per_token, peak_flops
-from library.training.pretraining.state import PretrainingPosition, lasting_settings, load_state
-from library.training.progress import TrainingProgress, print_summary
-from library.training.requests import how_to_go_on
-from library.training.resume import AUTO, resolve_resume
-from library.training.schedules import build_schedule, resolve_steps
+from library.training.tasks.pretraining_events import (
+    PretrainingEvents,
+    PretrainingPosition,
+    held_out_source,
+    lasting_settings,
+    load_state,
+    summary,
+)
+from library.training.tasks.pretraining_loop import Pretrainer, StepPlan
 
 
 @exit_on_user_error

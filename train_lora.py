@@ -24,52 +24,54 @@ from rich.console import Console
 
 from library.accelerator import build_accelerator
 from library.config import TrainConfig, load_config
-from library.config.instruction_schema import InstructionTrainConfig
-from library.config.kohya import Note, summary
+from library.config.chat_schema import InstructionTrainConfig
+from library.config.kohya.translate import Note, summary
 from library.config.load import load_language_config, names_language_model
 from library.errors import UserError, exit_on_user_error
 from library.files import weights_fingerprint
-from library.llm.dialogue_templates import dialogue_template
+from library.llm.chat_templates import dialogue_template
 from library.llm.tokenizers import load_tokenizer
-from library.models.lm_files import open_lm
+from library.models.llm.files import open_lm
 from library.models.registry import model_family
-from library.peers import one_of_several
-from library.training.attention_choice import attention_of_run
-from library.training.base_precision import plan_fp8, text_encoder_recipe
-from library.training.checkpoint import OutputNames, Position
-from library.training.device_map import devices_to_fill
-from library.training.events import HeldOut, RunEvents, Sampler, SaveLora
-from library.training.export import checked_export, lora_writer, write_config
-from library.training.hub import HubUpload, build_upload
-from library.training.instruction.build import (
+from library.processes import one_of_several
+from library.training.checkpoint.export import checked_export, lora_writer, write_config
+from library.training.checkpoint.hub import HubUpload, build_upload
+from library.training.checkpoint.resume import AUTO, resolve_resume
+from library.training.checkpoint.state import OutputNames, Position
+from library.training.events import HeldOut, RunEvents, Sampler, SaveLora, run_summary
+from library.training.guard.nonfinite import FaultPolicy, advice
+from library.training.guard.signals import how_to_go_on
+from library.training.memory.attention_choice import attention_of_run
+from library.training.memory.dry_run import Rehearsal, rehearsed
+from library.training.parallel.device_map import devices_to_fill
+from library.training.report.metrics import MetricsStream
+from library.training.report.progress import TrainingProgress, print_summary
+from library.training.run import Run, prepare_run
+from library.training.sampling.answers import answer_sampler
+from library.training.sampling.conditions import check_pictures
+from library.training.sampling.images import build_sampler
+from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
+from library.training.tasks.chat_data import prepare_dialogues
+from library.training.tasks.chat_lora import (
     adapter_writer,
     check_family,
     check_split,
+    held_out_dialogues,
     instruction_settings,
     prepare_base,
     prepare_instruction_run,
 )
-from library.training.instruction.data import prepare_dialogues
-from library.training.instruction.sampling import answer_sampler
-from library.training.instruction.step import held_out_dialogues
-from library.training.loop import Trainer
-from library.training.memory import advice
-from library.training.memory_choice import rehearsed
-from library.training.metrics import MetricsStream
-from library.training.network_plan import plan_network
-from library.training.nonfinite import FaultPolicy
-from library.training.preflight import check_against_model, check_before_loading, check_saved
-from library.training.prepare import base_dtype, cache_data, prepare_networks, read_data
-from library.training.progress import TrainingProgress, print_summary, run_summary
-from library.training.prompt_pictures import check_pictures
-from library.training.prompts import SamplePrompt, check_steering, read_prompts
-from library.training.rehearsal import Rehearsal
-from library.training.requests import how_to_go_on
-from library.training.resume import AUTO, resolve_resume
-from library.training.run import Run, prepare_run
-from library.training.sampling import build_sampler
-from library.training.teacher import prepare_teacher
-from library.training.validation import hold_out
+from library.training.tasks.distillation import prepare_teacher
+from library.training.tasks.image_lora import base_dtype, cache_data, hold_out, prepare_networks, read_data
+from library.training.tasks.lora_plan import (
+    check_against_model,
+    check_before_loading,
+    check_saved,
+    plan_fp8,
+    plan_network,
+    text_encoder_recipe,
+)
+from library.training.trainer import Trainer
 from networks.targets import TARGETS
 
 

@@ -153,7 +153,7 @@ def _flux_inputs(sizes: Sizes, device: torch.device) -> dict[str, Tensor]:
 
 
 def _swap_flux(transformer: Any) -> Any:
-    from library.models.flux_attention import swap_hot_paths
+    from library.models.flux.model import swap_hot_paths
 
     return swap_hot_paths(transformer)
 
@@ -188,7 +188,7 @@ def _qwen_inputs(sizes: Sizes, device: torch.device) -> dict[str, Any]:
 
 
 def _swap_qwen(transformer: Any) -> Any:
-    from library.models.qwen_attention import swap_hot_paths
+    from library.models.qwen_image.model import swap_hot_paths
 
     return swap_hot_paths(transformer)
 

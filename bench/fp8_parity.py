@@ -35,17 +35,17 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.measure import write_report
+from dev.tiny_models.mascot import random_zorbo
+from dev.tiny_models.painting import to_image
 from library.config.schema import ModelConfig
-from library.models.protocol import ImageEncoder
+from library.models.family import ImageEncoder
 from library.training.calibration import CalibrationOptions, prepare_calibration
-from networks.formats import load_lora
+from networks.files.lora import load_lora
 from tools.report.deployments import REFERENCE, Models, Variant, parse_deployment
 from tools.report.differences import Differences, compare
 from tools.report.fixes import FixOptions, try_fixes
 from tools.report.measure import Asked, prepare_probe, run_named
 from tools.report.runs import Outcome, Probe
-from tools.tiny_models.mascot import random_zorbo
-from tools.tiny_models.painting import to_image
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "assets" / "tiny-flux-fill"

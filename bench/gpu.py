@@ -29,12 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench import gpu_llm
-from bench.commands import run_with_limit
+import bench.gpu_llm as gpu_llm
 from bench.families import FAMILIES
 from bench.gpu_cases import GpuCase, build, cases, sizes_of
 from bench.gpu_layouts import layouts_for, measure_layout, processes_of
-from bench.measure import machine_name, time_steps, wait_for, write_report
+from bench.measure import machine_name, run_with_limit, time_steps, wait_for, write_report
 from library.errors import UserError, did_you_mean, exit_on_user_error
 
 _LLM = "llm"

@@ -117,8 +117,7 @@ def _recomputation(case: GpuCase, transformer: Any, device: torch.device) -> Any
     """Return what calls the blocks; None for what diffusers does."""
     if case.trainer == "peft":
         return None
-    from library.nn.host_offload import HostOffload
-    from library.nn.recomputation import Recomputation
+    from library.nn.checkpointing import HostOffload, Recomputation
 
     blocks = len(FAMILIES[case.family].blocks(transformer))
     offload = HostOffload(device) if case.offloaded else None
@@ -127,7 +126,7 @@ def _recomputation(case: GpuCase, transformer: Any, device: torch.device) -> Any
 
 def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -> list[torch.nn.Parameter]:
     from library.precision.recipe import Fp8Recipe, quantize_model
-    from library.training.block_swap import swap_blocks
+    from library.training.memory.block_swap import swap_blocks
 
     FAMILIES[case.family].swap_hot_paths(transformer)
     if case.base == "fp8 dequant":

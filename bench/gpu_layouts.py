@@ -23,16 +23,14 @@ from bench.gpu_cases import RANK, GpuCase, sizes_of
 from bench.lora_step import LoraStep, call_transformer, target_of
 from bench.measure import time_steps
 from library.accelerator import build_accelerator
-from library.config.parallel_schema import ParallelConfig
-from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
-from library.models.transformer_files import split_plan
-from library.nn.recomputation import Recomputation
-from library.training.device_map import deal_out_blocks
-from library.training.pipeline.lora import prepare_stage
-from library.training.pipeline.schedule import Pipeline
-from library.training.pipeline.stages import outline_of
-from library.training.sharding import prepare_lora, share_gradients
-from library.training.tensor_parallel import prepare_split_lora
+from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
+from library.models.family import split_plan
+from library.nn.checkpointing import Recomputation
+from library.training.parallel.device_map import deal_out_blocks
+from library.training.parallel.fsdp import prepare_lora, share_gradients
+from library.training.parallel.pipeline.schedule import Pipeline
+from library.training.parallel.pipeline.stages import outline_of, prepare_stage
+from library.training.parallel.tensor import prepare_split_lora
 
 LAYOUTS = ("dp", "shard", "pp", "tp")
 _BEHIND_BLOCKS = ("norm_out", "proj_out")  # of FLUX and Qwen-Image

@@ -9,7 +9,7 @@ block by block. Llama's 128,256 tokens are a multiple of 64 already, so that run
 the same size stands beside the rung of bf16 and flash attention.
 
 Reported are tokens/s (median step), the peak of allocated memory, and MFU: what the model needs, counted as
-``library.training.pretraining.speed`` does and the same on every rung, over the bf16 matrix products of this card.
+``library.training.tasks.pretraining`` does and the same on every rung, over the bf16 matrix products of this card.
 
 A ladder is one process: a process a rung would spend more time on starting than on measuring. A rung that fails or
 runs out of memory is a row that says so, and the next one begins with an empty card.
@@ -31,9 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.llm_peers import loss_of, transformers_model
 from bench.measure import time_steps
-from library.models.lm_config import LMConfig, gpt2, llama, preset
-from library.models.transformer_lm import TransformerLM
-from library.training.pretraining.speed import flops_per_token
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import LMConfig, gpt2, llama, preset
+from library.training.tasks.pretraining import flops_per_token
 
 LADDERS = {"gpt2-124m": (8, 32), "llama3.2-1b": (4, 8)}  # rows of a batch, and of the larger one: fit into 80 GB
 _TINY = {

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from library.models.lm_config import config_to_hf, llama
-from library.models.lm_files import load_lm
+from library.models.llm.files import load_lm
+from library.models.llm.spec import config_to_hf, llama
 
 CASES = (
     "tandem",

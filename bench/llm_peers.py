@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from library.models.lm_config import LMConfig, config_to_hf, preset
-from library.models.transformer_lm import TransformerLM
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import LMConfig, config_to_hf, preset
 
 SIZES = {"gpt2": "gpt2-tiny", "llama": "llama-tiny"}  # vocabulary 8192, width 384, 6 layers, 6 heads (2 of keys)
 

@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from bench import llm_loading
+import bench.llm_loading as llm_loading
 from bench.measure import reset_peak, resident, write_report
 from library.errors import exit_on_user_error
 
@@ -96,7 +96,7 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     from diffusers import FluxTransformer2DModel
     from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
 
-    from library.models.flux_layout import bfl_config, bfl_key_map
+    from library.models.flux.files import bfl_config, bfl_key_map
     from library.models.weights import WeightFiles, identity_map, load_into, read_config
 
     dtype = torch.float32 if case.endswith("to fp32") else torch.bfloat16

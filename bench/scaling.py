@@ -26,13 +26,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import scaling_figures, startup
+import bench.scaling_figures as scaling_figures
+import bench.startup as startup
 from bench.families import FAMILIES, Sizes
 from bench.measure import Case, measure_memories, measure_time, write_report
 from bench.synthetic_cache import write_cached_dataset
 from bench.train_step import build_step
+from dev.figures.drawings import save
 from library.errors import exit_on_user_error
-from tools.figures.saving import save
 
 TRAINERS = ("tandem", "peft")
 _AT_ONCE = 2  # processes that measure memory; time is measured by one at a time

@@ -38,7 +38,7 @@ from library.config.schema import (
     SavingConfig,
     TrainingConfig,
 )
-from library.training.prepare import cache_data, read_data, training_loader
+from library.training.tasks.image_lora import cache_data, read_data, training_loader
 
 _TEXT = {"prompt_embeds": torch.zeros(16, 64), "pooled_prompt_embeds": torch.zeros(64)}
 _PART = 1000  # images that a process writes at a time

@@ -19,10 +19,9 @@ import safetensors.torch
 import torch
 
 from library.config.schema import DatasetArguments
-from library.data.cache import latent_path
+from library.data.cache import TextJob, latent_path
 from library.data.dataset import TrainingData, build_dataset
 from library.data.file_index import content_hash
-from library.data.text_cache import TextJob
 
 _SIDES = ((4000, 3000), (3000, 4000), (1920, 1080), (1080, 1920), (1024, 1024), (832, 1216), (1500, 1000), (2048, 1365))
 _WORDS = "a red fox sits under an old oak tree in soft morning light while two children watch from the wooden bridge"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from library.errors import UserError
 from library.files import read_safetensors_header
-from networks.formats import best_targets, fitting_targets
-from networks.peft_folder import weight_file
+from networks.files.lora import best_targets, fitting_targets
+from networks.files.peft import weight_file
 from networks.targets import TARGETS, LoraTargets
 
 _STATED = ("ss_base_model_version", "modelspec.architecture")  # "flux1", "qwen_image"; "flux-1-dev/lora", "Qwen-Image"

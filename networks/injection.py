@@ -1,17 +1,19 @@
 """Putting adapter layers into a model.
 
 :func:`inject_adapter` reads the model's linear layers, sorts them into the family's kinds, lets ranks, block
-choices and patterns decide, and swaps each chosen layer for an :class:`~networks.adapter.AdapterLinear` around it.
-An option that decides nothing is an error: a typing mistake in a pattern otherwise costs a day of training.
+choices and patterns decide, and swaps each chosen layer for an :class:`~networks.adapters.base.AdapterLinear` around
+it. An option that decides nothing is an error: a typing mistake in a pattern otherwise costs a day of training.
 
 A layer's initial weights depend on (seed, module name) alone, so that a pattern changes no other layer.
+
+The kinds of adapters by name, and the layer that each puts around a frozen one.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,16 +21,15 @@ from torch import nn
 
 from library.errors import UserError
 from library.randomness import generator
-from networks.adapter import AdapterLinear
-from networks.adapter_files import read_updates, take_tensors
-from networks.adapter_weights import TITLES, AdapterWeights
-from networks.kinds import make_layer
-from networks.lora import LoRALinear
-from networks.lora_start import begin_at_weight
+from networks.adapters.base import AdapterLinear
+from networks.adapters.lora import DoRALinear, LoRALinear, begin_at_weight
+from networks.adapters.lycoris import LoHaLinear, LoKrLinear
+from networks.adapters.orthogonal import BOFTLinear, OFTLinear
+from networks.files.adapters import read_updates, take_tensors
+from networks.files.weights import TITLES, AdapterWeights, LoraWeights, names_in_short
 from networks.network import AdapterNetwork, LoraNetwork
 from networks.options import NetworkOptions
 from networks.targets import LoraTargets
-from networks.weights import LoraWeights, names_in_short
 
 __all__ = [
     "AdapterNetwork",
@@ -231,3 +232,74 @@ def _linears(model: nn.Module, targets: LoraTargets) -> Iterator[tuple[str, nn.M
 
 def _device_of(module: nn.Module) -> torch.device:
     return next(itertools.chain(module.parameters(), module.buffers())).device
+
+
+_Make = Callable[[nn.Module, int, NetworkOptions, torch.dtype, torch.device], AdapterLinear]
+
+
+def make_layer(
+    base: nn.Module, rank: int, options: NetworkOptions, dtype: torch.dtype, device: torch.device
+) -> AdapterLinear:
+    """Return the layer of ``options.kind`` around ``base``, not yet initialised.
+
+    Raises:
+        UserError: the kind does not fit the layer's size.
+    """
+    return _MAKERS[options.kind](base, rank, options, dtype, device)
+
+
+def _lora(
+    base: nn.Module, rank: int, options: NetworkOptions, dtype: torch.dtype, device: torch.device
+) -> AdapterLinear:
+    return LoRALinear(
+        base,
+        rank,
+        options.alpha,
+        dropout=options.dropout,
+        rank_dropout=options.rank_dropout,
+        module_dropout=options.module_dropout,
+        rank_stabilised=options.rank_stabilised,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _dora(
+    base: nn.Module, rank: int, options: NetworkOptions, dtype: torch.dtype, device: torch.device
+) -> AdapterLinear:
+    return DoRALinear(
+        base,
+        rank,
+        options.alpha,
+        dropout=options.dropout,
+        rank_dropout=options.rank_dropout,
+        rank_stabilised=options.rank_stabilised,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _lokr(
+    base: nn.Module, rank: int, options: NetworkOptions, dtype: torch.dtype, device: torch.device
+) -> AdapterLinear:
+    return LoKrLinear(
+        base,
+        rank,
+        options.alpha,
+        factor=options.factor,
+        decompose_both=options.decompose_both,
+        dtype=dtype,
+        device=device,
+    )
+
+
+_MAKERS: dict[str, _Make] = {
+    "lora": _lora,
+    "dora": _dora,
+    "lokr": _lokr,
+    "loha": lambda base, rank, options, dtype, device: LoHaLinear(
+        base, rank, options.alpha, dtype=dtype, device=device
+    ),
+    "oft": lambda base, rank, options, dtype, device: OFTLinear(base, rank, dtype=dtype, device=device),
+    "boft": lambda base, rank, options, dtype, device: BOFTLinear(base, rank, dtype=dtype, device=device),
+}

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from library.errors import UserError
-from networks.adapter import AdapterLinear
-from networks.adapter_files import layer_tensors, load_adapter, save_adapter, take_tensors
-from networks.adapter_weights import TITLES
-from networks.formats import load_lora, save_lora
-from networks.lora import LoRALinear
+from networks.adapters.base import AdapterLinear
+from networks.adapters.lora import LoRALinear
+from networks.files.adapters import layer_tensors, load_adapter, save_adapter, take_tensors
+from networks.files.lora import load_lora, save_lora
+from networks.files.weights import TITLES, LoraWeights, names_in_short
 from networks.options import NetworkOptions
 from networks.partial_fit import PartialFit
 from networks.targets import LoraTargets
-from networks.weights import LoraWeights, names_in_short
 
 Layer = TypeVar("Layer", bound=AdapterLinear)
 
@@ -108,7 +107,7 @@ class AdapterNetwork(Generic[Layer]):
             tensor.copy_(tensors[name])
 
     def save(self, path: str | Path, save_format: str, precision: str, metadata: Mapping[str, str]) -> None:
-        """Write the present weights as a file; see :func:`networks.adapter_files.save_adapter`."""
+        """Write the present weights as a file; see :func:`networks.files.adapters.save_adapter`."""
         adapters = {name: layer_tensors(layer, save_format) for name, layer in self.modules.items()}
         save_adapter(path, adapters, self.targets, save_format, precision, metadata)
 
@@ -169,14 +168,14 @@ class LoraNetwork(AdapterNetwork[LoRALinear]):
 
     @torch.no_grad()
     def weights(self) -> dict[str, LoraWeights]:
-        """Return module name -> weights, as :func:`networks.formats.save_lora` takes them.
+        """Return module name -> weights, as :func:`networks.files.lora.save_lora` takes them.
 
         A layer that takes its start off again is a LoRA of twice the rank. alpha is what makes alpha / rank the scale.
         """
         return {name: _weights_of(layer) for name, layer in self.modules.items()}
 
     def save(self, path: str | Path, save_format: str, precision: str, metadata: Mapping[str, str]) -> None:
-        """Write the present weights as a LoRA file; see :func:`networks.formats.save_lora`."""
+        """Write the present weights as a LoRA file; see :func:`networks.files.lora.save_lora`."""
         save_lora(path, self.weights(), self.targets, save_format, precision, metadata)
 
     def load_file(self, path: str | Path, allow_partial: bool = False) -> str:
@@ -203,7 +202,7 @@ class LoraNetwork(AdapterNetwork[LoRALinear]):
         encoder that is trained from now on) stays as it was initialised.
 
         Args:
-            weights: module name -> weights, from :func:`networks.formats.load_lora`. Modules whose update is
+            weights: module name -> weights, from :func:`networks.files.lora.load_lora`. Modules whose update is
                 zero need not be in this network.
             source: the file's name, for messages.
 

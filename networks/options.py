@@ -16,7 +16,7 @@
                                    diffusers has them. With include_patterns only what matches one of them
                                    is trained; exclude_patterns then take away
 
-    factor, decompose_both         of network_type lokr, see ``networks.lycoris``
+    factor, decompose_both         of network_type lokr, see ``networks.adapters.lycoris``
 
 alpha is the same for every rank, as in kohya's: a layer's scale is ``network_alpha / its rank``. Ranks by kind,
 block choices and patterns are the transformer's; text encoders take ``network_dim`` everywhere, as in kohya's.
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
-from networks.lora_start import StartName
+from networks.adapters.lora import StartName
 from networks.targets import LoraTargets
 
 _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
@@ -56,11 +56,11 @@ class NetworkOptions:
 
     Attributes:
         dim, alpha: rank and alpha of every layer that no other option speaks of.
-        kind: of adapter, see ``networks.adapter``.
+        kind: of adapter, see ``networks.adapters.base``.
         rank_stabilised: the scale is alpha / sqrt(rank).
-        start: "default", "pissa" or "olora", see ``networks.lora_start``.
-        factor, decompose_both: how lokr cuts a layer, see ``networks.lycoris``.
-        dropout, rank_dropout, module_dropout: probabilities, see ``networks.lora``.
+        start: "default", "pissa" or "olora", see ``networks.adapters.lora``.
+        factor, decompose_both: how lokr cuts a layer, see ``networks.adapters.lycoris``.
+        dropout, rank_dropout, module_dropout: probabilities, see ``networks.adapters.lora``.
         dims: kind -> rank (0: left out), from the ``*_dim`` options and lists such as ``in_dims``.
         dim_sources: kind -> the option its rank came from, for messages.
         blocks: option -> ranges of block indices that are trained; None: all.

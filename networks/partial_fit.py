@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from library.errors import UserError
-from networks.weights import names_in_short
+from networks.files.weights import names_in_short
 
 _SHOWN = 20  # names of each sort; a FLUX LoRA has 500
 

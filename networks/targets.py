@@ -33,12 +33,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from networks.flux_keys import FLUX_KEYS
-from networks.key_map import KeyMap
-from networks.lm_keys import GPT2_KEYS, LLAMA_KEYS
-from networks.qwen_keys import QWEN_KEYS
-from networks.text_keys import CLIP_KEYS, CLIP_PREFIXES, T5_KEYS, T5_PREFIXES
-from networks.z_image_keys import Z_IMAGE_KEYS
+from networks.key_names import (
+    CLIP_KEYS,
+    CLIP_PREFIXES,
+    FLUX_KEYS,
+    GPT2_KEYS,
+    LLAMA_KEYS,
+    QWEN_KEYS,
+    T5_KEYS,
+    T5_PREFIXES,
+    Z_IMAGE_KEYS,
+    KeyMap,
+)
 
 Weights = TypeVar("Weights")
 

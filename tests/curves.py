@@ -11,5 +11,5 @@ from unittest import mock
 def without_curves() -> Iterator[None]:
     """Let runs in the block draw no lr.png."""
     image_runs = mock.patch("library.training.events.plot_runs")
-    with image_runs, mock.patch("library.training.pretraining.events.plot_runs", return_value=[]):
+    with image_runs, mock.patch("library.training.tasks.pretraining_events.plot_runs", return_value=[]):
         yield

@@ -11,8 +11,8 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor
 
-from library.config.llm_schema import load_llm_config
-from library.training.pretraining.events import PretrainingEvents
+from library.config.load import load_llm_config
+from library.training.tasks.pretraining_events import PretrainingEvents
 from tests.curves import without_curves
 from tools.prepare_text import parser, prepare
 from train_llm import train

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.commands import run_with_limit
+from bench.measure import run_with_limit
 
 LIMIT = 240  # seconds; the slowest command takes 20 on a quiet machine
 

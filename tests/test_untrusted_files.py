@@ -19,7 +19,7 @@ from library.data.config import refuse_climbing
 from library.data.images import decode, read_size
 from library.errors import UserError
 from library.files import read_safetensors_header, shard_names, written_path
-from library.models.lm_sources import _outline
+from library.models.llm.sources import _outline
 from library.models.weights import WeightFiles
 
 

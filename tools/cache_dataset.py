@@ -19,14 +19,14 @@ from rich.console import Console
 
 from library.accelerator import build_accelerator
 from library.config import TrainConfig, load_config
-from library.config.kohya import Note, summary
+from library.config.kohya.translate import Note, summary
 from library.data.dataset import TrainingData
 from library.errors import exit_on_user_error
 from library.models.registry import model_family
-from library.training.base_precision import text_encoder_recipe
-from library.training.prepare import base_dtype, cache_data, read_data
-from library.training.prompt_pictures import check_pictures
-from library.training.prompts import SamplePrompt, check_steering, read_prompts
+from library.training.sampling.conditions import check_pictures
+from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
+from library.training.tasks.image_lora import base_dtype, cache_data, read_data
+from library.training.tasks.lora_plan import text_encoder_recipe
 
 
 def cache_dataset(config: TrainConfig) -> TrainingData:

@@ -1,8 +1,8 @@
 """``quantize_model.py`` with a look at activations: which layers stay in bf16 under a budget, and how the others round.
 
 With a budget the model runs in fp8 on the calibration, and once more with each weight alone back in bf16; what the
-output changes by is what that weight contributes (``library.precision.parity.keep``). With --compensated every weight
-is then rounded so that outputs change least (``library.precision.parity.compensated``).
+output changes by is what that weight contributes (``library.precision.parity.layer_errors``). With --compensated
+every weight is then rounded so that outputs change least (``library.precision.parity.compensated``).
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+import tools.calibration_flags as flags
 from library.errors import UserError
 from library.models.registry import model_family
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.loading import Fp8Loading
 from library.precision.parity.activations import collect_inputs
-from library.precision.parity.keep import Candidate, choose_kept, measure_contributions
+from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
 from library.precision.recipe import Fp8Recipe
 from library.training.calibration import IMAGES, prepare_calibration
-from networks.base_files import open_base
-from networks.base_modules import WeightReader
-from networks.merge_fp8 import Fp8Merge
+from networks.files.base import WeightReader, open_base
+from networks.merging.merge_fp8 import Fp8Merge
 from networks.targets import TARGETS
-from tools import calibration_flags as flags
 
 _RANKED_ON = IMAGES  # of the calibration; ranking layers runs the model once more for each of them
 

@@ -22,13 +22,11 @@ from rich.text import Text
 
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
-from library.data.condition_keys import FILL_KEYS, REFERENCE_KEYS
-from library.data.config import load_dataset_config
+from library.data.config import FILL_KEYS, REFERENCE_KEYS, load_dataset_config, read_toml
 from library.data.lint import TITLES, Report, check
-from library.data.toml_tables import read_toml
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
-from library.training.progress import counting
+from library.training.report.progress import counting
 from tools.dataset_page import page
 
 _SHOWN = 5  # findings of a kind in the terminal

@@ -24,12 +24,12 @@ from rich.table import Table
 
 from library.errors import UserError, exit_on_user_error
 from library.files import read_safetensors_header
-from networks.adapter_metadata import ADAPTER_METADATA_KEY
 from networks.families import lora_targets
-from networks.formats import LAYOUTS, PRECISIONS, LoraFile, load_lora, save_lora
-from networks.low_rank import relative_difference
+from networks.files.lora import LAYOUTS, PRECISIONS, LoraFile, load_lora, save_lora
+from networks.files.metadata import ADAPTER_METADATA_KEY
+from networks.files.weights import LoraWeights
+from networks.merging.low_rank import relative_difference
 from networks.targets import TARGETS, LoraTargets
-from networks.weights import LoraWeights
 from tools.lora_output import widest_precision
 
 
@@ -47,7 +47,7 @@ def convert(
         source: LoRA file, or a folder written by PEFT.
         target: ``.safetensors`` file to write.
         targets: the family's row.
-        save_format: one of ``networks.formats.LAYOUTS``.
+        save_format: one of ``networks.files.lora.LAYOUTS``.
         precision: "fp32", "fp16" or "bf16"; None: the source's, the widest if it has several.
         overwrite: replace ``target`` if it exists.
 

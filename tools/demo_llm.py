@@ -27,13 +27,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from library.config.llm_schema import load_llm_config
+from library.config.load import load_llm_config
 from library.errors import exit_on_user_error
-from library.llm.token_shards import TokenShards
+from library.llm.token_batches import TokenShards
 from library.llm.tokenizers import load_tokenizer
-from library.models.lm_files import export_hf
-from library.training.pretraining.build import build_model, name_ends
-from library.training.progress import shown_path
+from library.models.llm.files import export_hf
+from library.training.report.progress import shown_path
+from library.training.tasks.pretraining import build_model, name_ends
 
 CONFIG = "configs/demo_llm.toml"
 FOLDER = Path("output/demo_llm")

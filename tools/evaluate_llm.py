@@ -4,7 +4,7 @@
     python tools/evaluate_llm.py --model Llama-3.2-1B --choices hellaswag_val.jsonl --limit 1000 --save_to scores.json
     python tools/evaluate_llm.py --model Llama-3.2-1B --lora output/my_lora --tasks arc_easy,lambada_openai
 
-What is measured, and how, is said at the top of ``library/llm/perplexity.py`` and ``library/llm/choices.py``.
+What is measured, and how, is said at the top of ``library/llm/evaluation.py`` and ``library/llm/evaluation.py``.
 """
 
 from __future__ import annotations
@@ -26,16 +26,24 @@ from rich.table import Table
 
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
-from library.llm.choices import Question, answer_questions, read_questions
 from library.llm.documents import find_files, read_documents
+from library.llm.evaluation import (
+    Document,
+    Question,
+    answer_questions,
+    first_token,
+    measure_perplexity,
+    read_questions,
+    shard_documents,
+    text_documents,
+)
 from library.llm.generation import SamplingSettings, generate_tokens
-from library.llm.perplexity import Document, first_token, measure_perplexity, shard_documents, text_documents
-from library.llm.token_shards import INDEX, TokenShards
+from library.llm.token_batches import INDEX, TokenShards
 from library.llm.tokenizers import Tokenizer, load_tokenizer
-from library.models.lm_files import open_lm
-from library.models.transformer_lm import TransformerLM
-from library.training.instruction.adapters import put_lora_on
-from library.training.progress import counting
+from library.models.llm.files import open_lm
+from library.models.llm.model import TransformerLM
+from library.training.report.progress import counting
+from library.training.tasks.chat_lora import put_lora_on
 from tools.generation.text import add_model_flags, load, prompt_tokens
 from tools.merge_lora import parse_source
 

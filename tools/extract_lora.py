@@ -27,10 +27,9 @@ from rich.table import Table
 from library import __version__
 from library.errors import UserError, exit_on_user_error
 from library.files import weights_fingerprint
-from networks.base_files import Base, open_base
-from networks.base_modules import fullest_targets
-from networks.extraction import ExtractedLayer, Extraction, extract_lora
-from networks.metadata import build_metadata
+from networks.files.base import Base, fullest_targets, open_base
+from networks.files.metadata import build_metadata
+from networks.merging.extraction import ExtractedLayer, Extraction, extract_lora
 from networks.targets import TARGETS, LoraTargets
 from tools.lora_output import add_output_arguments, check_output, default_device, write_lora
 from tools.merge_lora import show_progress
@@ -73,7 +72,7 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
     """Extract and write the LoRA that the command line asks for; return it with its family's row.
 
     Raises:
-        UserError: neither a rank nor an energy, or see ``networks.extraction.extract_lora``.
+        UserError: neither a rank nor an energy, or see ``networks.merging.extraction.extract_lora``.
     """
     if options.dim is None and options.energy is None:
         raise UserError("give --dim (a rank) or --energy (a share to keep, 0.9), or both")

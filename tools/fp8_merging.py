@@ -1,6 +1,6 @@
 """``merge_lora.py`` into fp8: survival first, then rounding as asked for, then the file and its correction.
 
-See ``networks.merge_fp8`` for what is done to the weights; here are the flags, the calibration and the report.
+See ``networks.merging.merge_fp8`` for what is done to the weights; here are the flags, the calibration and the report.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+import tools.calibration_flags as flags
 from library.errors import UserError
 from library.files import weights_fingerprint
 from library.models.registry import model_family
@@ -20,21 +21,20 @@ from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.checkpoint_writing import write_fp8_checkpoint
 from library.precision.loading import Fp8Loading
 from library.precision.parity.activations import collect_inputs
-from library.precision.parity.survival import Survival
+from library.precision.parity.layer_errors import Survival
 from library.precision.quantize import Granularity
 from library.precision.recipe import Fp8Recipe
 from library.training.calibration import prepare_calibration
-from networks.adapter_files import read_updates
-from networks.base_files import Base, folder_copy, open_base
-from networks.formats import save_lora
+from networks.files.adapters import read_updates
+from networks.files.base import Base, folder_copy, open_base
+from networks.files.lora import save_lora
+from networks.files.metadata import base_mismatch
+from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
-from networks.low_rank import combine_loras
-from networks.merge import Fits, LoraSource, partial_notes, plan_updates, unknown_keys
-from networks.merge_fp8 import Fp8Merge, recipe_of_base, rounding_survival
-from networks.metadata import base_mismatch
+from networks.merging.low_rank import combine_loras
+from networks.merging.merge import Fits, LoraSource, partial_notes, plan_updates, unknown_keys
+from networks.merging.merge_fp8 import Fp8Merge, recipe_of_base, rounding_survival
 from networks.targets import LoraTargets
-from networks.weights import LoraWeights, names_in_short
-from tools import calibration_flags as flags
 from tools.parity_tables import survival_table
 
 FP8_PRECISIONS: dict[str, tuple[LayoutKind, Granularity]] = {

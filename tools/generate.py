@@ -15,7 +15,7 @@ The same flags on the command line hold for every prompt that says nothing itsel
 another one; each carries its prompt, model and LoRAs as PNG text.
 
 The order is that of memory: text encoders, out again, transformer with its LoRAs, pictures. Several LoRAs become one
-of the summed rank, which is exact (``networks.low_rank``) and costs one pair of small products a layer.
+of the summed rank, which is exact (``networks.merging.low_rank``) and costs one pair of small products a layer.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ import torch
 from PIL.Image import Image
 from rich.console import Console
 
-from library.config.conflicts import model_conflicts
+from library.config.rules import model_conflicts
 from library.config.schema import ModelConfig, PrecisionConfig
-from library.data.controls import ControlSizing
-from library.data.text_cache import TextJob, encode_now
+from library.data.cache import TextJob, encode_now
+from library.data.sidecars import ControlSizing
 from library.errors import UserError, exit_on_user_error
-from library.models.protocol import Family, TextEncoder
+from library.models.family import Family, TextEncoder
 from library.models.registry import FAMILIES, model_family
 from library.precision.loading import Fp8Loading
-from library.training.base_precision import describe_base, plan_fp8
-from library.training.prompt_pictures import PictureRules, check_pictures, encode_pictures, text_jobs
-from library.training.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
-from library.training.sampling import save_picture
-from networks.formats import load_lora
+from library.training.sampling.conditions import PictureRules, check_pictures, encode_pictures, text_jobs
+from library.training.sampling.images import save_picture
+from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
+from library.training.tasks.lora_plan import describe_base, plan_fp8
+from networks.files.lora import load_lora
+from networks.files.metadata import base_mismatch
+from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
-from networks.low_rank import combine_loras
-from networks.merge import LoraSource
-from networks.metadata import base_mismatch
+from networks.merging.low_rank import combine_loras
+from networks.merging.merge import LoraSource
 from networks.targets import TARGETS, LoraTargets
-from networks.weights import LoraWeights
 from tools.generation.text import add_text_command
 from tools.merge_lora import parse_source
 

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
+import tools.inspection.tables as tables
 from library.errors import UserError, exit_on_user_error
 from library.models.inspection import Component, WeightSet, components, is_lora, weight_sets
 from library.precision.checkpoint_layouts import detect_layout
-from networks.lora_inspection import LoraReport, inspect_lora
-from tools.inspection import tables
+from networks.files.inspection import LoraReport, inspect_lora
 from tools.inspection.lora_picture import draw_lora
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from library.errors import UserError
-from networks.adapter_metadata import ADAPTER_METADATA_KEY
-from networks.formats import LAYOUTS, PRECISIONS, save_lora
+from networks.files.lora import LAYOUTS, PRECISIONS, save_lora
+from networks.files.metadata import ADAPTER_METADATA_KEY
+from networks.files.weights import LoraWeights
 from networks.targets import TARGETS, LoraTargets
-from networks.weights import LoraWeights
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, precision_default: str = "the source's") -> None:
@@ -49,7 +49,7 @@ def write_lora(
     """Write ``weights``, their metadata brought up to date.
 
     Args:
-        save_to, weights, targets, precision: see ``networks.formats.save_lora``.
+        save_to, weights, targets, precision: see ``networks.files.lora.save_lora``.
         save_format: one of its layouts; another name (a source's "peft", "bare") becomes diffusers, or of
             a language model peft.
         metadata: of the source, or made for this file.

@@ -22,15 +22,12 @@ from library.config import TrainConfig, load_config
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from library.models.registry import model_family
-from library.training.base_precision import plan_fp8, text_encoder_recipe
-from library.training.lr_range import RangeTest, as_lines, draw, refuse_own_rates, sweep
-from library.training.memory_choice import rehearsed
-from library.training.network_plan import plan_network
-from library.training.preflight import check_before_loading
-from library.training.prepare import base_dtype, cache_data, prepare_networks, read_data
-from library.training.progress import counting, shown_path
-from library.training.rehearsal import Rehearsal
+from library.training.memory.dry_run import Rehearsal, rehearsed
+from library.training.optim.lr_range import RangeTest, as_lines, draw, refuse_own_rates, sweep
+from library.training.report.progress import counting, shown_path
 from library.training.run import prepare_run
+from library.training.tasks.image_lora import base_dtype, cache_data, prepare_networks, read_data
+from library.training.tasks.lora_plan import check_before_loading, plan_fp8, plan_network, text_encoder_recipe
 from networks.targets import TARGETS
 
 

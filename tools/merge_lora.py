@@ -33,13 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from library.errors import UserError, exit_on_user_error
-from library.llm.jinja_templates import SOURCES as JINJA_SOURCES
-from library.llm.jinja_templates import write_jinja_template
-from library.training.instruction.adapters import TEMPLATE, template_of
+from library.llm.chat_templates import SOURCES as JINJA_SOURCES
+from library.llm.chat_templates import write_jinja_template
+from library.training.tasks.chat_lora import TEMPLATE, template_of
 from networks.families import language_targets, lora_targets
-from networks.formats import LAYOUTS, PRECISIONS, load_lora
-from networks.merge import LoraSource, MergeReport, merge_loras
-from networks.resizing import join_loras
+from networks.files.lora import LAYOUTS, PRECISIONS, load_lora
+from networks.merging.low_rank import join_loras
+from networks.merging.merge import LoraSource, MergeReport, merge_loras
 from networks.targets import TARGETS, LoraTargets
 from tools.fp8_merging import FP8_PRECISIONS, add_fp8_arguments, goes_into_fp8, merge_to_fp8
 from tools.lora_output import check_output, widest_precision, write_lora
@@ -73,7 +73,7 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> Merge
     """Merge the LoRAs into ``--model``.
 
     Raises:
-        UserError: a flag for LoRAs, or see ``networks.merge.merge_loras``.
+        UserError: a flag for LoRAs, or see ``networks.merging.merge.merge_loras``.
     """
     if unused := next((name for name in _OF_A_LORA if getattr(options, name)), None):
         raise UserError(f"--{unused}: has no effect on a model; remove it, or remove --model to get a LoRA")

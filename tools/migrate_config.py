@@ -22,8 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.config.kohya import Note, Translation, find_tool, translate
-from library.config.kohya_command import SCRIPT_SUFFIXES, Command, read_command, read_command_file
+from library.config.kohya.command import SCRIPT_SUFFIXES, Command, read_command, read_command_file
+from library.config.kohya.translate import Note, Translation, find_tool, translate
 from library.config.load import fields, read_arguments, sections, validated
 from library.config.schema import TrainConfig
 from library.data.config import DatasetSettings, SubsetSettings

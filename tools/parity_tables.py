@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from library.precision.parity.survival import FLAGGED, Survival
-from networks.retarget import Refit
+from library.precision.parity.layer_errors import FLAGGED, Survival
+from networks.merging.refit import Refit
 
 
 def refit_table(fits: Mapping[str, Refit], shown: int) -> Table:

@@ -27,11 +27,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from library.config.parallel_schema import ParallelConfig
+from library.config.schema import ParallelConfig
 from library.errors import UserError, exit_on_user_error
-from library.training.footprint import Footprint, footprint, published_shapes, shape_of
-from library.training.layout_memory import RESERVE, Options, describe, estimate, fits, layouts
-from library.training.memory import GIB, Parts
+from library.training.memory.budget import GIB, Parts
+from library.training.memory.estimator import (
+    RESERVE,
+    Footprint,
+    Options,
+    describe,
+    estimate,
+    fits,
+    footprint,
+    layouts,
+    published_shapes,
+    shape_of,
+)
 
 _PICTURE_SIDE = 16  # pixels of a token's side: 8 of the VAE times 2 of a patch
 

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import exit_on_user_error
-from library.training.lr_plot import plot_runs
+from library.training.report.plots import plot_runs
 
 
 @exit_on_user_error

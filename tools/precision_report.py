@@ -23,17 +23,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from rich.console import Console
 
+import tools.calibration_flags as flags
 from library.config.schema import ModelConfig
 from library.errors import UserError, exit_on_user_error
 from library.models.registry import FAMILIES
 from library.training.calibration import CalibrationOptions
-from tools import calibration_flags as flags
 from tools.generate import read_loras
 from tools.merge_lora import parse_source
 from tools.report.deployments import Models, Variant, parse_deployment
-from tools.report.fixes import FIXES, Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
+from tools.report.fixes import FIXES, FixOptions, fix_table, recommend, recommendation, try_fixes
 from tools.report.measure import Asked, measure
 from tools.report.page import verdict_lines, write_report
+from tools.report.result import Fix
 
 _LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 

@@ -6,7 +6,7 @@
     python tools/retarget_lora.py ... --correction_rank 16        # and undo more of the rounding, at a larger rank
 
 Each layer's factors are fitted so that on your images the fp8 layer with the new LoRA computes what the bf16 layer
-computed with the old one, as nearly as that rank allows (``networks.retarget``). Rank, alpha and keys stay, unless
+computed with the old one, as nearly as that rank allows (``networks.merging.refit``). Rank, alpha and keys stay, unless
 --correction_rank is given: then ranks grow by it, and layers without a LoRA get one of that rank.
 
 The cost: one forward pass of the fp8 model for each image and noise level and for each group of layers whose
@@ -29,24 +29,23 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+import tools.calibration_flags as flags
 from library.errors import UserError, exit_on_user_error
-from library.models.protocol import Family
+from library.models.family import Family
 from library.models.registry import model_family, with_transformer
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loading
 from library.precision.parity.activations import LayerInputs, collect_inputs
 from library.precision.recipe import Fp8Recipe
-from library.training.base_precision import describe_base
 from library.training.calibration import prepare_calibration
-from networks.base_files import open_base
-from networks.base_modules import BaseModule, WeightReader, find_modules
-from networks.formats import PRECISIONS, LoraFile, load_lora
+from library.training.tasks.lora_plan import describe_base
+from networks.files.base import BaseModule, WeightReader, find_modules, open_base
+from networks.files.lora import PRECISIONS, LoraFile, load_lora
+from networks.files.metadata import base_mismatch
+from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
-from networks.metadata import base_mismatch
-from networks.retarget import Refit, retarget_layer
+from networks.merging.refit import Refit, retarget_layer
 from networks.targets import TARGETS, LoraTargets
-from networks.weights import LoraWeights, names_in_short
-from tools import calibration_flags as flags
 from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
 from tools.parity_tables import refit_table
 

@@ -5,10 +5,15 @@ The flags are made from the schema: ``--network_dim 32`` sets the key ``network_
 headings in the TOML file are for the reader: a key is known by its name, under whichever heading it stands.
 
 Keys and flags of kohya's trainers are taken too, in the file and on the command line, and translated into the
-schema's by ``library.config.kohya``; ``--help`` does not list them, ``docs/kohya_flags.md`` does.
+schema's by ``library.config.kohya.translate``; ``--help`` does not list them, ``docs/kohya_flags.md`` does.
 
 All that is wrong is told at once, a line each: unknown keys, values that do not fit, keys of kohya's that are not
 taken, and options that contradict each other among those that could be read.
+
+The command line, made from the schema: a group a section, a flag a key; and kohya's flags beside them.
+
+Values stay text, the schema converts them. Flags nobody knows are collected, so that they are told together with
+what else is wrong.
 """
 
 from __future__ import annotations
@@ -19,16 +24,18 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 import toml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from library.config.command_line import parse_flags, unknown_flags
-from library.config.instruction_schema import LANGUAGE_MODELS, InstructionTrainConfig
-from library.config.keys import LANGUAGE_LORA, LORA, Script, fields, sections
-from library.config.kohya import Note, is_known, translate
+from library.config.chat_schema import LANGUAGE_MODELS, InstructionTrainConfig
+from library.config.kohya.flags import FLAGS
+from library.config.kohya.translate import Note, is_known, translate
+from library.config.pretrain_schema import LLMConfig
 from library.config.schema import TrainConfig
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError, did_you_mean, nearest_of
 
 _SAME_HEADING = 0.8  # similarity above which an unknown table heading is taken for a misspelt one
@@ -286,3 +293,94 @@ def _problem(item: Any, origins: dict[str, str]) -> str:
             message += f", or of a language model {' or '.join(map(repr, LANGUAGE_MODELS))}"
         nearest = did_you_mean(str(item["input"]), words)
     return f"{origins.get(key, key)}: {item['input']!r} does not fit: should be {message}{nearest}"
+
+
+def parse_flags(argv: Sequence[str], script: Script = LORA) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags in ``argv`` with their values, and the words that are none.
+
+    Raises:
+        UserError: a flag lacks its value.
+    """
+    parsed, unknown = _parser(script).parse_known_args(argv)
+    return vars(parsed), unknown
+
+
+def unknown_flags(words: Sequence[str], script: Script = LORA) -> Iterator[tuple[str, str | None]]:
+    """Yield, of words that belong to no flag, a line for each mistake and the key that was probably meant."""
+    flag = False  # whether a word may be the value of an unknown flag before it
+    for word in words:
+        if word.startswith("--"):
+            flag, name = True, word.split("=")[0]
+            if remark := script.elsewhere.get(name.lstrip("-")):
+                yield f"command line: {name}: {remark}", None
+                continue
+            meant = nearest_of(name.lstrip("-"), fields(script))
+            remedy = f"did you mean {meant!r}?" if meant else "see --help"
+            yield f"command line: {name}: unknown flag; {remedy}", meant
+        elif not flag:
+            yield f"command line: {word!r} belongs to no flag; a switch takes no value: --flag or --no-flag", None
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are ``UserError``s."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"command line: {message}; see --help")
+
+
+def _parser(script: Script) -> _Parser:
+    """Build the command line from the schema: a group a section, a flag a key."""
+    parser = _Parser(
+        prog=script.name,
+        usage=f"{script.name} --config_file TOML [--key value ...]",
+        description=f"{script.purpose} Every flag is also a key of the TOML file; flags win.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.HelpFormatter,
+    )
+    parser.add_argument("--config_file", metavar="TOML", default=None, help="training TOML with any of the keys below")
+    for name, section in sections(script).items():
+        group = parser.add_argument_group(name, (section.__doc__ or "").strip().split("\n")[0])
+        for key, option in section_fields(script, section).items():
+            _add_flag(group, key, option)
+    for name in FLAGS.keys() - fields(script).keys() if script.takes_kohya else ():
+        _add_kohya_flag(parser, name, FLAGS[name].takes)
+    return parser
+
+
+def _add_kohya_flag(parser: argparse.ArgumentParser, name: str, takes: str) -> None:
+    """Add a flag of kohya's that is no key of the schema, without a line in ``--help``."""
+    if takes == "switch":
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
+    else:
+        parser.add_argument(f"--{name}", nargs="*" if takes == "list" else None, help=argparse.SUPPRESS)
+
+
+def _add_flag(group: Any, key: str, field: FieldInfo) -> None:
+    """Add the flag of one key; values stay text, the schema converts them."""
+    choices = _choices(field.annotation)
+    default = "required" if field.is_required() else f"default: {field.get_default()}"
+    text = f"{field.description}" + (f"; one of {', '.join(choices)}" if choices else "") + f" ({default})"
+    text = text.replace("%", "%%")
+    if field.annotation in (bool, bool | None):
+        group.add_argument(f"--{key}", action=argparse.BooleanOptionalAction, help=text)
+    elif get_origin(field.annotation) is list:
+        group.add_argument(f"--{key}", nargs="*", metavar="X", help=text)
+    else:
+        group.add_argument(f"--{key}", metavar="X", help=text)
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the words a ``Literal`` (possibly optional) allows, or nothing."""
+    if get_args(annotation) and all(isinstance(a, str) for a in get_args(annotation)):
+        return list(get_args(annotation))
+    return [word for part in get_args(annotation) for word in _choices(part)]
+
+
+def load_llm_config(argv: Sequence[str]) -> LLMConfig:
+    """Read ``--config_file`` and the other flags in ``argv`` into a validated configuration.
+
+    Raises:
+        UserError: as ``library.config.load.load_config``.
+    """
+    return cast(LLMConfig, load_for(LLM, argv))

@@ -6,12 +6,28 @@ old name is never looked at again.
 
 - ``latents/<key>.safetensors``: ``latents`` [C, h, w] as the encoder returned them and, with masks, ``mask``
   [1, h, w] fp32. One file an orientation: a VAE's latents of the mirrored image are not the mirrored latents.
-- ``conditions/<key>.safetensors``: see :mod:`library.data.condition_cache`.
-- ``text/<key>.safetensors``: see :mod:`library.data.text_cache`.
+- ``conditions/<key>.safetensors``: see :mod:`library.data.cache`.
+- ``text/<key>.safetensors``: see :mod:`library.data.cache`.
 
 Files are written in one step. At the start a folder is listed once; a file counts only if its size is that
 of a file whose header was read and agrees with it, which costs one open for each distinct size instead of
 one a sample. What is truncated or empty is thereby encoded again.
+
+Text embeddings on disk: ``text/<key>.safetensors`` holds what the text encoder returned for one caption.
+
+Equal captions share a file. The text encoders of edit models look at the reference pictures too; what they return
+then belongs to a caption together with the pictures' contents and sizes.
+
+What a sample is painted from besides its caption, on disk: regions to fill, and reference pictures.
+
+``conditions/<key>.safetensors`` in the folder of the latents holds either
+
+- of a fill model, for one sample, orientation and mask: ``masked_latents`` [C, h, w], the latents of the picture with
+  the region to fill blanked, pixels * (1 - mask) in [-1, 1], and ``mask`` [1, H, W / 8] uint8, eight pixels a byte; or
+- of an edit model, for one control picture at one size and orientation: ``latents`` [C, h, w]; samples share it.
+
+Masks are of two values, as FluxFillPipeline makes them: a pixel is filled from half white on. A sample may have several
+generated masks; which one an epoch sees is a function of (seed, epoch, sample), and held-out samples see the first.
 """
 
 from __future__ import annotations
@@ -26,13 +42,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageChops
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from library.conditions import NO_CONDITIONS, Conditions
 from library.data.buckets import Size
-from library.data.controls import checked_bytes
 from library.data.images import (
     DEFAULT_INTERPOLATION,
     PIXELS_VERSION,
@@ -42,9 +59,12 @@ from library.data.images import (
     to_latent_mask,
     to_pixels,
 )
+from library.data.masks import MASKS_VERSION, Mask, generated_mask
 from library.data.samples import Sample
+from library.data.sidecars import Control, checked_bytes
 from library.errors import UserError
 from library.files import read_safetensors_header, write_safetensors
+from library.randomness import python_random
 
 _DECODERS = 4  # threads that decode and resize ahead while the encoder works
 
@@ -278,3 +298,221 @@ def _check_latents(latents: Tensor, pixels: Tensor, encoder: ImageEncoder, batch
     for job, latent in zip(batch, latents, strict=True):
         if not torch.isfinite(latent).all():
             raise UserError(f"{job.source}: its latents are not finite; encode images in bf16 or fp32")
+
+
+class TextEncoder(Protocol):
+    """What this package needs of the text encoders."""
+
+    fingerprint: str
+    sees_references: bool  # whether the embeddings depend on the reference pictures too
+
+    def encode(self, captions: list[str], references: list[list[Image.Image]] | None = None) -> list[dict[str, Tensor]]:
+        """One dict a caption, without a batch dimension; ``references``: each caption's pictures, if it sees them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextJob:
+    """A caption, and the pictures that the text encoder is shown with it."""
+
+    caption: str
+    pictures: tuple[Control, ...] = ()
+    flipped: bool = False  # the pictures, all of them
+
+    def file(self, fingerprint: str) -> str:
+        """Return the name of its embeddings' cache file; the pictures must have been hashed."""
+        if not self.pictures:
+            return cache_file(fingerprint, self.caption)
+        pictures = tuple(picture.key() for picture in self.pictures)
+        return cache_file(fingerprint, self.caption, PIXELS_VERSION, pictures, self.flipped)
+
+    def path(self, folder: Path, fingerprint: str) -> Path:
+        """Return its embeddings' cache file below the cache ``folder``."""
+        return folder / "text" / self.file(fingerprint)
+
+
+def missing_texts(folder: Path, jobs: Iterable[TextJob], fingerprint: str) -> list[TextJob]:
+    """Return those jobs whose embeddings are not in the cache yet, each once, in their order."""
+    present = readable_files(folder / "text")
+    by_file: dict[str, TextJob] = {}
+    for job in jobs:
+        by_file.setdefault(job.file(fingerprint), job)
+    return [job for name, job in by_file.items() if name not in present]
+
+
+def encode_texts(
+    folder: Path, jobs: Sequence[TextJob], encoder: TextEncoder, batch_size: int, advance: Callable[[int], None]
+) -> None:
+    """Encode and write the embeddings of ``jobs``.
+
+    Raises:
+        UserError: a picture is damaged or changed meanwhile, or an embedding is not finite.
+    """
+    for start in range(0, len(jobs), batch_size):
+        batch = jobs[start : start + batch_size]
+        for job, tensors in zip(batch, encode_now(batch, encoder), strict=True):
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    raise UserError(f"caption {job.caption!r}: {name} is not finite; encode text in bf16 or fp32")
+            write_safetensors(job.path(folder, encoder.fingerprint), tensors)
+        advance(len(batch))
+
+
+@torch.no_grad()
+def encode_now(jobs: Sequence[TextJob], encoder: TextEncoder) -> list[dict[str, Tensor]]:
+    """Return the embeddings of ``jobs``, encoded in one batch.
+
+    Raises:
+        UserError: a picture is damaged or changed meanwhile.
+    """
+    captions = [job.caption for job in jobs]
+    if not encoder.sees_references:
+        return encoder.encode(captions)
+    return encoder.encode(captions, [[picture.load(job.flipped) for picture in job.pictures] for job in jobs])
+
+
+_HALF_WHITE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class FillJob:
+    """A sample's picture without the region to fill, and that region."""
+
+    path: Path
+    sample: Sample
+    flipped: bool
+    variant: int
+    seed: int
+    tensor_name: str = "masked_latents"
+
+    @property
+    def source(self) -> str:
+        return self.sample.image.path
+
+    @property
+    def size(self) -> Size:
+        return self.sample.fit.encoded
+
+    def load(self, latent_factor: int) -> tuple[Tensor, dict[str, Tensor]]:
+        image, alpha = load_image(self.sample)
+        mask = _fill_mask(self.sample, alpha, self.variant, self.seed)
+        if self.flipped:
+            mask = np.ascontiguousarray(mask[:, ::-1])
+        pixels = to_pixels(fitted(image, self.sample, self.flipped))
+        packed = torch.from_numpy(np.packbits(mask, axis=-1))[None]
+        return pixels * (1 - torch.from_numpy(mask).float()), {"mask": packed}
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceJob:
+    """A control picture."""
+
+    path: Path
+    control: Control
+    flipped: bool
+    tensor_name: str = "latents"
+
+    @property
+    def source(self) -> str:
+        return self.control.file.path
+
+    @property
+    def size(self) -> Size:
+        return self.control.fit.encoded
+
+    def load(self, latent_factor: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return to_pixels(self.control.load(self.flipped)), {}
+
+
+def _fill_mask(sample: Sample, alpha: Image.Image | None, variant: int, seed: int) -> Mask:
+    """A sample's mask [H, W] as encoded, not mirrored."""
+    masks = sample.group.subset.fill
+    assert masks is not None
+    if masks.source == "generated":
+        return generated_mask(masks.kinds, *sample.fit.encoded, seed, sample.identity, variant)
+    picture: Image.Image | None
+    if sample.fill_mask is not None:
+        path, remedy = sample.fill_mask.path, "paint what is to be filled white, or remove the image"
+        picture = decode_mask(checked_bytes(sample.fill_mask), path)
+    else:
+        path, remedy = sample.image.path, "inpaint_alpha_mask fills what is transparent: erase some, or remove it"
+        picture = None if alpha is None else ImageChops.invert(alpha)
+    mask = None if picture is None else to_fill_mask(fitted(picture, sample, flipped=False))
+    if mask is None or not mask.any():
+        raise UserError(f"{path}: nothing to fill in what is trained on; {remedy}")
+    return mask
+
+
+def to_fill_mask(picture: Image.Image) -> Mask:
+    """Return the region [H, W] that a mask of mode L shows: 1, to be filled, from half white on."""
+    return (np.asarray(picture) >= _HALF_WHITE).astype(np.uint8)
+
+
+def fill_variant(sample: Sample, seed: int, epoch: int, sample_id: int) -> int:
+    """Return which of a sample's masks is seen in ``epoch``."""
+    masks = sample.group.subset.fill
+    assert masks is not None
+    if sample.held_out:
+        return 0
+    return python_random("mask variant", seed, epoch, sample_id).randrange(masks.variants)
+
+
+def _fill_path(sample: Sample, flipped: bool, variant: int, seed: int, fingerprint: str) -> Path:
+    masks = sample.group.subset.fill
+    assert masks is not None
+    mask: object = masks.source
+    if masks.source == "generated":
+        mask = (MASKS_VERSION, masks.kinds, seed, sample.identity, variant)
+    elif sample.fill_mask is not None:
+        mask = sample.fill_mask.content
+        assert mask is not None, "contents are hashed first"
+    picture = latent_file(sample, flipped, fingerprint)  # names content, size and settings
+    return sample.group.cache / "conditions" / cache_file("fill", picture, mask)
+
+
+def _reference_path(folder: Path, control: Control, flipped: bool, fingerprint: str) -> Path:
+    return folder / "conditions" / cache_file("reference", PIXELS_VERSION, fingerprint, control.key(), flipped)
+
+
+def missing_conditions(samples: Iterable[Sample], seed: int, fingerprint: str) -> list[EncodeJob]:
+    """Return the files that are not in the cache yet, each once, in a fixed order; contents must have been hashed."""
+    present: dict[Path, set[str]] = {}
+    jobs: dict[Path, EncodeJob] = {}
+    for sample in samples:
+        for job in _jobs(sample, seed, fingerprint):
+            folder = job.path.parent
+            if folder not in present:
+                present[folder] = readable_files(folder)
+            if job.path.name not in present[folder]:
+                jobs.setdefault(job.path, job)
+    return list(jobs.values())
+
+
+def _jobs(sample: Sample, seed: int, fingerprint: str) -> Iterable[EncodeJob]:
+    masks = sample.group.subset.fill
+    variants = 0 if masks is None else 1 if sample.held_out else masks.variants
+    for flipped in sample.orientations:
+        for variant in range(variants):
+            path = _fill_path(sample, flipped, variant, seed, fingerprint)
+            yield FillJob(path, sample, flipped, variant, seed)
+        for control in sample.controls:
+            yield ReferenceJob(_reference_path(sample.group.cache, control, flipped, fingerprint), control, flipped)
+
+
+def read_conditions(
+    sample: Sample, flipped: bool, epoch: int, sample_id: int, seed: int, fingerprint: str
+) -> Conditions:
+    """Return a sample's conditions in ``epoch``, without a batch axis.
+
+    Raises:
+        UserError: a cache file is gone or damaged.
+    """
+    if sample.group.subset.fill is not None:
+        variant = fill_variant(sample, seed, epoch, sample_id)
+        cached = read_cached(_fill_path(sample, flipped, variant, seed, fingerprint))
+        bits = np.unpackbits(cached["mask"].numpy(), axis=-1, count=sample.fit.encoded[0])  # [1, H, W]
+        return Conditions(cached["masked_latents"], torch.from_numpy(bits).float())
+    if sample.controls:
+        paths = [_reference_path(sample.group.cache, control, flipped, fingerprint) for control in sample.controls]
+        return Conditions(references=tuple(read_cached(path)["latents"] for path in paths))
+    return NO_CONDITIONS

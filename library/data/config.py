@@ -1,4 +1,16 @@
-"""kohya's dataset TOML, checked and inherited.
+"""Which keys of the dataset TOML describe a model's conditions, and which model takes them.
+
+A fill model is given the region to fill: by mask files, by the pictures' own transparency, or by generated masks. An
+edit model is given reference pictures. A key that the model at hand could only ignore is refused.
+
+Reading a dataset TOML, and finding the line a key stands on.
+
+The ``toml`` package gives values without positions. Error messages want the line, so :func:`find_line`
+walks the text once more: it follows the ``[general]``, ``[[datasets]]`` and ``[[datasets.subsets]]``
+headings, counts them and looks for ``key =`` below the one asked for. Inline tables are not followed; the
+line is then left out.
+
+kohya's dataset TOML, checked and inherited.
 
 A dataset TOML has an optional ``[general]`` table, ``[[datasets]]`` tables and ``[[datasets.subsets]]``
 tables below each of them. A key is looked for in the subset, then in its dataset, then in ``[general]``;
@@ -13,20 +25,164 @@ either tool that could take no effect here are refused with what to do instead.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import toml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
-from library.data.condition_keys import OTHER_CONTROL_NAMES, FillMasks, fill_masks, refused_condition_keys
-from library.data.inpaint_masks import MaskKind
-from library.data.toml_tables import TomlFile, read_toml
+from library.data.masks import MASK_KINDS, MaskKind
 from library.errors import UserError, did_you_mean
 from library.files import written_path
+
+DEFAULT_VARIANTS = 4  # generated masks of a picture: each costs as much cache and encoding as the picture itself
+FILL_KEYS = ("inpaint_mask_directory", "inpaint_alpha_mask", "inpaint_masks", "inpaint_mask_variants")
+REFERENCE_KEYS = ("control_directory", "control_resolution", "no_resize_control")
+
+# musubi-tuner's names of single models
+OTHER_CONTROL_NAMES = {
+    "qwen_image_edit_control_resolution": "control_resolution",
+    "qwen_image_edit_no_resize_control": "no_resize_control",
+    "flux_kontext_no_resize_control": "no_resize_control",
+}
+
+_TAKES: dict[ConditionKind, str] = {
+    "none": "this model paints from text alone",
+    "fill": "this model fills a region of a picture",
+    "references": "this model edits reference pictures",
+}
+_INSTEAD: dict[ConditionKind, str] = {
+    "none": "remove it, or choose {wanted} model",
+    "fill": "use inpaint_mask_directory, inpaint_alpha_mask or inpaint_masks",
+    "references": "use control_directory",
+}
+
+
+def refused_condition_keys(conditioning: ConditionKind) -> dict[str, str]:
+    """Return key -> why not and what instead, for the keys that a model of this kind does not take."""
+    refused: dict[str, str] = {}
+    for kind, keys, wanted in (("fill", FILL_KEYS, "a fill"), ("references", REFERENCE_KEYS, "an edit")):
+        if conditioning != kind:
+            reason = f"{_TAKES[conditioning]}; {_INSTEAD[conditioning].format(wanted=wanted)}"
+            refused |= dict.fromkeys(keys, reason)
+    return refused
+
+
+def refused_control_path(conditioning: ConditionKind) -> str | None:
+    """Return why ``control_path`` of a metadata file is not taken; None where it is."""
+    return refused_condition_keys(conditioning).get("control_directory")
+
+
+@dataclass(frozen=True)
+class FillMasks:
+    """Where the masks of a subset's pictures come from, for a fill model."""
+
+    source: Literal["files", "alpha", "generated"]
+    kinds: tuple[MaskKind, ...] = ()  # of generated masks
+    variants: int = 1  # masks of a picture; each is cached
+    by_default: bool = False
+
+    def describe(self) -> str:
+        """Return what the summary says of them."""
+        if self.source != "generated":
+            return {"files": "fill masks", "alpha": "fill masks from alpha"}[self.source]
+        default = " by default" if self.by_default else ""
+        return f"generated masks{default} ({', '.join(self.kinds)}; {self.variants} an image)"
+
+
+def fill_masks(
+    where: str, directory: str | None, alpha: bool, kinds: tuple[MaskKind, ...] | None, variants: int | None
+) -> FillMasks:
+    """Return the one source of masks that a subset's keys name; without one, masks of all kinds are generated.
+
+    Raises:
+        UserError: two sources, an empty list of kinds, or variants of masks that have none.
+    """
+    if kinds == ():
+        known = ", ".join(MASK_KINDS)
+        raise UserError(f"{where}: inpaint_masks = []: names no kind; name some of {known}, or remove it")
+    asked = {"inpaint_mask_directory": directory is not None, "inpaint_alpha_mask": alpha, "inpaint_masks": bool(kinds)}
+    named = [key for key, value in asked.items() if value]
+    if len(named) > 1:
+        raise UserError(f"{where}: {' and '.join(named)} each say which region to fill; keep one of them")
+    if variants is not None and (directory is not None or alpha):
+        raise UserError(f"{where}: inpaint_mask_variants has no effect with {named[0]}; remove it")
+    if directory is not None:
+        return FillMasks("files")
+    if alpha:
+        return FillMasks("alpha")
+    return FillMasks("generated", kinds or MASK_KINDS, variants or DEFAULT_VARIANTS, by_default=not kinds)
+
+
+_HEADING = re.compile(r"^\s*\[+\s*([A-Za-z_.]+)\s*\]+")
+
+
+@dataclass(frozen=True)
+class TomlFile:
+    """A parsed TOML file together with its text."""
+
+    path: Path
+    text: str
+    tables: dict[str, Any]
+
+    def find_line(self, key: str, dataset: int | None = None, subset: int | None = None) -> int | None:
+        """Return the line (from 1) of ``key`` in ``[general]``, a dataset or a subset (from 0), or None."""
+        pattern = re.compile(rf"^\s*[\"']?{re.escape(key)}[\"']?\s*=")
+        heading, dataset_at, subset_at = "", -1, -1
+        for number, line in enumerate(self.text.splitlines(), start=1):
+            if match := _HEADING.match(line):
+                heading = match.group(1)
+                if heading == "datasets":
+                    dataset_at, subset_at = dataset_at + 1, -1
+                elif heading == "datasets.subsets":
+                    subset_at += 1
+            elif pattern.match(line) and self._is_at(heading, dataset_at, subset_at, dataset, subset):
+                return number
+        return None
+
+    @staticmethod
+    def _is_at(heading: str, dataset_at: int, subset_at: int, dataset: int | None, subset: int | None) -> bool:
+        if dataset is None:
+            return heading in ("", "general")
+        if subset is None:
+            return heading == "datasets" and dataset_at == dataset
+        return heading == "datasets.subsets" and (dataset_at, subset_at) == (dataset, subset)
+
+    def where(self, table: str, key: str, dataset: int | None = None, subset: int | None = None) -> str:
+        """Return ``"file.toml line 7: subset 2"``, the beginning of every message about a key."""
+        line = self.find_line(key, dataset, subset)
+        place = f"{self.path} line {line}" if line else f"{self.path}"
+        return f"{place}: {table}" if table else place
+
+
+def read_toml(path: str | Path) -> TomlFile:
+    """Read and parse a TOML file.
+
+    Raises:
+        UserError: the file does not exist, is not UTF-8 or is not TOML.
+    """
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; check dataset_config") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); check dataset_config") from None
+    try:
+        return TomlFile(file, text, toml.loads(text))
+    except toml.TomlDecodeError as error:
+        hint = "; in Windows paths write '/' or use single quotes" if "\\" in text else ""
+        raise UserError(f"{file} line {error.lineno}: not valid TOML ({error.msg}); correct this line{hint}") from None
+    except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
+        raise UserError(f"{file}: not valid TOML ({error}); compare it with docs/dataset.md") from None
+
 
 Interpolation = Literal["lanczos", "area", "box", "bicubic", "cubic", "bilinear", "linear", "nearest"]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -23,17 +23,23 @@ from pathlib import Path
 
 from torch import Tensor
 
+import library.data.cache as cache
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
-from library.data import cache
-from library.data.batches import CachedDataset, has_mask
-from library.data.cache import EncodeJob, ImageEncoder, Progress
-from library.data.condition_cache import missing_conditions
+from library.data.batches import CachedDataset, EpochBatchSampler, has_mask
+from library.data.cache import (
+    EncodeJob,
+    ImageEncoder,
+    Progress,
+    TextEncoder,
+    TextJob,
+    encode_texts,
+    missing_conditions,
+    missing_texts,
+)
 from library.data.config import DatasetConfig, load_dataset_config
-from library.data.controls import ControlSizing
-from library.data.order import EpochBatchSampler
 from library.data.samples import Sample, Scan, control_sizing, scan
-from library.data.text_cache import TextEncoder, TextJob, encode_texts, missing_texts
+from library.data.sidecars import ControlSizing
 from library.errors import UserError
 
 

@@ -6,7 +6,7 @@ mask           a mask in other proportions than its picture
 control        a control picture in other proportions than its picture (refused never, stretched never: but cropped)
 setup          what training would refuse: a missing file, a caption that is no UTF-8, a picture without a bucket
 duplicate      pictures of the same bytes
-alike          pictures that look the same: another size, another compression (see :mod:`library.data.picture_facts`)
+alike          pictures that look the same: another size, another compression (see :mod:`library.data.image_stats`)
 caption        empty captions, and one caption for several pictures
 upscaled       pictures smaller than their bucket, which are enlarged
 bars           letterbox or pillarbox: even bars on two opposite sides, which the model learns to paint
@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from library.conditions import ConditionKind
 from library.data.buckets import Bucketing
-from library.data.companions import is_image, stem
 from library.data.config import Dataset, DatasetConfig, Subset
 from library.data.file_index import FileIndex, SourceFile, list_folder
-from library.data.picture_facts import PictureFacts, PictureIndex
+from library.data.image_stats import PictureFacts, PictureIndex
 from library.data.samples import Sample, cache_folder
+from library.data.sidecars import is_image, stem
 from library.data.sources import Source, find_sources
 from library.errors import UserError
 

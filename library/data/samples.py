@@ -24,8 +24,8 @@ from library.conditions import ConditionKind
 from library.data.buckets import Bucketing, Fit
 from library.data.captions import CaptionRules
 from library.data.config import Dataset, DatasetConfig, Subset
-from library.data.controls import Control, ControlSizing
 from library.data.file_index import FileIndex, SourceFile
+from library.data.sidecars import Control, ControlSizing
 from library.data.sources import Source, find_sources
 from library.errors import UserError
 from library.randomness import derive_seed

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from library.conditions import ConditionKind
-from library.data.companions import find_controls, find_masks, is_image, stem
-from library.data.condition_keys import refused_control_path
-from library.data.config import Subset
+from library.data.config import Subset, refused_control_path
 from library.data.file_index import FileIndex, SourceFile, list_folder
+from library.data.sidecars import find_controls, find_masks, is_image, stem
 from library.errors import UserError, did_you_mean
 from library.files import written_path
 

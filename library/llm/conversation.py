@@ -28,12 +28,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from library.errors import UserError
-from library.llm.chat import Message
-from library.llm.chat_templates import ChatTemplate, TextTemplate, Turn
+from library.llm.chat_templates import ChatTemplate, Message, TextTemplate, Turn
 from library.llm.generation import SamplingSettings, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder
-from library.models.lm_config import LMConfig
-from library.models.transformer_lm import TransformerLM
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import LMConfig
 from library.nn.kv_cache import KVCache
 
 Ending = Literal["said", "max_new_tokens", "context", "stopped"]

@@ -2,18 +2,32 @@
 
 A folder is read file by file in the order of names, below it too; ``.txt`` and ``.md`` files are one document each
 (or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` and ``.arrow`` files one a row. A folder
-may be a Hugging Face dataset (``library.llm.hf_datasets``). Nothing is held but what is being read.
+may be a Hugging Face dataset (``library.llm.documents``). Nothing is held but what is being read.
+
+Texts of Hugging Face datasets: folders that the ``datasets`` package or the hub's client left on disk, and by name.
+
+====================================================  =================================================================
+what lies in the folder                               what is read
+====================================================  =================================================================
+``dataset_dict.json`` (``DatasetDict.save_to_disk``)  the folder of one split
+``state.json`` (``Dataset.save_to_disk``)             the arrow files it names
+``snapshots/`` (the hub's cache, ``huggingface-cli``)  the snapshot that ``refs/main`` names, without its README
+``*.arrow`` (the cache of ``load_dataset``)           these, but none of ``map``'s and ``filter``'s ``cache-*.arrow``
+====================================================  =================================================================
+
+Folders are read with ``pyarrow`` alone; the ``datasets`` package is asked only for a dataset by its name.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from library.errors import UserError
-from library.llm.hf_datasets import check_column, dataset_files, read_arrow
+from library.errors import UserError, did_you_mean
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".arrow")
 _PARQUET_ROWS = 1024  # read at once
@@ -24,7 +38,7 @@ def find_files(paths: Sequence[str | Path], split: str | None = None) -> list[Pa
 
     Raises:
         UserError: a path does not exist or is of another kind, nothing is found, parquet or arrow files cannot be read
-            here, or as ``library.llm.hf_datasets.dataset_files``.
+            here, or as ``library.llm.documents.dataset_files``.
     """
     if split is not None and not any(Path(path).is_dir() for path in paths):
         raise UserError("--split: has no effect on files; give the folder of a dataset, or remove it")
@@ -109,3 +123,160 @@ def _parquet(file: Path, text_key: str) -> Iterator[str]:
             yield from (text for text in batch.column(0).to_pylist() if text is not None)
     except pyarrow.ArrowException as error:
         raise UserError(f"{file}: not a readable parquet file ({error}); download it again") from None
+
+
+_ROWS = 1024  # read at once
+
+
+def dataset_files(folder: Path, suffixes: tuple[str, ...], split: str | None) -> list[Path]:
+    """Return the files of ``folder``, a dataset in one of the forms above or any folder of texts, in order.
+
+    Args:
+        folder: exists.
+        suffixes: of files that can be read.
+        split: only files of this split: its folder, or those that have it as a word in their path.
+
+    Raises:
+        UserError: a saved dataset is damaged, has several splits and none is named, or has no file of ``split``.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        return dataset_files(folder / _chosen_split(folder, split), suffixes, None)
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return _saved_files(folder)
+    hub = (folder / "snapshots").is_dir()
+    root = _snapshot(folder) if hub else folder
+    files = sorted(file for file in root.rglob("*") if file.suffix in suffixes and file.is_file())
+    files = [file for file in files if not (file.suffix == ".arrow" and file.name.startswith("cache-"))]
+    files = [file for file in files if not (hub and file.suffix == ".md")]  # the dataset's card
+    if split is None:
+        return files
+    # as datasets finds splits: train-00000-of-00002.parquet, data/train/x.jsonl, stories_train.txt
+    word = re.compile(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])")
+    chosen = [file for file in files if word.search(str(file.relative_to(root)))]
+    if files and not chosen:
+        raise UserError(f"{folder}: no file of a split {split!r} in it; name a split it has, or leave --split out")
+    return chosen
+
+
+def _chosen_split(folder: Path, split: str | None) -> str:
+    splits = _read_json(folder / "dataset_dict.json", "splits")
+    return _one_of(splits, split, str(folder))
+
+
+def _one_of(splits: list[str], split: str | None, where: str) -> str:
+    if split is None and len(splits) == 1:
+        return splits[0]
+    if split not in splits:
+        asked = f"no split {split!r}{did_you_mean(split, splits)}" if split else "several splits"
+        raise UserError(f"{where}: {asked}; choose one with --split: {', '.join(splits)}")
+    return split
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    files = [folder / entry["filename"] for entry in _read_json(folder / "state.json", "_data_files")]
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file}: missing, though state.json names it; save the dataset again")
+    return files
+
+
+def _read_json(file: Path, key: str) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))[key]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: damaged ({error}); save the dataset again") from None
+
+
+def _snapshot(folder: Path) -> Path:
+    main = folder / "refs" / "main"
+    found = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+    if main.is_file():
+        found = [folder / "snapshots" / main.read_text(encoding="utf-8").strip()]
+    if len(found) != 1 or not found[0].is_dir():
+        raise UserError(f"{folder}: {len(found)} snapshots and none is refs/main's; give the folder of one of them")
+    return found[0]
+
+
+def read_arrow(file: Path, text_key: str) -> Iterator[str]:
+    """Yield the texts of an arrow file, of the stream format that ``datasets`` writes or of the file format.
+
+    Raises:
+        UserError: the file is damaged, or the column is missing or holds no text.
+    """
+    import pyarrow
+    import pyarrow.ipc
+
+    try:
+        with pyarrow.memory_map(str(file)) as mapped:
+            if mapped.size() >= 6 and mapped.read(6) == b"ARROW1":
+                reader = pyarrow.ipc.open_file(mapped)
+                batches: Iterator[Any] = map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                mapped.seek(0)
+                reader = pyarrow.ipc.open_stream(mapped)
+                batches = iter(reader)
+            check_column(file, reader.schema, text_key)
+            for batch in batches:
+                column = batch.column(text_key)
+                for start in range(0, len(column), _ROWS):
+                    yield from (text for text in column.slice(start, _ROWS).to_pylist() if text is not None)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{file}: not a readable arrow file ({error}); download it again") from None
+
+
+def check_column(file: Path, schema: Any, text_key: str) -> None:
+    """Raise a UserError if a pyarrow ``schema`` has no column of texts called ``text_key``."""
+    import pyarrow
+
+    if text_key not in schema.names:
+        raise UserError(f"{file}: no column {text_key!r}; set --text_key to one of {', '.join(schema.names)}")
+    kind = schema.field(text_key).type
+    types = pyarrow.types
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise UserError(f"{file}: column {text_key!r} holds {kind}, not text; set --text_key")
+
+
+def load_by_name(name: str, configuration: str | None, split: str | None, text_key: str) -> Any:
+    """Return one split of a dataset of the hub, or in the cache, as a ``datasets.Dataset`` of one column.
+
+    Args:
+        name: "owner/name", or whatever else ``datasets.load_dataset`` takes.
+        configuration: one of the dataset's, where it has several.
+        split: may be left out where there is one.
+        text_key: the column that holds the text.
+
+    Raises:
+        UserError: ``datasets`` is not installed, or the dataset, configuration, split or column does not exist.
+    """
+    spec = importlib.util.find_spec("datasets")
+    if spec is None or spec.origin is None:  # a folder of this name is found too
+        raise UserError("--hf_dataset: needs the package datasets; run pip install datasets==5.2.0, or give files")
+    import datasets
+
+    try:
+        found = datasets.load_dataset(name, configuration, split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # not found, no connection, no such configuration or split
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"--hf_dataset: {name}: {reason}") from None
+    if split is None:
+        found = found[_one_of(list(found), None, name)]
+    if text_key not in found.column_names:
+        columns = ", ".join(found.column_names)
+        raise UserError(f"--hf_dataset: {name} has no column {text_key!r}; set --text_key to one of {columns}")
+    return found.select_columns([text_key])
+
+
+def read_dataset(dataset: Any, text_key: str) -> Iterator[str]:
+    """Yield the texts of :func:`load_by_name`'s dataset that hold anything.
+
+    Raises:
+        UserError: a row holds no text.
+    """
+    for batch in dataset.iter(batch_size=_ROWS):
+        for text in batch[text_key]:
+            if text is not None and not isinstance(text, str):
+                raise UserError(
+                    f"--text_key: {text_key!r} holds {type(text).__name__}, not text; choose another column"
+                )
+            if text is not None and text.strip():
+                yield text

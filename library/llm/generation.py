@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from library.errors import UserError
-from library.models.transformer_lm import TransformerLM
+from library.models.llm.model import TransformerLM
 from library.nn.kv_cache import KVCache
 from library.randomness import generator
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from library.errors import UserError
-from library.llm.token_shards import ShardWriter, Split, SplitIndex, token_dtype, write_index
+from library.llm.token_batches import ShardWriter, Split, SplitIndex, token_dtype, write_index
 from library.llm.tokenizers import Tokenizer, load_tokenizer
 from library.randomness import derive_seed
 

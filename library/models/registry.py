@@ -7,13 +7,10 @@ from pathlib import Path
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.flux import FluxFamily
-from library.models.flux_fill import FluxFillFamily
-from library.models.flux_kontext import FluxKontextFamily
-from library.models.protocol import Family
-from library.models.qwen_edit import QwenImageEditFamily, QwenImageEditPlusFamily
-from library.models.qwen_image import QwenImageFamily
-from library.models.z_image import ZImageFamily
+from library.models.family import Family
+from library.models.flux.spec import FluxFamily, FluxFillFamily, FluxKontextFamily
+from library.models.qwen_image.spec import QwenImageEditFamily, QwenImageEditPlusFamily, QwenImageFamily
+from library.models.z_image.spec import ZImageFamily
 
 FAMILIES: Mapping[str, Callable[[ModelConfig], Family]] = {
     "flux": FluxFamily,

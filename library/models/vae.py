@@ -22,7 +22,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import fingerprint
-from library.models.drawing import dtype_name
+from library.models.family import dtype_name
 from library.models.weights import KeyMap, Piece, WeightFiles, identity_map, load_into, read_config
 
 # BFL's constants, https://github.com/black-forest-labs/flux/blob/main/src/flux/util.py

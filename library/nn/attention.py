@@ -8,6 +8,11 @@ Which kernel runs (flash, memory-efficient, cuDNN, plain math) PyTorch decides f
 full attention on a CPU goes to ``library.nn.cpu_attention``.
 ``backend`` forces one for this call, :func:`chosen_backend` reports the decision. There is no process-wide
 setting: whoever builds a model says which backend its attention uses.
+
+Several documents in one window: positions that begin anew, and attention that stays within a document.
+
+``documents`` [B, S] numbers the document of every token; equal numbers stand side by side. Attention is then causal in
+blocks along the diagonal. The mask is one byte for each pair of tokens of a window, made once and used by all layers.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import library.nn.cpu_attention as cpu_attention
 from library.errors import UserError, did_you_mean
-from library.nn import cpu_attention
 from library.nn.cpu_attention import Stream
 from library.nn.rope import Table, rotate_interleaved
 
@@ -179,3 +184,18 @@ def _kernel_arguments(
         "scale": scale,
         "enable_gqa": query.shape[2] != key.shape[2],
     }
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """Return each token's position in its document, [B, S] int64 from 0."""
+    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return place - place.where(begins, 0).cummax(dim=1).values
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Return who sees whom, [B, 1, S, S] bool: a token itself and those before it in its document."""
+    length = documents.shape[1]
+    earlier = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return ((documents[:, :, None] == documents[:, None, :]) & earlier)[:, None]

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from library.nn.frozen_linear import product
+from library.nn.frozen_linear import blas_suits, product
 from library.nn.norms import RMSNorm
-from library.nn.processor import blas_suits
 from library.nn.rope import Table
 
 _SCORES = 1 << 20  # scores held at once: 4 MiB in fp32

@@ -29,12 +29,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import read_safetensors_header
+from library.files import DTYPES, read_safetensors_header, stream_safetensors, tensor_bytes
 from library.precision.checkpoint_layouts import Fp8Layout, LayoutKind, detect_layout
 from library.precision.formats import E4M3FN
 from library.precision.quantize import Granularity, Quantized, block_size, fitting_granularity
 from library.precision.recipe import Fp8Recipe
-from library.safetensors_stream import DTYPES, stream_safetensors, tensor_bytes
 
 _ALLOWED: dict[LayoutKind, tuple[Granularity, ...]] = {
     "plain": ("cast",),

@@ -25,10 +25,10 @@ from library.errors import UserError
 from library.precision.parity.activations import Forward
 from library.randomness import generator
 from library.training.flow import add_noise, noise_for
-from library.training.progress import counting
+from library.training.report.progress import counting
 
 if TYPE_CHECKING:
-    from library.models.protocol import Family
+    from library.models.family import Family
 
 SIGMAS = (0.95, 0.75, 0.5, 0.25)  # from the sketch to the details; the tokens of one image differ more than these
 IMAGES = 8

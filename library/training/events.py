@@ -13,29 +13,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from library.accelerator import computes_together
-from library.atomic import atomic_folder
-from library.training.checkpoint import OutputNames, Position, save_training_state
-from library.training.hub import HubUpload
-from library.training.keeping import Keeper, fallback_folder
-from library.training.lr_plot import plot_runs
-from library.training.metrics import MetricsStream
-from library.training.progress import TrainingProgress, shown_path
-from library.training.requests import NOTHING, Requests, Wish
-from library.training.retention import remove_old
+from library.files import atomic_folder
+from library.training.checkpoint.hub import HubUpload
+from library.training.checkpoint.saving import Keeper, fallback_folder, remove_old
+from library.training.checkpoint.state import OutputNames, Position, save_training_state
+from library.training.guard.signals import NOTHING, Requests, Wish
+from library.training.report.metrics import MetricsStream, peak_memory_bytes
+from library.training.report.plots import plot_runs
+from library.training.report.progress import TrainingProgress, duration, shown_path
 from library.training.run import Run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
-    from library.config.instruction_schema import InstructionSamplingConfig, InstructionValidationConfig
+    from library.config.chat_schema import InstructionSamplingConfig, InstructionValidationConfig
     from library.config.schema import SamplingConfig, SavingConfig, ValidationConfig
+
 
 SaveLora = Callable[[Path, Position], None]
 
 
 class Sampler(Protocol):
-    """What shows how the model does: ``library.training.sampling.Sampler`` draws pictures, others write text."""
+    """What shows how the model does: ``library.training.sampling.images.Sampler`` draws pictures, others write text."""
 
     drawn: dict[int, list[Path]]  # by step
 
@@ -47,7 +47,7 @@ class Sampler(Protocol):
 
 
 class HeldOut(Protocol):
-    """What a run is validated on: ``library.training.validation.HeldOut``, or a language model's."""
+    """What a run is validated on: ``library.training.tasks.image_lora.HeldOut``, or a language model's."""
 
     @property
     def config(self) -> ValidationConfig | InstructionValidationConfig: ...
@@ -275,3 +275,27 @@ class RunEvents:
 
 def _due(count: int, every: int | None) -> bool:
     return every is not None and count % every == 0
+
+
+def run_summary(events: RunEvents, position: Position, seconds: float) -> list[tuple[str, str]]:
+    """Draw the run and return the rows of its summary: what it did, how well, and where its files are."""
+    before, after = position.val_loss_before, events.val_loss
+    rows = [
+        ("steps", f"{position.step} in {duration(seconds)}"),
+        ("loss", f"{position.loss_ema:.4f} (mean of the last steps)"),
+        *events.progress.summary(),
+        ("peak memory", f"{peak_memory_bytes() / 2**30:.2f} GiB"),
+    ]
+    if before is not None and after is not None:
+        change = (after / before - 1) * 100
+        rows.insert(2, ("validation loss", f"{before:.4f} before -> {after:.4f} after ({change:+.1f} %)"))
+    if events.wish.stop is not None:
+        rows.append(("stopped", f"by {events.wish.stop} before step {events.run.total_steps}"))
+    elif events.stopped:
+        rows.append(("stopped early", f"no lower validation loss since {position.best_val_loss:.4f}"))
+    if events.upload and (failed := events.upload.finish()):
+        rows.append(("not uploaded", ", ".join(shown_path(path) for path in failed)))
+    pictures = events.draw()
+    stem = events.names.stem() if events.wish.stop is None else events.names.stem(step=position.step)
+    files = [events.names.lora(stem), *pictures, events.names.folder / "metrics.jsonl"]
+    return rows + [(path.stem if path in pictures else path.name, shown_path(path)) for path in files]

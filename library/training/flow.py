@@ -122,7 +122,7 @@ def sample_losses(flow: FlowConfig, prediction: Tensor, target: Tensor, mask: Te
 
     Args:
         prediction, target: [B, C, h, w].
-        mask: weights [B, 1, h, w] (``library.training.region_loss``), or None.
+        mask: weights [B, 1, h, w] (``library.training.tasks.image_step``), or None.
     """
     difference = prediction.float() - target.float()
     if flow.loss_type == "l2":

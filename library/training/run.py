@@ -16,30 +16,29 @@ from torch.utils.data import DataLoader
 
 from library.accelerator import data_share, expect_many_shapes
 from library.errors import UserError
-from library.training.checkpoint import Position, Stateful, lasting_settings, load_training_state, refuse_finished
-from library.training.layouts import Shareable, prepare_shared
-from library.training.network_plan import NetworkPlan
-from library.training.optimizers import averaged_weights, build_optimizer
-from library.training.pipeline.lora import check_pieces
-from library.training.pipeline.schedule import Pipeline
-from library.training.pipeline.stages import outline_of
-from library.training.prepare import Networks, total_steps, training_loader
-from library.training.schedules import build_schedule
-from library.training.split_lora import SplitOptimizer
-from library.training.step import FlowStep, TrainingStep
-from library.training.weight_average import WeightAverage
-from library.training.zero import ZeroOptimizer
+from library.training.checkpoint.state import Position, Stateful, lasting_settings, load_training_state, refuse_finished
+from library.training.optim.ema import WeightAverage
+from library.training.optim.factory import averaged_weights, build_optimizer
+from library.training.optim.schedules import build_schedule, total_steps
+from library.training.parallel.gather import SplitOptimizer
+from library.training.parallel.parallelize import Shareable, prepare_shared
+from library.training.parallel.pipeline.schedule import Pipeline
+from library.training.parallel.pipeline.stages import check_pieces, outline_of
+from library.training.parallel.zero import ZeroOptimizer
+from library.training.tasks.image_lora import Networks, training_loader
+from library.training.tasks.image_step import FlowStep, TrainingStep
+from library.training.tasks.lora_plan import NetworkPlan
 from networks.injection import AdapterNetwork
 
 if TYPE_CHECKING:
     from library.config.schema import TrainConfig
     from library.data.dataset import TrainingData
-    from library.models.protocol import Family
-    from library.training.teacher import Teacher
+    from library.models.family import Family
+    from library.training.tasks.image_step import Teacher
 
 
 class EpochBatches(Protocol):
-    """What orders the batches of an epoch: ``library.data.order.EpochBatchSampler`` or another."""
+    """What orders the batches of an epoch: ``library.data.batches.EpochBatchSampler`` or another."""
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None: ...
 
@@ -139,7 +138,7 @@ def prepare_run(
     teacher: Teacher | None = None,
 ) -> Run:
     """Build optimizer and schedule, and let accelerate wrap and compile the networks."""
-    training, lora = config.training, networks.lora
+    training, lora = config.training, networks.adapter
     optimizer = build_optimizer(config.optimizer, plan.parameter_groups(lora), training.full_bf16, training.seed)
     batches, loader = training_loader(data, config.dataset, accelerator)
     steps = total_steps(training, batches.batches_per_epoch() // data_share(accelerator)[1])

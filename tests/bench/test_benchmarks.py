@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, train_step
+import bench.gpu as gpu
+import bench.train_step as train_step
 from bench.families import FAMILIES, Sizes
 from bench.gpu_cases import GpuCase, cases
 from bench.measure import measure_memory, measure_time, write_report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import gpu
+import bench.gpu as gpu
 from bench.families import FAMILIES
 from bench.gpu_cases import GpuCase, sizes_of
 from bench.gpu_layouts import LAYOUTS, Images, layouts_for, measure_layout

@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 
-from bench import gpu, gpu_llm
+import bench.gpu as gpu
+import bench.gpu_llm as gpu_llm
 from bench.llm_generate import Generator
 from bench.llm_peers import SIZES, Textbook, build
 from bench.llm_train import WHO, LMStepper
-from library.models.transformer_lm import TransformerLM
+from library.models.llm.model import TransformerLM
 
 
 @pytest.mark.parametrize("family", SIZES)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from bench import scaling
+import bench.scaling as scaling
 from bench.scaling import QUICK
 from bench.startup import InstantImages, start
 from bench.synthetic_cache import write_cached_dataset

@@ -9,7 +9,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from library.config import TrainConfig, load_config
-from library.config.kohya import Note, summary, translate
+from library.config.kohya.translate import Note, summary, translate
 from library.config.load import fields
 from library.errors import UserError, one_line
 

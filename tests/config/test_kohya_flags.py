@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 
-from library.config.keys import fields
-from library.config.kohya_flags import FLAGS, Fate
-from library.config.kohya_values import DEFAULTS, INERT
-from tools.write_config_docs import kohya_page
+from dev.write_config_docs import kohya_page
+from library.config.kohya.flags import FLAGS, Fate
+from library.config.kohya.values import DEFAULTS, INERT
+from library.config.scripts import fields
 
 ROOT = Path(__file__).resolve().parents[2]
 

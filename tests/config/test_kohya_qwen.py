@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from library.config import load_config
-from library.config.kohya import Note, translate
+from library.config.kohya.translate import Note, translate
 from library.config.load import fields
 from library.errors import UserError
 from tests.config.test_kohya import PLAIN, _given, _loaded, _problem, _words
@@ -141,7 +141,7 @@ def test_sd_scripts_vae_is_fluxs_ae() -> None:
 def test_keys_of_the_other_family_are_refused(settings: dict[str, str], message: str) -> None:
     flags = [word for key, value in settings.items() for word in (f"--{key}", value)]
     if "text_encoder_lr" in settings:  # decided by the network's plan, which knows what can be trained
-        from library.training.network_plan import plan_network
+        from library.training.tasks.lora_plan import plan_network
         from networks.targets import QWEN_TARGETS
 
         config = load_config([*PLAIN, *flags])

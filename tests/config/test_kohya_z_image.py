@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from library.config.kohya_command import read_command
+from library.config.kohya.command import read_command
 from tests.config.test_kohya import _loaded, _words
 
 # docs/zimage.md of musubi-tuner 867ab25, "Training"

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from dev.write_config_docs import json_schema, options_page
 from library.config import load_config
-from library.config.keys import fields, sections
-from library.config.kohya import Note, summary
-from library.config.llm_schema import load_llm_config
-from library.config.load import load_language_config
+from library.config.kohya.translate import Note, summary
+from library.config.load import load_language_config, load_llm_config
+from library.config.scripts import fields, sections
 from library.errors import UserError
-from tools.write_config_docs import json_schema, options_page
 
 REQUIRED = ["--pretrained_model_name_or_path", "base", "--dataset_config", "data.toml"]
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from library.config.optimizer_conflicts import effective_learning_rate, find_conflicts
+from library.config.rules import effective_learning_rate, find_optimizer_conflicts
 from library.config.schema import OptimizerConfig
 
 
@@ -63,7 +63,7 @@ from library.config.schema import OptimizerConfig
     ],
 )
 def test_settings_without_effect_are_named_with_the_remedy(settings: dict[str, Any], message: str) -> None:
-    problem = next(find_conflicts(OptimizerConfig(**settings)))
+    problem = next(find_optimizer_conflicts(OptimizerConfig(**settings)))
     assert message in problem
     assert "\n" not in problem
 
@@ -91,7 +91,7 @@ def test_settings_without_effect_are_named_with_the_remedy(settings: dict[str, A
     ],
 )
 def test_settings_that_work_are_let_through(settings: dict[str, Any]) -> None:
-    assert list(find_conflicts(OptimizerConfig(**settings))) == []
+    assert list(find_optimizer_conflicts(OptimizerConfig(**settings))) == []
 
 
 def test_the_learning_rate_is_one_by_default_where_the_step_size_is_estimated() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from library.config.keys import LANGUAGE_LORA, LORA, Script, fields
-from library.config.llm_schema import LLM
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 
 ROOT = Path(__file__).resolve().parents[2]
 

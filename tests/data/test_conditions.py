@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from library.data.batches import Batch, Item, collate
 from library.data.dataset import TrainingData
-from library.data.inpaint_masks import MASK_KINDS, generated_mask
+from library.data.masks import MASK_KINDS, generated_mask
 from tests.data.folders import AverageEncoder, add_image, build, cache_all, make_old, picture, silent, write_toml
 
 BUCKETS = "enable_bucket = true\nbucket_reso_steps = 16\nmin_bucket_reso = 16"

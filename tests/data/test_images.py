@@ -13,8 +13,7 @@ import torch
 from PIL import Image, ImageCms
 
 from library.data.buckets import Fit
-from library.data.images import decode, decode_mask, fit_image, read_size, to_latent_mask, to_pixels
-from library.data.jxl_header import read_jxl_size
+from library.data.images import decode, decode_mask, fit_image, read_jxl_size, read_size, to_latent_mask, to_pixels
 from library.errors import UserError
 from tests.data.folders import picture
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from library.data.inpaint_masks import MASK_KINDS, Mask, MaskKind, draw_mask, generated_mask
+from library.data.masks import MASK_KINDS, Mask, MaskKind, draw_mask, generated_mask
 
 SIZES = [(256, 256), (192, 80), (16, 16), (64, 16)]
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+import library.data.image_stats as picture_facts
 from library.config.schema import DatasetArguments
-from library.data import picture_facts
 from library.data.config import load_dataset_config
+from library.data.image_stats import difference_hash, find_bars
 from library.data.lint import Report, check
-from library.data.picture_facts import difference_hash, find_bars
 from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]

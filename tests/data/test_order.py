@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from library.data.order import Bucket, EpochBatchSampler, plan_epoch
+from library.data.batches import Bucket, EpochBatchSampler, plan_epoch
 
 SQUARE: Bucket = (0, (64, 64))
 WIDE: Bucket = (0, (96, 32))

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from library.data.cache import TextJob
 from library.data.dataset import TrainingData
-from library.data.text_cache import TextJob
 from tests.data.folders import AverageEncoder, LettersEncoder, add_image, build, silent, spelled, write_toml
 
 

@@ -15,9 +15,8 @@ from unittest import mock
 import pytest
 from accelerate.state import AcceleratorState
 
-from library.config.llm_schema import load_llm_config
-from library.config.load import load_language_config, names_language_model
-from library.models.lm_config import PRESETS
+from library.config.load import load_language_config, load_llm_config, names_language_model
+from library.models.llm.spec import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/llm.md").read_text(encoding="utf-8")
@@ -70,9 +69,8 @@ def test_every_ready_config_is_valid(config: Path) -> None:
 
 
 def test_the_schema_and_the_options_page_are_up_to_date() -> None:
-    from library.config.keys import LANGUAGE_LORA
-    from library.config.llm_schema import LLM
-    from tools.write_config_docs import json_schema, options_page
+    from dev.write_config_docs import json_schema, options_page
+    from library.config.scripts import LANGUAGE_LORA, LLM
 
     for path, text in (
         ("configs/llm/train_llm.schema.json", json_schema(LLM)),

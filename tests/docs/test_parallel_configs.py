@@ -13,7 +13,7 @@ import pytest
 import toml
 
 from library.config import load_config
-from library.config.llm_schema import load_llm_config
+from library.config.load import load_llm_config
 from tests.docs.test_commands import ROOT, blocks
 from tests.runs import arguments, largest_difference, lora, run, write_base, write_dataset
 

@@ -82,7 +82,7 @@ class Points:
 
     def _wrap_flushing(self) -> None:
         import library.files
-        from library import safetensors_stream
+        import library.files as safetensors_stream
 
         flush, stream = os.fsync, safetensors_stream.stream_safetensors
 
@@ -119,13 +119,13 @@ class Points:
 
     def _wrap_hub(self) -> None:
         """Put a folder in the place of the Hugging Face hub."""
-        import library.training.hub
+        import library.training.checkpoint.hub
 
-        library.training.hub.HfApi = lambda: FolderHub(Path(self.root) / "hub", self.here)
+        library.training.checkpoint.hub.HfApi = lambda: FolderHub(Path(self.root) / "hub", self.here)
 
 
 class FolderHub:
-    """What ``library.training.hub`` asks of ``huggingface_hub.HfApi``, with a folder for a repository."""
+    """What ``library.training.checkpoint.hub`` asks of ``huggingface_hub.HfApi``, with a folder for a repository."""
 
     def __init__(self, folder: Path, point: Callable[[str], None]) -> None:
         self._folder, self._point = folder, point

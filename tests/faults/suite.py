@@ -34,9 +34,8 @@ from PIL import Image
 import train_llm
 import train_lora
 from library.config import load_config
-from library.config.llm_schema import load_llm_config
-from library.config.load import load_language_config
-from library.training.resume import find_damage
+from library.config.load import load_language_config, load_llm_config
+from library.training.checkpoint.resume import find_damage
 from tests.faults.points import PHASES, Points, phase
 from tests.instruction_runs import flags as instruction_flags
 from tests.instruction_runs import write_place

@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from library.config.keys import LANGUAGE_LORA, LORA, Script, fields
-from library.config.llm_schema import LLM
 from library.config.load import load_config, load_for, names_language_model
 from library.config.schema import DatasetArguments
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.data.config import DATASET_KEYS, SUBSET_KEYS, load_dataset_config
 from library.data.file_index import FileIndex
 from library.data.sources import find_sources
-from library.training.optimizers import check_optimizer
-from library.training.prompts import read_prompts
+from library.training.optim.factory import check_optimizer
+from library.training.sampling.prompts import read_prompts
 from networks.options import parse_network_args
 from networks.targets import TARGETS
 from tests.fuzz import harmless, share_of_cases

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageMode
 
+from library.data.image_stats import look_at
 from library.data.images import decode, read_size
-from library.data.picture_facts import look_at
 from tests.fuzz import harmless, share_of_cases
 
 MODES = [

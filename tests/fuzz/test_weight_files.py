@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from library.files import read_safetensors_header
+from library.files import DTYPES, read_safetensors_header
 from library.models.inspection import components, weight_sets
 from library.models.weights import Piece, WeightFiles
-from library.safetensors_stream import DTYPES
-from networks.adapter_files import read_updates
 from networks.families import likely_targets
-from networks.lora_inspection import inspect_lora
+from networks.files.adapters import read_updates
+from networks.files.inspection import inspect_lora
 from networks.targets import TARGETS
 from tests.fuzz import harmless, share_of_cases
 from tests.networks.conftest import inject, make_flux

@@ -10,11 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
-from library.llm.chat import Message, chat_tokens
+from library.llm.chat_templates import Message, chat_tokens
 from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
-from library.models.lm_config import LMConfig, gpt2, llama
-from library.models.lm_files import export_hf
-from library.models.transformer_lm import TransformerLM
+from library.models.llm.files import export_hf
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import LMConfig, gpt2, llama
 
 MARKS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 PAIRS = (

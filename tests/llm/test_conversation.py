@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from library.errors import UserError
-from library.llm.chat import Message, chat_tokens
-from library.llm.chat_templates import find_chat_template
+from library.llm.chat_templates import Message, chat_tokens, dialogue_template, find_chat_template
 from library.llm.conversation import Conversation
-from library.llm.dialogue_templates import dialogue_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
-from library.models.lm_files import load_lm
-from library.models.transformer_lm import TransformerLM
+from library.models.llm.files import load_lm
+from library.models.llm.model import TransformerLM
 from tests.llm.talkers import PAIRS, write_chat_model, write_story_model
 
 JINJA = "{% for m in messages %}<|start_header_id|>{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"

@@ -12,8 +12,7 @@ import torch
 
 from library.errors import UserError
 from library.llm.documents import find_files, read_documents
-from library.llm.token_batches import TokenBatches, held_out_batches
-from library.llm.token_shards import TokenShards
+from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
 from library.llm.tokenizers import load_tokenizer
 from tools.prepare_text import parser, prepare
 

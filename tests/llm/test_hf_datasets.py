@@ -16,8 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from library.errors import UserError
-from library.llm.documents import find_files, read_documents
-from library.llm.hf_datasets import load_by_name, read_dataset
+from library.llm.documents import find_files, load_by_name, read_dataset, read_documents
 from tools.prepare_text import parser, prepare
 
 FILES = Path(__file__).parent / "files"

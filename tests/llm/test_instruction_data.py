@@ -15,19 +15,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from library.errors import UserError
-from library.llm.chat import Message
-from library.llm.dialogue_templates import NO_ANSWER, DialogueTemplate, dialogue_template
-from library.llm.dialogues import Dialogue, dialogue_of, read_dialogues
-from library.llm.instruction_batches import (
-    Example,
-    InstructionSampler,
-    collate_windows,
-    pack_examples,
-    tokenise_dialogues,
-)
+from library.llm.chat_batches import Example, InstructionSampler, collate_windows, pack_examples, tokenise_dialogues
+from library.llm.chat_data import Dialogue, dialogue_of, read_dialogues
+from library.llm.chat_templates import NO_ANSWER, DialogueTemplate, Message, dialogue_template
 from library.llm.tokenizers import load_tokenizer, train_bpe
+from library.nn.attention import document_mask, document_positions
 from library.nn.cross_entropy import IGNORED
-from library.nn.packing import document_mask, document_positions
 
 CONVERSATION = [
     Message("system", "Be short."),

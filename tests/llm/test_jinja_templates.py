@@ -9,9 +9,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from library.llm.chat import Message
-from library.llm.dialogue_templates import OwnTemplate, dialogue_template
-from library.llm.jinja_templates import SOURCES, write_jinja_template
+from library.llm.chat_templates import SOURCES, Message, OwnTemplate, dialogue_template, write_jinja_template
 from library.llm.tokenizers import load_tokenizer
 from tests.llm.test_instruction_data import CONVERSATION, LLAMA3_MARKS, tokenizer_folder
 

@@ -12,20 +12,25 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from library.errors import UserError
-from library.llm.choices import (
+from library.llm.evaluation import (
     ChoiceScores,
     Question,
+    Span,
     answer_questions,
     continuation_span,
+    first_token,
+    measure_perplexity,
     read_questions,
+    score_spans,
+    shard_documents,
+    text_documents,
+    windows,
     without_marks,
 )
-from library.llm.perplexity import first_token, measure_perplexity, shard_documents, text_documents, windows
-from library.llm.scoring import Span, score_spans
-from library.llm.token_shards import TokenShards
+from library.llm.token_batches import TokenShards
 from library.llm.tokenizers import HuggingFaceTokenizer, load_tokenizer, train_bpe
-from library.models.lm_files import load_lm
-from library.models.transformer_lm import TransformerLM
+from library.models.llm.files import load_lm
+from library.models.llm.model import TransformerLM
 from tools.prepare_text import parser, prepare
 
 TEXTS = [

@@ -15,10 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
 from library.errors import UserError
-from library.llm.chat import Message, chat_tokens
-from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer, train_bpe
-from library.llm.vocabulary import extend_vocabulary
-from library.models.lm_files import load_lm
+from library.llm.chat_templates import Message, chat_tokens
+from library.llm.tokenizers import IncrementalDecoder, Tokenizer, extend_vocabulary, load_tokenizer, train_bpe
+from library.models.llm.files import load_lm
 from tests.models.lms import VOCABULARY, write_reference
 
 TEXT = [

@@ -10,8 +10,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 
-from library.models.flux_attention import swap_hot_paths
-from library.models.flux_tokens import image_positions, pack_latents
+from library.models.flux.model import image_positions, pack_latents, swap_hot_paths
 from library.nn.norms import RMSNorm
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.flux import FluxFamily
-from library.models.flux_tokens import pack_latents, pack_mask
+from library.models.flux.model import pack_latents, pack_mask
+from library.models.flux.spec import FluxFamily
 from library.models.registry import model_family
 from tests.flux_variants import TEXT, tiny_conditions
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline

@@ -16,11 +16,11 @@ from library.conditions import Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.errors import UserError
-from library.models.flux import FluxFamily
+from library.models.flux.spec import FluxFamily
 from library.models.registry import model_family
 from library.training.flow import noise_for, sample_sigmas
-from library.training.step import FlowStep
-from networks.formats import LAYOUTS, load_lora, save_lora
+from library.training.tasks.image_step import FlowStep
+from networks.files.lora import LAYOUTS, load_lora, save_lora
 from networks.injection import LoraNetwork, inject_lora
 from networks.options import parse_network_args
 from networks.targets import TARGETS

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from library.errors import UserError
-from library.models.lm_config import PRESETS, preset
-from library.models.lm_files import export_hf, load_lm
-from library.models.transformer_lm import TransformerLM, resize_vocabulary
+from library.models.llm.files import export_hf, load_lm
+from library.models.llm.model import TransformerLM, resize_vocabulary
+from library.models.llm.spec import PRESETS, preset
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.loading import Fp8Loading
 from library.precision.recipe import Fp8Recipe

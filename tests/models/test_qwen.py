@@ -16,11 +16,11 @@ from torch import nn
 from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Batch, Item, collate
 from library.errors import UserError
-from library.models.qwen_image import QwenImageFamily
+from library.models.qwen_image.spec import QwenImageFamily
 from library.models.registry import model_family
 from library.precision.loading import Fp8Loading
 from library.precision.recipe import Fp8Recipe
-from library.training.step import FlowStep
+from library.training.tasks.image_step import FlowStep
 from tests.tiny_qwen import save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 
 CAPTIONS = ["a red disc", "make the picture of a small plain disc blue, yellow and purple"]

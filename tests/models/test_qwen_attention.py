@@ -10,9 +10,9 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 
-from library.models.flux_tokens import pack_latents
-from library.models.qwen_attention import swap_hot_paths
-from library.nn import cpu_attention
+import library.nn.cpu_attention as cpu_attention
+from library.models.flux.model import pack_latents
+from library.models.qwen_image.model import swap_hot_paths
 from library.nn.norms import RMSNorm
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
 

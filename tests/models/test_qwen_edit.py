@@ -22,10 +22,10 @@ from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Batch
 from library.data.images import to_pixels
 from library.errors import UserError
-from library.models.qwen_edit import QwenImageEditFamily
-from library.models.qwen_text import TEMPLATES, reference_size
+from library.models.qwen_image.spec import QwenImageEditFamily
+from library.models.qwen_image.text import TEMPLATES, reference_size
 from library.models.registry import model_family
-from library.training.step import FlowStep
+from library.training.tasks.image_step import FlowStep
 from tests.tiny_qwen import PIPELINES, Kind, TinyProcessor, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 
 MODULES = {"qwen_image_edit": pipeline_qwenimage_edit, "qwen_image_edit_plus": pipeline_qwenimage_edit_plus}

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.qwen_text_files import load_qwen_text, picture_processor
-from library.models.qwen_vae import load_qwen_vae, qwen_vae_config
+from library.models.qwen_image.text import load_qwen_text, picture_processor
+from library.models.qwen_image.vae import load_qwen_vae, qwen_vae_config
 from library.models.registry import model_family
 from tests.tiny import tiny_flux_pipeline
 from tests.tiny_qwen import SplitFiles, published_text_name, save_split_files, tiny_qwen_pipeline
@@ -114,7 +114,7 @@ def test_a_vae_file_in_either_naming_gives_the_folders_config(files: SplitFiles,
 
 def test_the_published_vaes_places_are_those_of_musubi_tuners_table() -> None:
     """Two residual blocks a level, as published; places taken from musubi-tuner's qwen_image_utils.py, its key_map."""
-    from library.models.qwen_vae import _diffusers_name
+    from library.models.qwen_image.vae import _diffusers_name
 
     table = {
         "conv1": "quant_conv",

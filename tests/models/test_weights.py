@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from library.errors import UserError
-from library.models.flux_layout import bfl_key_map
+from library.models.flux.files import bfl_key_map
 from library.models.vae import load_vae
 from library.models.weights import Piece, WeightFiles, identity_map, load_into
 from tests.tiny import bfl_state_dict, bfl_vae_state_dict, tiny_flux_transformer, tiny_vae

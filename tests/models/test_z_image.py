@@ -14,17 +14,17 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import library.nn.cpu_attention as cpu_attention
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch, Item, collate
 from library.errors import UserError
 from library.models.registry import model_family
-from library.models.z_image import ZImageFamily
-from library.models.z_image_blocks import swap_hot_paths
-from library.nn import cpu_attention
+from library.models.z_image.model import swap_hot_paths
+from library.models.z_image.spec import ZImageFamily
 from library.precision.loading import Fp8Loading
 from library.precision.recipe import Fp8Recipe
 from library.training.flow import noise_for, sample_sigmas
-from library.training.step import FlowStep
+from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_lora
 from networks.options import parse_network_args
 from networks.targets import Z_IMAGE_TARGETS

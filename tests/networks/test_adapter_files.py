@@ -11,10 +11,10 @@ from torch import Tensor
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from networks.adapter_files import load_adapter, read_updates
-from networks.formats import load_lora
+from networks.files.adapters import load_adapter, read_updates
+from networks.files.lora import load_lora
 from networks.injection import inject_adapter
-from networks.merge import LoraSource, merge_loras
+from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 from networks.targets import FLUX_TARGETS

@@ -9,13 +9,12 @@ import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from library.nn.projection import project_made, project_together
+from library.nn.frozen_linear import project_made, project_together
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
-from networks.adapter import AdapterLinear
-from networks.dora import DoRALinear
-from networks.kinds import make_layer
-from networks.lora import LoRALinear
+from networks.adapters.base import AdapterLinear
+from networks.adapters.lora import DoRALinear, LoRALinear
+from networks.injection import make_layer
 from networks.options import NetworkOptions
 from tests.networks.comfy_formulas import comfy_weight
 

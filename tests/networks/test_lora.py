@@ -10,8 +10,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from library.nn.projection import project_together
-from networks.lora import LoRALinear
+from library.nn.frozen_linear import project_together
+from networks.adapters.lora import LoRALinear
 
 
 def make_layer(

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from library.nn.projection import project_made
+from library.nn.frozen_linear import project_made
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
-from networks.lora import LoRALinear
-from networks.lora_product import can_fuse
+from networks.adapters.base import can_fuse
+from networks.adapters.lora import LoRALinear
 
 
 def _norm_and_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from torch import nn
 
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
-from networks.lora import LoRALinear
-from networks.lora_start import begin_at_weight
+from networks.adapters.lora import LoRALinear, begin_at_weight
 from networks.network import _weights_of
 
 

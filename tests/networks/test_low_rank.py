@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from networks.low_rank import combine, combine_loras, relative_difference, update_norm
-from networks.weights import LoraWeights
+from networks.files.weights import LoraWeights
+from networks.merging.low_rank import combine, combine_loras, relative_difference, update_norm
 
 
 def weights(rank: int, alpha: float, seed: int, dtype: torch.dtype = torch.float64) -> LoraWeights:

@@ -12,14 +12,14 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import networks.base_files
+import networks.files.base
 from library.errors import UserError
 from library.files import weights_fingerprint
-from networks.flux_keys import FLUX_KEYS
-from networks.formats import save_lora
-from networks.merge import LoraSource, merge_loras
+from networks.files.lora import save_lora
+from networks.files.weights import LoraWeights
+from networks.key_names import FLUX_KEYS
+from networks.merging.merge import LoraSource, merge_loras
 from networks.targets import FLUX_TARGETS
-from networks.weights import LoraWeights
 from tests.networks.conftest import make_flux, run_flux
 
 
@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(lora, tmp_path:
     with pytest.raises(UserError, match="save_precision: 'fp8' is not one of fp32, fp16, bf16"):
         merge_loras(base, [LoraSource(path, 1.0)], new, FLUX_TARGETS, "fp8")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(networks.base_files.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(networks.files.base.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"new: needs 0.0 GB, .* has 0.0 GB; free some space or choose another disk"):
         merge_loras(base, [LoraSource(path, 1.0)], new, FLUX_TARGETS)
     assert sorted(tmp_path.iterdir()) == before

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from library.errors import UserError
+from networks.files.weights import LoraWeights
 from networks.network import LoraNetwork
-from networks.weights import LoraWeights
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 
 ATTENTION = r"include_patterns=.*attn\.to_[qkv]"

@@ -9,12 +9,12 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
-from library.config.conflicts import find_conflicts
+from library.config.rules import find_conflicts
 from library.config.schema import NetworkConfig, TrainConfig
 from library.errors import UserError
-from networks.formats import save_lora
+from networks.files.lora import save_lora
 from networks.injection import inject_adapter
-from networks.merge import LoraSource, merge_loras
+from networks.merging.merge import LoraSource, merge_loras
 from networks.options import parse_network_args
 from networks.targets import FLUX_TARGETS
 from tests.networks.conftest import inject, make_flux, train_a_little

@@ -12,19 +12,18 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import tools.merge_lora as merge_lora
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from library.models.flux_tokens import pack_latents
-from networks.base_files import open_base
-from networks.base_modules import find_modules, fullest_targets
-from networks.formats import load_lora, save_lora
+from library.models.flux.model import pack_latents
+from networks.files.base import find_modules, fullest_targets, open_base
+from networks.files.lora import load_lora, save_lora
+from networks.files.weights import LoraWeights
 from networks.injection import inject_lora
 from networks.network import LoraNetwork
 from networks.options import parse_network_args
 from networks.targets import FLUX_TARGETS, QWEN_TARGETS, TARGETS
-from networks.weights import LoraWeights
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
-from tools import merge_lora
 
 EVERYTHING = ("img_mod_dim=3", "txt_mod_dim=2", "img_in_dim=2", "txt_in_dim=2", "time_in_dim=2", "img_mlp_dim=6")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from networks.spectrum import decompose, decompose_product, decompose_to_energy, rank_by_rule
-from networks.weights import LoraWeights
+from networks.files.weights import LoraWeights
+from networks.merging.low_rank import decompose, decompose_product, decompose_to_energy, rank_by_rule
 
 
 def draws() -> torch.Generator:

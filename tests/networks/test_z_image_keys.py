@@ -12,15 +12,15 @@ from diffusers.loaders.single_file_utils import convert_z_image_transformer_chec
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import tools.merge_lora as merge_lora
 from library.config.schema import NetworkConfig
-from networks.formats import load_lora, save_lora
+from networks.files.lora import load_lora, save_lora
+from networks.files.weights import LoraWeights
 from networks.injection import inject_lora
 from networks.network import LoraNetwork
 from networks.options import parse_network_args
 from networks.targets import Z_IMAGE_TARGETS
-from networks.weights import LoraWeights
 from tests.tiny_z_image import comfy_state_dict, tiny_z_inputs, tiny_z_transformer
-from tools import merge_lora
 
 BLOCKS = ("mod_dim=3", "refiner_dim=2", "refiner_mod_dim=2", "mlp_dim=6")
 INPUTS = ("img_in_dim=2", "txt_in_dim=2", "time_in_dim=2")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import library.nn.cpu_attention as cpu_attention
 from library.errors import UserError
-from library.nn import cpu_attention
 from library.nn.attention import attend, chosen_backend
 
 

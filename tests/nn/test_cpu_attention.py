@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from library.nn import cpu_attention
+import library.nn.cpu_attention as cpu_attention
 from library.nn.attention import Stream, attend, attend_together
 from library.nn.norms import RMSNorm
 from library.nn.rope import multi_axis_table

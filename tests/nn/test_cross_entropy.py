@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from library.nn import cross_entropy
+import library.nn.cross_entropy as cross_entropy
 from library.nn.cross_entropy import token_cross_entropy
 
 VOCABULARY, ROWS, WIDTH = 50, 64, 24

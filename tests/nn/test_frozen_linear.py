@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from library.nn import frozen_linear
+import library.nn.frozen_linear as frozen_linear
 from library.nn.frozen_linear import FrozenLinear, has_input_gradient, input_gradient, product
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from bench.families import FAMILIES, Sizes, build_transformer
 from library.config.schema import NetworkConfig
-from library.nn.host_offload import HostOffload
-from library.nn.recomputation import Recomputation
+from library.nn.checkpointing import HostOffload, Recomputation
 from networks.injection import inject_lora
 from networks.options import parse_network_args
 from networks.targets import TARGETS

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from library.nn.projection import project_together
+from library.nn.frozen_linear import project_together
 
 
 class Counting(nn.Linear):

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from library.nn.host_offload import HostOffload
-from library.nn.recomputation import ATTENTION, Recomputation
+from library.nn.checkpointing import ATTENTION, HostOffload, Recomputation
 
 BLOCKS, TOKENS, WIDTH = 6, 32, 16
 INPUT = TOKENS * WIDTH * 4  # bytes

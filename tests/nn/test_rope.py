@@ -10,7 +10,7 @@ from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from library.nn import rope
+import library.nn.rope as rope
 from library.nn.rope import Llama31Scaling, MultiAxisRope
 
 

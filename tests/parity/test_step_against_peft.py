@@ -13,7 +13,7 @@ from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.models.registry import model_family
 from library.training.flow import noise_for, sample_sigmas
-from library.training.step import FlowStep
+from library.training.tasks.image_step import FlowStep
 from networks.injection import LoraNetwork, inject_lora
 from networks.options import parse_network_args
 from networks.targets import FLUX_TARGETS

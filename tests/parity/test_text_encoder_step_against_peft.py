@@ -13,9 +13,9 @@ from library.config.schema import FlowConfig, ModelConfig, NetworkConfig, Optimi
 from library.data.batches import Batch
 from library.models.registry import model_family
 from library.training.flow import noise_for, sample_sigmas
-from library.training.network_plan import plan_network
-from library.training.prepare import Networks, prepare_networks
-from library.training.step import FlowStep
+from library.training.tasks.image_lora import Networks, prepare_networks
+from library.training.tasks.image_step import FlowStep
+from library.training.tasks.lora_plan import plan_network
 from networks.targets import FLUX_TARGETS
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
@@ -33,7 +33,7 @@ def _prepared(base: Path, console: object, checkpointing: bool) -> tuple[FlowSte
     cpu = torch.device("cpu")
     networks = prepare_networks(family, encoder, plan, network, training, torch.float32, cpu, console)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(1)
-    for layer in networks.lora.modules.values():  # so that lora_A gets a gradient too
+    for layer in networks.adapters.lora.modules.values():  # so that lora_A gets a gradient too
         layer.lora_B.weight.data.normal_(std=0.05, generator=random)
     return FlowStep(family, FlowConfig(guidance_scale=3.5), 9, networks.text_encoders), networks
 
@@ -65,7 +65,7 @@ def test_gradients_of_text_encoder_loras_equal_peft(tmp_path: Path, checkpointin
     for component, module in theirs.items():
         module.requires_grad_(False)
         prefix = f"{component}." if component else ""
-        names = networks.lora.component(component or "transformer").modules
+        names = networks.adapters.lora.component(component or "transformer").modules
         targets = [name.removeprefix(prefix) for name in names]
         module.add_adapter(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets))
     named = {
@@ -73,7 +73,7 @@ def test_gradients_of_text_encoder_loras_equal_peft(tmp_path: Path, checkpointin
         for component, module in theirs.items()
         for name, parameter in module.named_parameters()
     }
-    for name, tensor in networks.lora.state_dict().items():
+    for name, tensor in networks.adapters.lora.state_dict().items():
         named[name.replace(".weight", ".default.weight")].data.copy_(tensor)
     clip_ids, t5_ids = (
         tokenizer(
@@ -93,7 +93,7 @@ def test_gradients_of_text_encoder_loras_equal_peft(tmp_path: Path, checkpointin
     their_loss.backward()
 
     torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
-    for name, layer in networks.lora.modules.items():
+    for name, layer in networks.adapters.lora.modules.items():
         for part in ("lora_A", "lora_B"):
             ours = getattr(layer, part).weight.grad
             peft = named[f"{name}.{part}.default.weight"].grad

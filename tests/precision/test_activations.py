@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from library.models.flux import pack_latents
-from library.models.flux_attention import swap_hot_paths
+from library.models.flux.model import swap_hot_paths
+from library.models.flux.spec import pack_latents
 from library.precision.parity.activations import collect_inputs
-from library.precision.parity.keep import Candidate, choose_kept, measure_contributions
+from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
 from library.precision.recipe import Fp8Recipe, quantize_model
+from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 from networks.targets import FLUX_TARGETS
-from networks.weights import LoraWeights
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 
 LAYERS = [

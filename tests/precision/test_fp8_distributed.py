@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from library.precision.fp8_linear import Fp8Linear, ddp_ignored_names
 from library.precision.quantize import quantize
-from networks.lora import LoRALinear
+from networks.adapters.lora import LoRALinear
 
 WORLD, WIDTH = 2, 64
 

@@ -15,7 +15,7 @@ from library.errors import UserError
 from library.precision.formats import E5M2
 from library.precision.fp8_linear import Fp8Linear, Fp8LinearOfHiddenDtype, ddp_ignored_names
 from library.precision.quantize import GRANULARITIES, Granularity, quantize
-from networks.lora import LoRALinear
+from networks.adapters.lora import LoRALinear
 
 OUT, IN = 192, 256
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import library.precision.parity.low_rank as low_rank
+import library.precision.parity.layer_errors as low_rank
 from library.precision.parity.activations import LayerInputs
-from library.precision.parity.errors import relative_output_error
-from library.precision.parity.low_rank import fit_low_rank, fit_up
+from library.precision.parity.layer_errors import fit_low_rank, fit_up, relative_output_error
 from library.precision.quantize import GRANULARITIES, Granularity, quantize
-from networks.retarget import retarget_layer
-from networks.weights import LoraWeights
+from networks.files.weights import LoraWeights
+from networks.merging.refit import retarget_layer
 from tests.precision.layers import RANK, Layer, make_layer
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.fp8_linear import Fp8Linear, device_has_fp8_matmul, scaled_input_gradient, scaled_linear
 from library.precision.quantize import Granularity, quantize
-from library.precision.scaled_matmul import device_has_fp8_matmul, scaled_input_gradient, scaled_linear
 
 OUT, IN = 48, 64
 

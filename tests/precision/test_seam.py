@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from library.precision.seam import border_distance, edge_regions, regions, seam_figures, spectrum
+from library.precision.parity.seam import border_distance, edge_regions, regions, seam_figures, spectrum
 
 
 def box(height: int = 48, width: int = 64) -> torch.Tensor:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.fp8_linear import Fp8Linear, scaled_linear
 from library.precision.quantize import quantize
-from library.precision.scaled_matmul import scaled_linear
 from library.precision.serving import ServedLinear, round_activations, serve_in_fp8, timestep_rounding
 
 

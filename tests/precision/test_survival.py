@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from library.precision.parity.survival import saturated, survival, survival_of_rounding
+from library.precision.parity.layer_errors import saturated, survival, survival_of_rounding
 from library.precision.quantize import GRANULARITIES, Granularity, Quantized, quantize
 from library.precision.recipe import Fp8Recipe
 from tests.precision.layers import make_layer
@@ -32,7 +32,7 @@ def brute_force(merged: Tensor, base: Tensor, update: Tensor) -> tuple[float, fl
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_survival_is_the_sum_written_out(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("library.precision.parity.survival._PIECE", 1000)  # several pieces
+    monkeypatch.setattr("library.precision.parity.layer_errors._PIECE", 1000)  # several pieces
     layer = make_layer(128, 128)
     base = quantize(layer.weight, granularity).dequantize(torch.float32)
     merged = quantize(base + layer.update, granularity).dequantize(torch.float32)

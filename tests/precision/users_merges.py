@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from library.precision.formats import E4M3FN
-from library.precision.quantize import Quantized
-from library.precision.rounding import round_stochastically
+from library.precision.quantize import Quantized, round_stochastically
 
 
 def comfyui(weight: Quantized, update: Tensor) -> Quantized:

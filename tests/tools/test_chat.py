@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from library.errors import UserError
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
-from library.models.lm_files import load_lm
-from library.training.instruction.adapters import put_lora_on
+from library.models.llm.files import load_lm
+from library.training.tasks.chat_lora import put_lora_on
 from tests.forked import run_script
 from tests.llm.talkers import PAIRS, write_chat_model, write_lora, write_story_model
 from tools.chat import chat, parser

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from library.llm.chat import Message, chat_tokens
+from library.llm.chat_templates import Message, chat_tokens
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
-from library.models.lm_files import load_lm
-from library.training.instruction.adapters import put_lora_on
+from library.models.llm.files import load_lm
+from library.training.tasks.chat_lora import put_lora_on
 from tests.chat_page import CHROMIUM, WAIT, Tab, expect, open_browser, serve_chat, words
 from tests.llm.talkers import write_chat_model, write_lora, write_story_model
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from library.errors import UserError
 from networks.families import lora_targets
-from networks.formats import LAYOUTS, load_lora, save_lora
+from networks.files.lora import LAYOUTS, load_lora, save_lora
+from networks.files.weights import LoraWeights
 from networks.targets import FLUX_TARGETS, QWEN_TARGETS
-from networks.weights import LoraWeights
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 from tests.networks.test_formats import output_in_diffusers
 from tools.convert_lora import convert, main

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from accelerate.state import AcceleratorState
 
-from tools import demo_llm
+import tools.demo_llm as demo_llm
 from tools.demo_stories import story
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tools import draw_precision_figures
-from tools.figures import numbers
-from tools.figures.layers import heavy_tailed_weight, update_without_direction
+import dev.draw_precision_figures as draw_precision_figures
+import dev.figures.numbers as numbers
+from dev.figures.numbers import heavy_tailed_weight, update_without_direction
 
 
 def e4m3fn_grid() -> np.ndarray:

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from library.errors import UserError
 from library.llm.tokenizers import load_tokenizer, train_bpe
-from library.models.lm_config import llama
-from library.models.lm_files import export_hf
-from library.models.transformer_lm import TransformerLM
+from library.models.llm.files import export_hf
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import llama
 from tools.evaluate_llm import evaluate, parser
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,13 +10,13 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
+import tools.quantize_model as quantize_model
 from library.errors import UserError
 from library.files import write_safetensors
-from networks.formats import save_lora
+from networks.files.lora import save_lora
+from networks.files.weights import LoraWeights
 from networks.targets import FLUX_TARGETS
-from networks.weights import LoraWeights
 from tests.tiny import T5_LENGTH, tiny_flux_pipeline, tiny_flux_transformer
-from tools import quantize_model
 from tools.generate import image, main, parser
 
 SMALL = ["--w", "64", "--h", "48", "--s", "3"]
@@ -174,8 +174,8 @@ def test_a_mistake_is_told_before_anything_is_loaded(
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("library.models.flux.FluxFamily.load_transformer", never)
-    monkeypatch.setattr("library.models.flux.FluxFamily.load_text_encoder", never)
+    monkeypatch.setattr("library.models.flux.spec.FluxFamily.load_transformer", never)
+    monkeypatch.setattr("library.models.flux.spec.FluxFamily.load_text_encoder", never)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=message):
         image(parser().parse_args(["image", "--model", str(base), *arguments]))

@@ -11,9 +11,9 @@ import torch
 from library.errors import UserError
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import HuggingFaceTokenizer, load_tokenizer, train_bpe
-from library.models.lm_config import llama
-from library.models.lm_files import export_hf, load_lm
-from library.models.transformer_lm import TransformerLM
+from library.models.llm.files import export_hf, load_lm
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import llama
 from tools.generate import parser
 
 MARKS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")

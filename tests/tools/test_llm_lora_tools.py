@@ -13,13 +13,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from library.llm.chat import Message
-from library.llm.dialogue_templates import dialogue_template
+from library.llm.chat_templates import Message, dialogue_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer, train_bpe
-from library.models.lm_files import load_lm
-from library.training.instruction.adapters import template_of
-from networks.formats import load_lora, save_lora
+from library.models.llm.files import load_lm
+from library.training.tasks.chat_lora import template_of
+from networks.files.lora import load_lora, save_lora
 from networks.targets import TARGETS
 from tests.models.lms import reference
 from tools.generate import parser

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from library.errors import UserError
 from library.llm.tokenizers import load_tokenizer, train_bpe
-from library.models.lm_files import load_lm
+from library.models.llm.files import load_lm
 
 TEXT = "The cat sat on the mat, and a dog ran around it; nobody knew why. "
 CONTEXT = 32

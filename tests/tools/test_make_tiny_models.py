@@ -12,15 +12,14 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
-from tools.make_tiny_models import SMOKE, main, vocabularies
-from tools.tiny_models import text_to_image
-from tools.tiny_models.dit_training import flow_target, train_transformer
-from tools.tiny_models.latent_pool import Captions, tokenize
-from tools.tiny_models.mascot import TRIGGER
-from tools.tiny_models.painting import COLOURS, SHAPES, coverage
-from tools.tiny_models.run_state import load_state
-from tools.tiny_models.scenes import Item, Scene, random_scene, scene_words
-from tools.tiny_models.vocabulary import build_clip_tokenizer, build_t5_tokenizer
+import dev.tiny_models.transformer as text_to_image
+from dev.make_tiny_models import SMOKE, main, vocabularies
+from dev.tiny_models.dit_training import flow_target, train_transformer
+from dev.tiny_models.latent_pool import Captions, build_clip_tokenizer, build_t5_tokenizer, tokenize
+from dev.tiny_models.mascot import TRIGGER
+from dev.tiny_models.painting import COLOURS, SHAPES, coverage
+from dev.tiny_models.run_state import load_state
+from dev.tiny_models.scenes import Item, Scene, random_scene, scene_words
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TINY_FLUX, DEMO = ASSETS / "tiny-flux", ASSETS / "demo_dataset"
@@ -176,7 +175,7 @@ def test_every_demo_image_has_a_caption_with_the_trigger_word(source: str, smoke
 @pytest.fixture(scope="module")
 def tiny_flux() -> FluxPipeline:
     if not TINY_FLUX.exists():
-        pytest.skip("assets/tiny-flux is not made yet: python tools/make_tiny_models.py")
+        pytest.skip("assets/tiny-flux is not made yet: python dev/make_tiny_models.py")
     pipeline = FluxPipeline.from_pretrained(TINY_FLUX, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -192,7 +191,7 @@ def draw(pipeline: FluxPipeline, prompt: str, seed: int = 0) -> np.ndarray:
 
 def test_the_committed_model_fits_its_budget() -> None:
     if not TINY_FLUX.exists():
-        pytest.skip("assets/tiny-flux is not made yet: python tools/make_tiny_models.py")
+        pytest.skip("assets/tiny-flux is not made yet: python dev/make_tiny_models.py")
     assert sum(path.stat().st_size for path in TINY_FLUX.rglob("*")) < 10 * 2**20
 
 

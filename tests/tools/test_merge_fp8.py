@@ -12,12 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from networks.formats import load_lora, save_lora
+import tools.merge_lora as merge_lora
+import tools.quantize_model as quantize_model
+from networks.files.lora import load_lora, save_lora
+from networks.files.weights import LoraWeights
 from networks.targets import FLUX_TARGETS
-from networks.weights import LoraWeights
 from tests.runs import ROOT
 from tests.tiny import bfl_state_dict
-from tools import merge_lora, quantize_model
 
 BASE = ROOT / "assets" / "tiny-flux"
 PARTS = {

@@ -11,8 +11,8 @@ import toml
 from PIL import Image
 
 from library.config import load_config
-from library.config.kohya import choices
-from library.config.kohya_command import read_command, read_command_file
+from library.config.kohya.command import read_command, read_command_file
+from library.config.kohya.translate import choices
 from library.config.load import fields
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config

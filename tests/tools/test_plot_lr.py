@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from library.errors import UserError
-from library.training.lr_plot import draw_runs, plot_runs
-from library.training.run_metrics import read_run
+from library.training.report.metrics import read_run
+from library.training.report.plots import draw_runs, plot_runs
 from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]

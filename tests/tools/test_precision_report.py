@@ -17,9 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import tools.merge_lora as merge_lora
+import tools.precision_report as precision_report
+import tools.quantize_model as quantize_model
 from tests.runs import ROOT, run, write_dataset
 from tests.tiny import save_single_files, tiny_flux_pipeline
-from tools import merge_lora, precision_report, quantize_model
 
 LAYER = "double_blocks.0.img_mlp.0"
 

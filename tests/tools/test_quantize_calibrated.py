@@ -12,8 +12,8 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+import tools.quantize_model as quantize_model
 from tests.runs import ROOT, pipeline_forward
-from tools import quantize_model
 
 BASE = ROOT / "assets" / "tiny-flux"
 

@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import tools.quantize_model as quantize_model
 from library.models.weights import Piece
 from library.precision.checkpoint_layouts import detect_layout
 from library.precision.quantize import dequantize
 from tests.tiny import tiny_flux_transformer
-from tools import quantize_model
 
 WIDTH = 64
 NAMES = ("double_blocks.0.img_attn.qkv", "double_blocks.0.img_mod.lin", "single_blocks.0.linear2")

@@ -16,18 +16,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import tools.quantize_model as quantize_model
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.files import weights_fingerprint
 from library.models.registry import model_family
 from library.training.calibration import CalibrationOptions, prepare_calibration
-from networks.formats import load_lora, save_lora
-from networks.metadata import base_mismatch
+from networks.files.lora import load_lora, save_lora
+from networks.files.metadata import base_mismatch
+from networks.files.weights import LoraWeights
 from networks.targets import FLUX_TARGETS
-from networks.weights import LoraWeights
 from tests.runs import ROOT, pipeline_forward
 from tests.tiny import bfl_state_dict
-from tools import quantize_model
 from tools.retarget_lora import parser, retarget
 
 WITHOUT = "attn.add_q_proj"  # the one kind of layer that has no LoRA here

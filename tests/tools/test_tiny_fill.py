@@ -9,14 +9,23 @@ import pytest
 import torch
 from diffusers import FluxFillPipeline
 
-from tools.make_tiny_models import SMOKE, vocabularies
-from tools.tiny_models.fill_masks import KINDS, LEAST_FILLED, random_mask
-from tools.tiny_models.fill_pipeline import HeldOut, filled, held_out, load_fill_pipeline, region_error, spread
-from tools.tiny_models.fill_pool import FillPool, FillRows, blanked
-from tools.tiny_models.fill_training import draw_fill_batch, fill_velocity, train_fill, widened
-from tools.tiny_models.latent_pool import tokenize
-from tools.tiny_models.run_state import load_state
-from tools.tiny_models.text_to_image import TextToImage, build_text_to_image
+from dev.make_tiny_models import SMOKE, vocabularies
+from dev.tiny_models.fill_data import KINDS, LEAST_FILLED, FillPool, FillRows, blanked, random_mask
+from dev.tiny_models.fill_training import (
+    HeldOut,
+    draw_fill_batch,
+    fill_velocity,
+    filled,
+    held_out,
+    load_fill_pipeline,
+    region_error,
+    spread,
+    train_fill,
+    widened,
+)
+from dev.tiny_models.latent_pool import tokenize
+from dev.tiny_models.run_state import load_state
+from dev.tiny_models.transformer import TextToImage, build_text_to_image
 
 FILL = Path(__file__).resolve().parents[2] / "assets" / "tiny-flux-fill"
 
@@ -94,7 +103,7 @@ def test_known_colours_spread_from_both_sides() -> None:
 @pytest.fixture(scope="module")
 def tiny_fill() -> FluxFillPipeline:
     if not FILL.exists():
-        pytest.skip("assets/tiny-flux-fill is not made yet: python tools/make_tiny_models.py --stage fill")
+        pytest.skip("assets/tiny-flux-fill is not made yet: python dev/make_tiny_models.py --stage fill")
     return load_fill_pipeline(FILL)
 
 

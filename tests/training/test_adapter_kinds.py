@@ -15,7 +15,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.training.events import RunEvents
 from networks.injection import inject_adapter
-from networks.merge import LoraSource, merge_loras
+from networks.merging.merge import LoraSource, merge_loras
 from networks.targets import FLUX_TARGETS
 from tests.networks.comfy_formulas import comfy_weight
 from tests.runs import largest_difference, lora, pipeline_forward, run, write_base, write_dataset

@@ -13,9 +13,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from library.errors import UserError
-from library.models.transformer_files import TransformerFiles
-from library.training.attention_choice import AttentionShape, choose_attention
-from networks.metadata import build_metadata
+from library.models.family import TransformerFiles
+from library.training.memory.attention_choice import AttentionShape, choose_attention
+from networks.files.metadata import build_metadata
 from tests.runs import run
 from tests.tiny import tiny_flux_transformer
 from tests.tiny_qwen import tiny_qwen_transformer

@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import library.nn.frozen_linear as frozen_linear
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from library.models.flux_attention import swap_hot_paths
-from library.models.flux_tokens import image_positions, pack_latents
-from library.nn import frozen_linear
+from library.models.flux.model import image_positions, pack_latents, swap_hot_paths
 from library.precision.recipe import Fp8Recipe, quantize_model
-from library.training.block_swap import RING, BlockSwap, Ring, swap_blocks, swapped_per_kind
+from library.training.memory.block_swap import RING, BlockSwap, Ring, swap_blocks, swapped_per_kind
 from networks.injection import LoraNetwork, inject_lora
 from networks.options import parse_network_args
 from networks.targets import FLUX_TARGETS
@@ -31,7 +30,7 @@ SWAPPED = 3  # of 4 double and 8 single blocks: 1 double and 4 single off the de
 @pytest.fixture(autouse=True)
 def _every_weight_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model's weights are all below the size from which moving pays."""
-    monkeypatch.setattr("library.training.block_swap._SMALLEST", 1)
+    monkeypatch.setattr("library.training.memory.block_swap._SMALLEST", 1)
 
 
 @functools.cache

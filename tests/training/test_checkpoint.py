@@ -9,7 +9,7 @@ import torch
 
 from library.config import load_config
 from library.errors import UserError
-from library.training.checkpoint import (
+from library.training.checkpoint.state import (
     OutputNames,
     Position,
     lasting_settings,

@@ -10,13 +10,12 @@ from torch import nn
 
 import train_lora
 from library.config import load_config
-from library.config.conflicts import find_conflicts
-from library.config.parallel_schema import ParallelConfig
-from library.config.schema import TrainConfig
+from library.config.rules import find_conflicts
+from library.config.schema import ParallelConfig, TrainConfig
 from library.errors import UserError
-from library.models.flux_attention import swap_hot_paths
-from library.training.device_map import deal_out_blocks, devices_to_fill
-from library.training.update_guard import all_finite
+from library.models.flux.model import swap_hot_paths
+from library.training.guard.update_guard import all_finite
+from library.training.parallel.device_map import deal_out_blocks, devices_to_fill
 from tests.runs import arguments, lora, run, write_dataset
 from tests.tiny import tiny_flux_transformer
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import library.training.checkpoint.export as export
 from library.errors import UserError
-from library.training import export
 from tests.runs import run
 
 

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+import tools.quantize_model as quantize_model
 from library.errors import UserError
 from library.precision.fp8_linear import Fp8Linear
 from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forward, run, train_flags, write_dataset
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 from tests.worker_group import run_in_group
-from tools import quantize_model
 
 SAME_IN_FP32 = 2e-4  # other orders of summation, as in test_train
 LINEARS = 26  # of the tiny transformer in diffusers' layout, without embedders and final layer

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import library.training.checkpoint.saving as keeping
 from library.errors import UserError, WriteError
 from library.files import write_safetensors, write_text
-from library.training import keeping
-from library.training.keeping import Keeper
-from library.training.metrics import MetricsStream
-from library.training.resume import find_damage
+from library.training.checkpoint.resume import find_damage
+from library.training.checkpoint.saving import Keeper
+from library.training.report.metrics import MetricsStream
 from tests.faults.suite import broken_files
 from tests.runs import lora, run
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from library.config.schema import HubConfig
 from library.errors import UserError
-from library.training.hub import HubUpload
+from library.training.checkpoint.hub import HubUpload
 from tests.runs import run
 
 

@@ -15,12 +15,22 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from library.config.parallel_schema import ParallelConfig
-from library.models.lm_config import LMConfig, llama
-from library.models.transformer_lm import TransformerLM
-from library.training.footprint import Footprint, Part, Shape, footprint, shape_of
-from library.training.layout_memory import Options, estimate, fits, layouts
-from library.training.memory import GIB, Parts, measured_parts
+from library.config.schema import ParallelConfig
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import LMConfig, llama
+from library.training.memory.budget import GIB, Parts
+from library.training.memory.dry_run import measured_parts
+from library.training.memory.estimator import (
+    Footprint,
+    Options,
+    Part,
+    Shape,
+    estimate,
+    fits,
+    footprint,
+    layouts,
+    shape_of,
+)
 from networks.injection import inject_lora
 from networks.options import parse_network_args
 from networks.targets import TARGETS
@@ -62,7 +72,7 @@ def lora_step(checkpointing: bool, tokens: int, text: int) -> Callable[[], None]
     from diffusers import FluxTransformer2DModel
 
     from library.config.schema import NetworkConfig
-    from library.models.flux_attention import swap_hot_paths
+    from library.models.flux.model import swap_hot_paths
 
     model = swap_hot_paths(FluxTransformer2DModel(**FLUX).to(torch.bfloat16))
     options = parse_network_args(NetworkConfig(network_dim=8, network_alpha=8), TARGETS["flux"])

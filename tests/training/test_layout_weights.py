@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from library.config import load_config
-from library.config.parallel_schema import ParallelConfig
-from library.training.footprint import footprint, shape_of
-from library.training.layout_memory import Options, estimate
-from library.training.memory import tensor_bytes
-from library.training.optimizers import unwrapped
+from library.config.schema import ParallelConfig
+from library.training.memory.budget import tensor_bytes
+from library.training.memory.estimator import Options, estimate, footprint, shape_of
+from library.training.optim.factory import unwrapped
 from tests.runs import arguments, write_base, write_dataset
 from tests.worker_group import run_in_group
 from train_lora import train

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from library.config.load import load_language_config, names_language_model
 from library.errors import UserError
 from library.files import weights_fingerprint
-from library.models.lm_files import load_lm
-from library.training.instruction.adapters import put_lora_on
+from library.models.llm.files import load_lm
+from library.training.tasks.chat_lora import put_lora_on
 from tests.instruction_runs import adapter, flags, run, train_flags, write_place
 from tests.worker_group import run_in_group
 

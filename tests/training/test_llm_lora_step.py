@@ -11,12 +11,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from library.config.schema import NetworkConfig
-from library.llm.instruction_batches import Example, collate_windows
-from library.models.lm_files import load_lm
-from library.models.lm_projections import separate_projections
-from library.models.transformer_lm import TransformerLM
+from library.llm.chat_batches import Example, collate_windows
+from library.models.llm.files import load_lm
+from library.models.llm.model import TransformerLM, separate_projections
 from library.nn.cross_entropy import IGNORED
-from library.training.instruction.step import InstructionStep
+from library.training.tasks.chat_lora import InstructionStep
 from networks.injection import inject_lora
 from networks.network import LoraNetwork
 from networks.options import parse_network_args

@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 from library.config.schema import OptimizerConfig
-from library.training.lr_tracker import detect_settled, read_learning_rates, warmup_end
-from library.training.optimizers import build_optimizer
+from library.training.optim.factory import build_optimizer
+from library.training.optim.lr_tracker import detect_settled, read_learning_rates, warmup_end
 
 
 class Problem:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import library.training.memory.dry_run as memory_choice
+import library.training.memory.dry_run as rehearsal
 from library.config import load_config
 from library.config.schema import TrainingConfig
 from library.errors import UserError
-from library.training import memory_choice, rehearsal
-from library.training.memory import Parts
-from library.training.memory_choice import choose
-from library.training.rehearsal import Trial
+from library.training.memory.budget import Parts
+from library.training.memory.dry_run import Trial, choose
 from tests.runs import arguments, lora, run
 from tests.training.test_rehearsal import two_sizes
 

@@ -14,14 +14,9 @@ from torch import Tensor, nn
 
 from library.config.schema import OptimizerConfig
 from library.errors import UserError
-from library.training.optimizers import (
-    averaged_weights,
-    build_optimizer,
-    has_averaged_weights,
-    parse_optimizer_args,
-)
-from library.training.schedules import build_schedule
-from library.training.state_file import read_state, write_state
+from library.training.checkpoint.state import read_state, write_state
+from library.training.optim.factory import averaged_weights, build_optimizer, has_averaged_weights, parse_optimizer_args
+from library.training.optim.schedules import build_schedule
 
 NAMES = [
     "AdamW",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from library.config.conflicts import find_conflicts
+from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.layouts import assert_same_figures, chat_one, lines, train_one

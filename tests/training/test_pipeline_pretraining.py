@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from library.config.llm_schema import LLMConfig, find_llm_conflicts, load_llm_config
-from library.models.lm_config import PRESETS
-from library.training.pretraining.build import accumulation_for
+from library.config.load import load_llm_config
+from library.config.pretrain_schema import LLMConfig
+from library.config.rules import find_llm_conflicts
+from library.models.llm.spec import PRESETS
+from library.training.tasks.pretraining import accumulation_for
 from tests.layouts import assert_same_figures
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.training.test_sharded_pretraining import SAME_IN_FP32, SETTINGS, difference, train_one

@@ -13,14 +13,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from library.accelerator import build_accelerator
-from library.config.parallel_schema import ParallelConfig
-from library.config.schema import AccelerateConfig, LoggingConfig, NetworkConfig, SavingConfig, TrainingConfig
+from library.config.schema import (
+    AccelerateConfig,
+    LoggingConfig,
+    NetworkConfig,
+    ParallelConfig,
+    SavingConfig,
+    TrainingConfig,
+)
 from library.data.batches import Batch
 from library.errors import UserError
-from library.llm.instruction_batches import InstructionBatch
-from library.training.pipeline.lora import prepare_stage
-from library.training.pipeline.schedule import microbatches_of
-from library.training.pipeline.stages import Outline, outline_of, plan_stages, share_out
+from library.llm.chat_batches import InstructionBatch
+from library.training.parallel.pipeline.schedule import microbatches_of
+from library.training.parallel.pipeline.stages import Outline, outline_of, plan_stages, prepare_stage, share_out
 from networks.injection import inject_lora
 from networks.options import parse_network_args
 from networks.targets import TARGETS

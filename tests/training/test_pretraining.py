@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from library.config.llm_schema import LLMModelConfig, load_llm_config
+from library.config.load import load_llm_config
+from library.config.pretrain_schema import LLMModelConfig
 from library.errors import UserError
-from library.llm.token_batches import TokenBatches
-from library.llm.token_shards import TokenShards
-from library.models.lm_config import PRESETS
-from library.models.lm_files import load_lm
-from library.models.transformer_lm import TransformerLM
-from library.training.muon import MuonWithAdamW
-from library.training.pretraining.build import fresh_config, parameter_groups
-from library.training.pretraining.speed import flops_per_token
+from library.llm.token_batches import TokenBatches, TokenShards
+from library.models.llm.files import load_lm
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import PRESETS
+from library.training.optim.muon import MuonWithAdamW
+from library.training.tasks.pretraining import flops_per_token, fresh_config, parameter_groups
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.processes import launcher, run_command
 
@@ -73,7 +72,7 @@ def test_the_first_step_is_adamws_on_the_mean_of_all_windows(corpus: Path, tmp_p
     run(corpus, tmp_path / "two", tokens_per_batch=256, **settings)  # 2 x 4 windows of 32
     config = load_llm_config(flags(corpus, tmp_path, **settings))
     shards = TokenShards(corpus, "train")
-    from library.training.pretraining.build import build_model
+    from library.training.tasks.pretraining import build_model
 
     model = build_model(config, shards.vocab_size, torch.device("cpu"))
     batches = TokenBatches(shards, 32, 4, seed=5)

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from library.training.progress import TrainingProgress, print_summary
+from library.training.report.progress import TrainingProgress, print_summary
 
 STEP = {
     "loss_ema": 0.25,

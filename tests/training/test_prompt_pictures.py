@@ -12,11 +12,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
-from library.data.controls import ControlSizing
+from library.data.sidecars import ControlSizing
 from library.errors import UserError
-from library.training.prompt_pictures import PictureRules, check_pictures, encode_pictures, show_pictures, text_jobs
-from library.training.prompts import SamplePrompt, parse_prompt, read_prompts
-from library.training.sampling import Sampler
+from library.training.sampling.conditions import PictureRules, check_pictures, encode_pictures, show_pictures, text_jobs
+from library.training.sampling.images import Sampler
+from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
 from tests.data.folders import AverageEncoder, picture
 
 

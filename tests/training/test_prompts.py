@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from library.errors import UserError
-from library.training.prompts import SamplePrompt, check_steering, parse_prompt, prompt_texts, read_prompts
+from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, prompt_texts, read_prompts
 
 
 def _read(tmp_path: Path, text: str, suffix: str = ".txt", **keywords: object) -> list[SamplePrompt]:

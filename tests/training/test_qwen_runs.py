@@ -14,10 +14,10 @@ from safetensors import safe_open
 from library.conditions import Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
-from library.models.flux_tokens import pack_latents
+from library.models.flux.model import pack_latents
 from library.models.registry import model_family
 from library.training.flow import noise_for
-from library.training.step import FlowStep
+from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_lora
 from networks.options import parse_network_args
 from networks.targets import TARGETS

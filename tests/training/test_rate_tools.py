@@ -13,8 +13,8 @@ import pytest
 
 from library.config import load_config
 from library.errors import UserError
-from library.training.distance_watch import DistanceWatch
-from library.training.lr_range import RangeTest
+from library.training.optim.lr_range import RangeTest
+from library.training.optim.lr_tracker import DistanceWatch
 from tests.runs import ROOT, arguments, run
 from tools.lr_range_test import range_test
 

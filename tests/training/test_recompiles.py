@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from library.training.checkpoint import Position
+from library.training.checkpoint.state import Position
 from library.training.events import RunEvents
 from tests.runs import run, write_dataset
 

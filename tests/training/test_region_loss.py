@@ -13,8 +13,7 @@ from library.config import load_config
 from library.config.schema import FlowConfig
 from library.data.batches import Batch
 from library.errors import UserError
-from library.training.region_loss import border_ring, check_seam, region_weights
-from library.training.step import FlowStep
+from library.training.tasks.image_step import FlowStep, border_ring, check_seam, region_weights
 from tests.data.folders import add_image, build, write_toml
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import library.training.memory.dry_run as rehearsal
 from library.errors import UserError
-from library.training import rehearsal
-from library.training.memory import Parts, available_bytes, suggestions
+from library.training.memory.budget import Parts, available_bytes
+from library.training.memory.dry_run import suggestions
 from tests.forked import run_script
 from tests.processes import run_command
 from tests.runs import ROOT, arguments, lora, run, write_dataset
@@ -109,7 +110,7 @@ def run_code(code: str, folder: Path, *words: str) -> subprocess.CompletedProces
 
 def test_the_limits_of_the_process_count(tmp_path: Path) -> None:
     script = (
-        "import resource, torch; from library.training.memory import available_bytes as free, _status;"
+        "import resource, torch; from library.training.memory.budget import available_bytes as free, _status;"
         "before = free(torch.device('cpu'));"
         "resource.setrlimit(resource.RLIMIT_AS, (_status('VmSize') + 2**26, -1));"
         "held = _status('VmRSS'); print(before > held + 2**26, abs(free(torch.device('cpu')) - held - 2**26) < 2**23)"
@@ -146,7 +147,7 @@ def test_onednn_out_of_memory_is_told_from_an_operation_it_lacks(limited: bool, 
     """oneDNN says "could not create a primitive" of both; it can be out of memory only where addresses are limited."""
     code = """
 import resource, sys
-from library.training.memory import is_out_of_memory
+from library.training.memory.budget import is_out_of_memory
 if sys.argv[1] == "True":
     pages = int(open("/proc/self/statm").read().split()[0]) + 2**12
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))

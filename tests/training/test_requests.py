@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from library.config import load_config
-from library.training.resume import find_damage, newest_state
+from library.training.checkpoint.resume import find_damage, newest_state
 from tests.forked import Script
 from tests.processes import LIMIT
 from tests.runs import ROOT, arguments, lora, run
@@ -65,7 +65,7 @@ def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_with_the_same_bits(
 def test_a_second_signal_ends_it_at_once() -> None:
     code = (
         "import os, signal, types, pathlib\n"
-        "from library.training.requests import Requests\n"
+        "from library.training.guard.signals import Requests\n"
         "alone = types.SimpleNamespace(is_main_process=True, num_processes=1)\n"
         "requests = Requests(pathlib.Path('.'), alone, 0.0)\n"
         "with requests.listening():\n"

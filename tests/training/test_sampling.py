@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from library.training.prompts import SamplePrompt
-from library.training.sampling import Sampler, save_picture
+from library.training.sampling.images import Sampler, save_picture
+from library.training.sampling.prompts import SamplePrompt
 
 
 class Painter:

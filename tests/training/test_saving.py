@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from library.config.schema import SavingConfig
-from library.training.retention import remove_old
-from library.training.weight_average import WeightAverage
+from library.training.checkpoint.saving import remove_old
+from library.training.optim.ema import WeightAverage
 from tests.runs import largest_difference, lora, run, write_dataset
 
 VALIDATED = "batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1"

@@ -14,8 +14,8 @@ from transformers import optimization as reference
 
 from library.config.schema import OptimizerConfig
 from library.errors import UserError
-from library.training.optimizers import build_optimizer
-from library.training.schedules import build_schedule, lr_multiplier, resolve_steps
+from library.training.optim.factory import build_optimizer
+from library.training.optim.schedules import build_schedule, lr_multiplier, resolve_steps
 
 LR, TOTAL, WARMUP = 3e-4, 60, 7
 

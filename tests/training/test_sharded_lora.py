@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from library.config.conflicts import find_conflicts
+from library.config.rules import find_conflicts
 from tests.layouts import SETTINGS, assert_same_figures, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.test_llm_lora_runs import adapter, place  # noqa: F401  # the fixture
@@ -139,9 +139,8 @@ def test_gradients_of_split_runs_are_means_over_processes(tmp_path: Path) -> Non
 
 def share(folder: Path) -> None:
     from library.accelerator import build_accelerator
-    from library.config.parallel_schema import ParallelConfig
-    from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
-    from library.training.sharding import share_gradients
+    from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
+    from library.training.parallel.fsdp import share_gradients
 
     saving = SavingConfig(output_dir=str(folder))
     accelerator = build_accelerator(

@@ -8,18 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dev.draw_distributed as draw_distributed
 import library.accelerator
-from library.config.llm_schema import LLMConfig, find_llm_conflicts, load_llm_config
-from library.config.parallel_schema import ParallelConfig
+from library.config.load import load_llm_config
+from library.config.pretrain_schema import LLMConfig
+from library.config.rules import find_llm_conflicts
+from library.config.schema import ParallelConfig
 from library.errors import UserError
-from library.models.lm_config import PRESETS
+from library.models.llm.spec import PRESETS
 from library.nn.rope import RopeTables
-from library.training.pretraining.build import accumulation_for
-from library.training.sharding import check_sharding
+from library.training.parallel.fsdp import check_sharding
+from library.training.tasks.pretraining import accumulation_for
 from tests.layouts import assert_same_figures
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.worker_group import run_in_group
-from tools import draw_distributed
 from train_llm import train
 
 ROOT = Path(__file__).resolve().parents[2]

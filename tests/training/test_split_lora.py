@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from library.config import load_config
-from library.config.conflicts import find_conflicts
+from library.config.rules import find_conflicts
 from tests.instruction_runs import adapter, write_place
 from tests.instruction_runs import flags as chat_flags
 from tests.instruction_runs import run as chat_run

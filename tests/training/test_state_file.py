@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from library.errors import UserError
-from library.training.state_file import read_state, write_state
+from library.training.checkpoint.state import read_state, write_state
 
 
 def test_a_tree_comes_back_as_it_was(tmp_path: Path) -> None:

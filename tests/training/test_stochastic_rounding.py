@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import library.training.optim.stochastic_rounding as stochastic_rounding
 from library.errors import UserError
-from library.training import stochastic_rounding
-from library.training.stochastic_rounding import (
+from library.training.optim.stochastic_rounding import (
     STEP_KEY,
     round_stochastically,
     update_stochastically,

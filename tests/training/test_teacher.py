@@ -9,18 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import tools.quantize_model as quantize_model
 from library.config.schema import FlowConfig, ModelConfig
 from library.errors import UserError
 from library.models.registry import model_family
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.serving import ServedLinear
 from library.training.flow import add_noise, noise_for, sample_sigmas
-from networks.formats import load_lora, save_lora
+from networks.files.lora import load_lora, save_lora
+from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 from networks.targets import FLUX_TARGETS
-from networks.weights import LoraWeights
 from tests.runs import largest_difference, lora, pipeline_forward, run, write_dataset
-from tools import quantize_model
 
 Settings = dict[str, object]
 FP8: Settings = {"fp8_scaled": True, "fp8_granularity": "tensor", "fp8_keep": []}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from library.config.conflicts import find_conflicts
+from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.layouts import assert_same_figures, chat_one, lines, train_one

@@ -14,18 +14,25 @@ from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, ZImag
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import library.models.flux.model as flux_attention
+import library.models.qwen_image.model as qwen_attention
 from library.accelerator import build_accelerator, device_mesh
-from library.config.parallel_schema import ParallelConfig
-from library.config.schema import AccelerateConfig, LoggingConfig, NetworkConfig, SavingConfig, TrainingConfig
+from library.config.schema import (
+    AccelerateConfig,
+    LoggingConfig,
+    NetworkConfig,
+    ParallelConfig,
+    SavingConfig,
+    TrainingConfig,
+)
 from library.errors import UserError
-from library.models import flux_attention, qwen_attention
-from library.models.transformer_files import split_plan
+from library.models.family import split_plan
 from library.nn.cross_entropy import token_cross_entropy
 from library.nn.tensor_split import Parts
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
-from library.training.sharding import share_gradients
-from library.training.tensor_parallel import split_layers
+from library.training.parallel.fsdp import share_gradients
+from library.training.parallel.tensor import split_layers
 from networks.injection import inject_lora
 from networks.options import parse_network_args
 from networks.targets import TARGETS

@@ -13,10 +13,15 @@ from safetensors import safe_open
 
 from library.config.schema import DatasetArguments
 from library.data.dataset import TrainingData, build_dataset
-from library.training.checkpoint import Position
-from library.training.dataset_facts import dataset_facts, most_frequent
-from library.training.file_hashes import model_file_facts, sha256_of
-from library.training.training_facts import save_facts, without_folders
+from library.training.checkpoint.metadata import (
+    dataset_facts,
+    model_file_facts,
+    most_frequent,
+    save_facts,
+    sha256_of,
+    without_folders,
+)
+from library.training.checkpoint.state import Position
 from tests.runs import run, write_dataset
 
 TOML = """

@@ -17,7 +17,7 @@ from library.data.batches import Batch
 from library.errors import UserError
 from library.models.registry import model_family
 from library.training.flow import noise_for
-from library.training.step import FlowStep
+from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_lora
 from networks.options import parse_network_args
 from networks.targets import Z_IMAGE_TARGETS

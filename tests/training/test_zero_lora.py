@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from library.accelerator import require_deepspeed
 from library.config import load_config
-from library.config.conflicts import find_conflicts
-from library.config.parallel_schema import ParallelConfig
-from library.config.schema import TrainConfig
-from library.deepspeed_setup import require_deepspeed
+from library.config.rules import find_conflicts
+from library.config.schema import ParallelConfig, TrainConfig
 from library.errors import UserError
-from library.training.footprint import footprint, shape_of
-from library.training.layout_memory import Options, estimate
+from library.training.memory.estimator import Options, estimate, footprint, shape_of
 from tests.layouts import GRADIENTS, assert_same_figures, chat_one, lines, train_one
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.runs import arguments, largest_difference, lora, run, write_dataset

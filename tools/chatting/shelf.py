@@ -11,12 +11,12 @@ from pathlib import Path
 from library.errors import UserError, did_you_mean
 from library.llm.chat_templates import ChatTemplate, find_chat_template
 from library.llm.tokenizers import load_tokenizer
-from library.models.lm_files import open_lm
-from library.models.transformer_lm import TransformerLM
-from library.training.instruction.adapters import put_lora_on, template_of
-from networks.adapter import AdapterLinear
+from library.models.llm.files import open_lm
+from library.models.llm.model import TransformerLM
+from library.training.tasks.chat_lora import put_lora_on, template_of
+from networks.adapters.base import AdapterLinear
 from networks.injection import AdapterNetwork
-from networks.merge import LoraSource
+from networks.merging.merge import LoraSource
 from tools.generation.text import load
 from tools.merge_lora import parse_source
 

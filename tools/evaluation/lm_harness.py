@@ -1,6 +1,6 @@
 """lm-evaluation-harness's tasks on our models: the three questions it asks of a language model.
 
-``loglikelihood`` and ``loglikelihood_rolling`` go to ``library.llm.scoring``, ``generate_until`` to the generation
+``loglikelihood`` and ``loglikelihood_rolling`` go to ``library.llm.evaluation``, ``generate_until`` to the generation
 loop. Texts are tokenised as the harness does for transformers' models: the token that begins a text comes first where
 the tokenizer has one of its own (Llama's), and none for GPT-2's. The harness is an extra (``requirements-eval.txt``);
 this module is imported only where it is installed.
@@ -18,12 +18,10 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from library.errors import UserError, did_you_mean
-from library.llm.choices import continuation_span
+from library.llm.evaluation import Span, continuation_span, first_token, score_spans
 from library.llm.generation import SamplingSettings, stream_tokens
-from library.llm.perplexity import first_token
-from library.llm.scoring import Span, score_spans
 from library.llm.tokenizers import Tokenizer
-from library.models.transformer_lm import TransformerLM
+from library.models.llm.model import TransformerLM
 
 Counting = Callable[[str, int], Callable[[int], None]]
 _NEW_TOKENS = 256  # where a task does not say; the harness's own default

@@ -14,15 +14,14 @@ import torch
 from library.config.schema import PrecisionConfig
 from library.errors import UserError
 from library.files import write_text
-from library.llm.chat import Message
-from library.llm.dialogue_templates import TEMPLATES, DialogueTemplate, Llama3Template, dialogue_template
+from library.llm.chat_templates import TEMPLATES, DialogueTemplate, Llama3Template, Message, dialogue_template
 from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer
-from library.models.lm_files import load_lm, open_lm
-from library.models.transformer_lm import TransformerLM
-from library.training.base_precision import plan_fp8
-from library.training.instruction.adapters import put_lora_on, template_of
-from networks.merge import LoraSource
+from library.models.llm.files import load_lm, open_lm
+from library.models.llm.model import TransformerLM
+from library.training.tasks.chat_lora import put_lora_on, template_of
+from library.training.tasks.lora_plan import plan_fp8
+from networks.merging.merge import LoraSource
 from tools.merge_lora import parse_source
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from library.errors import UserError
 from library.files import atomic_path
-from networks.lora_inspection import LoraLayer
+from networks.files.inspection import LoraLayer
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito 2008
 _DECADES = 3  # of the colour scale below the largest update; what is smaller is shown as smallest

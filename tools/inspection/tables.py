@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from library.models.inspection import Component, ModuleGroup, WeightSet, is_known
-from networks.lora_inspection import LoraLayer, LoraReport
+from networks.files.inspection import LoraLayer, LoraReport
 
 _DTYPES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8 e4m3", "F8_E5M2": "fp8 e5m2", "F64": "fp64"}
 _BARS = "▁▂▃▄▅▆▇█"

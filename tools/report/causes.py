@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from statistics import median, pstdev
 from typing import Any
 
-from library.precision.parity.survival import FLAGGED
+from library.precision.parity.layer_errors import FLAGGED
 from tools.report.deployments import Variant
 from tools.report.differences import Differences
 from tools.report.layers import LayerRow

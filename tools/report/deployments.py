@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.protocol import Family, ImageEncoder
+from library.models.family import Family, ImageEncoder
 from library.models.registry import model_family, with_transformer
 from library.nn.rope import MultiAxisRope
 from library.precision.formats import format_of
@@ -36,9 +36,9 @@ from library.precision.quantize import Granularity, Quantized, quantize
 from library.precision.recipe import Fp8Recipe
 from library.precision.serving import ActivationRounding, rounded_positions, serve_in_fp8
 from library.randomness import derive_seed
+from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 from networks.targets import TARGETS
-from networks.weights import LoraWeights
 from tools.calibration_flags import recipe_named
 
 Merge = Literal["nearest", "stochastic"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from library.precision.seam import edge_regions, seam_figures, spectrum
+from library.precision.parity.seam import edge_regions, seam_figures, spectrum
 from tools.report.runs import Outcome, Probe
 
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from library.precision.seam import border_distance
+from library.precision.parity.seam import border_distance
 from tools.report.causes import CAUSES, Attribution
 from tools.report.differences import Differences
 from tools.report.layers import LayerRow

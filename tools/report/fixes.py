@@ -20,51 +20,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+import tools.retarget_lora as retarget_lora
 from library.config import load_config
 from library.errors import UserError
 from library.training.calibration import CalibrationOptions
-from networks.formats import load_lora
-from networks.weights import LoraWeights
-from tools import retarget_lora
+from networks.files.lora import load_lora
+from networks.files.weights import LoraWeights
 from tools.report.deployments import REFERENCE, Models, Variant
 from tools.report.differences import Differences, compare
 from tools.report.layers import LayerRow
 from tools.report.measure import Asked, run_named
 from tools.report.rebuilding import rebuild
+from tools.report.result import Fix
 from tools.report.runs import Outcome, Probe
 from train_lora import train
 
 FIXES = ("settings", "strength", "retarget", "correction", "rebuild", "keep", "teacher", "together")
 CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, KEPT_SHARE = 32, 200, "3e-4", 0.1
-
-
-@dataclass(frozen=True)
-class Fix:
-    """A fix that was tried.
-
-    Attributes:
-        name: one of the module's list. cost: in words. seconds: that finding it took. files: that it left.
-        figures, outcome: of the deployment with it.
-    """
-
-    name: str
-    cost: str
-    seconds: float
-    files: tuple[Path, ...]
-    figures: Differences
-    outcome: Outcome
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        files = [str(path) for path in self.files]
-        return {"name": self.name, "cost": self.cost, "seconds": self.seconds, "files": files,
-                "figures": self.figures.as_json()}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from library.precision.formats import format_of, holds_nan_or_inf
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.parity.activations import LayerInputs, watched
-from library.precision.parity.errors import relative_output_error
-from library.precision.parity.survival import survival
+from library.precision.parity.layer_errors import relative_output_error, survival
+from library.precision.parity.seam import regions
 from library.precision.quantize import Quantized
-from library.precision.seam import regions
-from networks.weights import LoraWeights
+from networks.files.weights import LoraWeights
 from tools.report.deployments import granularity_of, numbers, round_like
 from tools.report.runs import Probe
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from library.data.batches import Batch
 from library.errors import UserError
 from library.precision.parity.activations import collect_inputs
-from library.precision.parity.keep import measure_contributions
+from library.precision.parity.layer_errors import measure_contributions
 from library.precision.recipe import Fp8Recipe
 from library.training.calibration import Calibration, CalibrationOptions, prepare_calibration
-from library.training.progress import counting
+from library.training.report.progress import counting
 from tools.report.causes import Attribution, judge
 from tools.report.deployments import REFERENCE, Models, Variant
 from tools.report.differences import compare
 from tools.report.layers import ActivationSizes, LayerRow, layer_row, linear_layers, watched_sizes
-from tools.report.page import Report
+from tools.report.result import Report
 from tools.report.runs import Outcome, Probe, run_variant
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL.Image import Image
 
+import tools.report.figures as figures
 from library.files import atomic_path, write_text
-from tools.report import figures
-from tools.report.causes import CAUSES, Attribution, Verdict
+from tools.report.causes import CAUSES
 from tools.report.differences import Differences
 from tools.report.layers import LayerRow
-from tools.report.runs import Outcome, Probe
+from tools.report.result import Report
 
 if TYPE_CHECKING:
-    from tools.report.fixes import Fix
+    from tools.report.result import Fix
+
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1080px; color: #222; padding: 0 1rem }
@@ -32,27 +32,6 @@ td, th { padding: 2px 10px; text-align: right; border-bottom: 1px solid #e4e4e4 
 td:first-child, th:first-child { text-align: left } tr.flagged td { background: #fdecea }
 img { max-width: 100% } p.note { color: #666; font-size: 13px } dt { font-weight: 600 } dd { margin: 0 0 .5rem 0 }
 """
-
-
-@dataclass(frozen=True)
-class Report:
-    """All that was measured.
-
-    Attributes:
-        title: what was compared. settings: name -> value, for the reader and the JSON.
-        full: the deployment. attributions: its causes. layers: in the model's order.
-        reference, deployed: their outcomes, for the pictures.
-    """
-
-    title: str
-    settings: Mapping[str, str]
-    verdict: Verdict
-    full: Differences
-    attributions: Sequence[Attribution]
-    layers: Sequence[LayerRow]
-    reference: Outcome
-    deployed: Outcome
-    probe: Probe
 
 
 def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = (), best: Fix | None = None) -> list[Path]:

@@ -3,8 +3,8 @@
 Three things that plain casts and most published files leave out are worth a file of one's own: scales, four bytes a
 layer, that lift small weights out of the subnormals; rounding that makes up for its own errors on real activations
 (``library.precision.parity.compensated``; the size stays); and a tenth of the size more, spent on the layers that
-contribute most to the error (``library.precision.parity.keep``). A file without scales gets ComfyUI's, which programs
-that read a plain cast and no scales (diffusers' layerwise casting) do not take; any other keeps its layout.
+contribute most to the error (``library.precision.parity.layer_errors``). A file without scales gets ComfyUI's, which
+programs that read a plain cast and no scales (diffusers' layerwise casting) do not take; any other keeps its layout.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+import tools.quantize_model as quantize_model
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.formats import E4M3FN, format_of
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import Granularity
-from tools import quantize_model
 from tools.report.deployments import DeployedWeights, Models
 
 _LAYOUT_OF_SCALES: dict[Granularity, LayoutKind] = {

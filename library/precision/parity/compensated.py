@@ -29,10 +29,8 @@ import torch
 from torch import Tensor
 
 from library.precision.formats import E4M3FN, Fp8Format, format_of
-from library.precision.parity.errors import damped
-from library.precision.parity.survival import survival
-from library.precision.quantize import Granularity, Quantized, compute_scale, fitting_granularity
-from library.precision.rounding import round_to_nearest
+from library.precision.parity.layer_errors import damped, survival
+from library.precision.quantize import Granularity, Quantized, compute_scale, fitting_granularity, round_to_nearest
 
 DAMPING = 0.01
 _BLOCK = 128  # columns between two products over all later ones, as in GPTQ's code

@@ -1,0 +1,240 @@
+"""A layer of known shape to measure on: heavy-tailed weights, correlated inputs, a LoRA's update.
+
+Weights are Student-t with 4 degrees of freedom and eight columns five times as large, at any standard deviation: the
+kind that FLUX's layers are, made from a seed. Inputs lie mostly in a few directions. An update either has no direction
+at all, or lies where the inputs are, as a trained LoRA's does.
+
+What the figures show, as plain lists: steps of formats, errors of weights, merges and activations.
+
+Everything is measured by rounding with ``library.precision`` and comparing; nothing here knows a formula for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from library.precision.formats import E4M3FN, FORMATS
+from library.precision.parity.compensated import merge_into_fp8
+from library.precision.parity.layer_errors import moment_energy, saturated, survival
+from library.precision.quantize import Granularity, Quantized, dequantize, quantize, round_to_nearest
+from library.precision.serving import ActivationRounding, round_activations
+
+SIZE = 512
+RANK = 16
+_FREEDOM, _OUTLIERS, _OUTLIER_SIZE = 4, 8, 5.0
+
+
+def heavy_tailed_weight(std: float, size: int = SIZE, seed: int = 0) -> Tensor:
+    """Return a weight [size, size], fp32, of standard deviation ``std``."""
+    random = torch.Generator().manual_seed(seed)
+    normal = torch.randn(size, size, generator=random)
+    spread = torch.randn(size, size, _FREEDOM, generator=random).square().mean(-1).sqrt()
+    weight = normal / spread  # Student's t: a normal number over the root of a chi square
+    weight[:, torch.randperm(size, generator=random)[:_OUTLIERS]] *= _OUTLIER_SIZE
+    return weight * (std / weight.std())
+
+
+def input_moment(size: int = SIZE, seed: int = 1) -> Tensor:
+    """Return the second moment [size, size] of inputs, float64.
+
+    Their k-th direction has a variance of 1 / k, and eight channels are ten times the rms of the others.
+    """
+    random = torch.Generator().manual_seed(seed)
+    directions, _ = torch.linalg.qr(torch.randn(size, size, generator=random, dtype=torch.float64))
+    variances = 1.0 / torch.arange(1, size + 1, dtype=torch.float64)
+    moment = directions @ (variances[:, None] * directions.t())
+    outliers = torch.randperm(size, generator=random)[:_OUTLIERS]
+    moment[outliers, outliers] += 100 * float(moment.diagonal().mean())
+    return moment
+
+
+def update_without_direction(weight: Tensor, share: float = 0.01, seed: int = 2) -> Tensor:
+    """Return normal numbers of ``share`` of the weight's size."""
+    update = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    return update * (share * weight.norm() / update.norm())
+
+
+def update_along_inputs(weight: Tensor, moment: Tensor, share: float = 0.01, seed: int = 3) -> Tensor:
+    """Return an update of rank 16 and ``share`` of the weight's size that looks where the inputs are."""
+    random = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(RANK, weight.shape[1], generator=random)
+    down = inputs @ torch.linalg.cholesky(moment).t().float()  # rows are distributed as the inputs are
+    update = torch.randn(weight.shape[0], RANK, generator=random) @ down
+    return update * (share * weight.norm() / update.norm())
+
+
+Lines = dict[str, list[float]]  # what a line is called -> its points
+Rounding = Literal["nearest", "stochastic", "compensated"]
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES |= {fp8.name: fp8.dtype for fp8 in reversed(FORMATS)}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+MERGES: dict[str, tuple[Granularity, Rounding]] = {
+    "plain cast, nearest": ("cast", "nearest"),
+    "block64, nearest": ("block64", "nearest"),
+    "plain cast, stochastic": ("cast", "stochastic"),
+    "plain cast, compensated": ("cast", "compensated"),
+}
+
+
+def step_at(magnitude: float, dtype: torch.dtype) -> float:
+    """Return the distance from the number of ``dtype`` nearest to ``magnitude`` to the next larger one.
+
+    0 where the format has ended.
+    """
+    code = torch.tensor([magnitude]).to(dtype)
+    following = (code.view(_INTEGERS[dtype.itemsize]) + 1).view(dtype)
+    step = following.double() - code.double()
+    return step.item() if bool(torch.isfinite(step)) else 0.0
+
+
+def numbers_between(low: float, high: float, dtype: torch.dtype, most: int = 4000) -> list[float]:
+    """Return the numbers of ``dtype`` in [low, high], at most ``most`` of them; ``low`` is not below 0."""
+    found = [float(torch.tensor([low]).to(dtype))]
+    while found[-1] <= high and len(found) < most:
+        found.append(found[-1] + step_at(found[-1], dtype))
+    return [number for number in found if low <= number <= high]
+
+
+def weight_errors(stds: Sequence[float], granularities: Sequence[Granularity]) -> Lines:
+    """Return granularity -> relative error of a weight, rounded to e4m3fn, at each standard deviation."""
+    lines: Lines = {name: [] for name in granularities}
+    for std in stds:
+        weight = heavy_tailed_weight(std)
+        for name in granularities:
+            error = quantize(weight, name).dequantize(torch.float32) - weight
+            lines[name].append(float(error.norm() / weight.norm()))
+    return lines
+
+
+def code_shares(stds: Sequence[float]) -> Lines:
+    """Return the shares of weights that a plain cast makes zero and subnormal."""
+    lines: Lines = {"zero": [], "subnormal": []}
+    for std in stds:
+        weight = heavy_tailed_weight(std)
+        values = round_to_nearest(weight, E4M3FN).float().abs()
+        lines["zero"].append(float((values == 0).double().mean()))
+        lines["subnormal"].append(float(((values > 0) & (values < E4M3FN.min_normal)).double().mean()))
+    return lines
+
+
+def merged(base: Quantized, update: Tensor, granularity: Granularity, how: Rounding, moment: Tensor) -> Tensor:
+    """Return ``base`` plus ``update`` rounded into its own kind of fp8, as numbers."""
+    if how == "compensated":
+        return merge_into_fp8(base, update, moment, granularity).dequantize(torch.float32)
+    random = torch.Generator().manual_seed(4) if how == "stochastic" else None
+    total = base.dequantize(torch.float32) + update
+    return quantize(total, granularity, stochastic=how == "stochastic", generator=random).dequantize(torch.float32)
+
+
+@dataclass(frozen=True)
+class Merges:
+    """Merges into an fp8 file at each standard deviation, merge -> points.
+
+    Attributes:
+        anywhere: share that is left of an update of 1 % without direction, entry by entry.
+        along_inputs: share that is left of the effect on outputs of an update of 1 % along the inputs.
+        error: of the output, over what that update does to it; 1 is as far off as no LoRA.
+    """
+
+    anywhere: Lines
+    along_inputs: Lines
+    error: Lines
+
+
+def merges(stds: Sequence[float], names: Sequence[str] = tuple(MERGES)) -> Merges:
+    """Merge both kinds of update by each of ``names``, against the fp8 file with the LoRA beside it."""
+    moment = input_moment()
+    result = Merges(*({name: [] for name in names} for _ in range(3)))
+    for std in stds:
+        weight = heavy_tailed_weight(std)
+        for name in names:
+            granularity, how = MERGES[name]
+            base = quantize(weight, granularity)
+            served = base.dequantize(torch.float32)
+            update = update_without_direction(served)
+            found = survival(merged(base, update, granularity, how, moment), served, update)
+            result.anywhere[name].append(found.gain)
+            update = update_along_inputs(served, moment)
+            made = merged(base, update, granularity, how, moment)
+            left = survival(made, served, update, moment).output_gain
+            result.along_inputs[name].append(math.nan if left is None else left)
+            error = moment_energy(made - served - update, moment) / moment_energy(update, moment)
+            result.error[name].append(math.sqrt(error))
+    return result
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """Merges of growing updates: relative error of the weight and share of clamped entries with the old scales."""
+
+    shares: list[float]
+    old_scale: list[float]
+    new_scale: list[float]
+    clamped: list[float]
+
+
+def saturation(shares: Sequence[float], granularity: Granularity = "block64") -> Saturation:
+    """Measure merges of updates of ``shares`` of the weight's size, with the file's scales and with fresh ones."""
+    result = Saturation(list(shares), [], [], [])
+    base = quantize(heavy_tailed_weight(0.02), granularity)
+    served = base.dequantize(torch.float32)
+    moment = input_moment()
+    for share in shares:
+        wanted = served + update_along_inputs(served, moment, share)
+        assert base.scale is not None
+        old = _with_scale(wanted, base.scale)
+        result.old_scale.append(float((old - wanted).norm() / wanted.norm()))
+        fresh = quantize(wanted, granularity).dequantize(torch.float32)
+        result.new_scale.append(float((fresh - wanted).norm() / wanted.norm()))
+        result.clamped.append(saturated(wanted, base))
+    return result
+
+
+def stored_with_scale(values: Sequence[float], largest: float) -> list[float]:
+    """Return what e4m3fn makes of ``values`` under the scale of a tensor whose largest magnitude is ``largest``."""
+    row = torch.tensor([list(values)])
+    return _with_scale(row, torch.tensor([[largest / E4M3FN.max]]))[0].tolist()
+
+
+def activation_errors(outliers: Sequence[float], how: ActivationRounding) -> tuple[list[float], list[float]]:
+    """Return the error of ordinary activations beside one outlier of each size: in its own token, in all others.
+
+    512 tokens of 512 channels, normal numbers of rms 1; the first channel of the first token is the outlier. Errors are
+    relative and leave the outlier itself out.
+    """
+    ordinary = torch.randn(512, 512, generator=torch.Generator().manual_seed(5))
+    own, others = [], []
+    for size in outliers:
+        x = ordinary.clone()
+        x[0, 0] = size
+        error = round_activations(x, how) - x
+        own.append(float(error[0, 1:].norm() / x[0, 1:].norm()))
+        others.append(float(error[1:].norm() / x[1:].norm()))
+    return own, others
+
+
+def unscaled_errors(sizes: Sequence[float]) -> Lines:
+    """Return rounding -> relative error of activations of each rms, without scales (ComfyUI's --fast) and by rows."""
+    ordinary = torch.randn(256, 512, generator=torch.Generator().manual_seed(6))
+    hows: dict[str, ActivationRounding] = {"unit": "unit", "row": "row"}
+    return {
+        name: [
+            float((round_activations(size * ordinary, how) / size - ordinary).norm() / ordinary.norm())
+            for size in sizes
+        ]
+        for name, how in hows.items()
+    }
+
+
+def _with_scale(values: Tensor, scale: Tensor) -> Tensor:
+    """Return ``values`` [out, in] rounded under ``scale`` [1 or out, blocks], saturating."""
+    blocked = values.view(values.shape[0], scale.shape[1], -1) / scale.unsqueeze(-1)
+    return dequantize(round_to_nearest(blocked, E4M3FN).view(values.shape), scale, torch.float32)

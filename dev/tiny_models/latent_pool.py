@@ -1,0 +1,155 @@
+"""The transformer's training set: scenes painted once, encoded once, kept as latents and token ids on disk.
+
+Three sizes of picture (128 x 128 and both 5:3 formats) so that aspect buckets work later. A pool is a dict
+of tensors per size; 16,000 scenes take about 140 MB and a few minutes.
+
+Tokenizers without a download: every word of the domain is one piece, anything else falls back to
+characters.
+
+CLIP's is byte-level BPE: its merges are learnt from the word list until each word is whole. T5's is a
+unigram model: each word scores better than its characters. A word that neither knows, a LoRA's trigger for
+example, becomes a row of single characters (T5) or bytes (CLIP), all of which training has seen inside
+invented words.
+"""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from tokenizers import pre_tokenizers
+from transformers import CLIPTokenizer, T5TokenizerFast
+
+from dev.tiny_models.run_state import Progress, save_state
+from dev.tiny_models.scenes import random_scene, scene_words
+
+# (height, width): share of the pool and of the batches
+SIZES = {(128, 128): 0.8, (160, 96): 0.1, (96, 160): 0.1}
+T5_LENGTH = 32  # the longest caption has 31 pieces
+CLIP_LENGTH = 40  # a pipeline pads to 77, but nothing after the end token matters: CLIP looks back only
+ENCODER_BATCH = 50
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Token ids of captions: t5 [N, 32], padded with 0; clip [N, 40]."""
+
+    t5: torch.Tensor
+    clip: torch.Tensor
+
+    def __getitem__(self, rows: torch.Tensor) -> Captions:
+        return Captions(self.t5[rows], self.clip[rows])
+
+    def emptied(self, empty: Captions, where: torch.Tensor) -> Captions:
+        """Caption dropout: the empty prompt in the rows where `where` [N] is true."""
+        return Captions(
+            torch.where(where[:, None], empty.t5, self.t5), torch.where(where[:, None], empty.clip, self.clip)
+        )
+
+    def padded(self, length: int) -> Captions:
+        """The same with T5 padded to `length`, as a pipeline with that max_sequence_length does."""
+        return Captions(torch.nn.functional.pad(self.t5, (0, length - self.t5.shape[1])), self.clip)
+
+
+def tokenize(texts: list[str]) -> Captions:
+    words = scene_words()
+    t5, clip = build_t5_tokenizer(words), build_clip_tokenizer(words)
+    options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    return Captions(
+        t5(texts, max_length=T5_LENGTH, **options).input_ids,
+        clip(texts, max_length=CLIP_LENGTH, **options).input_ids,
+    )
+
+
+Pool = dict[tuple[int, int], tuple[torch.Tensor, Captions]]  # size -> (latents [N, 16, h, w] bf16, their captions)
+
+
+def paint_and_encode(vae: AutoencoderKL, count: int, seed: int, path: Path) -> None:
+    """Fill `path` with `count` scenes: latents shifted and scaled to mean 0 and deviation 1."""
+    rng = np.random.default_rng([seed, 77])
+    batches = [(size, int(count * share) // ENCODER_BATCH) for size, share in SIZES.items()]
+    progress, done = Progress("encode", 0, sum(number for _, number in batches), every=50), 0
+    state = {}
+    for (height, width), number in batches:
+        latents, texts = [], []
+        for _ in range(number):
+            scenes = [random_scene(rng, height, width) for _ in range(ENCODER_BATCH)]
+            latents.append(encode_pictures(vae, np.stack([scene.picture for scene in scenes])))
+            texts += [scene.caption for scene in scenes]
+            progress.report(done, {})
+            done += 1
+        captions = tokenize(texts)
+        state[f"{height}x{width}"] = {"latents": torch.cat(latents), "t5": captions.t5, "clip": captions.clip}
+    save_state(path, state)
+
+
+@torch.no_grad()
+def encode_pictures(vae: AutoencoderKL, pictures: np.ndarray) -> torch.Tensor:
+    """[N, H, W, 3] in 0..1 to normalised latent means [N, 16, H/8, W/8] in bf16."""
+    pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2) * 2 - 1
+    with torch.autocast("cpu", torch.bfloat16):
+        means = vae.encoder(pixels).float().chunk(2, dim=1)[0]
+    return ((means - vae.config.shift_factor) * vae.config.scaling_factor).bfloat16()
+
+
+def load_pool(path: Path) -> Pool:
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return {
+        tuple(int(side) for side in name.split("x")): (part["latents"], Captions(part["t5"], part["clip"]))
+        for name, part in state.items()
+    }
+
+
+BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+WORD_END = "</w>"
+WORD_START = "▁"
+
+
+def build_t5_tokenizer(words: list[str]) -> T5TokenizerFast:
+    """Scores are log-probabilities: a word costs 1, a character 10, so a known word is never cut."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces += [(WORD_START + word, -1.0) for word in words]
+    single = [WORD_START, *string.ascii_letters, *string.digits, *string.punctuation]
+    known = {piece for piece, _ in pieces}
+    pieces += [(character, -10.0) for character in single]
+    pieces += [(WORD_START + letter, -5.0) for letter in string.ascii_uppercase if WORD_START + letter not in known]
+    return T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=512)
+
+
+def build_clip_tokenizer(words: list[str]) -> CLIPTokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = learn_merges(words)
+    pieces = [*alphabet, *(character + WORD_END for character in alphabet), *map("".join, merges), BOS, EOS]
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77)
+
+
+def learn_merges(words: list[str]) -> list[tuple[str, str]]:
+    """Byte-pair encoding until every word is one piece.
+
+    Written out because `tokenizers.BpeTrainer` settles ties by hash order, differently in every run: the ids that
+    a model was trained on would not be those of the tokenizer that is saved with it.
+    """
+    spelt = [[*word[:-1], word[-1] + WORD_END] for word in words]
+    merges: list[tuple[str, str]] = []
+    while pairs := Counter(pair for pieces in spelt for pair in pairwise(pieces)):
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        spelt = [_merged(pieces, best) for pieces in spelt]
+    return merges
+
+
+def _merged(pieces: list[str], pair: tuple[str, str]) -> list[str]:
+    result: list[str] = []
+    for piece in pieces:
+        if result and (result[-1], piece) == pair:
+            result[-1] += piece
+        else:
+            result.append(piece)
+    return result

@@ -1,0 +1,175 @@
+"""Write what follows from the config schema: the JSON schema for editors, the options page and that of kohya's flags.
+
+    python dev/write_config_docs.py            # rewrite configs/train_lora.schema.json and the pages in docs/
+    python dev/write_config_docs.py --check    # exit 2 if they are out of date
+
+Editors with a TOML language server (VS Code's Even Better TOML, JetBrains) complete and check keys of a file whose
+first line is ``#:schema train_lora.schema.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from library.config.kohya.flags import FLAGS, Flag, Tool
+from library.config.kohya.values import DEFAULTS, INERT
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
+from library.errors import UserError, exit_on_user_error
+from library.files import write_text
+
+
+def json_schema(script: Script = LORA) -> str:
+    """Return the JSON schema: every key allowed at the top level and under its section's heading."""
+    properties: dict[str, Any] = {}
+    for name, section in sections(script).items():
+        own = section_fields(script, section)
+        keys = {key: value for key, value in section.model_json_schema()["properties"].items() if key in own}
+        for key in keys.values():
+            key.pop("title", None)
+        description = (section.__doc__ or "").strip().split("\n")[0]
+        properties[name] = {"type": "object", "description": description, "properties": keys}
+        properties[name]["additionalProperties"] = False
+        properties |= keys
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": f"Tandem: {script.name}"}
+    schema |= {"type": "object", "properties": properties}
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def options_page(script: Script = LORA) -> str:
+    """Return the Markdown page of all options, a table a section."""
+    lines = [
+        f"# Options of {script.name}{' on a language model' if script is LANGUAGE_LORA else ''}",
+        "",
+        "Every option is a key of the training TOML and a flag of the same name (`--learning_rate 1e-3`); flags win.",
+        "Table headings are for the reader: a key may stand under any heading or none. `make docs` writes this page.",
+    ]
+    for name, section in sections(script).items():
+        lines += ["", f"## {name}", "", (section.__doc__ or "").strip().split("\n")[0], ""]
+        lines += ["| key | type | default | what it does |", "|---|---|---|---|"]
+        keys = section.model_json_schema()["properties"]
+        for key, field in section_fields(script, section).items():
+            default = "required" if field.is_required() else f"`{json.dumps(field.get_default())}`"
+            lines.append(f"| `{key}` | {_type(keys[key])} | {default} | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Return a short name for a property's type."""
+    if "enum" in schema:
+        return ", ".join(f"`{word}`" for word in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type(part) for part in schema["anyOf"] if part.get("type") != "null"))
+    if schema["type"] == "array":
+        return f"list of {_type(schema['items'])}"
+    return {"string": "text", "boolean": "true/false"}.get(schema["type"], schema["type"])
+
+
+KOHYA_INTRODUCTION = """\
+# kohya's flags
+
+`train_lora.py` takes the configurations of [sd-scripts](https://github.com/kohya-ss/sd-scripts)'
+`flux_train_network.py` and, for the model families it has, of
+[musubi-tuner](https://github.com/kohya-ss/musubi-tuner)'s `qwen_image_train_network.py` and `zimage_train_network.py`,
+as TOML (`--config_file`, with or without its suffix) and as flags. Every key either means what it means there, or the
+run ends before it begins with a line that says which key is not taken, why, and what replaces it. The dataset TOML is
+kohya's.
+
+    python train_lora.py --config_file kohya.toml
+    python tools/migrate_config.py --save_to my.toml kohya.toml     # or train.sh, or: -- accelerate launch ...
+
+`tools/migrate_config.py` writes Tandem's own TOML and prints what became of each key. It also reads a script
+(`.sh`, `.bat`, `.ps1`) or a pasted command, and describes `train_data_dir` in a dataset TOML.
+
+**What is read as kohya's.** A configuration that sets `network_module`, without which kohya's trainers do not start.
+Then
+
+- what it leaves unset has kohya's default where training depends on it (table below); the run prints these;
+- a key that does nothing under the chosen settings is left out (second table below) instead of refused;
+- an unset `seed` is 0 here and random there, an unset `model_prediction_type` is `raw` here and `sigma_scaled` there
+  (which sets the prediction against a target that it is not scaled for; sd-scripts' guide says `raw`). The run says so;
+- without `network_train_unet_only`, CLIP-L is trained too, at `text_encoder_lr` or else `learning_rate`, as there.
+
+A single flag of kohya's in a configuration without `network_module` is translated alone.
+
+What becomes of a flag: **same**, a key of the same name and meaning ([options.md](options.md)); **renamed**;
+**accepted**, it describes what is always so here; **dataset**, it belongs in the dataset TOML
+([dataset.md](dataset.md)), where `migrate_config.py` puts it; **refused**, unless its value asks for
+nothing (`false`, 0, empty). This page is written by `make docs` from the table that the program uses.
+"""
+
+
+def kohya_page() -> str:
+    """Return the Markdown page of every flag of kohya's trainers and its fate."""
+    lines = [KOHYA_INTRODUCTION, "## Defaults of unset keys", "", "| key | sd-scripts | musubi-tuner | Tandem |"]
+    lines.append("|---|---|---|---|")
+    known = fields()
+    for key in dict.fromkeys(key for defaults in DEFAULTS.values() for key in defaults):
+        theirs = [DEFAULTS[tool].get(key, "") for tool in DEFAULTS]
+        if key in known and any(value not in ("", known[key][1].default) for value in theirs):
+            lines.append(f"| `{key}` | {theirs[0]} | {theirs[1]} | {known[key][1].default} |")
+    lines += ["", "## Keys that do nothing without another", "", "| key | counts only with |", "|---|---|"]
+    for inert in INERT:
+        values = f" = {', '.join(inert.values)}" if inert.values else ""
+        lines.append(f"| {', '.join(f'`{key}`' for key in inert.keys)} | `{inert.needs}`{values} |")
+    lines += _flag_table("sd-scripts", "flux_train_network.py") + _flag_table(
+        "musubi-tuner", "qwen_image_train_network.py and zimage_train_network.py"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _flag_table(tool: Tool, script: str) -> list[str]:
+    lines = ["", f"## {tool}, {script}", "", "| flag | fate | more |", "|---|---|---|"]
+    flags = sorted((flag for flag in FLAGS.values() if tool in flag.tools), key=lambda flag: flag.name)
+    return lines + [f"| `{flag.name}` | {' | '.join(_fate(flag))} |" for flag in flags]
+
+
+def _fate(flag: Flag) -> tuple[str, str]:
+    """Return the fate of a flag under today's schema, and the rest in words."""
+    known = fields()
+    if flag.name in known:
+        return "same", flag.why if flag.fate == "same" else ""
+    target = next((name for name in flag.to if name in known), None)
+    if flag.fate == "renamed" and target:
+        return f"renamed `{target}`", flag.why
+    if flag.fate == "accepted":
+        others = f"; else refused: {flag.instead}" if flag.only else ""
+        return "accepted", (f"{', '.join(f'`{v}`' for v in flag.only)}: " if flag.only else "") + flag.why + others
+    if flag.fate == "dataset":
+        return "dataset", flag.why
+    return "refused", "; ".join(filter(None, (flag.why, flag.instead)))
+
+
+@exit_on_user_error
+def main() -> None:
+    """Write or check the generated files."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 2 if a file is out of date")
+    check = parser.parse_args().check
+    pages = {ROOT / "configs/train_lora.schema.json": json_schema(), ROOT / "docs/options.md": options_page()}
+    pages |= {
+        ROOT / "configs/llm/train_llm.schema.json": json_schema(LLM),
+        ROOT / "docs/llm_options.md": options_page(LLM),
+        ROOT / "configs/llm/train_lora.schema.json": json_schema(LANGUAGE_LORA),
+        ROOT / "docs/llm_lora_options.md": options_page(LANGUAGE_LORA),
+    }
+    pages[ROOT / "docs/kohya_flags.md"] = kohya_page()
+    for path, text in pages.items():
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        if check:
+            raise UserError(f"{path.relative_to(ROOT)}: out of date; run make docs")
+        write_text(path, text)
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

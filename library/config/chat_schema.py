@@ -1,0 +1,118 @@
+"""The settings of ``train_lora.py`` on a language model; ``library.config.schema`` says how a schema is read.
+
+What a LoRA on any model has (network, optimizer, saving, ...) are the same sections as for image models, less the keys
+in :data:`OF_IMAGES`; model, data, samples and validation are those of language models.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from library.config.schema import (
+    AccelerateConfig,
+    Fraction,
+    HubConfig,
+    LoggingConfig,
+    NetworkConfig,
+    NotNegative,
+    OptimizerConfig,
+    ParallelConfig,
+    Positive,
+    PrecisionConfig,
+    SavingConfig,
+    Section,
+    TrainingConfig,
+)
+
+LANGUAGE_MODELS = ("llama", "gpt2")
+OF_IMAGES = frozenset(
+    {
+        "attention",
+        "blocks_to_swap",
+        "fp8_keep",
+        "fp8_text_encoder",
+        "memory",
+        "network_train_text_encoder_only",
+        "preflight",
+        "prior_loss_weight",
+        "save_format",
+        "text_encoder_lr",
+    }
+)
+
+
+class LanguageModelConfig(Section):
+    """The base model."""
+
+    model_type: Literal["llama", "gpt2"] = Field(description="architecture family: Llama 2 to 3.2, or GPT-2")
+    pretrained_model_name_or_path: str = Field(
+        description="folder of the model, in any published layout (docs/llm.md); its weights may be fp8"
+    )
+    tokenizer: str | None = Field(
+        None, description="tokenizer's file or folder; default: the one in the model's folder"
+    )
+    base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="dtype of the frozen weights; auto follows mixed_precision"
+    )
+
+
+class InstructionConfig(Section):
+    """The conversations, and how they are learnt."""
+
+    train_data: list[str] = Field(
+        min_length=1,
+        description="jsonl, json or parquet files or folders: messages, ShareGPT, Alpaca, or prompt and completion",
+    )
+    validation_data: list[str] = Field([], description="the same, to validate on")
+    validation_split: Fraction = Field(0.0, description="share of train_data to validate on instead; follows seed")
+    chat_template: Literal["auto", "own", "llama3", "llama2", "chatml", "plain"] = Field(
+        "auto", description="how conversations are written; auto: the tokenizer's own, else the one whose marks it has"
+    )
+    system_prompt: str | None = Field(None, description="system message of conversations that have none")
+    learn: Literal["answers", "all"] = Field("answers", description="tokens the loss counts: the assistant's, or all")
+    max_length: Positive | None = Field(
+        None, description="tokens of a window; longer conversations lose their end; default: the context, at most 2048"
+    )
+    packing: bool = Field(False, description="put several conversations into a window, which see nothing of each other")
+    train_batch_size: Positive = Field(1, description="windows in a forward pass: conversations, or packs of them")
+
+
+class InstructionSamplingConfig(Section):
+    """Answers before, during and after training."""
+
+    sample_prompts: list[str] = Field([], description="what a user says; the model's answers are kept as text")
+    sample_every_n_steps: Positive | None = Field(None, description="sample every so many optimizer steps")
+    sample_every_n_epochs: Positive | None = Field(None, description="sample every so many epochs")
+    sample_at_first: bool = Field(False, description="sample before the first step")
+    sample_at_end: bool = Field(True, description="sample after the last step")
+    sample_tokens: Positive = Field(128, description="tokens of an answer at most")
+    sample_temperature: NotNegative = Field(0.0, description="0 takes the most likely token")
+    sample_top_p: Annotated[float, Field(gt=0, le=1)] = Field(0.95, description="draws among so much probability")
+
+
+class InstructionValidationConfig(Section):
+    """Loss on held-out conversations."""
+
+    validate_every_n_steps: Positive | None = Field(None, description="validate every so many optimizer steps")
+    validate_every_n_epochs: Positive | None = Field(None, description="validate every so many epochs")
+    max_validation_conversations: Positive = Field(256, description="at most so many held-out conversations")
+
+
+class InstructionTrainConfig(Section):
+    """All sections of a LoRA training run on a language model."""
+
+    model: LanguageModelConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    instructions: InstructionConfig
+    network: NetworkConfig = NetworkConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    saving: SavingConfig = SavingConfig()
+    hub: HubConfig = HubConfig()
+    sampling: InstructionSamplingConfig = InstructionSamplingConfig()
+    validation: InstructionValidationConfig = InstructionValidationConfig()
+    logging: LoggingConfig = LoggingConfig()
+    accelerate: AccelerateConfig = AccelerateConfig()
+    parallel: ParallelConfig = ParallelConfig()

@@ -1,0 +1,202 @@
+"""kohya's configurations, read as what they mean.
+
+The keys of a training TOML or command line go in; keys of the schema come out, with a note on every key that
+did not pass as it is. Any single key of kohya's is understood anywhere (``--cache_latents`` does no harm in a
+Tandem configuration). But a configuration that sets ``network_module`` is one of sd-scripts' or musubi-tuner's,
+which cannot start without it, and is read as a whole the way they read it:
+
+- a key that it leaves out has their default, not ours, where training depends on it (``DEFAULTS``);
+- a key that does nothing there under the chosen settings is left out (``INERT``), where a Tandem configuration
+  would be refused;
+- an empty text is no text.
+
+What is refused is collected, a line each: which key, where it stands, why it is not taken, what replaces it.
+The rules between keys stand in ``kohya_rules``, single flags in ``kohya_flags``, single values in ``kohya_values``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from library.config.kohya.flags import FLAGS, Flag, Tool
+from library.config.kohya.rules import RULES, Known, Note, Outcome, Translation, is_off
+from library.config.kohya.values import DEFAULTS, FAMILIES, INERT, REFUSED_VALUES, SAME_AS
+from library.config.rules import estimates_step_size
+from library.errors import UserError
+
+__all__ = ["Known", "Note", "Outcome", "Translation", "choices", "find_tool", "is_known", "summary", "translate"]
+
+
+def is_known(key: str) -> bool:
+    """Return whether ``key`` is one of kohya's."""
+    return key in FLAGS
+
+
+def find_tool(values: Mapping[str, Any]) -> Tool | None:
+    """Return whose configuration this is: that of the trainer whose network module it names, or None."""
+    module = values.get("network_module")
+    if module is None and "dit" not in values:
+        return None
+    model_type = FAMILIES.get(str(module), ("",))[0]
+    return "musubi-tuner" if "dit" in values or model_type in ("qwen_image", "z_image") else "sd-scripts"
+
+
+def translate(
+    values: Mapping[str, Any], origins: Mapping[str, str], known: Known, tool: Tool | None = None
+) -> Translation:
+    """Return the configuration in the schema's keys.
+
+    Args:
+        values: keys of the schema and of kohya's trainers; from a command line all values are text.
+        origins: where each key stands, "run.toml:3: network_dim" or "--network_dim".
+        known: the schema.
+        tool: whose configuration it is; found out if not given.
+
+    Raises:
+        UserError: the configuration is for a model family that this version does not have.
+    """
+    result = Translation(dict(values), dict(origins), tool or find_tool(values))
+    _check_family(result, known)
+    if result.tool:
+        _drop_empty(result, known)
+    _rewrite_values(result)
+    for rule in RULES:
+        rule(result, known)
+    for key in [key for key in result.values if key not in known]:
+        _apply_flag(result, FLAGS[key], known)
+    _refuse_values(result, known)
+    if result.tool:
+        _fill_in_defaults(result, known, result.tool)
+        _drop_inert(result, known)
+        _tell(result, known)
+    return result
+
+
+def summary(notes: Sequence[Note]) -> list[str]:
+    """Return the notes a person should see when a run starts: all but what is accepted or empty."""
+    return [f"note: {note.line()}" for note in notes if note.outcome not in ("same", "accepted", "left out")]
+
+
+def choices(known: Known, key: str) -> tuple[str, ...]:
+    """Return the words that ``key`` may be, or nothing where it is free."""
+    return tuple(_words(known[key][1].annotation)) if key in known else ()
+
+
+def _words(annotation: Any) -> Iterator[str]:
+    for part in get_args(annotation):
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from _words(part)
+
+
+def _check_family(result: Translation, known: Known) -> None:
+    """Stop at a model family that is not there: nothing else in the configuration matters then."""
+    default = "networks.lora_qwen_image" if result.tool == "musubi-tuner" else ""
+    module = str(result.values.get("network_module", default))
+    model_type, name = FAMILIES.get(module, ("", ""))
+    if not model_type:
+        return
+    families = choices(known, "model_type")
+    if model_type not in families:
+        where = result.origins.get("network_module" if "network_module" in result.values else "dit", module)
+        raise UserError(
+            f"{where}: {name} is not a model family of this version, which has: {', '.join(families)}; "
+            f"train this configuration with {result.tool}"
+        )
+    if result.tool == "musubi-tuner":
+        result.values.setdefault("model_type", model_type)
+
+
+def _drop_empty(result: Translation, known: Known) -> None:
+    for key, value in list(result.values.items()):
+        if value in ("", None, "None") and key != "optimizer_type":
+            result.take(key)
+            result.note(key, "left out", "empty, so not set")
+
+
+def _rewrite_values(result: Translation) -> None:
+    for (key, there), here in SAME_AS.items():
+        if result.values.get(key) == there:
+            result.values[key] = here
+            result.note(key, "changed", f"{there} is {here} here")
+
+
+def _apply_flag(result: Translation, flag: Flag, known: Known) -> None:
+    """Give a key that the schema does not have its fate."""
+    value = result.take(flag.name)
+    asks_for_nothing = is_off(value, flag.off)
+    if flag.fate == "accepted" and (not flag.only or value in flag.only):
+        result.note(flag.name, "accepted", flag.why)
+    elif flag.fate == "renamed" and (key := next((name for name in flag.to if name in known), None)):
+        if key in result.values:
+            result.note(flag.name, "left out", f"{key} is set too and counts")
+        else:
+            result.place(key, value, flag.name)
+            result.note(flag.name, "renamed", f"becomes {key}" + (f"; {flag.why}" if flag.why else ""), key)
+    elif asks_for_nothing:
+        result.note(flag.name, "left out", "asks for nothing")
+    elif flag.fate == "dataset":
+        result.dataset[flag.name] = value
+        file = result.values.get("dataset_config", "the dataset TOML")
+        text = f"describes the images; set it below [general] in {file}, or let tools/migrate_config.py do it"
+        result.note(flag.name, "dataset", f"not taken: {text}")
+    elif flag.fate == "accepted":
+        result.note(flag.name, "refused", f"not taken: {value!r} is not in this version; {flag.instead}")
+    else:
+        reason = f"{flag.why}; " if flag.why else ""
+        result.note(flag.name, "refused", f"not taken: {reason}{flag.instead}")
+
+
+def _refuse_values(result: Translation, known: Known) -> None:
+    for (key, value), instead in REFUSED_VALUES.items():
+        if result.values.get(key) == value and value not in choices(known, key):
+            result.take(key)
+            result.note(key, "refused", f"not taken: {value!r} is not in this version; {instead}")
+
+
+def _fill_in_defaults(result: Translation, known: Known, tool: Tool) -> None:
+    computed = any(a.replace(" ", "") == "relative_step=True" for a in result.values.get("optimizer_args", []))
+    estimated = estimates_step_size(str(result.values.get("optimizer_type", "")))
+    refused = {note.key for note in result.notes if note.outcome == "refused"}
+    for key, value in DEFAULTS[tool].items():
+        if key not in known or key in result.values or key in refused or known[key][1].default == value:
+            continue
+        if key == "learning_rate" and (computed or estimated):
+            continue  # nobody means 2e-6 as the factor of an estimated step
+        result.place(key, value, key)
+        result.note(key, "default", f"unset, so {value!r}, the default of {tool}")
+
+
+def _drop_inert(result: Translation, known: Known) -> None:
+    defaults = {note.key for note in result.notes if note.outcome == "default"}
+    for inert in INERT:
+        if inert.needs not in known:
+            continue
+        needed = result.values.get(inert.needs, known[inert.needs][1].default)
+        if str(needed).lower() in inert.values if inert.values else needed is not None:
+            continue
+        for key in [key for key in inert.keys if key in result.values]:
+            result.take(key)
+            if key in defaults:
+                result.notes[:] = [note for note in result.notes if note.key != key]
+            else:
+                chosen = f"with {inert.needs} = {needed}" if inert.values else f"without {inert.needs}"
+                result.note(key, "left out", f"has no effect {chosen}")
+
+
+def _tell(result: Translation, known: Known) -> None:
+    """Tell what is different and cannot be set."""
+    noted = {note.key for note in result.notes}
+    if "seed" not in result.values:
+        result.note("seed", "told", f"unset, so random in {result.tool} and {known['seed'][1].default} here")
+    if result.tool == "sd-scripts":
+        if "model_prediction_type" not in noted:
+            result.note("model_prediction_type", "told", "unset, so sigma_scaled in sd-scripts; here it is always raw")
+        return
+    text = "modulation is left out, as musubi-tuner means to and does not; img_mod_dim and txt_mod_dim train it"
+    if str(result.values["model_type"]).startswith("qwen_image"):
+        result.note("network_args", "told", text)
+    if "mixed_precision" not in result.values:
+        result.note("mixed_precision", "told", "unset, so that of accelerate launch in musubi-tuner; here it is no")

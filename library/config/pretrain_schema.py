@@ -1,0 +1,159 @@
+"""Every setting of ``train_llm.py``, once; ``library.config.schema`` says how a schema is read.
+
+Keys that mean what they mean in ``train_lora.py`` have the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from library.config.schema import (
+    AccelerateConfig,
+    Fraction,
+    LoggingConfig,
+    NotNegative,
+    OptimizerConfig,
+    ParallelConfig,
+    Positive,
+    RecomputationKeys,
+    Section,
+)
+
+_ADAM_BETAS = "betas=0.9,0.95"  # of GPT-3 (arXiv 2005.14165) and Llama; torch's 0.999 is slow to forget early steps
+
+
+class LLMModelConfig(Section):
+    """The model: a preset with fresh weights, changed where a key says so, or a published one to go on from."""
+
+    preset: str | None = Field(
+        None, description="gpt2-tiny, gpt2-124m, ..., llama-tiny, llama3.2-1b, ... (docs/llm.md); with fresh weights"
+    )
+    init_from: str | None = Field(None, description="folder of a GPT-2 or Llama model whose weights to go on from")
+    context: Positive | None = Field(None, description="tokens a training window holds; default: the model's")
+    width: Positive | None = Field(None, description="of the residual stream, instead of the preset's")
+    layers: Positive | None = Field(None, description="blocks, instead of the preset's")
+    heads: Positive | None = Field(None, description="heads of queries, instead of the preset's")
+    kv_heads: Positive | None = Field(None, description="heads of keys and values, instead of the preset's")
+    hidden: Positive | None = Field(None, description="width of the feed-forward's middle, instead of the preset's")
+    pad_vocabulary_to: Positive = Field(64, description="embedding and head are padded to a multiple of so many rows")
+
+
+class LLMDataConfig(Section):
+    """The corpus, and how much of it makes a step."""
+
+    data_dir: str = Field(description="folder that tools/prepare_text.py wrote")
+    train_batch_size: Positive = Field(8, description="windows in a forward pass of one process")
+    tokens_per_batch: Positive | None = Field(
+        None, description="tokens of an optimizer step over all processes; default: those of one forward pass each"
+    )
+
+
+class LLMOptimizerConfig(Section):
+    """Optimizer and learning rate schedule."""
+
+    optimizer_type: str = Field(
+        "AdamW",
+        description="AdamW (fused), Prodigy, Muon (hidden matrices; AdamW for the rest), any of train_lora.py's, or a "
+        "dotted class path of their packages",
+    )
+    trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
+    optimizer_args: list[str] = Field(
+        [], description='key=value pairs for the optimizer; AdamW has "betas=0.9,0.95" unless set here'
+    )
+    learning_rate: NotNegative = Field(6e-4, description="peak learning rate; 1.0 for Prodigy and D-Adaptation")
+    weight_decay: NotNegative = Field(0.1, description="of matrices; norms and biases have none")
+    max_grad_norm: NotNegative = Field(1.0, description="gradient norm to clip at; 0 for no clipping")
+    clip_during_warmup: bool = Field(False, description="clip from step 0 on, not only after the warm-up")
+    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay"] = Field(
+        "cosine", description="learning rate schedule after the linear warm-up"
+    )
+    lr_warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.02, description="warm-up in optimizer steps, or as a fraction of all"
+    )
+    lr_decay_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = Field(
+        0, description="decay of warmup_stable_decay in optimizer steps, or as a fraction of all"
+    )
+    lr_scheduler_min_lr_ratio: Fraction = Field(0.1, description="floor of the decaying schedules, as a share of lr")
+
+    def shared(self) -> OptimizerConfig:
+        """Return these settings as the section that optimizers and schedules are built from."""
+        given = {key: getattr(self, key) for key in self.model_fields_set if key in OptimizerConfig.model_fields}
+        if self.lr_scheduler != "constant":
+            given |= {"lr_scheduler": self.lr_scheduler, "lr_warmup_steps": self.lr_warmup_steps}
+        if self.lr_scheduler in ("linear", "cosine", "warmup_stable_decay"):
+            given["lr_scheduler_min_lr_ratio"] = self.lr_scheduler_min_lr_ratio
+        arguments = list(self.optimizer_args)
+        if self.optimizer_type.lower() == "adamw" and not any(a.split("=")[0].strip() == "betas" for a in arguments):
+            arguments.append(_ADAM_BETAS)
+        given["optimizer_args"] = arguments
+        if "learning_rate" not in given and not _estimates(self.optimizer_type):
+            given["learning_rate"] = self.learning_rate
+        return OptimizerConfig(**given)
+
+
+def _estimates(optimizer_type: str) -> bool:
+    return optimizer_type.rsplit(".", 1)[-1].lower().startswith(("prodigy", "dadapt"))
+
+
+class LLMTrainingConfig(RecomputationKeys):
+    """How long, in what precision, from which seed."""
+
+    max_train_steps: Positive = Field(1000, description="optimizer steps")
+    mixed_precision: Literal["no", "bf16"] = Field("no", description="autocast dtype of the forward pass")
+    full_bf16: bool = Field(False, description="weights in bf16 too, updated with stochastic rounding")
+    allow_tf32: bool = Field(False, description="let a GPU multiply fp32 matrices in TF32")
+    seed: int = Field(0, description="initial weights, order of the data and samples follow from it")
+    resume: str | None = Field(
+        None,
+        description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",
+    )
+
+
+class LLMSavingConfig(Section):
+    """What is written, and when."""
+
+    output_dir: str = Field("output", description="folder for everything a run writes")
+    output_name: str = Field("model", pattern=r"^[^/\\]+$", description="name of the model's folder in output_dir")
+    save_every_n_steps: Positive | None = Field(None, description="write the model every so many optimizer steps")
+    save_state: bool = Field(False, description="write the whole training state with every saved model")
+    save_retries: Annotated[int, Field(ge=0)] = Field(
+        10, description="tries more to write the last model where that fails, over about seven minutes"
+    )
+    save_fallback_dir: str | None = Field(
+        None, description="folder for it after that; default: <output_name>-rescued in the system's temporary folder"
+    )
+    save_precision: Literal["fp32", "bf16"] | None = Field(None, description="of saved models; default: the weights'")
+
+
+class LLMSamplingConfig(Section):
+    """Text before, during and after training."""
+
+    sample_prompts: list[str] = Field([], description="beginnings that samples go on from")
+    sample_every_n_steps: Positive | None = Field(None, description="sample every so many optimizer steps")
+    sample_tokens: Positive = Field(64, description="tokens of a sample")
+    sample_temperature: NotNegative = Field(0.8, description="0 takes the most likely token")
+    sample_top_p: Annotated[float, Field(gt=0, le=1)] = Field(0.95, description="draws among so much probability")
+
+
+class LLMValidationConfig(Section):
+    """Cross-entropy on held-out documents."""
+
+    validate_every_n_steps: Positive | None = Field(None, description="validate every so many optimizer steps")
+    validation_tokens: Positive = Field(65536, description="at most so many held-out tokens")
+
+
+class LLMConfig(Section):
+    """All sections of a pretraining run."""
+
+    model: LLMModelConfig = LLMModelConfig()
+    data: LLMDataConfig
+    optimizer: LLMOptimizerConfig = LLMOptimizerConfig()
+    training: LLMTrainingConfig = LLMTrainingConfig()
+    saving: LLMSavingConfig = LLMSavingConfig()
+    sampling: LLMSamplingConfig = LLMSamplingConfig()
+    validation: LLMValidationConfig = LLMValidationConfig()
+    logging: LoggingConfig = LoggingConfig()
+    accelerate: AccelerateConfig = AccelerateConfig()
+    parallel: ParallelConfig = ParallelConfig()

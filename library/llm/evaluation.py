@@ -1,0 +1,422 @@
+"""How likely a language model finds given tokens: the sum every evaluation is made of.
+
+A :class:`Span` is tokens of which the last few are scored, each given all before it. Spans of similar length share a
+batch, padded at their ends (attention is causal, so what comes behind changes nothing). Logits are made for the scored
+tokens only and a piece at a time; probabilities are fp32, sums over a span float64.
+
+Perplexity of texts longer than a model's context, by a sliding window.
+
+A document is the token that begins a text, which is only given, and its own tokens, each predicted once. A window
+reads at most ``context`` tokens; the next one begins ``stride`` further and scores only what no window before it did,
+so a token has at least ``context - stride`` tokens before it (fewer at a document's beginning). This is the evaluation
+of transformers' guide to perplexity of fixed-length models; documents never see each other, as in
+lm-evaluation-harness.
+
+The sum of -log p is given per token, per byte and per word: only the last two can be compared between tokenizers.
+
+    perplexity = exp(sum / tokens)    bits per byte = sum / (bytes * log 2)    word perplexity = exp(sum / words)
+
+Bytes are those of the text in UTF-8, words what blanks divide.
+
+Multiple-choice questions answered by likelihood: the choice is taken that the model finds most probable.
+
+Files are HellaSwag's own (https://github.com/rowanz/hellaswag): a JSON object a line with ``ctx``, ``endings`` and
+``label``. Definitions are lm-evaluation-harness's, version 1.0 of its task:
+
+- the context is "activity_label: ctx_a Ctx_b" where a line has these keys, else ``ctx``; WikiHow's bracketed marks are
+  taken out of context and endings (``[title]`` becomes a full stop);
+- a choice's score is log p(" " + ending | context);
+- ``acc``: the highest score is the labelled ending's; ``acc_norm``: the highest score divided by the ending's
+  characters is.
+
+A context that does not fit loses its beginning. The token that begins a text is put in front where the tokenizer has
+one of its own (Llama's), as published tokenizers do; GPT-2's, which also ends texts, is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from library.errors import UserError
+from library.llm.token_batches import TokenShards
+from library.llm.tokenizers import Tokenizer
+from library.models.llm.model import TransformerLM
+
+_LOGITS = 1 << 22  # held at once: 16 MiB in fp32
+_BATCHES = 32  # of spans that are looked at together, to find those of similar length
+
+
+class Span(NamedTuple):
+    """Tokens, the last ``scored`` of which are to be predicted; at least one more comes before them."""
+
+    tokens: Sequence[int]
+    scored: int
+
+
+class Score(NamedTuple):
+    """What the model says of a span: the log probability of its scored tokens, and whether each was the likeliest."""
+
+    log_probability: float
+    greedy: bool
+
+
+@torch.inference_mode()
+def score_spans(
+    model: TransformerLM,
+    spans: Iterable[Span],
+    batch_size: int,
+    progress: Callable[[Sequence[Span]], None] = lambda batch: None,
+) -> Iterator[Score]:
+    """Yield the score of every span, in order.
+
+    Args:
+        model: in eval mode, on any device.
+        spans: read a few batches ahead.
+        batch_size: spans in a forward pass.
+        progress: called with every batch of spans that was scored.
+
+    Raises:
+        UserError: a token that the model does not have, or more tokens than its learned positions.
+    """
+    coming = iter(spans)
+    while group := list(itertools.islice(coming, batch_size * _BATCHES)):
+        order = sorted(range(len(group)), key=lambda i: len(group[i].tokens), reverse=True)
+        scores: dict[int, Score] = {}
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            own = [group[i] for i in batch]
+            scores |= zip(batch, _score_batch(model, own), strict=True)
+            progress(own)
+        yield from (scores[i] for i in range(len(group)))
+
+
+def _score_batch(model: TransformerLM, spans: Sequence[Span]) -> list[Score]:
+    longest, vocab_size = max(len(span.tokens) for span in spans), model.config.vocab_size
+    device = model.embedding.weight.device
+    tokens = torch.zeros(len(spans), longest, dtype=torch.int64)
+    wanted = torch.zeros(len(spans), longest - 1, dtype=torch.bool)
+    for row, span in enumerate(spans):
+        assert 0 < span.scored < len(span.tokens)
+        tokens[row, : len(span.tokens)] = torch.as_tensor(span.tokens, dtype=torch.int64)
+        wanted[row, len(span.tokens) - 1 - span.scored : len(span.tokens) - 1] = True
+    if int(tokens.max()) >= vocab_size:
+        raise UserError(
+            f"token {int(tokens.max())} is beyond the model's {vocab_size}; use the tokenizer it was trained with"
+        )
+    tokens, wanted = tokens.to(device), wanted.to(device)
+    hidden = model.hidden(tokens[:, :-1])[wanted]  # [N, W], rows of spans one behind the other
+    log_probabilities, likeliest = _of_targets(model, hidden, tokens[:, 1:][wanted])
+    lengths = [span.scored for span in spans]
+    sums = [float(part.double().sum()) for part in log_probabilities.cpu().split(lengths)]
+    return [Score(total, bool(top.all())) for total, top in zip(sums, likeliest.cpu().split(lengths), strict=True)]
+
+
+def _of_targets(model: TransformerLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log probability of each target, fp32 [N], and whether it is the likeliest token, bool [N]."""
+    vocab_size = model.config.vocab_size
+    step = max(64, _LOGITS // vocab_size)
+    found, top = [], []
+    for rows, wanted in zip(hidden.split(step), targets.split(step), strict=True):
+        logits = model.lm_head(rows)[:, :vocab_size].float()
+        found.append(logits.log_softmax(dim=-1).gather(1, wanted[:, None])[:, 0])
+        top.append(logits.argmax(dim=-1) == wanted)
+    return torch.cat(found), torch.cat(top)
+
+
+_LARGEST = 700.0  # its exponential is still a float64
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text's tokens without those that begin and end it, and its size."""
+
+    tokens: np.ndarray
+    bytes: int
+    words: int
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What was measured, ``nats`` being the sum of -log p."""
+
+    nats: float
+    documents: int
+    tokens: int
+    bytes: int
+    words: int
+    context: int
+    stride: int
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy of a token."""
+        return self.nats / self.tokens
+
+    def as_dict(self) -> dict[str, float | int]:
+        """Return sums and means, ready to be shown and saved."""
+        return {
+            "loss": self.loss,
+            "perplexity": exp(min(self.loss, _LARGEST)),
+            "bits_per_byte": self.nats / (self.bytes * log(2)),
+            "byte_perplexity": exp(min(self.nats / self.bytes, _LARGEST)),
+            "word_perplexity": exp(min(self.nats / self.words, _LARGEST)),
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "words": self.words,
+            "context": self.context,
+            "stride": self.stride,
+        }
+
+
+def text_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Document]:
+    """Yield ``texts`` as documents."""
+    for text in texts:
+        tokens = np.asarray(tokenizer.encode(text), dtype=np.uint32)
+        yield Document(tokens, len(text.encode("utf-8", "surrogatepass")), len(text.split()))
+
+
+def shard_documents(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Document]:
+    """Yield the documents of a prepared corpus; their bytes and words are those of the decoded tokens."""
+    ends = [0, *shards.document_ends().tolist()]
+    for start, end in itertools.pairwise(map(int, ends)):
+        tokens = shards.read(start, end - start - 1)  # without the token that ends it
+        if tokenizer.bos not in (None, tokenizer.eos):
+            tokens = tokens[1:]
+        text = tokenizer.decode(tokens.tolist())
+        yield Document(tokens.astype(np.uint32), len(text.encode("utf-8")), len(text.split()))
+
+
+def first_token(tokenizer: Tokenizer) -> int:
+    """Return the token that a text begins with: the tokenizer's first one, or its last one where it has no first.
+
+    Raises:
+        UserError: it has neither, so nothing could predict a text's beginning.
+    """
+    first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
+    if first is None:
+        raise UserError("the tokenizer has no token that begins or ends a text; add <|endoftext|> to it")
+    return first
+
+
+def windows(tokens: Sequence[int] | np.ndarray, first: int, context: int, stride: int) -> Iterator[Span]:
+    """Yield the spans that score every token of a document once.
+
+    Args:
+        tokens: of the document.
+        first: stands before them.
+        context: tokens a window reads.
+        stride: between the beginnings of windows, at most ``context``.
+    """
+    whole = [first, *tokens]
+    begin = done = 0  # done: predicted so far
+    while done < len(tokens):
+        end = min(begin + context, len(tokens))
+        yield Span(whole[begin : end + 1], end - done)
+        begin, done = begin + stride, end
+
+
+def measure_perplexity(
+    model: TransformerLM,
+    documents: Sequence[Document],
+    first: int,
+    context: int,
+    stride: int,
+    batch_size: int,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Perplexity:
+    """Return the perplexity of ``documents``.
+
+    Args:
+        model: in eval mode.
+        documents: each on its own.
+        first: of :func:`first_token`.
+        context, stride: of the sliding window.
+        batch_size: windows in a forward pass.
+        progress: called with the number of tokens that were scored.
+
+    Raises:
+        UserError: ``context`` or ``stride`` do not fit, there is nothing to score, or tokens are not the model's.
+    """
+    if not 1 <= stride <= context:
+        raise UserError(f"--stride: {stride} does not fit; give 1 to the context of {context}")
+    if not model.config.has_rope and context > model.config.context:
+        raise UserError(f"--context: {context} is more than the model's {model.config.context} positions; lower it")
+    tokens = sum(len(document.tokens) for document in documents)
+    if tokens == 0:
+        raise UserError("no document holds a token; give a file with text in it")
+    spans = itertools.chain.from_iterable(windows(document.tokens, first, context, stride) for document in documents)
+    scores = score_spans(model, spans, batch_size, lambda batch: progress(sum(span.scored for span in batch)))
+    nats = -sum(score.log_probability for score in scores)
+    sizes = (sum(document.bytes for document in documents), sum(document.words for document in documents))
+    return Perplexity(nats, len(documents), tokens, *sizes, context, stride)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A context, what may follow it, and which of these does."""
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class ChoiceScores:
+    """The log probability of every choice of every question."""
+
+    questions: Sequence[Question]
+    scores: Sequence[Sequence[float]]
+
+    def as_dict(self) -> dict[str, float | int]:
+        """Return accuracy, length-normalised accuracy, their standard errors and the number of questions."""
+        right = [_largest(own) == question.answer for question, own in zip(self.questions, self.scores, strict=True)]
+        right_normed = []
+        for question, own in zip(self.questions, self.scores, strict=True):
+            normed = [score / len(choice) for score, choice in zip(own, question.choices, strict=True)]
+            right_normed.append(_largest(normed) == question.answer)
+        count = len(self.questions)
+        return {
+            "acc": sum(right) / count,
+            "acc_stderr": _standard_error(right),
+            "acc_norm": sum(right_normed) / count,
+            "acc_norm_stderr": _standard_error(right_normed),
+            "questions": count,
+        }
+
+
+def read_questions(file: str | Path, limit: int | None = None) -> list[Question]:
+    """Return the questions of ``file``, the first ``limit`` if given.
+
+    Raises:
+        UserError: the file cannot be read or holds no question, or a line is no question with an answer.
+    """
+    questions: list[Question] = []
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(questions) == limit:
+                    break
+                if line.strip():
+                    questions.append(_question(line, f"{file}:{number}"))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}; check the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 at byte {error.start}; give a jsonl file in HellaSwag's format") from None
+    if not questions:
+        raise UserError(f"{file}: holds no question; give a jsonl file in HellaSwag's format")
+    return questions
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: no JSON ({error}); correct the line") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: no JSON object; a question has ctx, endings and label")
+    for key in ("ctx", "endings", "label"):
+        if key not in row:
+            raise UserError(f"{where}: no key {key!r}; a question has ctx, endings and label")
+    endings = row["endings"]
+    if not isinstance(endings, list) or len(endings) < 2 or not all(isinstance(e, str) and e.strip() for e in endings):
+        raise UserError(f"{where}: endings must be a list of two texts or more; correct the line")
+    label = str(row["label"]).strip()
+    if not label.isdecimal() or int(label) >= len(endings):
+        raise UserError(f"{where}: label {row['label']!r} is none of 0 to {len(endings) - 1}; give a labelled split")
+    choices = tuple(map(without_marks, endings))
+    if not all(choices):
+        raise UserError(f"{where}: an ending is empty without its bracketed marks; correct the line")
+    return Question(without_marks(_context(row, where)), choices, int(label))
+
+
+def _context(row: dict[str, Any], where: str) -> str:
+    keys = ("activity_label", "ctx_a", "ctx_b") if {"activity_label", "ctx_a", "ctx_b"} <= row.keys() else ("ctx",)
+    for key in keys:
+        if not isinstance(row[key], str):
+            raise UserError(f"{where}: {key} must be text; correct the line")
+    if keys == ("ctx",):
+        return row["ctx"]
+    # capitalize also makes the rest of ctx_b lower case; scores are compared with others', so this does too
+    return f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+
+
+def without_marks(text: str) -> str:
+    """Return ``text`` without WikiHow's bracketed marks; blanks are cut and joined in the harness's order."""
+    sentences = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", sentences).replace("  ", " ")
+
+
+def continuation_span(tokenizer: Tokenizer, context: str, continuation: str, longest: int) -> Span:
+    """Return the span that scores ``continuation`` behind ``context``.
+
+    They are tokenised together, so that a word is not cut where they meet; blanks at the context's end belong to the
+    continuation.
+
+    Args:
+        tokenizer: of the model.
+        context: may be empty; then the token that begins (or ends) a text stands in its place.
+        continuation: what is scored.
+        longest: tokens a model reads; the context's beginning is cut off.
+
+    Raises:
+        UserError: the continuation alone is longer than that, or there is neither context nor first token.
+    """
+    kept = context.rstrip()
+    whole, given = tokenizer.encode(context + continuation), tokenizer.encode(kept)
+    begins = [] if tokenizer.bos in (None, tokenizer.eos) else [tokenizer.bos]
+    if not begins and not given:
+        begins = [token for token in (tokenizer.bos, tokenizer.eos) if token is not None][:1]
+    scored = len(whole) - len(given)
+    if not begins and not given:
+        raise UserError("a question without context needs a token that begins a text; add <|endoftext|>")
+    if not 0 < scored <= longest:
+        raise UserError(f"{continuation[:40]!r}: {scored} tokens do not fit into {longest}; raise --context")
+    return Span([*begins, *whole][-(longest + 1) :], scored)
+
+
+def answer_questions(
+    model: TransformerLM,
+    tokenizer: Tokenizer,
+    questions: Sequence[Question],
+    context: int,
+    batch_size: int,
+    progress: Callable[[int], None] = lambda choices: None,
+) -> ChoiceScores:
+    """Return the score of every choice.
+
+    Args:
+        model: in eval mode.
+        tokenizer: its own.
+        questions: of :func:`read_questions`.
+        context: tokens the model reads at most.
+        batch_size: choices in a forward pass.
+        progress: called with the number of choices that were scored.
+
+    Raises:
+        UserError: as :func:`continuation_span` and ``score_spans``.
+    """
+    spans = [continuation_span(tokenizer, q.context, f" {choice}", context) for q in questions for choice in q.choices]
+    scores = score_spans(model, spans, batch_size, lambda batch: progress(len(batch)))
+    return ChoiceScores(questions, [[next(scores).log_probability for _ in q.choices] for q in questions])
+
+
+def _largest(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)  # the first of equals, as numpy.argmax
+
+
+def _standard_error(right: Sequence[bool]) -> float:
+    """Return the standard error of a mean (sample variance, as the harness's)."""
+    count, mean = len(right), sum(right) / len(right)
+    return 0.0 if count < 2 else (mean * (1 - mean) / (count - 1)) ** 0.5

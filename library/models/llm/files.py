@@ -1,0 +1,396 @@
+"""From a folder with a published language model to a ``TransformerLM``, and back to transformers' format.
+
+Four layouts are told apart by what lies in the folder:
+
+- ``config.json`` with safetensors (one file or shards): transformers' format;
+- ``config.json`` with ``pytorch_model.bin`` (one file or shards): the same, where a publisher offers no safetensors;
+- ``params.json`` with ``consolidated.00.pth``, ``consolidated.01.pth``, ...: Meta's;
+- ``hparams.json`` with ``model.ckpt.index``: OpenAI's GPT-2.
+
+All are read tensor by tensor into a model on the meta device (``library.models.weights``): the peak is the model and
+one tensor, whatever the layout.
+
+Where each parameter of a ``TransformerLM`` lies in the published checkpoints, as pieces of rows.
+
+==============================  ==========================================================================
+transformers, GPT-2             ``h.0.attn.c_attn.weight`` (maybe below ``transformer.``); linears are stored
+                                [in, out], so they are transposed; q, k and v are one matrix already
+transformers, Llama             ``model.layers.0.self_attn.q_proj.weight``; q, k, v and gate, up are joined
+Meta, Llama                     ``layers.0.attention.wq.weight``; rows of q and k pair neighbours under RoPE and are
+                                put into the half-split order; a model in several files is cut by rows (q, k, v,
+                                gate, up, head) or by columns (the others)
+OpenAI, GPT-2                   ``model/h0/attn/c_attn/w`` [1, in, out]
+==============================  ==========================================================================
+
+A map names parameters once; a tied head is the embedding and has no entry.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from library.errors import UserError
+from library.files import shard_names, stream_safetensors, write_text
+from library.models.llm.model import TransformerLM, resize_vocabulary
+from library.models.llm.sources import Derived, DerivedWeights, TensorFlowFiles, TorchFiles
+from library.models.llm.spec import LMConfig, config_from_hf, config_to_hf, gpt2
+from library.models.weights import KeyMap, Piece, WeightFiles, load_into, read_config
+from library.nn.rope import Llama31Scaling, half_split_order
+from library.precision.loading import Fp8Loading
+
+_TIED_ROWS = 1024  # compared to tell a head that repeats the embedding; two trained matrices differ in every row
+
+
+def load_lm(
+    folder: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    fp8: Fp8Loading | None = None,
+    pad_vocabulary_to: int | None = None,
+) -> TransformerLM:
+    """Return the language model in ``folder``, frozen and in eval mode.
+
+    Args:
+        folder: in one of the layouts above.
+        dtype, device: of the weights.
+        fp8: which linear weights become fp8, and how they compute; what a file holds in fp8 stays so.
+        pad_vocabulary_to: pad embedding and head to a multiple of so many rows, 64 for fast products.
+
+    Raises:
+        UserError: the layout is none of these, a file is missing or damaged, or the architecture is another one.
+    """
+    config, weights, key_map = open_lm(Path(folder).expanduser())
+    placing = fp8 if fp8 is not None else Fp8Loading()
+    model = cast(TransformerLM, load_into(lambda: TransformerLM(config), weights, key_map, dtype, device, fp8=placing))
+    if pad_vocabulary_to is not None:
+        resize_vocabulary(model, config.padded(pad_vocabulary_to))
+    return model
+
+
+def open_lm(folder: Path) -> tuple[LMConfig, WeightFiles, KeyMap]:
+    """Return a model's configuration, its weights (not read yet) and where each parameter lies in them.
+
+    Raises:
+        UserError: as :func:`load_lm`.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give the folder of a GPT-2 or Llama model")
+    if (folder / "config.json").is_file():
+        config = config_from_hf(read_config(folder))
+        return config, *hf_weights(_hf_files(folder), config)
+    if (folder / "params.json").is_file():
+        files, shards = _meta_files(folder)
+        config = _meta_config(read_config(folder, "params.json"), files, shards)
+        return config, *meta_weights(files, config, shards)
+    if indices := sorted(folder.glob("*.index")):
+        config = _openai_config(read_config(folder, "hparams.json"))
+        return config, *openai_weights(TensorFlowFiles(indices[-1]), config)
+    raise UserError(
+        f"{folder}: neither config.json (transformers) nor params.json (Meta) nor a TensorFlow .index file; "
+        "give the folder of a GPT-2 or Llama model"
+    )
+
+
+def export_hf(
+    model: TransformerLM,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Write ``model`` in transformers' format, ``config.json`` and ``model.safetensors``; return the folder.
+
+    Padding rows are cut off. One tensor at a time is converted.
+
+    Args:
+        model: with weights that are not fp8.
+        folder: made if needed.
+        dtype: of the file; default: each weight's own.
+        weights: its parameters by name, where the model itself holds only parts of them.
+
+    Raises:
+        UserError: the model holds fp8 weights, or the folder cannot be written.
+    """
+    folder = Path(folder)
+    state = dict(weights or model.named_parameters())
+    if any(tensor.dtype.itemsize == 1 for tensor in state.values()):
+        raise UserError("a model with fp8 weights is not exported; load it without fp8 first")
+    plan = _export_plan(model.config)
+    layout = {}
+    for name, (ours, start, stop, transposed) in plan.items():
+        shape = (stop - start, *state[ours].shape[1:])
+        layout[name] = (dtype or state[ours].dtype, shape[::-1] if transposed else shape)
+
+    def produce(name: str) -> Tensor:
+        ours, start, stop, transposed = plan[name]
+        rows = state[ours].detach()[start:stop].to(layout[name][0])
+        return rows.t() if transposed else rows
+
+    stream_safetensors(folder / "model.safetensors", layout, produce, {"format": "pt"})
+    stored = str(layout[next(iter(layout))][0]).removeprefix("torch.")
+    config = config_to_hf(model.config) | {"torch_dtype": stored}
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+def _export_plan(config: LMConfig) -> dict[str, tuple[str, int, int, bool]]:
+    """Return transformers' name -> (ours, first row, end row, transposed)."""
+    plan: dict[str, tuple[str, int, int, bool]] = {}
+    if config.family == "llama":
+        for ours, parts in llama_names(config):
+            start = 0
+            for name, rows in parts:
+                plan[name] = (ours, start, start + rows, False)
+                start += rows
+        return plan
+    counts = {
+        "attention.qkv": 3 * config.width,
+        "feed_forward.up": config.hidden,
+        "embedding": config.vocab_size,
+        "positions": config.context,
+        "lm_head": config.vocab_size,
+    }
+    for ours, name, transposed in gpt2_names(config):
+        count = next((count for kind, count in counts.items() if kind in ours), config.width)
+        plan[name] = (ours, 0, count, transposed)
+    return plan
+
+
+def _hf_files(folder: Path) -> WeightFiles:
+    """Open safetensors where there are some, else PyTorch's own files."""
+    if any(folder.glob("*.safetensors*")) or not any(folder.glob("pytorch_model*.bin*")):
+        return WeightFiles(folder)
+    index = folder / "pytorch_model.bin.index.json"
+    names = ["pytorch_model.bin"]
+    if index.is_file():
+        names = shard_names(index)
+    return TorchFiles(folder, [("", folder / name) for name in names])
+
+
+def _meta_files(folder: Path) -> tuple[TorchFiles, int]:
+    files = sorted(folder.glob("consolidated.*.pth"))
+    if not files:
+        raise UserError(f"{folder}: params.json without consolidated.00.pth; download the weights too")
+    if [file.name for file in files] != [f"consolidated.{i:02d}.pth" for i in range(len(files))]:
+        raise UserError(f"{folder}: a file between consolidated.00.pth and {files[-1].name} is missing; download it")
+    return TorchFiles(folder, [(f"{i}:", file) for i, file in enumerate(files)]), len(files)
+
+
+def _meta_config(params: dict, files: TorchFiles, shards: int) -> LMConfig:
+    """Return the configuration of Meta's ``params.json``; what it leaves to code is told from shapes.
+
+    Its ``vocab_size`` may be -1, the width of the feed-forward follows from three numbers and rounding, and whether the
+    head is tied is not said: Llama 3.2's small models store the embedding a second time.
+    """
+    width, heads = params["dim"], params["n_heads"]
+    columns = files.shape("0:tok_embeddings.weight")[1]
+    vocab_size = files.shape("0:tok_embeddings.weight")[0] * (shards if columns == width else 1)
+    scaling = None
+    if params.get("use_scaled_rope"):
+        small = width < 4096  # Llama 3.2's 1B and 3B
+        scaling = Llama31Scaling(factor=params.get("rope_scaling_factor") or (32.0 if small else 8.0))
+    return LMConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        context=131072 if scaling else 8192 if vocab_size > 100_000 else 4096,
+        width=width,
+        layers=params["n_layers"],
+        heads=heads,
+        kv_heads=params.get("n_kv_heads") or heads,
+        hidden=files.shape("0:layers.0.feed_forward.w1.weight")[0] * shards,
+        head_dim=width // heads,
+        norm_eps=params.get("norm_eps", 1e-5),
+        tied=_head_repeats_embedding(files),
+        rope_theta=params.get("rope_theta", 10000.0),
+        rope_scaling=scaling,
+    )
+
+
+def _head_repeats_embedding(files: TorchFiles) -> bool:
+    if "0:output.weight" not in files:
+        return True
+    names = ("0:output.weight", "0:tok_embeddings.weight")
+    if files.shape(names[0]) != files.shape(names[1]):
+        return False
+    head, embedding = (files.read([Piece(name, 0, min(_TIED_ROWS, files.shape(name)[0]))]) for name in names)
+    return torch.equal(head, embedding)
+
+
+def _openai_config(hparams: dict) -> LMConfig:
+    return gpt2(hparams["n_embd"], hparams["n_layer"], hparams["n_head"], hparams["n_vocab"], hparams["n_ctx"])
+
+
+# of a block: ours, transformers' GPT-2, OpenAI's; true for linears
+_GPT2_BLOCK = (
+    ("attention_norm", "ln_1", "ln_1", False),
+    ("attention.qkv", "attn.c_attn", "attn/c_attn", True),
+    ("attention.out", "attn.c_proj", "attn/c_proj", True),
+    ("feed_forward_norm", "ln_2", "ln_2", False),
+    ("feed_forward.up", "mlp.c_fc", "mlp/c_fc", True),
+    ("feed_forward.down", "mlp.c_proj", "mlp/c_proj", True),
+)
+# ours, transformers' Llama (joined by rows)
+_LLAMA_BLOCK = (
+    ("attention_norm", ("input_layernorm",)),
+    ("attention.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("attention.out", ("self_attn.o_proj",)),
+    ("feed_forward_norm", ("post_attention_layernorm",)),
+    ("feed_forward.gate_up", ("mlp.gate_proj", "mlp.up_proj")),
+    ("feed_forward.down", ("mlp.down_proj",)),
+)
+# transformers' module name in a Llama block -> Meta's, and whether files cut it by rows
+_META_BLOCK = {
+    "input_layernorm": ("attention_norm", None),
+    "self_attn.q_proj": ("attention.wq", 0),
+    "self_attn.k_proj": ("attention.wk", 0),
+    "self_attn.v_proj": ("attention.wv", 0),
+    "self_attn.o_proj": ("attention.wo", 1),
+    "post_attention_layernorm": ("ffn_norm", None),
+    "mlp.gate_proj": ("feed_forward.w1", 0),
+    "mlp.up_proj": ("feed_forward.w3", 0),
+    "mlp.down_proj": ("feed_forward.w2", 1),
+}
+
+
+def gpt2_names(config: LMConfig, prefix: str = "transformer.") -> Iterator[tuple[str, str, bool]]:
+    """Yield (ours, transformers' name, stored transposed) of every parameter of a GPT-2."""
+    yield "embedding.weight", f"{prefix}wte.weight", False
+    yield "positions.weight", f"{prefix}wpe.weight", False
+    for i in range(config.layers):
+        for ours, theirs, _, linear in _GPT2_BLOCK:
+            yield f"blocks.{i}.{ours}.weight", f"{prefix}h.{i}.{theirs}.weight", linear
+            yield f"blocks.{i}.{ours}.bias", f"{prefix}h.{i}.{theirs}.bias", False
+    yield "norm.weight", f"{prefix}ln_f.weight", False
+    yield "norm.bias", f"{prefix}ln_f.bias", False
+    if not config.tied:
+        yield "lm_head.weight", "lm_head.weight", False
+
+
+def llama_names(config: LMConfig) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """Yield (ours, [(transformers' name, its rows), ...]) of every parameter of a Llama; rows are joined in order."""
+    rows = {
+        "self_attn.q_proj": config.heads * config.head_dim,
+        "self_attn.k_proj": config.kv_heads * config.head_dim,
+        "self_attn.v_proj": config.kv_heads * config.head_dim,
+        "mlp.gate_proj": config.hidden,
+        "mlp.up_proj": config.hidden,
+    }
+    yield "embedding.weight", [("model.embed_tokens.weight", config.vocab_size)]
+    for i in range(config.layers):
+        for ours, theirs in _LLAMA_BLOCK:
+            parts = [(f"model.layers.{i}.{name}.weight", rows.get(name, config.width)) for name in theirs]
+            yield f"blocks.{i}.{ours}.weight", parts
+    yield "norm.weight", [("model.norm.weight", config.width)]
+    if not config.tied:
+        yield "lm_head.weight", [("lm_head.weight", config.vocab_size)]
+
+
+def hf_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMap]:
+    """Return weights and key map of a transformers checkpoint.
+
+    Raises:
+        UserError: a GPT-2 in fp8, whose scales belong to the other side of the transposed matrices.
+    """
+    if config.family == "llama":
+        return files, {ours: [Piece(name) for name, _ in parts] for ours, parts in llama_names(config)}
+    if files.fp8 is not None:
+        raise UserError(
+            f"{files.path}: a GPT-2 stored in fp8 is not supported; load the fp32 or bf16 file with fp8_base"
+        )
+    prefix = "transformer." if "transformer.wte.weight" in files else ""
+    derived, key_map = {}, {}
+    for ours, theirs, transposed in gpt2_names(config, prefix):
+        source = theirs
+        if transposed and theirs in files:
+            source = f"{theirs}.T"
+            derived[source] = Derived(files.shape(theirs)[::-1], [theirs], _transposed)
+        key_map[ours] = [Piece(source)]
+    return DerivedWeights(files, derived), key_map
+
+
+def openai_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMap]:
+    """Return weights and key map of OpenAI's TensorFlow checkpoint."""
+    names = {"embedding.weight": "model/wte", "positions.weight": "model/wpe"}
+    names |= {"norm.weight": "model/ln_f/g", "norm.bias": "model/ln_f/b"}
+    derived: dict[str, Derived] = {}
+    for i in range(config.layers):
+        for ours, _, theirs, linear in _GPT2_BLOCK:
+            weight = f"model/h{i}/{theirs}/{'w' if linear else 'g'}"
+            names[f"blocks.{i}.{ours}.bias"] = f"model/h{i}/{theirs}/b"
+            names[f"blocks.{i}.{ours}.weight"] = f"{weight}.T" if linear else weight
+            if linear and weight in files:
+                derived[f"{weight}.T"] = Derived(files.shape(weight)[:0:-1], [weight], _transposed_last)
+    return DerivedWeights(files, derived), {ours: [Piece(name)] for ours, name in names.items()}
+
+
+def meta_weights(files: WeightFiles, config: LMConfig, shards: int) -> tuple[WeightFiles, KeyMap]:
+    """Return weights and key map of Meta's checkpoint in ``shards`` files, whose names begin with ``0:`` and so on."""
+    derived: dict[str, Derived] = {}
+    key_map: dict[str, list[Piece]] = {}
+    for ours, parts in llama_names(config):
+        key_map[ours] = [
+            piece for name, rows in parts for piece in _meta_pieces(files, config, shards, name, rows, derived)
+        ]
+    return DerivedWeights(files, derived), key_map
+
+
+def _meta_pieces(
+    files: WeightFiles, config: LMConfig, shards: int, hf_name: str, rows: int, derived: dict[str, Derived]
+) -> list[Piece]:
+    """Return the pieces that make the rows of transformers' ``hf_name``; put what must be computed into ``derived``."""
+    name, axis = _meta_name(hf_name)
+    sources = [f"{shard}:{name}" for shard in range(1 if axis is None else shards)]
+    if any(source not in files for source in sources):
+        return [Piece(source) for source in sources]  # the loader says what is missing
+    shape = files.shape(sources[0])
+    if name == "tok_embeddings.weight":  # Llama 2 cuts it by columns, Llama 3 by rows
+        axis = 1 if shape[0] == rows else 0
+    if len(sources) > 1 and axis == 1:
+        derived[name] = Derived((shape[0], shape[1] * shards), sources, _beside_each_other)
+        return [Piece(name)]
+    if hf_name.endswith(("q_proj.weight", "k_proj.weight")):
+        # a shard holds whole heads, so each can be put in order by itself
+        order = half_split_order(config.head_dim)
+        for source in sources:
+            derived[f"{source}.half_split"] = Derived(
+                files.shape(source), [source], functools.partial(_in_order, order)
+            )
+        return [Piece(f"{source}.half_split") for source in sources]
+    return [Piece(source) for source in sources]
+
+
+def _meta_name(hf_name: str) -> tuple[str, int | None]:
+    """Return Meta's name for transformers', and the axis along which files cut it."""
+    whole = {
+        "model.embed_tokens.weight": ("tok_embeddings.weight", 0),
+        "model.norm.weight": ("norm.weight", None),
+        "lm_head.weight": ("output.weight", 0),
+    }
+    if hf_name in whole:
+        return whole[hf_name]
+    _, _, layer, module = hf_name.removesuffix(".weight").split(".", 3)
+    name, axis = _META_BLOCK[module]
+    return f"layers.{layer}.{name}.weight", axis
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    return weight.t().contiguous()
+
+
+def _transposed_last(weight: Tensor) -> Tensor:
+    return weight[0].t().contiguous()
+
+
+def _beside_each_other(*parts: Tensor) -> Tensor:
+    return torch.cat(parts, dim=1)
+
+
+def _in_order(order: Tensor, weight: Tensor) -> Tensor:
+    """Put the rows of every head into ``order``."""
+    return weight.view(-1, len(order), weight.shape[-1])[:, order].reshape(weight.shape)

@@ -1,0 +1,226 @@
+"""Checkpoints that are no safetensors, or whose tensors do not lie the way the model wants them.
+
+The loader (``library.models.weights``) reads rows of named tensors, each from its place in a file. Everything here ends
+in that form, so that every layout costs the same memory, one model and one tensor:
+
+- :class:`TorchFiles` finds where the tensors of a ``.pth`` or ``.bin`` file lie without reading them. Unpickling is
+  restricted to tensors (``weights_only``), and under ``FakeTensorMode`` PyTorch reports each storage's place in the
+  file instead of filling it.
+- :class:`DerivedWeights` adds tensors that are made when they are asked for: a transpose, a permutation, a join.
+
+Where the tensors of a TensorFlow checkpoint lie, read without TensorFlow.
+
+A checkpoint ``model.ckpt`` is ``model.ckpt.index`` and ``model.ckpt.data-00000-of-00001``. The data file is tensors
+one behind the other; the index is a table of LevelDB's kind
+(https://github.com/google/leveldb/blob/main/doc/table_format.md): a footer of 48 bytes points to an index block, whose
+values point to data blocks. A block is entries with the prefix they share with the one before, then the restart points.
+The keys are tensor names, the values ``BundleEntryProto`` messages (tensorflow/core/protobuf/tensor_bundle.proto):
+dtype = 1, shape = 2, shard_id = 3, offset = 4, size = 5. The entry without a name is the header. TensorFlow writes the
+index without compression (``TableBuilderOptions`` in tensor_bundle.cc).
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from library.errors import UserError
+from library.files import DTYPE_NAMES
+from library.models.weights import Piece, Stored, WeightFiles
+
+
+class TorchFiles(WeightFiles):
+    """The tensors of files that ``torch.save`` wrote; names may be given a prefix for each file."""
+
+    def __init__(self, path: Path, files: Sequence[tuple[str, Path]]) -> None:
+        """Find every tensor in ``files``, pairs of a prefix and a file; ``path`` is what errors name.
+
+        Raises:
+            UserError: a file cannot be read, or holds something else than a dict of whole tensors.
+        """
+        self.path, self.fp8 = path, None
+        self._tensors: dict[str, Stored] = {}
+        for prefix, file in files:
+            for name, tensor in _outline(file).items():
+                if not isinstance(tensor, Tensor):
+                    continue
+                offset = tensor.untyped_storage()._checkpoint_offset
+                if not tensor.is_contiguous() or offset is None or tensor.dtype not in DTYPE_NAMES:
+                    raise UserError(f"{file}: tensor {name!r} is stored in pieces; save it again with safetensors")
+                start = offset + int(tensor.storage_offset()) * tensor.element_size()
+                self._tensors[prefix + name] = Stored(file, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start)
+
+
+def _outline(file: Path) -> dict[str, Tensor]:
+    try:
+        with FakeTensorMode():
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; download it again") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{file}: not a PyTorch checkpoint of tensors alone ({reason}); use safetensors") from None
+    if not isinstance(state, dict):
+        raise UserError(f"{file}: holds a {type(state).__name__}, not named tensors; use another file")
+    return state
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A tensor made of whole stored ones."""
+
+    shape: tuple[int, ...]
+    sources: Sequence[str]
+    make: Callable[..., Tensor]
+
+
+class DerivedWeights(WeightFiles):
+    """The tensors of ``base`` and derived ones beside them; fp8 codes keep their layout."""
+
+    def __init__(self, base: WeightFiles, derived: Mapping[str, Derived]) -> None:
+        self.path, self.fp8 = base.path, base.fp8
+        self._base, self._derived = base, dict(derived)
+
+    def __contains__(self, name: str) -> bool:
+        if name in self._derived:
+            return all(source in self._base for source in self._derived[name].sources)
+        return name in self._base
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's name, stored ones first."""
+        return [*self._base.names, *self._derived]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of tensor ``name``; raises a UserError if there is none."""
+        return self._derived[name].shape if name in self._derived else self._base.shape(name)
+
+    def read(self, pieces: Sequence[Piece]) -> Tensor:
+        """Return the rows of ``pieces`` one below the other, in memory of their own, in the file's dtype."""
+        if not any(piece.source in self._derived for piece in pieces):
+            return self._base.read(pieces)
+        parts = [self._part(piece) for piece in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _part(self, piece: Piece) -> Tensor:
+        derived = self._derived.get(piece.source)
+        if derived is None:
+            return self._base.read([piece])
+        whole = derived.make(*(self._base.read([Piece(source)]) for source in derived.sources))
+        return whole[piece.start : piece.stop].contiguous()
+
+
+_MAGIC = 0xDB4775248B80FB57
+_DTYPES = {1: ("F32", 4), 2: ("F64", 8), 14: ("BF16", 2), 19: ("F16", 2)}  # tensorflow/core/framework/types.proto
+
+
+class TensorFlowFiles(WeightFiles):
+    """The floating point tensors of a checkpoint, by TensorFlow's names."""
+
+    def __init__(self, index: Path) -> None:
+        """Read ``index``, a ``*.index`` file, and find the data beside it.
+
+        Raises:
+            UserError: a file is missing, damaged, compressed, or cut off.
+        """
+        self.path, self.fp8 = index, None
+        self._tensors: dict[str, Stored] = {}
+        data = index.read_bytes()
+        try:
+            entries = dict(_table(data))
+            shards = _message(entries.get(b"", b""))[0].get(1, 1)
+            for key, value in entries.items():
+                if key:
+                    self._add(key.decode(), value, shards)
+        except (IndexError, struct.error, UnicodeDecodeError, TypeError) as error:
+            raise UserError(f"{index}: not an index of a TensorFlow checkpoint ({error}); download it again") from None
+
+    def _add(self, name: str, entry: bytes, shards: int) -> None:
+        """Record one tensor, unless it is no number that a model is made of (a step counter)."""
+        numbers, parts = _message(entry)
+        if numbers.get(1) not in _DTYPES:
+            return
+        dtype, width = _DTYPES[numbers[1]]
+        dims = _message(parts[2][0])[1].get(2, []) if 2 in parts else []
+        shape = tuple(_message(dim)[0].get(1, 0) for dim in dims)
+        file = self.path.with_name(f"{self.path.stem}.data-{numbers.get(3, 0):05d}-of-{shards:05d}")
+        offset, size, count = numbers.get(4, 0), numbers.get(5, 0), width * math.prod(shape)
+        if not file.is_file() or file.stat().st_size < offset + size or size != count:
+            raise UserError(f"{file}: missing or cut off (tensor {name!r}); download it again")
+        self._tensors[name] = Stored(file, dtype, shape, offset)
+
+
+def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield every key and value of a table."""
+    if len(data) < 48 or struct.unpack("<Q", data[-8:])[0] != _MAGIC:
+        raise IndexError("no footer")
+    footer = data[-48:]
+    _, at = _varint(footer, 0)  # of the metaindex block: offset ...
+    _, at = _varint(footer, at)  # ... and size
+    for _, handle in _block(data, *_handle(footer, at)):
+        yield from _block(data, *_handle(handle, 0))
+
+
+def _handle(buffer: bytes, at: int) -> tuple[int, int]:
+    offset, at = _varint(buffer, at)
+    return offset, _varint(buffer, at)[0]
+
+
+def _block(data: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the entries of the block at ``offset``; a byte behind it names its compression."""
+    if data[offset + size] != 0:
+        raise IndexError("compressed")
+    block = data[offset : offset + size]
+    end = size - 4 - 4 * struct.unpack("<I", block[-4:])[0]
+    key, at = b"", 0
+    while at < end:
+        shared, at = _varint(block, at)
+        unshared, at = _varint(block, at)
+        length, at = _varint(block, at)
+        key = key[:shared] + block[at : at + unshared]
+        at += unshared
+        yield key, block[at : at + length]
+        at += length
+
+
+def _message(message: bytes) -> tuple[dict[int, int], dict[int, list[bytes]]]:
+    """Return a protobuf message's numbers and its submessages or strings, both by field."""
+    numbers: dict[int, int] = {}
+    parts: dict[int, list[bytes]] = {}
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        match tag & 7:
+            case 0:
+                numbers[tag >> 3], at = _varint(message, at)
+            case 2:
+                length, at = _varint(message, at)
+                parts.setdefault(tag >> 3, []).append(message[at : at + length])
+                at += length
+            case 5:
+                at += 4  # the checksum
+            case 1:
+                at += 8
+            case kind:
+                raise IndexError(f"wire type {kind}")
+    return numbers, parts
+
+
+def _varint(buffer: bytes, at: int) -> tuple[int, int]:
+    """Return the number at ``at`` and where it ends: seven bits a byte, the lowest first."""
+    value = shift = 0
+    while True:
+        byte = buffer[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7

@@ -1,0 +1,293 @@
+"""Qwen-Image's block with Tandem's forward: diffusers' modules, names and numbers, less kept for backward.
+
+As in ``library.models.flux.model``, what stands before a linear layer (norm and modulation, GELU, a slice of tokens)
+is made again in backward instead of kept.
+
+Edit-2511 (``zero_cond_t``) modulates the tokens of reference pictures as at timestep 0: the conditioning then holds two
+vectors a sample, and an index says which one a token takes.
+
+:func:`swap_blocks` changes the class of every block and nothing else.
+
+Tandem's hot paths in diffusers' Qwen-Image transformer: ``swap_hot_paths`` puts them in, parameter names stay.
+
+What is replaced, and why:
+
+- *attention*: q, k and v are projected together (LoRAs on one input share their down projection), then
+  RMSNorm, RoPE and attention of ``library.nn``; without padded text no mask is made.
+- *blocks*: their forward, ``library.models.qwen_image.model``, keeps less for backward.
+- *RMSNorm*: ours keep the dtype of their input under autocast, so q and k stay bf16 beside v.
+- *position table*: diffusers' own numbers (complex64; the rows and columns of a picture are counted from its middle,
+  text goes on where they end) as one cosine and one sine a pair, for text and pictures together.
+- *timestep embedding*: diffusers rounds the timestep to the compute dtype, *then* multiplies by 1000 and takes
+  sines of it; in bf16, 0.7127 becomes 0.7109, and the sine of 710.9 is that of 712.7 no more. Here the timestep
+  travels in fp32 and only the finished embedding is rounded. With an fp32 model nothing changes.
+
+Everything else (checkpointing, configs, saving) stays diffusers'.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
+from diffusers.models.transformers import transformer_qwenimage as diffusers_qwen
+from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+from torch import Tensor, nn
+
+from library.nn.attention import Backend, Stream, attend_together
+from library.nn.frozen_linear import project_made, project_together
+from library.nn.norms import Kept, RMSNorm, gelu, modulated, modulated_norm, once, tokens, within_fp16
+from library.nn.rope import Table, make_room
+
+
+def swap_blocks(transformer: diffusers_qwen.QwenImageTransformer2DModel) -> None:
+    """Give every block of ``transformer`` the forward of this module."""
+    for module in transformer.modules():
+        if type(module) is diffusers_qwen.QwenImageTransformerBlock:
+            module.__class__ = QwenImageTransformerBlock
+
+
+class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
+    """Image and text each with their own layers, joint attention."""
+
+    keeps_modulation = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None,
+        temb: Tensor,
+        image_rotary_emb: Table | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        modulate_index: Tensor | None = None,
+        kept: Kept | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (text [B, L, W], image [B, S, W]).
+
+        Args:
+            hidden_states: image [B, S, W].
+            encoder_hidden_states: text [B, L, W].
+            encoder_hidden_states_mask: boolean [B, L], true for real text tokens; None: all are.
+            temb: conditioning [B, W], or [2B, W] with ``modulate_index``.
+            image_rotary_emb: (cos, sin), each [L + S, D/2].
+            joint_attention_kwargs: diffusers' extras; with any, its own forward runs.
+            modulate_index: [B, S], 1 for tokens that take the conditioning's second half.
+            kept: where the modulation stays until the block runs again in backward.
+        """
+        if joint_attention_kwargs:
+            return super().forward(
+                hidden_states,
+                encoder_hidden_states,
+                encoder_hidden_states_mask,
+                temb,
+                image_rotary_emb,
+                joint_attention_kwargs,
+                modulate_index,
+            )
+        attn: Any = self.attn
+        image, text = hidden_states, encoder_hidden_states
+        image_mod = _modulation(self.img_mod, temb, kept, "image")
+        text_mod = _modulation(self.txt_mod, temb.chunk(2)[0] if self.zero_cond_t else temb, kept, "text")
+        norm = _modulated(self.img_norm1, modulate_index)
+        image_qkv = project_made([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
+        text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
+        text_qkv = project_made(text_layers, modulated(self.txt_norm1), text, *text_mod[:2])
+        attended = attn.processor.attend(attn, image_qkv, text_qkv, image_rotary_emb, encoder_hidden_states_mask)
+        length = text.shape[1]
+        (image_update,) = project_made([attn.to_out[0]], functools.partial(tokens, start=length), attended)
+        (text_update,) = project_made([attn.to_add_out], functools.partial(tokens, end=length), attended)
+        image = image + _chosen(image_mod[2], modulate_index) * image_update
+        image = _feedforward(image, self.img_norm2, self.img_mlp, image_mod[3:], modulate_index)
+        text = _feedforward(text + text_mod[2] * text_update, self.txt_norm2, self.txt_mlp, text_mod[3:])
+        return within_fp16(text), within_fp16(image)
+
+
+def _modulation(layers: Any, temb: Tensor, kept: Kept | None, name: str) -> tuple[Tensor, ...]:
+    """Return shift, scale, gate, twice, each [B, 1, W] ([2B, 1, W])."""
+    silu, linear = layers
+    vector = once(kept, name, lambda: project_together([linear], silu(temb))[0])
+    return vector.unsqueeze(1).chunk(6, dim=-1)
+
+
+def _feedforward(
+    stream: Tensor, norm: nn.Module, feedforward: Any, modulation: Sequence[Tensor], index: Tensor | None = None
+) -> Tensor:
+    """Return ``stream + gate * MLP(modulated norm of stream)``."""
+    shift, scale, gate = modulation
+    (wide,) = project_made([feedforward.net[0].proj], _modulated(norm, index), stream, shift, scale)
+    (update,) = project_made([feedforward.net[2]], gelu, wide)
+    return stream + _chosen(gate, index) * update
+
+
+def _modulated(norm: Any, index: Tensor | None) -> Callable[..., Tensor]:
+    return modulated(norm) if index is None else functools.partial(_modulated_by_index, eps=norm.eps, index=index)
+
+
+def _modulated_by_index(x: Tensor, shift: Tensor, scale: Tensor, eps: float, index: Tensor) -> Tensor:
+    return modulated_norm(x, _chosen(shift, index), _chosen(scale, index), eps)
+
+
+def _chosen(vectors: Tensor, index: Tensor | None) -> Tensor:
+    """Return each token's vector [B, S, W] of ``vectors`` [2B, 1, W]; without an index they serve as they are."""
+    if index is None:
+        return vectors
+    first, second = vectors.chunk(2)
+    return torch.where(index.unsqueeze(-1) == 0, first, second)
+
+
+def swap_hot_paths(transformer: QwenImageTransformer2DModel, backend: Backend = "auto") -> QwenImageTransformer2DModel:
+    """Replace the forward of blocks, attention, RMSNorm, RoPE table and timestep embedding in place; return the model.
+
+    Parameters are shared, not copied, and keep their names; LoRA may be injected before or after. The position table
+    is made anew, so the model may come from the meta device.
+    """
+    for parent in list(transformer.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, (nn.RMSNorm, DiffusersRMSNorm)):
+                setattr(parent, name, RMSNorm.adopt(child))
+    transformer.set_attn_processor(QwenAttentionProcessor(backend))
+    swap_blocks(transformer)
+    if not isinstance(transformer.pos_embed, JointRope):
+        transformer.pos_embed = JointRope(transformer.config.axes_dims_rope, transformer.pos_embed.theta)
+        transformer.time_text_embed = ExactTimeEmbedding(transformer.time_text_embed)
+        transformer.register_forward_pre_hook(_carry_exact_timestep, with_kwargs=True)
+    return transformer
+
+
+class QwenAttentionProcessor:
+    """Joint attention of a block: text and image each with their own projections and norms."""
+
+    def __init__(self, backend: Backend = "auto") -> None:
+        self.backend: Backend = backend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None = None,
+        image_rotary_emb: Table | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            attn: diffusers' ``Attention``, whose projections may be LoRA-wrapped.
+            hidden_states: image [B, S, W].
+            encoder_hidden_states: text [B, L, W].
+            encoder_hidden_states_mask: boolean [B, L], true for real text tokens; None: all are.
+            image_rotary_emb: (cos, sin), each [L + S, D/2].
+
+        Returns:
+            (image [B, S, W], text [B, L, W]).
+        """
+        image = project_together([attn.to_q, attn.to_k, attn.to_v], hidden_states)
+        text = project_together([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], encoder_hidden_states)
+        attended = self.attend(attn, image, text, image_rotary_emb, encoder_hidden_states_mask)
+        length = encoder_hidden_states.shape[1]
+        image_out = attn.to_out[1](attn.to_out[0](attended[:, length:].contiguous()))
+        return image_out, attn.to_add_out(attended[:, :length].contiguous())
+
+    def attend(
+        self,
+        attn: Any,
+        image: Sequence[Tensor],
+        text: Sequence[Tensor],
+        rope: Table | None,
+        text_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention over text and image, [B, L + S, W], of projected q, k and v; arguments as in a call."""
+        head_dim = attn.inner_dim // attn.heads
+        streams = [
+            Stream(*_heads(text, head_dim), attn.norm_added_q, attn.norm_added_k),
+            Stream(*_heads(image, head_dim), attn.norm_q, attn.norm_k),
+        ]
+        mask = None
+        if text_mask is not None:
+            mask = torch.cat([text_mask, text_mask.new_ones(image[0].shape[:2])], dim=1)
+        return attend_together(streams, rope, mask=mask, backend=self.backend).flatten(2)
+
+
+def _heads(projected: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split [B, S, W] into [B, S, H, D]; under tensor parallelism W, and so H, is this rank's share."""
+    query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)
+    return query, key, value
+
+
+class JointRope(nn.Module):
+    """diffusers' position table for text, then pictures, as real numbers."""
+
+    def __init__(self, axes_dims: Sequence[int], theta: int) -> None:
+        super().__init__()
+        self.theta = theta
+        with torch.device("cpu"):
+            self._table = QwenEmbedRope(theta, list(axes_dims), scale_rope=True)
+        self._known: dict[Hashable, Table] = {}
+
+    @torch.compiler.disable  # as in MultiAxisRope
+    def forward(
+        self, video_fhw: list[Any], device: torch.device | None = None, max_txt_seq_len: int | Tensor = 0
+    ) -> Table:
+        """Return (cos, sin), each fp32 [L + S, D/2], of ``max_txt_seq_len`` text tokens and the pictures' tokens.
+
+        ``video_fhw`` lists for each sample its pictures' (1, rows, columns); the first sample counts for all.
+        """
+        key = str(video_fhw[0]), device, int(max_txt_seq_len)
+        if key not in self._known:
+            make_room(self._known)
+            with torch.inference_mode(False):
+                # no call of a module: DeepSpeed compares which modules ran, and other processes may know this table
+                image, text = self._table.forward(video_fhw, device, max_txt_seq_len)
+                joint = torch.cat([text, image])
+                self._known[key] = joint.real.contiguous(), joint.imag.contiguous()
+        return self._known[key]
+
+
+class _Timestep(NamedTuple):
+    """What travels through diffusers' forward as ``additional_t_cond``, which it hands on untouched."""
+
+    exact: Tensor  # [B], 0..1
+    additional: Tensor | None
+
+
+def _carry_exact_timestep(
+    transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook: keep the timestep from before the transformer rounds it."""
+    timestep = kwargs.get("timestep")
+    if timestep is None:
+        return args, kwargs
+    return args, kwargs | {"additional_t_cond": _Timestep(timestep, kwargs.get("additional_t_cond"))}
+
+
+class ExactTimeEmbedding(nn.Module):
+    """diffusers' timestep embedding, fed an unrounded timestep; children keep their names."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        for name, child in original.named_children():
+            self.add_module(name, child)
+        self.train(original.training)
+
+    def forward(self, timestep: Tensor, hidden_states: Tensor, additional_t_cond: Any = None) -> Tensor:
+        """Return the conditioning vector [B, W]; [2B, W] where reference pictures have one of their own.
+
+        Args:
+            timestep: [B] or [2B] in the compute dtype (possibly rounded), 0 to 1; in the second half 0.
+            hidden_states: whose dtype is the compute dtype.
+            additional_t_cond: the exact timestep, where the transformer's pre-hook has seen one.
+        """
+        additional = additional_t_cond
+        if isinstance(additional_t_cond, _Timestep):
+            exact, additional = additional_t_cond.exact.float(), additional_t_cond.additional
+            clean = timestep.shape[0] - exact.shape[0]
+            timestep = torch.cat([exact, exact.new_zeros(clean)]) if clean else exact
+        parts: Any = self  # its children are diffusers'
+        embedding = parts.timestep_embedder(parts.time_proj(timestep).to(hidden_states.dtype))
+        if additional is None:
+            return embedding
+        return embedding + parts.addition_t_embedding(additional).to(hidden_states.dtype)

@@ -1,0 +1,289 @@
+"""How much of a layer's output an error of its weight changes.
+
+With rows x of inputs, or their second moment C, and a weight error E [out, in]:
+
+    |error|^2 = mean |x E^T|^2 = trace(E C E^T)        relative to mean |x W^T|^2 = trace(W C W^T)
+
+Rows that nothing was fitted to give an honest figure; the moment is what is minimised.
+
+How much of a LoRA's update is left after a merge into fp8.
+
+    gain   = <M - B, D> / |D|^2              1: all of it, 0: nothing, the share that acts as the update did
+    cosine = <M - B, D> / (|M - B| |D|)      1: nothing else was changed; rounding noise makes it small
+    output gain = <(M - B) C, D> / <D C, D>  the gain of what it does to the outputs, C the inputs' second moment
+
+with M the merged weight and B the weight without the update as it is served, both as the numbers they stand for, and D
+the update. An entry of D survives rounding to nearest only if it takes the weight past the middle of a step. Below
+2^-6 the step of e4m3fn is fixed at 2^-9, so in a plain-cast file with weights of std 0.02 an update of 1 % vanishes
+whole. Both figures are exact sums over all entries, in float64.
+
+Which layers are worth keeping in bf16, when the file may grow by so much.
+
+What a layer contributes to the error of the model is measured by putting it alone back into high precision: the mean
+squared change of the output, over the output's own. Rounding errors of different layers are independent, so these add
+up to about the whole error, and a reference run of the bf16 model, which may not fit into memory, is not needed. A
+layer costs one byte a weight more in bf16; by benefit for each byte they are taken until the budget is spent.
+
+The update of low rank that makes up for as much as possible of a weight error, on the inputs that occur.
+
+Wanted are B [out, r] and A [r, in] that minimise E|x (T - B A)^T|^2 = trace((T - B A) C (T - B A)^T), with T [out, in]
+the error to undo and C the inputs' second moment. This is reduced-rank regression. With C = L L^T the best B A L is
+the truncated SVD of T L (Eckart-Young); its left factor U are the r leading eigenvectors of T C T^T, and
+
+    B = U,   A = U^T T L L^-1 = U^T T
+
+so neither a root nor an inverse of C is needed. QERA (https://arxiv.org/abs/2410.06040, theorem 1) gives this solution
+with C^(1/2) for quantisation errors; LoRA retargeting puts the LoRA's own update into T. With A given (EoRA, LoftQ and
+others fit one side at a time) the best B is least squares:
+
+    B = T C A^T (A C A^T)^-1
+
+Large layers find U by subspace iteration, whose error is in directions that matter least: T C T^T is never formed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from library.nn.frozen_linear import FrozenLinear
+from library.precision.formats import Fp8Format, format_of
+from library.precision.parity.activations import LayerInputs, replace_module
+from library.precision.quantize import Quantized
+from library.precision.recipe import Fp8Recipe
+from library.randomness import generator
+
+
+def output_energy(weight: Tensor, inputs: LayerInputs) -> float:
+    """Return the mean squared length of ``x @ weight.T``: over the held-out rows, or by the moment without any."""
+    if inputs.rows.shape[0]:
+        return float((inputs.rows @ weight.float().t()).double().square().sum()) / inputs.rows.shape[0]
+    return moment_energy(weight, inputs.moment)
+
+
+def moment_energy(weight: Tensor, moment: Tensor) -> float:
+    """Return ``trace(weight @ moment @ weight.T)``; never below 0."""
+    weight = weight.to(moment.dtype)
+    return max(0.0, float((weight @ moment).mul_(weight).double().sum()))
+
+
+def relative_output_error(error: Tensor, weight: Tensor, inputs: LayerInputs) -> float:
+    """Return the rms of ``x @ error.T`` over that of ``x @ weight.T``; 0 of 0 is 0."""
+    energy = output_energy(error, inputs)
+    return math.sqrt(energy / output_energy(weight, inputs)) if energy else 0.0
+
+
+def damped(moment: Tensor, damping: float, dtype: torch.dtype) -> Tensor:
+    """Return ``moment`` in ``dtype`` plus ``damping`` times its mean diagonal on the diagonal.
+
+    GPTQ's way (https://arxiv.org/abs/2210.17323, section 3.3): directions that the calibration has hardly seen count
+    like inputs of that size, so that nothing is fitted to the sample's noise. A moment of zeros becomes the identity.
+    """
+    result = moment.to(dtype, copy=True)
+    mean = float(result.diagonal().mean())
+    result.diagonal().add_(damping * mean if mean > 0 else 1.0)
+    return result
+
+
+FLAGGED = 0.95  # below that an update has lost enough to be seen
+
+_PIECE = 1 << 22  # entries turned into float64 at a time
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What a merge left of an update; see the module's first lines."""
+
+    gain: float
+    cosine: float
+    output_gain: float | None = None  # None without a moment, or where the update does nothing to the outputs
+
+    @property
+    def flagged(self) -> bool:
+        """Whether less than 0.95 is left, of the effect on outputs where that is known."""
+        return (self.gain if self.output_gain is None else self.output_gain) < FLAGGED
+
+
+def survival(merged: Tensor, base: Tensor, update: Tensor, moment: Tensor | None = None) -> Survival:
+    """Return what is left of ``update`` in ``merged``, all [out, in]; of an update of zeros everything is left.
+
+    Args:
+        merged: the merged weight, dequantised.
+        base: the weight without the update as it is served, dequantised.
+        update: what was to be added.
+        moment: [in, in], second moment of the inputs, for the output gain.
+    """
+    inner = change_energy = update_energy = seen = effect = 0.0
+    rows = max(1, _PIECE // merged.shape[1])
+    for start in range(0, merged.shape[0], rows):
+        piece = slice(start, start + rows)
+        change = merged[piece].double() - base[piece].double()
+        wanted = update[piece].double()
+        inner += float((change * wanted).sum())
+        change_energy += float(change.square().sum())
+        update_energy += float(wanted.square().sum())
+        if moment is not None:
+            metered = (update[piece].to(moment) @ moment).double()
+            seen += float((change * metered).sum())
+            effect += float((wanted * metered).sum())
+    if update_energy == 0:
+        return Survival(1.0, 1.0)
+    cosine = inner / math.sqrt(change_energy * update_energy) if change_energy else 0.0
+    return Survival(inner / update_energy, cosine, seen / effect if effect > 0 else None)
+
+
+def survival_of_rounding(name: str, weight: Tensor, update: Tensor, recipe: Fp8Recipe) -> Survival:
+    """Return what would be left if ``weight + update`` were rounded into fp8 by ``recipe``, with fresh scales.
+
+    Args:
+        name: of the layer, which stochastic rounding is a function of.
+        weight: [out, in], of a file in high precision, or dequantised from one in fp8; the latter is its own rounding.
+        update: [out, in].
+    """
+    base = recipe.quantize(name, weight.float()).dequantize(torch.float32)
+    merged = recipe.quantize(name, weight.float() + update.float()).dequantize(torch.float32)
+    return survival(merged, base, update)
+
+
+def saturated(values: Tensor, quantized: Quantized) -> float:
+    """Return the share of ``values`` [out, in] that lies outside of what the scales of ``quantized`` can hold."""
+    fp8: Fp8Format | None = format_of(quantized.codes.dtype)
+    assert fp8 is not None
+    limit = fp8.max * (1 + 2.0**-20)  # amax / scale rounds to a hair above the largest number
+    scaled = values.float()
+    if quantized.scale is not None:
+        blocks = quantized.scale.shape[1]
+        scaled = scaled.view(scaled.shape[0], blocks, -1) / quantized.scale.unsqueeze(-1)
+    return float((scaled.abs() > limit).double().mean())
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layer, or several that a file stores as one tensor: the benefit of keeping it, and the bytes that costs."""
+
+    name: str
+    benefit: float
+    extra_bytes: int
+
+    @property
+    def benefit_per_megabyte(self) -> float:
+        """Benefit for each 2^20 bytes."""
+        return self.benefit / (self.extra_bytes / 2**20)
+
+
+def choose_kept(candidates: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
+    """Return the candidates to keep, best per byte first; one that no longer fits is passed over, not the rest."""
+    chosen: list[Candidate] = []
+    left = budget_bytes
+    for candidate in sorted(candidates, key=lambda c: (-c.benefit_per_megabyte, c.name)):
+        if candidate.benefit > 0 and candidate.extra_bytes <= left:
+            chosen.append(candidate)
+            left -= candidate.extra_bytes
+    return chosen
+
+
+@torch.no_grad()
+def measure_contributions(
+    model: nn.Module,
+    layers: Sequence[Sequence[str]],
+    high_weight: Callable[[str], Tensor],
+    outputs: Callable[[], Tensor],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[float]:
+    """Return for each group of layers its share of the squared output, changed by putting it back to high precision.
+
+    Args:
+        model: quantised; it is left as it was.
+        layers: module names, those that are kept or rounded together in one group.
+        high_weight: returns a layer's weight [out, in] in high precision, in the dtype to compute in.
+        outputs: runs the model on the calibration and returns what it gives, in one tensor.
+        progress: called with (groups done, groups in all).
+    """
+    before = outputs().double()
+    energy = float(before.square().sum())
+    shares = []
+    for number, names in enumerate(layers):
+        replaced = {name: model.get_submodule(name) for name in names}
+        try:
+            for name, layer in replaced.items():
+                replace_module(model, name, _with_weight(layer, high_weight(name)))
+            change = outputs().double() - before
+        finally:
+            for name, layer in replaced.items():
+                replace_module(model, name, layer)
+        shares.append(float(change.square().sum()) / energy if energy else 0.0)
+        progress(number + 1, len(layers))
+    return shares
+
+
+def _with_weight(layer: nn.Module, weight: Tensor) -> nn.Module:
+    bias = getattr(layer, "bias", None)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return FrozenLinear.adopt(linear)
+
+
+DAMPING = 0.01
+_EXACT = 256  # rows up to which all eigenvectors are computed, in 20 ms; 768 take 0.3 s, 3072 take 20 s
+_ITERATIONS, _OVERSAMPLING = 12, 32
+
+
+def fit_low_rank(target: Tensor, moment: Tensor, rank: int, damping: float = DAMPING) -> tuple[Tensor, Tensor]:
+    """Return (up [out, rank], down [rank, in]), fp32, whose product is nearest to ``target`` on the inputs.
+
+    Args:
+        target: [out, in], what is to be made up for.
+        moment: [in, in], second moment of the inputs.
+        rank: at most min(out, in); columns beyond it are zero.
+        damping: see ``errors.damped``.
+    """
+    out_features, in_features = target.shape
+    exact = out_features <= _EXACT
+    dtype = torch.float64 if exact else torch.float32
+    target, metric = target.to(dtype), damped(moment, damping, dtype)
+    possible = min(rank, out_features, in_features)
+    leading = _eigenvectors(target, metric, possible) if exact else _by_iteration(target, metric, possible)
+    down = leading.t() @ target
+    # Both factors of the same size, as an SVD shared between them: the files' dtypes round both alike.
+    sizes = down.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+    up, down = leading * sizes, down / sizes.unsqueeze(1)
+    missing = rank - possible
+    if missing:
+        up = torch.cat([up, up.new_zeros(out_features, missing)], dim=1)
+        down = torch.cat([down, down.new_zeros(missing, in_features)])
+    return up.float(), down.float()
+
+
+def fit_up(target: Tensor, moment: Tensor, down: Tensor, damping: float = DAMPING) -> Tensor:
+    """Return the up-projection [out, rank], fp32, that with ``down`` [rank, in] is nearest to ``target`` [out, in]."""
+    metric = damped(moment, damping, torch.float32)
+    seen = down.float() @ metric  # [rank, in]
+    gram = (seen @ down.float().t()).double()
+    gram.diagonal().add_(1e-10 * gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
+    crossed = (target.float() @ seen.t()).double()
+    return torch.linalg.solve(gram, crossed.t()).t().float()
+
+
+def _eigenvectors(target: Tensor, metric: Tensor, count: int) -> Tensor:
+    """Return the leading eigenvectors of target metric target^T, [out, count]."""
+    gram = target @ metric @ target.t()
+    return torch.linalg.eigh(gram + gram.t()).eigenvectors.flip(1)[:, :count]
+
+
+def _by_iteration(target: Tensor, metric: Tensor, count: int) -> Tensor:
+    """The same, by subspace iteration with a few spare columns (Halko et al. 2011, algorithm 4.4)."""
+    columns = min(count + _OVERSAMPLING, *target.shape)
+    start = torch.randn(target.shape[0], columns, generator=generator("subspace", *target.shape))
+    basis = torch.linalg.qr(start.to(target.device)).Q
+    for _ in range(_ITERATIONS):
+        basis = torch.linalg.qr(target @ (metric @ (target.t() @ basis))).Q
+    projected = basis.t() @ target
+    small = (projected @ metric @ projected.t()).double()
+    within = torch.linalg.eigh(small + small.t()).eigenvectors.flip(1)[:, :count]
+    return basis @ within.to(basis.dtype)

@@ -1,0 +1,168 @@
+"""Saving on a disk that may be full, read-only or gone.
+
+While a run goes on, a save that fails is told in one line and tried again a minute later, then after two, four, up to
+ten; what was saved before is as it was. What a run ends with must not be lost: it is tried ``save_retries`` times over
+some minutes, and then goes into ``save_fallback_dir``.
+
+Which saved checkpoints may go: kohya's ``save_last_n_*``.
+
+Nothing is deleted before the newer file is whole on the disk, and only files of this run's name and of an earlier
+step or epoch are touched: never the final LoRA, the best one, or what a longer run left there.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from library.errors import UserError, WriteError
+from library.files import discard
+
+if TYPE_CHECKING:
+    from library.config.schema import SavingConfig
+
+
+Write = Callable[[Path], list[Path]]  # writes into a folder; returns what it wrote
+
+_FIRST_RETRY, _LAST_RETRY = 60.0, 600.0  # seconds, while training goes on
+_FIRST_WAIT, _LAST_WAIT = 5.0, 60.0  # at the end: ten waits are seven minutes, less than processes wait for each other
+
+
+@dataclass
+class Keeper:
+    """Writes a run's results into ``folder``, or into ``fallback`` at the worst.
+
+    Attributes:
+        retries: at the end of the run.
+        say: prints a line.
+        failures: saves that failed in a row.
+        retry_at: when the next try is due (time.monotonic()); None if nothing is owed.
+        rescued: what had to go into ``fallback``.
+    """
+
+    folder: Path
+    fallback: Path
+    retries: int
+    say: Callable[[str], None]
+    failures: int = 0
+    retry_at: float | None = None
+    rescued: list[Path] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to try again what failed."""
+        return self.retry_at is not None and time.monotonic() >= self.retry_at
+
+    def attempt(self, write: Write) -> list[Path] | None:
+        """Write now; if that fails say so, note when to try again, and return None."""
+        try:
+            written = write(self.folder)
+        except WriteError as error:
+            wait = min(_FIRST_RETRY * 2**self.failures, _LAST_RETRY)
+            self.failures, self.retry_at = self.failures + 1, time.monotonic() + wait
+            self.say(f"warning: {error}; training goes on, trying again in {wait / 60:.0f} min")
+            return None
+        if self.failures:
+            self.say(f"saved again: {written[0]}")
+        self.failures, self.retry_at = 0, None
+        return written
+
+    def insist(self, write: Write, hurried: Callable[[], bool] = lambda: False) -> list[Path]:
+        """Write, again and again if it must be, elsewhere in the end.
+
+        Args:
+            write: as for :meth:`attempt`.
+            hurried: whether waiting is over, as somebody is about to end the process.
+
+        Raises:
+            WriteError: nor could it be written there.
+        """
+        for done in range(self.retries + 1):
+            try:
+                return write(self.folder)
+            except WriteError as error:
+                if done == self.retries or hurried():
+                    return self._rescue(write, error)
+                wait = min(_FIRST_WAIT * 2**done, _LAST_WAIT)
+                self.say(f"warning: {error}; trying again in {wait:.0f} s ({done + 1} of {self.retries})")
+                until = time.monotonic() + wait
+                while time.monotonic() < until and not hurried():
+                    time.sleep(min(0.2, wait))
+        raise AssertionError("unreachable")
+
+    def tolerate(self, write: Callable[[], object]) -> None:
+        """Write what a run can do without (pictures, plots); say so if that fails."""
+        try:
+            write()
+        except WriteError as error:
+            self.say(f"warning: {error}; left out")
+
+    def report(self) -> None:
+        """Let the run end with an error if its result is not where it should be.
+
+        Raises:
+            UserError: it is in the fallback folder.
+        """
+        if self.rescued:
+            places = " and ".join(map(str, self.rescued))
+            raise UserError(f"output_dir: {self.folder} could not be written to; what was trained is in {places}")
+
+    def _rescue(self, write: Write, error: WriteError) -> list[Path]:
+        self.rescued = write(self.fallback)
+        self.say(f"warning: {error}; saved in {self.fallback} instead")
+        return self.rescued
+
+
+def fallback_folder(wanted: str | None, output_name: str) -> Path:
+    """Return where to save what ``output_dir`` does not take; by default beside other temporary files."""
+    return Path(wanted).expanduser() if wanted else Path(tempfile.gettempdir()) / f"{output_name}-rescued"
+
+
+def remove_old(
+    folder: Path, name: str, saving: SavingConfig, step: int | None = None, epoch: int | None = None
+) -> None:
+    """Delete the checkpoints that a save at ``step`` or ``epoch`` makes superfluous.
+
+    ``save_last_n_steps = n`` keeps what was saved in the last n steps; ``save_last_n_epochs = n`` keeps the last n
+    epoch files. States follow the same numbers unless ``..._state`` gives others.
+
+    Args:
+        folder: the output folder.
+        name: the run's output name.
+        saving: the settings.
+        step, epoch: what has just been saved, one of the two.
+    """
+    if step is not None:
+        limits = (_steps(step, saving.save_last_n_steps), _steps(step, saving.save_last_n_steps_state))
+        pattern = re.compile(re.escape(name) + r"-step(\d{8})(\.safetensors|-state|)")
+    else:
+        assert epoch is not None
+        every = saving.save_every_n_epochs or 1
+        limits = (
+            _epochs(epoch, every, saving.save_last_n_epochs),
+            _epochs(epoch, every, saving.save_last_n_epochs_state),
+        )
+        pattern = re.compile(re.escape(name) + r"-(\d{6})(\.safetensors|-state|)")
+    oldest_lora, oldest_state = limits
+    for path in folder.iterdir():
+        if not (match := pattern.fullmatch(path.name)):
+            continue
+        if not match[2] and not (path / "adapter_config.json").is_file():
+            continue  # no LoRA of a language model
+        is_state = match[2] == "-state"
+        oldest = (oldest_state if oldest_state is not None else oldest_lora) if is_state else oldest_lora
+        if oldest is not None and int(match[1]) < oldest:
+            discard(path)
+
+
+def _steps(step: int, last: int | None) -> int | None:
+    return None if last is None else step - last
+
+
+def _epochs(epoch: int, every: int, last: int | None) -> int | None:
+    return None if last is None else epoch - every * last + 1

@@ -1,0 +1,344 @@
+"""What a run leaves on disk: LoRA files, and states from which it goes on as if it had never stopped.
+
+A state folder holds the LoRA in the dtype it is trained in, the optimizer's and the schedule's state, the loss
+scaler's, and the position in the data. Random numbers need no saving, they are functions of seed, step and
+sample. A folder is written under a temporary name and renamed when it is whole.
+
+The optimizer's state carries its learning rate and arguments, so a resumed run would pass over new ones without a
+word. ``lasting_settings`` names those settings; a run that changed one is refused.
+
+Optimizer and scheduler state on disk without pickle: tensors in safetensors, the rest as JSON.
+
+A state dict is a tree of dicts, lists, tuples, numbers, strings and tensors. The tree is written as JSON in
+which every tensor is a reference into the safetensors file beside it; tuples and integer keys are marked so
+that reading gives back exactly what was written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from library.errors import UserError
+from library.files import atomic_folder, write_safetensors, write_text
+from library.training.parallel.fsdp import split_like
+
+if TYPE_CHECKING:
+    from library.config.chat_schema import InstructionTrainConfig
+    from library.config.schema import TrainConfig
+
+
+@dataclass
+class Position:
+    """Where a run stands."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0  # epochs begun before this one
+    batches: int = 0  # batches of this epoch done, over all processes
+    loss_ema: float = 0.0
+    val_loss_before: float | None = None
+    best_val_loss: float | None = None
+    validations_since_best: int = 0
+    updates_dropped: int = 0  # steps that were not finite
+    nonfinite_in_row: int = 0  # those since the last that was
+    skipped_samples: list[str] = field(default_factory=list)  # identities left out by nonfinite = "rollback"
+    validated_at: int | None = None  # the step of the last validation that was compared with the best
+    step_ended: tuple[int, int] | None = None  # epoch and batches when the last step ended, within an unfinished one
+
+    def at_last_step(self) -> Position:
+        """Return where the last whole step ended: what was accumulated since is no part of a state.
+
+        The end of an epoch may lie within a step of several batches.
+        """
+        epoch, batches = self.step_ended or (self.epoch, self.batches)
+        return replace(self, epoch=epoch, batches=batches, step_ended=None)
+
+
+def lasting_settings(config: TrainConfig, text_encoders: str | None = None) -> dict[str, Any]:
+    """Return the settings that a state goes on with, whatever the resumed run says.
+
+    ``text_encoders`` is the fingerprint of those that are trained.
+    """
+    trained_text = {} if text_encoders is None else {"text_encoders": text_encoders}
+    return trained_text | shared_settings(config)
+
+
+def shared_settings(config: TrainConfig | InstructionTrainConfig) -> dict[str, Any]:
+    """Return those of :func:`lasting_settings` that a LoRA on any model has."""
+    optimizer, network, precision = config.optimizer, config.network, config.precision
+    dropouts = ("rank_dropout", "module_dropout")  # hold from the next step on
+    return {
+        "optimizer_type": optimizer.optimizer_type,
+        "optimizer_args": _sorted_pairs(optimizer.optimizer_args),
+        "learning_rate": optimizer.learning_rate,
+        "text_encoder_lr": optimizer.text_encoder_lr,
+        "network_type": network.network_type,
+        "use_rslora": network.use_rslora,
+        "init_lora_weights": network.init_lora_weights,
+        "network_dim": network.network_dim,
+        "dim_from_weights": network.dim_from_weights,
+        "network_alpha": network.network_alpha,
+        "network_args": [pair for pair in _sorted_pairs(network.network_args) if pair.split("=")[0] not in dropouts],
+        "full_bf16": config.training.full_bf16,
+        "ema_decay": config.saving.ema_decay,
+        # the numbers of the frozen base; fp8_compute may change, as the GPU may
+        "fp8_base": precision.fp8_base,
+        "fp8_scaled": precision.fp8_scaled,
+        "fp8_granularity": precision.fp8_granularity,
+        "fp8_format": precision.fp8_format,
+        "fp8_keep": sorted(precision.fp8_keep),
+        "fp8_keep_patterns": sorted(precision.fp8_keep_patterns),
+        "fp8_rounding": precision.fp8_rounding,
+    }
+
+
+def _sorted_pairs(pairs: list[str]) -> list[str]:
+    """Return ``key=value`` pairs in an order and spelling that do not depend on who wrote them."""
+    return sorted("=".join(part.strip() for part in pair.split("=", 1)) for pair in pairs)
+
+
+class Stateful(Protocol):
+    """What optimizers, schedules and loss scalers have in common."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def save_training_state(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    parts: Mapping[str, Stateful],
+    position: Position,
+    base: str,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a state folder in one step, replacing an older one of the same name.
+
+    Args:
+        folder: where.
+        weights: the trained parameters by name.
+        parts: optimizer, schedule, scaler by name.
+        position: where the run stands.
+        base: the base model's fingerprint, checked when resuming.
+        settings: of ``lasting_settings``, checked when resuming.
+
+    Raises:
+        WriteError: the disk is full or cannot be written to; the older state is as it was.
+        UserError: a part's state holds something that cannot be written.
+    """
+    about = asdict(position.at_last_step()) | {"base": base, "settings": dict(settings or {}), "saved": time.time()}
+    with atomic_folder(folder) as temporary:
+        write_safetensors(temporary / "lora.safetensors", weights)
+        for name, part in parts.items():
+            write_state(temporary / name, part.state_dict())
+        write_text(temporary / "position.json", json.dumps(about))
+
+
+def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Position, str]:
+    """Return where a saved state stands, and its base's fingerprint; the weights are not read.
+
+    Raises:
+        UserError: ``folder`` is no state, or one of other ``settings`` (those of ``lasting_settings``).
+    """
+    try:
+        saved = json.loads((Path(folder) / "position.json").read_text(encoding="utf-8"))
+        base, then, _ = saved.pop("base"), saved.pop("settings"), saved.pop("saved", None)
+        position = Position(**saved)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"position.json is damaged: {error}"
+        raise UserError(
+            f"resume: {folder} is no training state ({reason}); give a folder that save_state wrote"
+        ) from None
+    for key in sorted(then.keys() & settings.keys()):
+        if then[key] != settings[key]:
+            raise UserError(
+                f"resume: {folder} was trained with {key} = {json.dumps(then[key])}, now it is "
+                f"{json.dumps(settings[key])}; a state goes on with its own: set that again, or start a new run "
+                "with network_weights"
+            )
+    return position, base
+
+
+def check_state(
+    folder: str | Path, base: str, settings: Mapping[str, Any], total_steps: int | None, finished_too: bool = False
+) -> None:
+    """Look at a state before models are read: whether it is whole, fits this run, and leaves something to train.
+
+    Args:
+        folder: the state.
+        base: the fingerprint of this run's base model.
+        settings: of ``lasting_settings``.
+        total_steps: optimizer steps of this run, where they are known yet.
+        finished_too: see :func:`refuse_finished`.
+
+    Raises:
+        UserError: with the reason.
+    """
+    position, saved_base = read_position(folder, settings)
+    _refuse_other_base(folder, saved_base, base)
+    if total_steps is not None:
+        refuse_finished(folder, position, total_steps, finished_too)
+    for name in ("optimizer", "schedule"):
+        read_state(Path(folder) / name)
+    _read_weights(Path(folder))
+
+
+def _refuse_other_base(folder: str | Path, saved: str, base: str) -> None:
+    if saved != base:
+        raise UserError(f"resume: {folder} was trained on another base model; set the one it was trained on")
+
+
+def refuse_finished(folder: str | Path, position: Position, total_steps: int, finished_too: bool = False) -> None:
+    """Refuse a state with nothing left to train.
+
+    Raises:
+        UserError: it stands behind the end of the run, or, unless ``finished_too``, at it.
+    """
+    if position.step > total_steps or (position.step == total_steps and not finished_too):
+        raise UserError(
+            f"resume: {folder} is at step {position.step} and the run ends at {total_steps}; "
+            "raise max_train_steps or max_train_epochs"
+        )
+
+
+def load_training_state(
+    folder: str | Path,
+    parameters: Mapping[str, Tensor],
+    parts: Mapping[str, Stateful],
+    base: str,
+    settings: Mapping[str, Any] | None = None,
+) -> Position:
+    """Put a saved state back into the trained ``parameters`` and ``parts``; return the position to go on from.
+
+    Raises:
+        UserError: ``folder`` is no state or a damaged one, belongs to another base model, was trained with other
+            ``settings``, or holds other LoRA tensors than the run's.
+    """
+    folder = Path(folder)
+    position, saved_base = read_position(folder, settings or {})
+    _refuse_other_base(folder, saved_base, base)
+    _copy_weights(folder, parameters)
+    for name, part in parts.items():
+        state = read_state(folder / name)
+        try:
+            part.load_state_dict(state)
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise UserError(
+                f"resume: {folder}: the saved {name} does not fit this run's ({error}); use the settings it was "
+                "trained with"
+            ) from error
+    return position
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    file = folder / "lora.safetensors"
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"resume: {file} cannot be read ({error}); resume from another state") from None
+
+
+@torch.no_grad()
+def _copy_weights(folder: Path, parameters: Mapping[str, Tensor]) -> None:
+    weights = _read_weights(folder)
+    differing = sorted(weights.keys() ^ parameters.keys())
+    differing += [n for n in weights.keys() & parameters.keys() if weights[n].shape != parameters[n].shape]
+    if differing:
+        raise UserError(
+            f"resume: {folder} holds another LoRA ({len(differing)} tensors differ, first {differing[0]}); "
+            "use the network settings it was trained with"
+        )
+    for name, tensor in weights.items():
+        parameters[name].copy_(split_like(parameters[name], tensor))
+
+
+@dataclass(frozen=True)
+class OutputNames:
+    """File names in kohya's pattern: ``name-step00000100``, ``name-000002`` for epochs, ``name`` at the end."""
+
+    folder: Path
+    name: str
+    suffix: str = ".safetensors"  # of LoRAs; a language model's are folders without one
+
+    def stem(self, step: int | None = None, epoch: int | None = None) -> str:
+        """Return the name without suffix for a step, an epoch, or the end of training."""
+        if step is not None:
+            return f"{self.name}-step{step:08d}"
+        return f"{self.name}-{epoch:06d}" if epoch is not None else self.name
+
+    def lora(self, stem: str) -> Path:
+        """Return the path of a LoRA."""
+        return self.folder / f"{stem}{self.suffix}"
+
+    def state(self, stem: str) -> Path:
+        """Return the path of a state folder."""
+        return self.folder / f"{stem}-state"
+
+
+_TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
+
+
+def write_state(stem: Path, tree: Any) -> None:
+    """Write ``tree`` as ``<stem>.json`` and ``<stem>.safetensors``.
+
+    Raises:
+        UserError: the tree holds something that is neither JSON nor a tensor.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(_encode(tree, tensors, stem.name))
+    if tensors:  # the format has no empty file
+        write_safetensors(stem.with_suffix(".safetensors"), tensors)
+    write_text(stem.with_suffix(".json"), text)
+
+
+def read_state(stem: Path) -> Any:
+    """Return the tree written under ``stem``, tensors on the CPU.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    try:
+        data = stem.with_suffix(".safetensors")
+        tensors = load_file(data) if data.exists() else {}
+        return _decode(json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")), tensors)
+    except Exception as error:
+        raise UserError(f"{stem}.json: the saved state cannot be read ({error}); resume from another one") from error
+
+
+def _encode(node: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    if isinstance(node, torch.Tensor):
+        name = f"t{len(tensors)}"
+        # A tensor may be a view of a larger one or share memory with another; a copy may not.
+        tensors[name] = node.detach().cpu().clone()
+        return {_TENSOR: name}
+    if isinstance(node, dict):
+        return {_PAIRS: [[key, _encode(value, tensors, f"{where}.{key}")] for key, value in node.items()]}
+    if isinstance(node, tuple):
+        return {_TUPLE: [_encode(value, tensors, where) for value in node]}
+    if isinstance(node, list):
+        return [_encode(value, tensors, where) for value in node]
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return node
+    raise UserError(f"{where}: a {type(node).__name__} in the optimizer's state cannot be saved; use another optimizer")
+
+
+def _decode(node: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_decode(value, tensors) for value in node]
+    if not isinstance(node, dict):
+        return node
+    if _TENSOR in node:
+        return tensors[node[_TENSOR]]
+    if _TUPLE in node:
+        return tuple(_decode(value, tensors) for value in node[_TUPLE])
+    return {key: _decode(value, tensors) for key, value in node[_PAIRS]}

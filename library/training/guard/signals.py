@@ -1,0 +1,188 @@
+"""What a running job is asked from outside: to stop, to save, to sample.
+
+By signal: SIGINT (Ctrl-C), SIGTERM (schedulers, ``kill``) and SIGHUP (a closed terminal) ask it to stop after the step
+it is in; a second one ends it at once. By file in the output folder: ``STOP``, ``SAVE``, ``SAMPLE`` ask for just that;
+a file is removed when it has been answered, and one that is older than the run is removed at its start.
+
+Every process of a run must answer at the same step. One process alone looks after every step; several agree by one
+reduction of eight numbers every two seconds or so, at steps that follow from the time of those before, so that the
+device is not waited for at the others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+
+from library.processes import watched
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+FILES = ("STOP", "SAVE", "SAMPLE")
+STOPPED_BY_FILE = 3  # exit code; a signal's is 128 + its number, as a shell has it
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FILE_SECONDS = 1.0  # between two looks into the folder, which may be on a slow network
+_AGREEMENT_SECONDS = 2.0  # between two reductions of several processes, about
+_MOST_STEPS = 1000  # between them, at most
+_ECHO_SECONDS = 2.0  # a launcher repeats the terminal's signal: that is no second one
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for, the same on every process."""
+
+    stop: str | None = None  # by what: ``SIGTERM``, ``STOP``
+    save: bool = False  # LoRA and state
+    sample: bool = False
+    again: bool = False  # to save what could not be saved before
+
+    def __bool__(self) -> bool:
+        return self.stop is not None or self.save or self.sample or self.again
+
+    @property
+    def exit_code(self) -> int:
+        """Return what a process that was stopped leaves with; 0 if it was not."""
+        if self.stop is None:
+            return 0
+        return 128 + signal.Signals[self.stop] if self.stop.startswith("SIG") else STOPPED_BY_FILE
+
+
+NOTHING = Wish()
+
+
+def how_to_go_on(wish: Wish, step: int, state: Path) -> str:
+    """Return the line that a stopped run ends with."""
+    return f"stopped by {wish.stop} after step {step}: go on with --resume {state}, or with --resume auto"
+
+
+class Requests:
+    """Looks for requests to a run that writes into ``folder``."""
+
+    def __init__(
+        self, folder: Path, accelerator: Accelerator, begun: float, is_owed: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Remove request files from before ``begun`` (seconds since 1970), which were meant for another run.
+
+        ``is_owed`` tells on the main process whether something must be saved that could not be.
+        """
+        self._folder, self._accelerator, self._is_owed = folder, accelerator, is_owed
+        self._signal = 0
+        self._signalled_at = self._looked_at = float("-inf")
+        self._in_step: int | None = None
+        self._wish = NOTHING
+        self._next_step, self._last = 0, (0, time.monotonic())
+        if accelerator.is_main_process:
+            for name in FILES:
+                with suppress(OSError):
+                    if (folder / name).stat().st_mtime < begun - 1:  # file systems count coarsely
+                        (folder / name).unlink()
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal arrived at this process."""
+        return bool(self._signal)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside the block the first signal is kept for :meth:`look` and the second has its usual effect.
+
+        A launcher's signal to a process that has lost another would be kept for ever: see ``library.processes``.
+        """
+        before = {}
+        for number in _SIGNALS:
+            with suppress(ValueError):  # not in the main thread, where signals arrive
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a shell's background job
+                    before[number] = signal.signal(number, self._on_signal)
+        try:
+            with watched(self._accelerator):
+                yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self._signal:
+            self._signal, self._signalled_at = number, now
+        elif self._accelerator.num_processes == 1 or now - self._signalled_at > _ECHO_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def look(self, step: int) -> Wish:
+        """Return what is asked for after ``step``; every process calls this after every step and gets the same.
+
+        Asking again in the same step gives the same answer.
+        """
+        if step == self._in_step:
+            return self._wish
+        self._in_step, self._wish = step, NOTHING
+        if self._accelerator.num_processes == 1:
+            self._wish = self._as_wish(self._signal, *self._own_wishes())
+        elif step >= self._next_step:
+            self._wish = self._agree(step)
+        return self._wish
+
+    def answered(self, wish: Wish) -> None:
+        """Remove the files of an answered wish (main process)."""
+        if self._accelerator.is_main_process:
+            for name, asked in zip(FILES, (wish.stop == "STOP", wish.save, wish.sample), strict=True):
+                if asked:
+                    with suppress(OSError):
+                        (self._folder / name).unlink(missing_ok=True)
+
+    def _own_wishes(self) -> tuple[bool, bool, bool, bool]:
+        """Return whether stop, save and sample are asked for by file (three calls a second), and a save is owed."""
+        now = time.monotonic()
+        if now - self._looked_at < _FILE_SECONDS:
+            return False, False, False, self._is_owed()
+        self._looked_at = now
+        stop, save, sample = ((self._folder / name).exists() for name in FILES)
+        return stop, save, sample, self._is_owed()
+
+    def _agree(self, step: int) -> Wish:
+        """Sum the main process's numbers and everybody's signals over all processes."""
+        main = self._accelerator.is_main_process
+        own_wishes = self._own_wishes() if main else (False,) * 4
+        before, then = self._last
+        self._last = step, time.monotonic()
+        seconds = max(self._last[1] - then, 1e-6)
+        wait = round(_AGREEMENT_SECONDS * max(step - before, 1) / seconds) if main else 0
+        # a sum of signals would be another signal: each has a place of its own
+        numbers = [int(self._signal == number) for number in _SIGNALS] + [int(asked) for asked in own_wishes]
+        own = torch.tensor([*numbers, min(max(wait, 1), _MOST_STEPS) if main else 0], dtype=torch.float32)
+        summed = self._accelerator.reduce(own.to(self._accelerator.device), reduction="sum").tolist()
+        self._next_step = step + int(summed[-1])
+        arrived = next((number for number, count in zip(_SIGNALS, summed, strict=False) if count), 0)
+        return self._as_wish(arrived, *(bool(count) for count in summed[len(_SIGNALS) : -1]))
+
+    def _as_wish(self, arrived: int, stop: bool, save: bool, sample: bool, again: bool) -> Wish:
+        name = signal.Signals(arrived).name if arrived else "STOP" if stop else None
+        return Wish(name, save, sample, again)
+
+
+def ignore_signals(worker: int) -> None:
+    """Leave a data loader's worker alive when its whole group is asked to stop: the step that goes on needs it.
+
+    The loader itself ends its workers by SIGTERM, so who sent one must be known; a handler is not told.
+    """
+
+    def end_if_the_loader_says_so() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=end_if_the_loader_says_so, daemon=True).start()

@@ -1,1 +1,0 @@
-"""A LoRA on a language model, from conversations."""

@@ -1,0 +1,147 @@
+"""Memory: what there is, what a run's parts take, which setting takes less, and what to say when it is not enough.
+
+Gradient checkpointing as the settings ask for it, put into a model.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from library.errors import UserError
+from library.nn.checkpointing import HostOffload, Recomputation
+
+if TYPE_CHECKING:
+    from library.config.schema import RecomputationKeys
+
+
+GIB = 2**30
+_CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")  # of torch
+# of oneDNN, which says the same of memory that it was not given and of operations that it does not have
+_ONEDNN_MESSAGES = ("could not create a primitive", "could not create a memory object", "could not execute a primitive")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on a device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    if any(text in str(error) for text in _CPU_MESSAGES):
+        return True
+    return any(text in str(error) for text in _ONEDNN_MESSAGES) and _address_space_is_spent()
+
+
+def _address_space_is_spent() -> bool:
+    """Whether this process has come close to its ``ulimit -v``, the one limit that makes the host refuse memory."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return limit != resource.RLIM_INFINITY and _status("VmPeak") > 7 / 8 * limit
+
+
+@contextmanager
+def when_memory_runs_out(explain: Callable[[], UserError]) -> Iterator[None]:
+    """Turn running out of memory in the block into ``explain()``'s error, after letting go of what the block held."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold the activations
+    else:
+        return
+    release()
+    raise explain()
+
+
+def release() -> None:
+    """Give unused memory back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return how much memory this process could have in all: what it holds, and what is free beside it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    held = _status("VmRSS")
+    free = next(int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable"))
+    limits = [held + free]
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:  # it counts addresses, of which most are never touched
+        limits.append(max(held, held + soft - _status("VmSize")))
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
+        with suppress(OSError, ValueError):
+            limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    return min(limits)
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text(encoding="utf-8").splitlines()
+
+
+def _status(key: str) -> int:
+    return next(int(line.split()[1]) * 1024 for line in _lines("/proc/self/status") if line.startswith(key))
+
+
+def tensor_bytes(tensors: Any) -> int:
+    """Return the bytes of tensors, those that share memory once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a training step takes, in bytes."""
+
+    weights: int  # frozen, on the device
+    lora: int
+    gradients: int
+    optimizer: int
+    update: int  # copies held while the optimizer runs, after the activations are gone
+    activations: int
+    block: int = 0  # frozen weights of one transformer block
+    linears: int = 0  # frozen weights that fp8 would halve, at their present width
+    width: int = 2  # bytes of one of those
+
+    @property
+    def total(self) -> int:
+        """At the highest point of the step."""
+        lasting = self.weights + self.lora + self.gradients + self.optimizer
+        return lasting + max(self.activations, self.update)
+
+    def describe(self) -> str:
+        """Return the parts in one line."""
+        names = ("weights", "lora", "gradients", "optimizer", "activations")
+        spelt = {"lora": "LoRA"}
+        parts = ", ".join(f"{spelt.get(n, n)} {in_words(getattr(self, n))}" for n in names)
+        return f"{in_words(self.total)} ({parts})"
+
+
+def in_words(count: int) -> str:
+    """Return bytes as ``11.3 GiB`` or ``24 MiB``."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
+
+
+def recompute_blocks(model: Any, blocks: int, training: RecomputationKeys, device: torch.device) -> None:
+    """Let ``model`` compute its blocks again in backward, if ``training`` says so.
+
+    Args:
+        model: a transformer of diffusers or a ``TransformerLM``.
+        blocks: how many it has.
+        training: which blocks, what is kept all the same, where inputs wait.
+        device: where the model computes.
+    """
+    if not training.gradient_checkpointing:
+        return
+    offload = HostOffload(device) if training.cpu_offload_checkpointing else None
+    keep = training.checkpoint_keep_mb * 2**20
+    model.enable_gradient_checkpointing(Recomputation(blocks, training.checkpoint_every_n_blocks, keep, offload))

@@ -1,0 +1,495 @@
+"""What a model's parts take in a training step, found without its weights and without the memory for them.
+
+Weights are counted on the meta device. Activations are what the forward pass keeps for the backward pass: one block of
+each kind is run on fake tensors, which have shapes and dtypes and no numbers, under the autocast of training, with
+Tandem's own layers. Blocks of a kind keep the same, so that a shallow model tells of a deep one.
+
+What one process of a layout holds at the highest point of a step, estimated from a model's footprint.
+
+The arithmetic of ``docs/distributed.md``, in bytes. Weights are split by ``shard`` and ``zero = 3``, dealt out by
+blocks under ``pp``; ``tp`` splits the linear layers of the blocks. A LoRA is whole on every process, its optimizer's
+state split by ``zero`` alone; where all weights are trained, gradients and optimizer are split as the weights are. What
+is gathered for a moment counts as activations.
+
+Not in it: the CUDA context and the libraries' own buffers, and what the allocator loses between blocks (:func:`fits`
+allows for both); sampling and validation, and encoders while the cache is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import library.models.flux.files as flux_layout
+import library.models.qwen_image.files as qwen_layout
+from library.config.schema import NetworkConfig, ParallelConfig
+from library.errors import UserError, did_you_mean
+from library.models.llm.files import open_lm
+from library.models.llm.model import TransformerLM, separate_projections
+from library.models.llm.spec import PRESETS, LMConfig
+from library.models.registry import FAMILIES
+from library.models.weights import WeightFiles, read_config
+from library.precision.recipe import Fp8Recipe
+from library.training.memory.budget import GIB, Parts
+from networks.injection import inject_lora
+from networks.options import parse_network_args
+from networks.targets import TARGETS
+
+Inputs = dict[str, Any]
+_CLASSES = {
+    "FluxTransformer2DModel": "flux",
+    "QwenImageTransformer2DModel": "qwen_image",
+    "ZImageTransformer2DModel": "z_image",
+}
+_DEPTHS = {"flux": ("num_layers", "num_single_layers"), "qwen_image": ("num_layers",), "z_image": ("n_layers",)}
+_PUBLISHED: dict[str, dict[str, Any]] = {  # what differs from the defaults of diffusers' classes, which are the models'
+    "flux": {"guidance_embeds": True},
+    "flux_fill": {"guidance_embeds": True, "in_channels": 384, "out_channels": 64},
+    "flux_kontext": {"guidance_embeds": True},
+    "qwen_image": {},
+    "qwen_image_edit": {},
+    "qwen_image_edit_plus": {},
+    "z_image": {},
+}
+_PICTURES = {"flux_kontext": 2, "qwen_image_edit": 2, "qwen_image_edit_plus": 2}  # seen by the model: one to edit
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blocks of one kind, or what lies outside the blocks.
+
+    Attributes:
+        count: blocks; the other numbers are of one of them.
+        weights: frozen or trained numbers, without a LoRA.
+        matrices: those of them that ``fp8_scaled`` makes fp8.
+        lora: numbers of its LoRA.
+        activations: bytes kept for the backward pass by a batch of one.
+        inputs: bytes of what goes in, kept instead where blocks are recomputed.
+        largest: bytes of the largest tensor kept.
+    """
+
+    count: int
+    weights: int
+    matrices: int
+    lora: int
+    activations: int
+    inputs: int
+    largest: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A model and its step on a batch of one.
+
+    Attributes:
+        name: of the family.
+        blocks, outside: its parts; without a LoRA where all weights are trained.
+        largest_matrix: numbers of the largest in a block.
+        heads: that ``tp`` must divide; 1 where the family has no plan for it.
+        has_stages: whether ``pp`` can cut it.
+    """
+
+    name: str
+    blocks: tuple[Part, ...]
+    outside: Part
+    largest_matrix: int
+    heads: int
+    has_stages: bool
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Everything."""
+        return (*self.blocks, self.outside)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's kind and sizes: the arguments of its class, or a language model's configuration."""
+
+    name: str  # of the family
+    arguments: Mapping[str, Any] | LMConfig
+
+
+def published_shapes() -> list[str]:
+    """Return the names that :func:`shape_of` knows without files."""
+    return [*_PUBLISHED, *PRESETS]
+
+
+def shape_of(model: str) -> Shape:
+    """Return the shape of a published model by name, or of a folder or file, of which headers are read.
+
+    Raises:
+        UserError: no such name, file or folder, or another kind of model.
+    """
+    if model in _PUBLISHED:
+        return Shape(model, _PUBLISHED[model])
+    if model in PRESETS:
+        return Shape(PRESETS[model].family, PRESETS[model])
+    path = Path(model).expanduser()
+    if not path.exists():
+        names = published_shapes()
+        raise UserError(
+            f"{model}: no file, folder or known model{did_you_mean(model, names)}; known: {', '.join(names)}"
+        )
+    if path.is_file():
+        return _shape_of_file(path)
+    if not (path / "model_index.json").is_file() and not (path / "transformer").is_dir():
+        config, _, _ = open_lm(path)
+        return Shape(config.family, config)
+    arguments = read_config(path / "transformer")
+    kind = str(arguments.get("_class_name"))
+    if kind not in _CLASSES:
+        raise UserError(
+            f"{path}: a {kind}, no family of this version; give FLUX.1, Qwen-Image, Z-Image, GPT-2 or Llama"
+        )
+    return Shape(_CLASSES[kind], arguments)
+
+
+def _shape_of_file(path: Path) -> Shape:
+    weights = WeightFiles(path)
+    if (prefix := flux_layout.bfl_prefix(weights)) is not None:
+        return Shape("flux", flux_layout.bfl_config(weights, prefix))
+    if (prefix := qwen_layout.qwen_prefix(weights)) is not None:
+        return Shape("qwen_image", qwen_layout.file_config(weights, prefix))
+    flux_layout.refuse_other_architectures(weights)
+    return Shape("flux", flux_layout.diffusers_config(weights))
+
+
+def footprint(shape: Shape, tokens: int, text: int, rank: int, base: torch.dtype = torch.bfloat16) -> Footprint:
+    """Return what ``shape`` takes.
+
+    Args:
+        shape: of :func:`shape_of`.
+        tokens: of a picture (1024 x 1024 pixels are 4096), or of a text.
+        text: of a caption; of no meaning to language models.
+        rank: of the LoRA; 0 trains all weights.
+        base: dtype of the weights.
+    """
+    (whole, lora), (shallow, _) = (_model(shape, base, rank, shallow=only_two) for only_two in (False, True))
+    linear = {f"{name}.weight" for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
+    kept = _kept(shallow, _blocks(shape, shallow), lambda device: _inputs(shape, tokens, text, device))
+    blocks, kinds = _blocks(shape, whole), dict[str, list[nn.Module]]()
+    for block in blocks:
+        kinds.setdefault(type(block).__name__, []).append(block)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    rest = {n: p for n, p in whole.named_parameters() if id(p) not in inside}
+    own = {id(p): n for n, p in whole.named_parameters()}
+    parts = []
+    for kind, members in kinds.items():
+        numbers = _numbers({own[id(p)]: p for block in members for p in block.parameters()}, lora, linear)
+        each = {key: round(value / len(members)) for key, value in numbers.items()}
+        parts.append(Part(len(members), **each, **kept[kind]))
+    outside = Part(1, **_numbers(rest, lora, linear), **kept[""])
+    largest = max(p.numel() for n, p in whole.named_parameters() if p.ndim == 2 and id(p) in inside)
+    heads, has_stages = _cuts(shape, whole)
+    return Footprint(shape.name, tuple(parts), outside, largest, heads, has_stages)
+
+
+def _cuts(shape: Shape, model: Any) -> tuple[int, bool]:
+    """Return into how many shares heads can be dealt out, and whether there can be stages."""
+    if isinstance(shape.arguments, LMConfig):
+        return math.gcd(shape.arguments.heads, shape.arguments.kv_heads), True
+    family: Any = FAMILIES[shape.name]
+    heads = model.config.num_attention_heads if family.transformer_class._tp_plan else 1
+    return heads, bool(family.behind_blocks)
+
+
+def _model(shape: Shape, base: torch.dtype, rank: int, shallow: bool) -> tuple[nn.Module, set[str]]:
+    """Return the model on the meta device, two blocks deep if ``shallow``, and the names of its LoRA's weights."""
+    torch.set_default_dtype(base)
+    try:
+        with torch.device("meta"):
+            arguments = shape.arguments
+            if isinstance(arguments, LMConfig):
+                layers = min(2, arguments.layers) if shallow else arguments.layers
+                model: nn.Module = TransformerLM(replace(arguments, layers=layers))
+            else:
+                model = _transformer(shape, shallow)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if not rank:
+        return model, set()
+    if isinstance(model, TransformerLM):
+        separate_projections(model)
+    targets = TARGETS[shape.name]
+    options = parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), targets)
+    trained = {id(p) for p in inject_lora(model, options, targets, seed=0).parameters()}
+    return model, {name for name, p in model.named_parameters() if id(p) in trained}
+
+
+def _transformer(shape: Shape, shallow: bool) -> nn.Module:
+    """Return a diffusion transformer with the family's layers."""
+    assert isinstance(shape.arguments, Mapping)
+    family = _without_files(shape)
+    arguments = {key: value for key, value in shape.arguments.items() if not key.startswith("_")}
+    model = family.transformer_class.from_config(arguments)
+    if shallow:
+        depths = {key: min(2, model.config[key]) for key in _DEPTHS[_CLASSES[type(model).__name__]]}
+        model = family.transformer_class.from_config(arguments | depths)
+    return family._with_hot_paths(model, "auto")
+
+
+def _blocks(shape: Shape, model: nn.Module) -> list[nn.Module]:
+    if isinstance(model, TransformerLM):
+        return list(model.blocks)
+    return _without_files(shape).blocks(model)
+
+
+def _without_files(shape: Shape) -> Any:
+    """Return the family, of which only what needs no files is asked."""
+    family: Any = FAMILIES[shape.name]
+    return object.__new__(family)
+
+
+def _numbers(parameters: Mapping[str, Tensor], lora: set[str], linear: set[str]) -> dict[str, int]:
+    """Return how many weights there are, how many fp8 takes and how many belong to a LoRA."""
+    recipe, counts = Fp8Recipe(), {"weights": 0, "matrices": 0, "lora": 0}
+    for name, parameter in parameters.items():
+        if name in lora:
+            counts["lora"] += parameter.numel()
+            continue
+        counts["weights"] += parameter.numel()
+        if name in linear and not recipe.kept_as(name.removesuffix(".weight").removesuffix(".base")):
+            counts["matrices"] += parameter.numel()
+    return counts
+
+
+def _kept(model: nn.Module, blocks: list[nn.Module], inputs: Callable[[str], Inputs]) -> dict[str, dict[str, int]]:
+    """Return what a forward pass keeps by kind of block, and under "" outside of them."""
+    found: dict[str, dict[int, Tensor]] = {"": {}}
+    entering: dict[str, int] = {"": 0}
+    counts: dict[str, int] = {"": 1}
+    stack, device = [""], "cpu"
+
+    def enter(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        kind = type(module).__name__
+        stack.append(kind)
+        counts[kind] = counts.get(kind, 0) + 1
+        streams = {id(t): t for t in (*arguments, *named.values()) if isinstance(t, Tensor) and t.requires_grad}
+        entering[kind] = max(entering.get(kind, 0), sum(t.numel() * t.element_size() for t in streams.values()))
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        known = any(storage._cdata in group for group in found.values())
+        if storage._cdata not in own and not known:
+            found.setdefault(stack[-1], {})[storage._cdata] = tensor  # kept, or its number is given to another
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _as_fake(model, device)
+        own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        for block in blocks:
+            block.register_forward_pre_hook(enter, with_kwargs=True)
+            block.register_forward_hook(leave)
+        saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with saving, torch.autocast(device, torch.bfloat16):
+            result = model.train()(**inputs(device))  # its graph holds what is counted
+        kept = {
+            kind: {
+                "activations": sum(t.untyped_storage().nbytes() for t in group.values()) // counts[kind],
+                "inputs": entering[kind],
+                "largest": max((t.untyped_storage().nbytes() for t in group.values()), default=0),
+            }
+            for kind, group in ((kind, found.get(kind, {})) for kind in counts)
+        }
+        del result
+    return kept
+
+
+def _as_fake(model: nn.Module, device: str) -> None:
+    """Put fake tensors in the place of meta ones, which know no autocast."""
+    shared: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                made = shared.setdefault(id(parameter), nn.Parameter(fake, requires_grad=parameter.requires_grad))
+                module._parameters[name] = made
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+@contextmanager
+def _on(device: str) -> Iterator[None]:
+    with torch.device(device):
+        yield
+
+
+def _inputs(shape: Shape, tokens: int, text: int, device: str) -> Inputs:
+    """Return what the model is called with, for a batch of one."""
+    arguments = shape.arguments
+    with _on(device):
+        if isinstance(arguments, LMConfig):
+            words = torch.zeros(1, min(tokens, arguments.context), dtype=torch.long)
+            return {"tokens": words, "targets": words}
+        model = _without_files(shape).transformer_class
+        with torch.device("meta"):
+            config = model.from_config(
+                {k: v for k, v in arguments.items() if not k.startswith("_")}
+                | dict.fromkeys(_DEPTHS[_CLASSES[model.__name__]], 1)
+            ).config
+        side = max(1, round(tokens**0.5))
+        seen = side * side * _PICTURES.get(shape.name, 1)
+        time = torch.rand(1)
+        if shape.name == "z_image":
+            picture = torch.randn(config.in_channels, 1, 2 * side, 2 * side)
+            caption = torch.randn(text, config.cap_feat_dim)
+            return {"x": [picture], "t": time, "cap_feats": [caption], "return_dict": False}
+        common: Inputs = {
+            "hidden_states": torch.randn(1, seen, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
+            "timestep": time,
+            "return_dict": False,
+        }
+        if shape.name.startswith("qwen_image"):
+            grids = [(1, side, side)] * _PICTURES.get(shape.name, 1)
+            return common | {"encoder_hidden_states_mask": None, "img_shapes": [grids]}
+        common["pooled_projections"] = torch.randn(1, config.pooled_projection_dim)
+        common |= {"img_ids": torch.zeros(seen, 3), "txt_ids": torch.zeros(text, 3)}
+        return common | ({"guidance": torch.ones(1)} if config.guidance_embeds else {})
+
+
+RESERVE = int(1.5 * GIB)  # CUDA context, cuBLAS workspaces, NCCL channels: 0.5 to 1.5 GiB on the cards that were seen
+# Of a block's activations a part is the whole stream on every process of tp and the rest is split: 10 to 24 of 34
+# (Korthikanti et al. 2022, arXiv 2205.05198, equation 3).
+_WHOLE_UNDER_TP = 10 / 34
+# Gradients and temporaries of the block that backward is in, in its largest kept tensors: 4.4 to 5 were measured on
+# CPU in FLUX blocks, with and without recomputation (tests/training/test_layout_memory.py).
+_PASSING = 5
+_ZERO_BUCKET = 32 * 2**20  # of gradients under way (library/training/parallel/zero.py)
+_ZERO_LIVE = 10**9  # weights that stage 3 keeps gathered, DeepSpeed's stage3_max_live_parameters
+_ADAM = 8  # bytes of state for each trained number: two moments in fp32
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a step is, besides its layout."""
+
+    full: bool = False  # all weights are trained, in fp32; else a LoRA in fp32 on a base in bf16
+    fp8: bool = False  # the base's matrices in fp8
+    checkpointing: bool = False
+    batch: int = 1  # of a process that has data of its own
+
+    def describe(self) -> str:
+        """Return the options in a few words."""
+        base = "fp32" if self.full else "fp8" if self.fp8 else "bf16"
+        return f"{base}, checkpointing" if self.checkpointing else base
+
+
+def fits(parts: Parts, limit: int) -> bool:
+    """Return whether ``parts`` go into a GPU of ``limit`` bytes, with room for what is not counted."""
+    return parts.total + RESERVE <= 0.95 * limit
+
+
+def layouts(model: Footprint, gpus: int, in_machine: int, batch: int, full: bool = False) -> Iterator[ParallelConfig]:
+    """Yield the layouts that ``gpus`` processes can have, simple ones first; ``full``: all weights are trained.
+
+    Groups that exchange much (``shard``, ``tp``) lie within a machine; ``shard`` may take all there are instead. A
+    pipeline's pieces are whole images or texts: one of a batch of one, which leaves all stages but one idle. ``zero``
+    comes last: it takes another package.
+    """
+    yield ParallelConfig(dp=gpus)
+    if gpus == 1:
+        return
+    inside = min(gpus, in_machine)
+    splits = sorted({n for n in range(2, inside + 1) if inside % n == 0} | {gpus})
+    for shard in splits:
+        yield ParallelConfig(dp=gpus // shard, shard=shard)
+    if not full:
+        yield ParallelConfig(dp=1, shard=gpus, lora_placement="sharded")
+    for tp in (n for n in splits if n <= inside and model.heads % n == 0):
+        yield ParallelConfig(dp=gpus // tp, tp=tp)
+    for pp in (n for n in splits if model.has_stages and n <= sum(part.count for part in model.blocks)):
+        pieces = max(n for n in range(1, pp + 1) if batch % n == 0)
+        yield ParallelConfig(dp=gpus // pp, pp=pp, microbatches=pieces)
+    if not full:
+        yield from (ParallelConfig(dp=gpus, zero=stage) for stage in (2, 3))
+
+
+def describe(layout: ParallelConfig) -> str:
+    """Return a layout as the keys that make it."""
+    sizes = {"dp": layout.dp, "shard": layout.shard, "tp": layout.tp, "pp": layout.pp, "zero": layout.zero}
+    said = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size and size > 1) or "one process"
+    return f"{said}, LoRA too" if layout.splits_lora else said
+
+
+def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Parts:
+    """Return what the fullest process holds.
+
+    ``weights`` are the frozen ones, or all that are trained; with these ``lora`` is 0.
+    """
+    kept = [(count, part) for count, part in _own_blocks(model, layout.pp) if count]
+    everything = [*kept, (1, model.outside)]
+    width = 4 if options.full else 2
+    owners = layout.dp or 1 if layout.zero else 1  # among whom ZeRO splits
+    split = 1 / (owners if layout.zero == 3 else layout.shard)
+
+    def stored(part: Part) -> float:
+        matrices = part.matrices * (1 if options.fp8 and not options.full else width) / layout.tp
+        return matrices + (part.weights - part.matrices) * width
+
+    weights = sum(count * stored(part) for count, part in everything) * split
+    lora = sum(part.count * part.lora for part in model.parts) * 4 / (layout.shard if layout.splits_lora else 1)
+    trained = weights if options.full else lora
+    numbers = trained / 4
+    # DDP reduces in buckets that are a copy of the gradients, with several replicas and without shard
+    buckets = trained if (layout.dp or 1) > 1 and not layout.gathers_weights else 0
+    own = trained / owners  # what ZeRO steps on here, beside the whole LoRA
+    if layout.zero:
+        buckets = min(trained, _ZERO_BUCKET) + own  # what is under way, and the gradients of that part
+    activations = _activations(model, kept, layout, options)
+    # gathered are the block that runs and the one that is fetched meanwhile; what lies outside stays so
+    if layout.gathers_weights:
+        gathered = 2 * max(stored(part) for _, part in kept) + stored(model.outside)
+        if layout.zero:
+            gathered = max(gathered, min(_ZERO_LIVE * width, weights * owners))
+        activations += gathered * (2 if options.full else 1)  # with their gradients, until these are handed out
+    state = numbers * _ADAM / owners + (own if layout.zero else 0)
+    update = 0 if options.full else trained + state  # copies that the update guard keeps for a moment
+    return Parts(
+        weights=round(weights),
+        lora=round(lora),
+        gradients=round((own if layout.zero in (2, 3) else trained) + buckets),
+        optimizer=round(state),
+        update=round(update),
+        activations=round(activations),
+    )
+
+
+def _own_blocks(model: Footprint, stages: int) -> list[tuple[int, Part]]:
+    """Return the blocks of the fullest stage: a run of all blocks, as many as the others or one more."""
+    order = [part for part in model.blocks for _ in range(part.count)]
+    length = math.ceil(len(order) / stages)
+    runs = [order[i : i + length] for i in range(0, len(order), length)]
+    fullest = max(runs, key=lambda run: sum(part.weights + part.activations // 2 for part in run))
+    return [(fullest.count(part), part) for part in model.blocks]
+
+
+def _activations(model: Footprint, own: list[tuple[int, Part]], layout: ParallelConfig, options: Options) -> float:
+    """Return what forward keeps for backward, and the gradients that are under way in the largest block."""
+
+    def of(part: Part) -> float:
+        return part.activations * (_WHOLE_UNDER_TP + (1 - _WHOLE_UNDER_TP) / layout.tp)
+
+    lasting, passing = sum(count * of(part) for count, part in own), 0.0
+    if options.checkpointing:
+        lasting, passing = float(sum(count * part.inputs for count, part in own)), max(of(part) for _, part in own)
+    pieces = layout.pieces if layout.is_pipelined else 1
+    under_way = min(layout.pp, pieces) if layout.schedule == "1f1b" else pieces
+    share = under_way / pieces  # of the batch whose activations wait at once
+    outside = model.outside.activations
+    gradients = _PASSING * max(part.largest for _, part in own)
+    unpacked = model.largest_matrix * 2 / layout.tp if options.fp8 else 0
+    return options.batch * (lasting * share + (passing + gradients) / pieces + outside) + unpacked

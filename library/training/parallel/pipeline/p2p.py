@@ -1,0 +1,217 @@
+"""What connects a stage with its neighbours.
+
+A stage runs the model's own forward pass. The module in front of its first block puts in what the previous stage has
+sent, the one behind its last block keeps what goes to the next, and what would come after the blocks ends the pass with
+:class:`HandedOn`. Who moves the streams depends on who asked for the pass:
+
+- in training torch's schedule does, with their gradients back (``library.training.parallel.pipeline.schedule``);
+- a plain call of the model, to draw or to validate, is made by all stages together: each waits for the one before it,
+  and all get what the last has computed. Nothing overlaps in that, and there is no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from library.accelerator import device_mesh
+
+Streams = tuple[Tensor, ...]
+
+
+class HandedOn(Exception):
+    """Ends a forward pass where the stage ends."""
+
+
+class Probed(Exception):
+    """Ends a forward pass in front of the first block."""
+
+
+@dataclass
+class Wires:
+    """One stage's place among the others.
+
+    Attributes:
+        index, count: of this stage, and how many there are.
+        scheduled: whether a schedule moves the streams; else a plain call does.
+        probed: the streams in front of the first block, where a pass is made only to see their shapes.
+        inbox: what the stage begins with.
+        outbox: what it ends with.
+    """
+
+    index: int
+    count: int
+    device: torch.device
+    group: dist.ProcessGroup
+    scheduled: bool = False
+    probing: bool = False
+    probed: Streams = ()
+    inbox: Streams = ()
+    outbox: Streams = ()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage begins with the batch."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage ends with the loss."""
+        return self.index == self.count - 1
+
+    def rank(self, stage: int) -> int:
+        """Return the process that runs ``stage`` of the same pipeline."""
+        return dist.get_global_rank(self.group, stage)
+
+    def taken(self) -> Streams:
+        """Return what the stage begins with; waits for the previous stage unless a schedule has."""
+        return self.inbox if self.scheduled else self._receive()
+
+    def send(self) -> None:
+        """Give the outbox to the next stage."""
+        there, streams = self.rank(self.index + 1), [t.detach().contiguous() for t in self.outbox]
+        dist.send_object_list([_described(streams)], there, self.group, self.device)
+        for stream in streams:
+            dist.send(stream, there, self.group)
+        self.outbox = ()
+
+    def _receive(self) -> Streams:
+        there, described = self.rank(self.index - 1), [None]
+        dist.recv_object_list(described, there, self.group, self.device)
+        streams = self._empty(described[0])
+        for stream in streams:
+            dist.recv(stream, there, self.group)
+        return tuple(streams)
+
+    def from_last(self, output: Any) -> Any:
+        """Return to every stage the ``output`` of the last: a tensor, or tensors in a tuple or a list."""
+        one = isinstance(output, Tensor)
+        tensors = [output] if one else list(output or ())
+        described = [(one, type(output), _described(tensors)) if self.is_last else None]
+        source = self.rank(self.count - 1)
+        dist.broadcast_object_list(described, source, self.group, self.device)
+        assert described[0] is not None
+        one, kind, shapes = described[0]
+        tensors = [t.detach().contiguous() for t in tensors] if self.is_last else self._empty(shapes)
+        for tensor in tensors:
+            dist.broadcast(tensor, source, self.group)
+        return tensors[0] if one else kind(tensors)
+
+    def _empty(self, shapes: Any) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+
+
+def _described(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def open_wires(accelerator: Accelerator) -> Wires:
+    """Return this process's place in its pipeline; collective."""
+    mesh = device_mesh(accelerator)["pp"]
+    return Wires(mesh.get_local_rank(), mesh.size(), accelerator.device, mesh.get_group())
+
+
+def speak_for_all(model: nn.Module, wires: Wires, methods: Sequence[str]) -> None:
+    """Make every call of ``methods`` one of all stages, which gives each what the last stage has computed."""
+    for name in methods:
+        setattr(model, name, _of_all(getattr(model, name), wires))
+
+
+def _of_all(method: Callable[..., Any], wires: Wires) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if wires.scheduled or wires.probing:
+            return method(*args, **kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        except HandedOn:
+            wires.send()
+        return wires.from_last(output)
+
+    return call
+
+
+class PassOn(nn.Module):
+    """Stands for a block of another stage: what comes in goes out.
+
+    Its arguments are a block's: of models with two streams image and text, which blocks return as (text, image); of
+    others one stream. The rest is not used.
+    """
+
+    def __init__(self, two_streams: bool) -> None:
+        super().__init__()
+        self.two_streams = two_streams
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Any = None, *_: Any, **__: Any) -> Any:
+        """Return the streams as a block does."""
+        given = (encoder_hidden_states, hidden_states) if self.two_streams else (hidden_states,)
+        streams = self.changed(given)
+        return streams if self.two_streams else streams[0]
+
+    def changed(self, streams: Streams) -> Streams:
+        """Return what goes out."""
+        return streams
+
+
+class Entry(PassOn):
+    """The last before the stage's own blocks: puts in what the previous stage has sent."""
+
+    def __init__(self, two_streams: bool, wires: Wires) -> None:
+        super().__init__(two_streams)
+        self.wires = wires
+
+    def changed(self, streams: Streams) -> Streams:
+        """Return what the stage begins with."""
+        return self.wires.taken()
+
+
+class Exit(Entry):
+    """The first behind the stage's own blocks: keeps what goes to the next stage."""
+
+    def changed(self, streams: Streams) -> Streams:
+        """Keep the streams."""
+        self.wires.outbox = tuple(stream.contiguous() for stream in streams)
+        return streams
+
+
+class Behind(nn.Module):
+    """Stands for what comes after the blocks: the pass ends."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raise :class:`HandedOn`."""
+        raise HandedOn
+
+
+class NoTable(nn.Module):
+    """Stands for an embedding whose rows another stage looks up: zeros that take no memory."""
+
+    def __init__(self, table: nn.Embedding, device: torch.device) -> None:
+        super().__init__()
+        zero = torch.zeros((), dtype=table.weight.dtype, device=device)
+        self.weight = zero.expand(table.weight.shape)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Return zeros [*indices, W]."""
+        return self.weight[0].expand(*indices.shape, -1)
+
+
+class ContiguousGradient(torch.autograd.Function):
+    """The identity; its gradient lies in memory in one piece, as sending needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor) -> Tensor:
+        return stream.view_as(stream)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()

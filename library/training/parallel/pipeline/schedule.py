@@ -1,0 +1,176 @@
+"""Batches through the stages: torch's schedules, which send streams forward and gradients back.
+
+A batch is cut into microbatches of equal size, so that stages work at the same time on different ones. ``gpipe`` does
+all forward passes, then all backward; ``1f1b`` alternates as soon as it can, so that the first stage holds the
+activations of as many microbatches as there are stages, and not of all. Of S stages and M microbatches, (S - 1) in
+(M + S - 1) of the time a stage waits.
+
+torch has buffers for the streams in each schedule, which are of one shape: a batch of another shape has a schedule of
+its own. The first batch of a run is run once more than needed, by which torch learns what the streams are; later shapes
+are seen from a pass that ends in front of the blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from library.randomness import derive_seed
+from library.training.parallel.pipeline.p2p import ContiguousGradient, HandedOn, Probed, Streams, Wires
+
+Compute = Callable[[Any], tuple[Tensor, Tensor]]  # a microbatch -> its loss [], figures [n]
+_KEPT = 4  # schedules whose buffers are kept
+Kinds = list[tuple[torch.dtype, bool]]  # of streams: dtype, and whether they have a gradient
+
+
+class _Stage(nn.Module):
+    """What torch takes for the stage: the forward pass of a microbatch, from what came in to what goes out."""
+
+    def __init__(self, model: nn.Module, wires: Wires) -> None:
+        super().__init__()
+        self.model, self.wires = model, wires
+        self.pieces: list[Any] = []
+        self.compute: Compute | None = None
+        self.checked: Callable[[Tensor], Tensor] = lambda loss: loss
+        self.scale = 1.0
+        self.seen: list[Tensor] = []  # loss and figure of each microbatch, on the last stage
+        self.kinds: tuple[Kinds, Kinds] | None = None  # of what comes in, of what goes out
+
+    def forward(self, *received: Tensor, number: Tensor) -> Any:
+        """Return the streams, or on the last stage the microbatch's share of the loss; ``number`` is [1] on the CPU."""
+        assert self.compute is not None
+        i = int(number)
+        self.wires.inbox = tuple(ContiguousGradient.apply(stream) for stream in received)
+        try:
+            loss, figures = self.compute(self.pieces[i])
+            self.seen[i] = torch.stack([loss.detach().float(), figures.to(loss.device, torch.float32).mean()])
+            streams: Streams = (self.checked(loss) * self.scale,)
+        except HandedOn:
+            streams = self.wires.outbox
+        self.wires.inbox = self.wires.outbox = ()
+        self.kinds = self.kinds or (_kinds(received), _kinds(streams))
+        return streams[0] if self.wires.is_last else streams  # a loss in a tuple would have no gradient
+
+
+class Pipeline:
+    """Takes batches forward and backward through the stages.
+
+    Args:
+        model: this process's stage, as the engine runs it.
+        wires: its place among the others.
+        microbatches: into how many a batch is cut, if it can be.
+        schedule: "gpipe" or "1f1b".
+        accumulation: batches of an optimizer step, whose gradients are averaged.
+    """
+
+    def __init__(self, model: nn.Module, wires: Wires, microbatches: int, schedule: str, accumulation: int) -> None:
+        self.wires = wires
+        self._stage = _Stage(model, wires)
+        self._microbatches, self._kind, self._accumulation = microbatches, schedule, accumulation
+        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+
+    def forward_backward(
+        self, batch: Any, compute: Compute, checked: Callable[[Tensor], Tensor] = lambda loss: loss
+    ) -> tuple[Tensor, Tensor]:
+        """Add the batch's gradients to the stage's weights; return on every stage its loss [] and mean figure [1].
+
+        Args:
+            batch: has a length and ``chunk(count)``, as tensors have; the same on all stages.
+            compute: the loss of one of its pieces. A batch's loss is the mean over its pieces.
+            checked: is put around every loss before its gradients are made.
+        """
+        stage, wires = self._stage, self.wires
+        count = microbatches_of(len(batch), self._microbatches)
+        stage.pieces, stage.compute, stage.checked = list(batch.chunk(count)), compute, checked
+        stage.scale, stage.seen = 1 / (count * self._accumulation), [torch.zeros(())] * count
+        # what is drawn by chance (dropout) differs from stage to stage
+        torch.manual_seed(derive_seed(torch.initial_seed(), "stage", wires.index))
+        schedule = self._schedule(count)
+        numbers = torch.arange(count)
+        wires.scheduled = True
+        try:
+            schedule.step(number=numbers, target=numbers, return_outputs=False)
+        except RuntimeError as error:  # torch's words for what a forward pass has raised
+            raise error.__cause__ or error from None
+        finally:
+            wires.scheduled = False
+            stage.pieces, stage.compute = [], None
+        means = torch.stack(stage.seen).mean(dim=0) if wires.is_last else torch.empty(2, device=wires.device)
+        dist.broadcast(means, wires.rank(wires.count - 1), wires.group)
+        return means[0], means[1:]
+
+    def gathered(self, values: list[Any]) -> list[Any]:
+        """Return all stages' ``values``, in the stages' order."""
+        everywhere: list[Any] = [None] * self.wires.count
+        dist.all_gather_object(everywhere, values, self.wires.group)
+        return [value for there in everywhere for value in there]
+
+    def _schedule(self, count: int) -> Any:
+        """Return the schedule for the present pieces; all stages come to the same."""
+        key = count, _shapes(self._stage.pieces[0])
+        if key not in self._schedules:
+            if len(self._schedules) == _KEPT:
+                self._schedules.popitem(last=False)
+            self._schedules[key] = self._new_schedule(count)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
+
+    def _new_schedule(self, count: int) -> Any:
+        wires = self.wires
+        examples: dict[str, Any] = {} if self._stage.kinds is None else self._examples()
+        stage = PipelineStage(self._stage, wires.index, wires.count, wires.device, group=wires.group, **examples)
+        # fewer microbatches than stages leave 1f1b nothing to alternate
+        kind = Schedule1F1B if self._kind == "1f1b" and count >= wires.count else ScheduleGPipe
+        return kind(stage, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+
+    @torch.no_grad()
+    def _examples(self) -> dict[str, tuple[Tensor, ...]]:
+        """Return tensors without memory that are as what comes in and what goes out."""
+        stage, wires = self._stage, self.wires
+        assert stage.compute is not None
+        assert stage.kinds is not None
+        wires.probing = True
+        try:
+            stage.compute(stage.pieces[0])
+        except Probed:
+            pass
+        finally:
+            wires.probing = False
+        shapes, wires.probed = [stream.shape for stream in wires.probed], ()
+        incoming, outgoing = stage.kinds
+        taken = _like([] if wires.is_first else shapes, incoming)
+        return {"input_args": taken, "output_args": _like([torch.Size()] if wires.is_last else shapes, outgoing)}
+
+
+def microbatches_of(samples: int, wanted: int) -> int:
+    """Return into how many equal pieces a batch of ``samples`` is cut: ``wanted``, or the next that divides it."""
+    return next(count for count in range(min(wanted, samples), samples + 1) if samples % count == 0)
+
+
+def _kinds(streams: tuple[Tensor, ...]) -> Kinds:
+    return [(stream.dtype, stream.requires_grad) for stream in streams]
+
+
+def _like(shapes: list[torch.Size], kinds: Kinds) -> tuple[Tensor, ...]:
+    pairs = zip(shapes, kinds, strict=True)
+    return tuple(torch.empty(s, dtype=dtype, device="meta", requires_grad=grad) for s, (dtype, grad) in pairs)
+
+
+def _shapes(value: Any) -> Any:
+    """Return the shapes of all tensors in a batch."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return tuple((key, _shapes(value[key])) for key in sorted(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(_shapes(item) for item in value)
+    if dataclasses.is_dataclass(value):
+        return tuple(_shapes(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return ()

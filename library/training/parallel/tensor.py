@@ -1,0 +1,194 @@
+"""Tensor parallelism: every process of a group has a part of each large layer, and all compute one batch together.
+
+torch's ``parallelize_module`` walks the plan, which for FLUX and Qwen-Image is diffusers' ``_tp_plan`` and a rule for
+the modulation that it leaves whole (a quarter of FLUX's weights, a third of Qwen-Image's). What is put at each layer is
+ours (:class:`Part`): a LoRA's fused product (``networks.adapters.base``) asks its frozen base for plain tensors, and is
+summed over the group once for all layers with a common input.
+
+A LoRA stays whole on every process of the group: of A and B a layer takes the columns or rows that belong to its part.
+The gradients of all parts are added up in the same all-reduce that averages over replicas (``share_gradients``). So
+any optimizer can train it, clipping sees the norm of all of it, and files and states are those of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from library.accelerator import device_mesh, mesh_sizes, prepare_loader
+from library.errors import UserError
+from library.nn.tensor_split import Parts, Split, entering, leaving, summed
+from library.precision.fp8_linear import Fp8Linear
+from networks.adapters.lora import LoRALinear
+
+
+@dataclass
+class Part(ParallelStyle):
+    """Keep this process's part of a linear layer, which may have a LoRA, or of an embedding.
+
+    Attributes:
+        name, parts: of the layer, and how it is split.
+        done: names of the layers that were; ``parallelize_module`` passes over those it does not find.
+    """
+
+    name: str
+    parts: Parts
+    done: set[str] = field(default_factory=set)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        split = Split(*self.parts, device_mesh.get_group())
+        base = module.base if isinstance(module, LoRALinear) else module
+        assert isinstance(base, (nn.Linear, nn.Embedding)), f"{self.name} is a {type(base).__name__}"
+        _cut(base, split, self.name)
+        module.split = split  # type: ignore[assignment]
+        if isinstance(module, nn.Embedding):
+            module.__class__ = SplitEmbedding
+        elif isinstance(module, LoRALinear):
+            pass  # it asks for the split itself
+        elif split.dim == 1 and base.weight.requires_grad:
+            module.__class__ = SummedLinear
+        else:
+            module.register_forward_pre_hook(lambda _, inputs: (entering(inputs[0], split), *inputs[1:]))
+            module.register_forward_hook(lambda _, inputs, output: leaving(output, split))
+        self.done.add(self.name)
+        return module
+
+
+class SplitEmbedding(nn.Embedding):
+    """An embedding of which each process has some tokens' rows."""
+
+    split: Split
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the rows of ``tokens`` [...], [..., width]: this process's, and the others' from them."""
+        own = tokens - self.split.group.rank() * self.weight.shape[0]
+        here = (own >= 0) & (own < self.weight.shape[0])
+        rows = F.embedding(own.where(here, 0), self.weight)
+        return summed(rows * here[..., None].to(rows.dtype), self.split.group)
+
+
+class SummedLinear(nn.Linear):
+    """A trained layer that is split by inputs; its bias, whole on every process, is added behind the sum."""
+
+    split: Split
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map this process's part of the inputs [..., in / size] to the whole output [..., out]."""
+        y = leaving(F.linear(x, self.weight), self.split)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def split_layers(model: nn.Module, plan: Mapping[str, Parts], mesh: DeviceMesh) -> None:
+    """Keep of each layer in ``plan`` the part that is this process's along the one-dimensional ``mesh``, in place.
+
+    Raises:
+        UserError: a layer of the plan is not there, or its part cannot be had.
+    """
+    done: set[str] = set()
+    parallelize_module(model, mesh, {name: Part(name, parts, done) for name, parts in plan.items()})
+    if missing := sorted(plan.keys() - done):
+        raise UserError(f"tp: the model has no layer {missing[0]}, which its plan splits; install constraints.txt")
+    _count_once(model, mesh.size())
+
+
+def prepare_split_lora(
+    accelerator: Accelerator,
+    plan: Mapping[str, Parts],
+    blocks: Sequence[str],
+    model: nn.Module,
+    trained: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    loader: Any,
+) -> list[Any]:
+    """Return model, optimizer and loader of a LoRA as they run on parts of a frozen model.
+
+    Args:
+        accelerator: its mesh says how many processes have a layer together, and how many split what each then has.
+        plan: layer -> how it is split.
+        blocks: class names of what is gathered as one, where the parts are split again (FSDP2).
+        model: whole, in host memory; changed in place.
+        trained: the LoRA's parameters, in the model; they stay whole.
+        optimizer, loader: not yet prepared.
+
+    Raises:
+        UserError: see :func:`split_layers`.
+    """
+    for parameter in trained:
+        parameter.data = parameter.data.to(accelerator.device)
+    mesh, sizes = device_mesh(accelerator), mesh_sizes(accelerator)
+    split_layers(model, plan, mesh["tp"])
+    if sizes["shard"] > 1:
+        shard_blocks(model, blocks, mesh["shard"], set(trained))
+    else:
+        model.to(accelerator.device)
+    model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast; no DDP
+    return [model, accelerator.prepare_optimizer(optimizer), prepare_loader(accelerator, loader)]
+
+
+def _count_once(model: nn.Module, processes: int) -> None:
+    """Divide the gradients of LoRAs on layers that every process computes whole: ``share_gradients`` adds all up."""
+    for layer in model.modules():
+        if isinstance(layer, LoRALinear) and layer.split is None:
+            for parameter in layer.trained().values():
+                parameter.register_hook(lambda gradient: gradient / processes)
+
+
+def shard_blocks(
+    model: nn.Module, blocks: Sequence[str], mesh: DeviceMesh, ignored: set[nn.Parameter] | None = None
+) -> None:
+    """Split what this process has of ``model`` again along ``mesh``, gathered a block at a time (FSDP2)."""
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    found = [module for module in model.modules() if type(module).__name__ in blocks]
+    assert found, f"the model has no {' or '.join(blocks)}"
+    for module in (*found, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
+
+
+@torch.no_grad()
+def _cut(layer: nn.Linear | nn.Embedding, split: Split, name: str) -> None:
+    """Keep of a layer's weight, scale and bias what is this process's part."""
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    if isinstance(layer, Fp8Linear):
+        _cut_scale(layer, split)
+    if weight.shape[split.dim] * split.size != sum(split.blocks):  # else a head tied to the embedding, which was cut
+        assert weight.shape[split.dim] == sum(split.blocks), f"{name} is {tuple(weight.shape)}, the plan {split.blocks}"
+        weight.data = _part(weight, split, split.dim)
+    if isinstance(layer, nn.Embedding):
+        return
+    layer.out_features, layer.in_features = weight.shape
+    if layer.bias is not None and split.dim == 0:
+        layer.bias.data = _part(layer.bias, split, 0)
+    elif layer.bias is not None and split.group.rank() > 0 and not weight.requires_grad:
+        layer.register_parameter("bias", None)  # it is added once
+    if isinstance(layer, Fp8Linear):
+        layer.set_compute(layer.compute)  # a part may be too narrow for fp8 products
+
+
+def _cut_scale(layer: Fp8Linear, split: Split) -> None:
+    """Keep the rows of the scale that are the part's, or the blocks of columns."""
+    scale = layer.scale
+    if scale is None or scale.shape[split.dim] == 1:
+        return
+    if split.dim == 0:
+        layer.scale = _part(scale, split, 0)
+        return
+    width = layer.in_features // scale.shape[1]
+    fine = math.gcd(width, *(count // split.size for count in split.blocks))  # a part may begin within a block
+    scale = scale.repeat_interleave(width // fine, dim=1)
+    layer.scale = _part(scale, replace(split, blocks=tuple(count // fine for count in split.blocks)), 1)
+
+
+def _part(tensor: Tensor, split: Split, dim: int) -> Tensor:
+    """Return a copy: the whole is let go."""
+    return split.own(tensor.detach(), dim).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,292 @@
+"""A LoRA trained by DeepSpeed's ZeRO: each process keeps a part of what the optimizer needs, and steps on that alone.
+
+Of each group of the optimizer DeepSpeed makes one flat fp32 tensor a process. Stage 1 splits these weights and the
+optimizer's state, stage 2 also adds up each gradient only where its part is, stage 3 also splits the frozen weights,
+and gathers a layer's when it runs. Between steps the LoRA itself is whole on every process, in stage 3 as well (it is
+told to keep gathered what is as small as a LoRA), so that averages, samples and files see it as ever.
+
+accelerate sets the engine up; its wrapper would also take the optimizer's step within ``backward``. Here backward ends
+with the gradients, so that the guard of ``library.training.guard.update_guard`` can stand between them and the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from library.accelerator import prepare_loader, zero_stage
+from library.config.rules import NO_FP8
+from library.errors import UserError
+
+_BUCKET = 2**23  # numbers that are reduced at once, 32 MiB, about as many as DDP's; a buffer of DeepSpeed's is as large
+
+
+class ZeroOptimizer(AcceleratedOptimizer):
+    """The optimizer of a run under ZeRO; its state dict is that of one process, which holds all weights.
+
+    ``optimizer`` is torch's, which has this process's parts.
+    """
+
+    def __init__(self, engine: Any, optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._engine, self._zero, self._groups = engine, engine.optimizer, groups
+        self._splits_weights = engine.zero_optimization_stage() == 3
+        self._norm = torch.zeros(())
+        self._skipped = False
+        self._gathered: dict[str, Any] | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """This process's part of each group's weights."""
+        zero = self._zero
+        return zero.fp32_partitioned_groups_flat if self._splits_weights else zero.single_partition_of_fp32_groups
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self._skipped
+
+    def measure_norm(self) -> Tensor:
+        """Return the norm of all gradients of the step; infinite where one is not finite. Collective."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        if self._splits_weights:
+            self._norm = combine_grad_norm_groups(self._zero._get_norm_groups())
+        else:
+            self._norm = self._zero.scaled_global_norm()
+        return self._norm
+
+    def step(self, closure: Any = None) -> None:
+        """Clip, step on this process's parts, and let everyone have the LoRA; nothing where the norm is not finite.
+
+        DeepSpeed would look at the norm itself, and in stage 3 leave the LoRA split where it is not finite.
+        """
+        self._skipped = not bool(self._norm.isfinite())
+        if self._skipped:
+            self.drop_gradients()
+        else:
+            self._engine.step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: the engine's step has let go of the gradients."""
+
+    def drop_gradients(self) -> None:
+        """Forget what was accumulated."""
+        self._zero.zero_grad(set_to_none=True)
+        self._zero.averaged_gradients.clear()
+        if not self._splits_weights:
+            self._zero.all_grad_tensors.clear()
+            self._zero.micro_step_id = -1
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Take over the LoRA as it is now, where something else than a step has changed it."""
+        for i, (part, group) in enumerate(zip(self.parts, self._groups, strict=True)):
+            part.copy_(self._own(i, [parameter.detach() for parameter in group]))
+
+    @contextmanager
+    def gathered(self, with_state: bool) -> Iterator[None]:
+        """Inside the block the state dict can be had if ``with_state``, on the main process; entering is collective."""
+        if with_state:
+            self._gathered = self._whole_state()
+        try:
+            yield
+        finally:
+            self._gathered = None
+
+    def _whole_state(self) -> dict[str, Any]:
+        main = self.accelerator_state.process_index == 0
+        state: dict[int, dict[str, Any]] = {}
+        first = 0
+        for i, (part, group) in enumerate(zip(self.parts, self._groups, strict=True)):
+            for key, value in self.optimizer.state.get(part, {}).items():
+                split = isinstance(value, Tensor) and value.shape == part.shape
+                wholes = self.wholes(i, value) if split else [value] * len(group)
+                for j, whole in enumerate(wholes if main else ()):
+                    state.setdefault(first + j, {})[key] = whole.cpu() if split else whole
+            first += len(group)
+        return {"state": state, "param_groups": self._described_groups()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of one process that holds all weights; within :meth:`gathered`, on the main process."""
+        assert self._gathered is not None, "the parts of the state are gathered by all processes first"
+        return self._gathered
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this process's parts of such a state, and of the LoRA as it is now."""
+        self.take_weights()
+        groups, states = self.optimizer.param_groups, state_dict["state"]
+        own: dict[int, dict[str, Any]] = {}
+        first = 0
+        for i, group in enumerate(self._groups):
+            saved = [states.get(first + j, {}) for j in range(len(group))]
+            if any(saved):
+                own[i] = self._own_state(i, saved)
+            first += len(group)
+        described = [{**g, "params": [i]} for i, g in enumerate(state_dict["param_groups"])]
+        kept = [group["params"] for group in groups]
+        for group, part in zip(groups, self.parts, strict=True):
+            group["params"] = [part]
+        self.optimizer.load_state_dict({"state": own, "param_groups": described})
+        for group, params in zip(self.optimizer.param_groups, kept, strict=True):
+            group["params"] = params
+
+    def _own_state(self, group: int, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of this process's part; parameters that never had a gradient have none, and count as 0."""
+        parameters, own = self._groups[group], {}
+        for key, value in max(saved, key=len).items():
+            if isinstance(value, Tensor) and value.dim():
+                wholes = [s.get(key, torch.zeros_like(p, device="cpu")) for s, p in zip(saved, parameters, strict=True)]
+                own[key] = self._own(group, [whole.to(self.parts[group].device) for whole in wholes])
+            else:
+                own[key] = value
+        return own
+
+    def _described_groups(self) -> list[dict[str, Any]]:
+        described, first = [], 0
+        for settings, group in zip(self.optimizer.param_groups, self._groups, strict=True):
+            described.append({**settings, "params": list(range(first, first + len(group)))})
+            first += len(group)
+        return described
+
+    def wholes(self, group: int, part: Tensor) -> list[Tensor]:
+        """Return a group's tensors as wholes, from all processes' parts of them; collective."""
+        parameters, processes = self._groups[group], self._engine.dp_world_size
+        every = torch.empty(processes, part.numel(), dtype=part.dtype, device=part.device)
+        torch.distributed.all_gather(list(every.unbind()), part.detach().contiguous())
+        numbers = [parameter.numel() for parameter in parameters]
+        if self._splits_weights:
+            pieces = every.split([-(-n // processes) for n in numbers], dim=1)
+            flat = [piece.reshape(-1)[:n] for piece, n in zip(pieces, numbers, strict=True)]
+        else:
+            flat = list(every.reshape(-1)[: sum(numbers)].split(numbers))
+        return [tensor.view_as(parameter) for tensor, parameter in zip(flat, parameters, strict=True)]
+
+    def _own(self, group: int, wholes: Sequence[Tensor]) -> Tensor:
+        """Return this process's part of a group's whole tensors: stage 3 splits each, the others all in a row."""
+        processes, rank = self._engine.dp_world_size, torch.distributed.get_rank()
+        flat = [whole.reshape(-1) for whole in wholes]
+        if self._splits_weights:
+            return torch.cat([_own_row(tensor, processes, -(-tensor.numel() // processes), rank) for tensor in flat])
+        return _own_row(torch.cat(flat), processes, self.parts[group].numel(), rank)
+
+
+def _own_row(tensor: Tensor, processes: int, size: int, rank: int) -> Tensor:
+    """Return a process's ``size`` numbers of a flat tensor, behind which there are zeros."""
+    return torch.cat([tensor, tensor.new_zeros(processes * size - tensor.numel())]).view(processes, size)[rank]
+
+
+class _Engine(DeepSpeedEngineWrapper):
+    """What accelerate calls for ``backward`` and ``clip_grad_norm_``; the step is left to the optimizer."""
+
+    def __init__(self, engine: Any, optimizer: ZeroOptimizer) -> None:
+        super().__init__(engine)
+        self._optimizer = optimizer
+
+    def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.engine.backward(loss, **kwargs)
+
+    def get_global_grad_norm(self) -> Tensor:
+        return self._optimizer.measure_norm()
+
+
+def prepare_zero(
+    accelerator: Accelerator,
+    model: nn.Module,
+    trained: Sequence[nn.Parameter],
+    max_grad_norm: float,
+    optimizer: Optimizer,
+    loader: Any,
+) -> tuple[nn.Module, ZeroOptimizer, Any]:
+    """Return model, optimizer and loader as DeepSpeed and accelerate run them.
+
+    Args:
+        accelerator: set up for ZeRO.
+        model: with its LoRA; in stage 3 in host memory.
+        trained: the LoRA's parameters.
+        max_grad_norm: to clip to, 0 for none.
+        optimizer: of ``trained``, one that treats every number by itself.
+        loader: not yet prepared.
+
+    Raises:
+        UserError: stage 3 with an fp8 base; what was set up is not what was asked.
+    """
+    splits_weights = zero_stage(accelerator) == 3
+    if splits_weights and any(parameter.dtype.itemsize == 1 for parameter in model.parameters()):
+        raise UserError(f"pretrained_model_name_or_path: an fp8 base; {NO_FP8}")
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    settings = accelerator.state.deepspeed_plugin.deepspeed_config
+    settings["gradient_clipping"] = max_grad_norm
+    settings["zero_optimization"] |= {
+        "reduce_bucket_size": min(_BUCKET, sum(parameter.numel() for parameter in trained)),
+        "stage3_param_persistence_threshold": max(parameter.numel() for parameter in trained),
+    }
+    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast, as without DeepSpeed
+    with _left_as_they_are(settings):
+        if splits_weights:
+            _split(model, settings, accelerator.device)
+        engine, _ = accelerator.prepare(model, optimizer)
+    if splits_weights:
+        trained[0].all_gather(list(trained))  # type: ignore[attr-defined]  # DeepSpeed's
+    wrapped = ZeroOptimizer(engine, optimizer, groups)
+    accelerator._optimizers[-1] = wrapped
+    accelerator.deepspeed_engine_wrapped = _Engine(engine, wrapped)
+    _compare_with_what_was_asked(accelerator, engine, wrapped, groups, dtypes)
+    return engine, wrapped, prepare_loader(accelerator, loader)
+
+
+@contextmanager
+def _left_as_they_are(settings: dict[str, Any]) -> Iterator[None]:
+    """Let DeepSpeed cast no weights: it would where it finds bf16 on, from which accelerate knows the precision."""
+    precision = settings["bf16"]["enabled"]
+    settings["bf16"]["enabled"] = False
+    try:
+        yield
+    finally:
+        settings["bf16"]["enabled"] = precision
+
+
+def _split(model: nn.Module, settings: dict[str, Any], device: torch.device) -> None:
+    """Split the weights of a model in host memory, one after the other, so that no device has to hold it whole."""
+    import deepspeed
+
+    deepspeed.zero.Init(module=model, config_dict_or_path=settings)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
+def _compare_with_what_was_asked(
+    accelerator: Accelerator,
+    engine: Any,
+    optimizer: ZeroOptimizer,
+    groups: Sequence[Sequence[nn.Parameter]],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Raise a UserError unless weights and optimizer are split as the stage says, and as states are put together."""
+    asked, processes, remedy = zero_stage(accelerator), accelerator.num_processes, "install requirements-zero.txt"
+    found, shared = engine.zero_optimization_stage(), engine.dp_world_size
+    if (found, shared) != (asked, processes):
+        raise UserError(f"zero: DeepSpeed set up stage {found} on {shared} processes; {remedy}")
+    trained = {id(parameter) for group in groups for parameter in group}
+    small = max(parameter.numel() for group in groups for parameter in group)
+    for name, parameter in engine.module.named_parameters():
+        part = getattr(parameter, "ds_tensor", None)
+        fits = part is None if asked < 3 else part is not None and part.numel() == -(-parameter.ds_numel // processes)
+        if asked == 3 and (id(parameter) in trained or parameter.ds_numel > small):
+            fits = fits and (parameter.numel() > 0) == (id(parameter) in trained)
+        if not fits or parameter.dtype != dtypes[name]:
+            raise UserError(f"zero: DeepSpeed left {name} in another layout than asked; {remedy}")
+    for i, (part, group) in enumerate(zip(optimizer.parts, groups, strict=True)):
+        together = all(torch.equal(a, b) for a, b in zip(optimizer.wholes(i, part), group, strict=True))
+        if part.dtype != torch.float32 or part.numel() >= sum(p.numel() for p in group) or not together:
+            raise UserError(f"zero: DeepSpeed split the optimizer in another way than known; {remedy}")

@@ -1,0 +1,189 @@
+"""The run's numbers, once: ``metrics.jsonl``, and the same objects to the trackers.
+
+One flat JSON object a line, in order of steps; every plot and report reads this file. Keys: ``step epoch loss
+loss_ema lr/<group> d/<group> d*lr/<group> grad_norm sigma_mean samples_per_s s_per_it data_wait_s
+peak_mem_bytes`` in a training line, ``step val_loss`` in a validation line. Of several processes a training line also
+has each one's own speed and memory, ``s_per_it/<rank>`` and so on: a slow one holds up all.
+
+Reading a run's ``metrics.jsonl`` back: one flat JSON object a line in, columns of steps and values out.
+
+The file is read as it is found while a run is going on or after one crashed: a half-written line is passed
+over, and where a resumed run went back to an earlier step, the steps it repeats replace the old ones. A line
+may hold only some keys (``step`` and ``val_loss``); lines of one step are merged.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from library.errors import UserError
+from library.files import write_text
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from library.config.schema import LoggingConfig
+
+
+class MetricsStream:
+    """Appends to ``metrics.jsonl`` on the main process and passes the same values to accelerate's trackers."""
+
+    def __init__(self, path: Path, accelerator: Accelerator, logging: LoggingConfig, resume_step: int) -> None:
+        """Open the stream; what a resumed run is going to write again is cut off, a new run starts a new file."""
+        self._accelerator = accelerator
+        self._path = path
+        self._waiting, self._told = b"", False
+        self._there: set[frozenset[str]] = set()  # keys of the lines that an interrupted run wrote of that step
+        if logging.log_with:
+            run = {"wandb": {"name": logging.wandb_run_name}} if logging.wandb_run_name else {}
+            accelerator.init_trackers(logging.log_tracker_name, init_kwargs=run)
+        if accelerator.is_main_process:
+            lines = path.read_text(encoding="utf-8").splitlines() if resume_step and path.exists() else []
+            kept = [line for line in lines if _step_of(line) <= resume_step]
+            write_text(path, "".join(line + "\n" for line in kept))
+            self._there = {frozenset(line) for line in map(json.loads, kept) if line["step"] == resume_step}
+        self._resume_step = resume_step
+
+    def write(self, values: dict[str, float]) -> None:
+        """Write one line; ``values`` holds ``step``."""
+        again = values["step"] == self._resume_step and frozenset(values) in self._there
+        if self._accelerator.is_main_process and not again:
+            self._waiting += (json.dumps(values) + "\n").encode()
+            self._append()
+        self._accelerator.log({k: v for k, v in values.items() if k != "step"}, step=int(values["step"]))
+
+    def _append(self) -> None:
+        """Write what waits, whole lines or nothing; a full disk gets another chance with the next line."""
+        begin = None
+        try:
+            with open(self._path, "ab", buffering=0) as file:
+                begin = file.tell()
+                written = file.write(self._waiting)
+                if written < len(self._waiting):
+                    raise OSError(errno.ENOSPC, "the disk is full")
+            self._waiting = b""
+        except OSError as error:
+            with suppress(OSError):
+                if begin is not None:
+                    os.truncate(self._path, begin)
+            if not self._told:
+                print(f"warning: {self._path}: cannot be written ({error.strerror}); trying again", file=sys.stderr)
+            self._told = True
+
+    def close(self) -> None:
+        """Write what waits, and let the trackers do so."""
+        if self._waiting:
+            self._append()
+        self._accelerator.end_training()
+
+
+def _step_of(line: str) -> float:
+    """Return the line's step, or infinity for a line that was cut off while being written."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def of_each_process(accelerator: Accelerator, values: Mapping[str, float]) -> dict[str, float]:
+    """Return ``values`` of every process as ``<key>/<rank>``; nothing if there is but one. All have to come by."""
+    if accelerator.num_processes == 1:
+        return {}
+    own = torch.tensor([list(values.values())], dtype=torch.float64, device=accelerator.device)
+    everyone = accelerator.gather(own).tolist()
+    return {f"{key}/{rank}": row[i] for i, key in enumerate(values) for rank, row in enumerate(everyone)}
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak memory so far: the device's allocator on CUDA, the process's resident set on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+Values = NDArray[np.float64]
+Series = tuple[Values, Values]  # steps, values
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's name and its metrics by key."""
+
+    name: str
+    columns: dict[str, Series]
+
+    def groups(self, prefix: str) -> dict[tuple[str, ...], Series]:
+        """Return the columns ``<prefix><group>`` by group; groups with equal values as one."""
+        merged: dict[tuple[str, ...], Series] = {}
+        for key in (key for key in self.columns if key.startswith(prefix)):
+            name, series = key.removeprefix(prefix), self.columns[key]
+            equal = next((names for names, known in merged.items() if _equal(known, series)), ())
+            merged.pop(equal, None)
+            merged[(*equal, name)] = series
+        return merged
+
+
+def read_run(path: Path, name: str | None = None) -> Run:
+    """Read the metrics of the run at ``path`` (its folder or the file itself).
+
+    Raises:
+        UserError: there is no metrics file, or no step in it.
+    """
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; name a run's output folder (one that holds metrics.jsonl)")
+    by_step: dict[int, dict[str, float]] = {}
+    newest = -1
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        record = _parse(line)
+        if record is None:
+            continue
+        step = int(record.pop("step"))
+        if "loss" in record:
+            if step <= newest:  # a resumed run repeats steps: forget what was beyond
+                by_step = {known: values for known, values in by_step.items() if known < step}
+            newest = step
+        by_step.setdefault(step, {}).update(record)
+    if not any(by_step.values()):
+        raise UserError(f"{file}: holds no metrics yet; wait for the run's first step, or name another run")
+    return Run(name or file.resolve().parent.name, _columns(by_step))
+
+
+def _parse(line: str) -> dict[str, float] | None:
+    """Return a line's numbers, or ``None`` for one that is empty, half-written or no metrics."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
+        return None
+    return {key: float(value) for key, value in record.items() if isinstance(value, int | float)}
+
+
+def _columns(by_step: dict[int, dict[str, float]]) -> dict[str, Series]:
+    keys = dict.fromkeys(key for record in by_step.values() for key in record)
+    columns: dict[str, Series] = {}
+    for key in keys:
+        points = [(step, by_step[step][key]) for step in sorted(by_step) if key in by_step[step]]
+        steps, values = np.array(points, dtype=np.float64).T
+        values[~np.isfinite(values)] = np.nan  # drawn as gaps
+        if np.isfinite(values).any():
+            columns[key] = (steps, values)
+    return columns
+
+
+def _equal(one: Series, other: Series) -> bool:
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,303 @@
+"""One picture of how runs went: learning rate, d, d*lr, loss and gradient norm, from their ``metrics.jsonl``.
+
+``plot_runs`` draws one run or several over each other and writes the picture as PNG (to look at) and SVG (to
+print and zoom). Nothing here needs a display or changes matplotlib's global settings: figures are made
+without pyplot.
+
+Colour means run, line style means parameter group (groups with equal values share a line). The palette is
+Okabe and Ito's (2008, "Color Universal Design"), which people with any kind of colour blindness can tell
+apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from library.errors import UserError
+from library.files import atomic_path
+from library.training.optim.lr_tracker import detect_settled, warmup_end
+from library.training.report.metrics import Run, Series, Values, read_run
+
+LogAxes = Literal["auto", "on", "off"]
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_GREY = "#555555"  # what a legend shows that stands for every colour
+_STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
+_HELD_OUT: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": "white"}
+_HELD_OUT |= {"markeredgewidth": 0.8, "linewidth": 1.1, "linestyle": "--"}
+_BESIDE_TITLE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
+_POINTS = 2000  # drawn per line: two for each of a thousand pixels, the lowest and the highest
+_EMA_DECAY = 0.98  # where a run wrote no loss_ema
+_LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
+STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.7,
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tandem",
+}
+
+
+def plot_runs(runs: Sequence[Path], save_to: Path, log: LogAxes = "auto") -> list[Path]:
+    """Draw ``runs`` (folders with a ``metrics.jsonl``, or such files) and return the paths of the PNG and
+    the SVG.
+
+    Args:
+        runs: one or several; colours repeat after seven. save_to: where the picture goes; ``.png`` and
+        ``.svg`` take the place of its suffix. log: logarithmic axes where values span more than a factor of
+        ten ("auto"), for all ("on") or none ("off").
+
+    Raises:
+        UserError: no run, a run without metrics, or a folder that cannot be written to.
+    """
+    if not runs:
+        raise UserError("no run to plot; name at least one output folder")
+    loaded = [read_run(Path(run), name) for run, name in zip(runs, _distinct_names(runs), strict=True)]
+    figure = draw_runs(loaded, log)
+    written = [Path(save_to).with_suffix(suffix) for suffix in (".png", ".svg")]
+    for path in written:
+        with atomic_path(path) as temporary, matplotlib.rc_context(STYLE):
+            figure.savefig(temporary, format=path.suffix[1:], dpi=160)
+    return written
+
+
+@matplotlib.rc_context(STYLE)
+def draw_runs(runs: Sequence[Run], log: LogAxes = "auto") -> Figure:
+    """Draw the figure: the loss at the left, the other quantities one below the other at the right."""
+    panels = [
+        (title, prefix)
+        for title, prefix in (
+            ("Learning rate", "lr/"),
+            ("Distance estimate d", "d/"),
+            ("Step size d · lr", "d*lr/"),
+            ("Gradient norm", "grad_norm"),
+        )
+        if any(key.startswith(prefix) for run in runs for key in run.columns)
+    ]
+    has_loss = any(key in run.columns for run in runs for key in ("loss", "val_loss"))
+    figure = Figure(figsize=(11, max(4.2, 1.9 * len(panels))), layout="constrained")
+    FigureCanvasAgg(figure)
+    columns = [*([0] if has_loss else []), *([1] if panels else [])]
+    grid = figure.add_gridspec(max(1, len(panels)), len(columns), width_ratios=[1.15, 1][2 - len(columns) :])
+    first: Axes | None = None
+    if has_loss:
+        first = figure.add_subplot(grid[:, 0])
+        _draw_loss(first, runs, log)
+        first.set_xlabel("optimizer step")
+        first.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for row, (title, prefix) in enumerate(panels):
+        axes = figure.add_subplot(grid[row, -1], sharex=first)
+        first = first or axes
+        _draw_panel(axes, runs, title, prefix, log)
+        axes.tick_params(labelbottom=row == len(panels) - 1)
+        if row == len(panels) - 1:
+            axes.set_xlabel("optimizer step")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    _head(figure, runs)
+    return figure
+
+
+def _head(figure: Figure, runs: Sequence[Run]) -> None:
+    """Put the run's name, or a legend of all runs, above the panels."""
+    if len(runs) == 1:
+        figure.suptitle(runs[0].name, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        return
+    handles = [Line2D([], [], color=_colour(i), linewidth=2.5, label=run.name) for i, run in enumerate(runs)]
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(runs), 4), fontsize=10.5)
+
+
+def _draw_loss(axes: Axes, runs: Sequence[Run], log: LogAxes) -> None:
+    """Draw every run's loss as a moving average (one run's steps too), its validation loss as dots."""
+    shown: list[Values] = []
+    for i, run in enumerate(runs):
+        if (loss := run.columns.get("loss")) is not None:
+            shown += _draw_noisy(axes, loss, run.columns.get("loss_ema"), _colour(i), with_steps=len(runs) == 1)
+        if (held_out := run.columns.get("val_loss")) is not None:
+            axes.plot(*held_out, color=_held_out_colour(i, runs), zorder=3, **_HELD_OUT)
+            shown.append(held_out[1])
+    axes.set_title("Loss")
+    _scale(axes, shown, log, margin=0.06)
+    axes.legend(handles=_loss_legend(runs), ncols=3, **_BESIDE_TITLE)
+
+
+def _draw_noisy(axes: Axes, series: Series, average: Series | None, colour: str, with_steps: bool) -> list[Values]:
+    """Draw a moving average, over the steps themselves if wanted; return the values the axis must show."""
+    average = average or (series[0], _moving_average(series[1]))
+    if with_steps:
+        axes.plot(*_thin(series), color=colour, alpha=0.28, linewidth=0.8)
+    axes.plot(*_thin(average), color=colour, linewidth=1.9, **_dot(average))
+    return [average[1], np.nanpercentile(series[1], [1.0, 99.0])] if with_steps else [average[1]]
+
+
+def _dot(series: Series) -> dict[str, Any]:
+    """Return what makes a series of one value visible: a line through one point has no length."""
+    return {"marker": "o", "markersize": 4.5} if len(series[0]) == 1 else {}
+
+
+def _loss_legend(runs: Sequence[Run]) -> list[Line2D]:
+    colour = _colour(0) if len(runs) == 1 else _GREY
+    entries = []
+    if any("loss" in run.columns for run in runs):
+        entries.append(Line2D([], [], color=colour, linewidth=2, label="moving average"))
+        if len(runs) == 1:
+            entries.insert(0, Line2D([], [], color=colour, alpha=0.35, linewidth=1, label="each step"))
+    if any("val_loss" in run.columns for run in runs):
+        held_out = _held_out_colour(0, runs) if len(runs) == 1 else _GREY
+        entries.append(Line2D([], [], color=held_out, label="held-out data", **_HELD_OUT))
+    return entries
+
+
+def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str, log: LogAxes) -> None:
+    """Draw one quantity of every run and parameter group, with its marks."""
+    axes.set_title(title)
+    shown: list[Values] = []
+    if prefix == "grad_norm":
+        for i, run in enumerate(runs):
+            if (series := run.columns.get(prefix)) is not None:
+                shown += _draw_noisy(axes, series, None, _colour(i), with_steps=len(runs) == 1)
+        _scale(axes, shown, log)
+        return
+    names = list(dict.fromkeys(name for run in runs for group in run.groups(prefix) for name in group))
+    for i, run in enumerate(runs):
+        for group, series in run.groups(prefix).items():
+            axes.plot(
+                *_thin(series), color=_colour(i), linestyle=_style(names.index(group[0])), linewidth=1.7, **_dot(series)
+            )
+            shown.append(series[1])
+    lowest_peak = min(float(np.nanmax(values)) for values in shown)
+    _scale(axes, shown, log, lowest=lowest_peak / _LR_SPAN if prefix == "lr/" else 0.0, from_zero=True)
+    if prefix in ("lr/", "d/"):
+        _mark(axes, runs, prefix)
+    if prefix == "lr/" and any(len(run.groups(key)) > 1 for run in runs for key in ("lr/", "d/")):
+        handles = [Line2D([], [], color=_GREY, linestyle=_style(j), label=name) for j, name in enumerate(names)]
+        axes.legend(handles=handles, ncols=4, handlelength=2.6, **_BESIDE_TITLE)
+
+
+def _mark(axes: Axes, runs: Sequence[Run], prefix: str) -> None:
+    """Mark, once for each run, where the warm-up ends (learning rate) or the last group's d settles."""
+    marks: dict[int, tuple[float, str]] = {}
+    for i, run in enumerate(runs):
+        groups = list(run.groups(prefix).values())
+        find = warmup_end if prefix == "lr/" else detect_settled
+        indices = [find(values.tolist()) for _, values in groups]
+        found = [(index, group) for index, group in zip(indices, groups, strict=True) if index is not None]
+        if len(found) == len(groups) and found:
+            index, (steps, values) = max(found, key=lambda pair: pair[0])
+            marks.setdefault(int(steps[index]), (float(values[index]), "#333333" if len(runs) == 1 else _colour(i)))
+    text = "warm-up ends" if prefix == "lr/" else "d settles"
+    for row, (step, (value, colour)) in enumerate(sorted(marks.items())):
+        axes.axvline(step, color=colour, linewidth=0.9, linestyle=(0, (2, 2)), alpha=0.7, zorder=1)
+        axes.plot([step], [value], "o", color=colour, markersize=4.5, markeredgecolor="white", zorder=4)
+        at_right = step > 0.6 * axes.get_xlim()[1]
+        axes.annotate(
+            f"{text}, step {step}",
+            (step, 0.06 + 0.13 * row),
+            xycoords=("data", "axes fraction"),
+            xytext=(-5 if at_right else 5, 0),
+            textcoords="offset points",
+            ha="right" if at_right else "left",
+            fontsize=8.5,
+            color=colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
+        )
+
+
+def _scale(
+    axes: Axes,
+    shown: Sequence[Values],
+    log: LogAxes,
+    margin: float = 0.1,
+    lowest: float = 0.0,
+    from_zero: bool = False,
+) -> None:
+    """Choose a linear or logarithmic axis and its limits from the values shown.
+
+    A logarithmic axis does not go below ``lowest``; a linear one begins at 0 with ``from_zero``.
+    """
+    values = np.concatenate([np.asarray(v, dtype=np.float64) for v in shown])
+    values = values[np.isfinite(values)]
+    positive = values[values > 0]
+    if log == "on" or (log == "auto" and positive.size and positive.max() / positive.min() > 10):
+        if positive.size:
+            low, high = math.log10(max(positive.min(), lowest)), math.log10(positive.max())
+            room = margin * max(high - low, 0.3)
+            axes.set_yscale("log")
+            axes.set_ylim(10 ** (low - room), 10 ** (high + room))
+            if high - low < 2:  # too few powers of ten to read the axis by
+                axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axes.yaxis.set_minor_formatter(NullFormatter())
+        return
+    low, high = float(values.min()), float(values.max())
+    room = margin * ((high - low) or abs(high) or 1.0)
+    axes.set_ylim(0.0 if from_zero and low >= 0 else low - room, high + room)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
+
+
+def _distinct_names(runs: Sequence[Path]) -> list[str]:
+    """Return each run's folder name, with the folder above where two are the same."""
+    folders = [(path if path.is_dir() else path.parent).resolve() for path in map(Path, runs)]
+    names = [folder.name for folder in folders]
+    return [
+        name if names.count(name) == 1 else f"{folder.parent.name}/{name}"
+        for name, folder in zip(names, folders, strict=True)
+    ]
+
+
+def _thin(series: Series) -> Series:
+    """Keep the lowest and highest point of each of a thousand stretches, so that no spike is lost."""
+    steps, values = series
+    if len(values) <= _POINTS:
+        return series
+    kept: list[int] = []
+    for stretch in np.array_split(np.arange(len(values)), _POINTS // 2):
+        part = values[stretch]
+        if np.isfinite(part).any():
+            kept += sorted({int(stretch[np.nanargmin(part)]), int(stretch[np.nanargmax(part)])})
+    return steps[kept], values[kept]
+
+
+def _moving_average(values: Values) -> Values:
+    """Return the exponential moving average without the pull of its start (Adam's bias correction)."""
+    averages = np.empty_like(values)
+    total = weight = 0.0
+    for i, value in enumerate(values):
+        if math.isfinite(value):
+            total = _EMA_DECAY * total + (1 - _EMA_DECAY) * float(value)
+            weight = _EMA_DECAY * weight + (1 - _EMA_DECAY)
+        averages[i] = total / weight if weight else math.nan
+    return averages
+
+
+def _colour(run: int) -> str:
+    return _COLOURS[run % len(_COLOURS)]
+
+
+def _held_out_colour(run: int, runs: Sequence[Run]) -> str:
+    return _COLOURS[1] if len(runs) == 1 else _colour(run)
+
+
+def _style(group: int) -> Literal["-", "--", ":", "-."]:
+    return _STYLES[group % len(_STYLES)]

@@ -1,0 +1,155 @@
+"""What a person sees while a run goes on: one live line, and a summary table at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    pass
+
+
+_QUIET_SECONDS = 10.0
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
+    """Yield ``start(description, total) -> advance(n)`` for countable work such as caching images."""
+    with Progress(
+        TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+    ) as bar:
+
+        def start(description: str, total: int) -> Advance:
+            task = bar.add_task(description, total=total)
+            return partial(bar.advance, task)
+
+        yield start
+
+
+class TrainingProgress:
+    """The live lines of a training run: how far, how long still; and below, the newest figures.
+
+    Where the output is no terminal (a log file, CI) a line is printed at most every ``_QUIET_SECONDS`` instead.
+    """
+
+    def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
+        self._console, self._total = console, total_steps
+        self._bar = Progress(
+            TextColumn("[bold]{task.fields[phase]:<9}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+        )
+        self._task: TaskID = self._bar.add_task("", total=total_steps, completed=first_step, phase="training")
+        self._numbers = Text("")
+        self._live = Live(Group(self._bar, self._numbers), console=console, refresh_per_second=4)
+        self._last_line = float("-inf")
+        self._newest: dict[str, float] = {}
+        self._shown, self._busy, self._waited = 0, 0.0, 0.0
+
+    def __enter__(self) -> TrainingProgress:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def advance(self, step: int) -> None:
+        """Move the bar to ``step``."""
+        self._bar.update(self._task, completed=step)
+
+    def show(self, metrics: dict[str, float]) -> None:
+        """Show the newest metrics."""
+        self._newest = metrics
+        self._shown, self._busy = self._shown + 1, self._busy + metrics["s_per_it"]
+        self._waited += metrics["data_wait_s"]
+        self._numbers.plain = one_line(metrics)
+        now, step = time.monotonic(), int(metrics["step"])
+        if not self._console.is_terminal and (now - self._last_line >= _QUIET_SECONDS or step == self._total):
+            self._last_line = now
+            eta = duration((self._total - step) * metrics["s_per_it"])
+            self._console.print(f"step {step}/{self._total}  {one_line(metrics)}  eta {eta}", soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Print a line that stays, above the live ones."""
+        self._console.print(text, soft_wrap=True)
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Return the rows on speed, as means over what was shown, and on the last learning rates."""
+        if not self._shown:
+            return []
+        speed = f"{self._busy / self._shown:.2f} s/it, of it {self._waited / self._shown:.2f} s waiting for data"
+        return [("learning rate", "  ".join(_rates(self._newest))), ("speed", speed)]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what is going on (validating, sampling, saving) while the block runs."""
+        self._bar.update(self._task, phase=name)
+        yield
+        self._bar.update(self._task, phase="training")
+
+
+def one_line(metrics: dict[str, float]) -> str:
+    """Return loss, lr, d*lr (where the optimizer has a d), speed, waiting and memory in one short line."""
+    parts = [f"loss {metrics['loss_ema']:.4f}", *_rates(metrics)]
+    parts += [f"{metrics['s_per_it']:.2f} s/it", f"wait {metrics['data_wait_s']:.2f} s"]
+    parts += [f"{metrics['peak_mem_bytes'] / 2**30:.1f} GiB"]
+    return "  ".join(parts)
+
+
+def _rates(metrics: dict[str, float]) -> list[str]:
+    """Return lr and d*lr of the first parameter group in words."""
+    rates = [value for key, value in metrics.items() if key.startswith("lr/")]
+    effective = [value for key, value in metrics.items() if key.startswith("d*lr/")]
+    has_d = any(key.startswith("d/") for key in metrics)
+    parts = [f"lr {rates[0]:.1e}"] if rates else []
+    return parts + ([f"d·lr {effective[0]:.1e}"] if effective and has_d else [])
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words: ``1 h 5 min`` or ``3 min 20 s``."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, seconds = divmod(rest, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def print_summary(console: Console, rows: list[tuple[str, str]]) -> None:
+    """Print what a run did and where it left its files."""
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name, "bold"), Text(value))  # a path may hold what rich takes for markup
+    console.print(table)
+
+
+def shown_path(path: Path) -> str:
+    """Return ``path`` relative to the working directory where it lies below it."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,214 @@
+"""Pictures drawn while training, by the model being trained, and the sheets that show them side by side.
+
+``before_after.png`` has the first sampled step beside the last; ``over_time.png`` a column for each sampled step, or
+eight evenly chosen ones. Of fill and edit models the first column is what they start from. Every picture carries its
+prompt, as a line of a prompt file, under the PNG key ``prompt``: that is how a resumed run recognises the pictures
+drawn before it was interrupted.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor, nn
+
+from library.conditions import Conditions
+from library.files import atomic_path
+from library.training.sampling.conditions import PictureRules, encode_pictures, show_pictures, text_jobs
+from library.training.sampling.prompts import SamplePrompt
+
+if TYPE_CHECKING:
+    from library.data.dataset import TrainingData
+    from library.models.family import Family, ImageEncoder
+
+_CELL = 256  # pixels of a picture's longer side on the sheet
+_CAPTION = 44  # pixels for two lines of prompt under a row
+_HEADER = 28
+_MOST_COLUMNS = 8  # of the sheet over time: about 2100 pixels, a screen's width
+
+
+class Sampler:
+    """Draws the same prompts with the same seeds at different steps into ``<folder>``."""
+
+    def __init__(
+        self,
+        family: Family,
+        prompts: list[SamplePrompt],
+        image_encoder: ImageEncoder,
+        embeddings: dict[str, dict[str, Tensor]],
+        folder: Path,
+        text_encoders: nn.Module | None = None,
+        rules: PictureRules | None = None,
+        writes: bool = True,
+    ) -> None:
+        """Keep what sampling needs; without ``writes`` pictures are drawn and let go, in step with other processes.
+
+        ``embeddings`` maps every prompt's text (its ``text_key``) to its encoder outputs (no batch axis); those of
+        ``text_encoders``, which are in training, are computed when they are needed. ``rules`` say what becomes of the
+        prompts' pictures; these are encoded once, when they are first needed.
+        """
+        self._rules = rules or PictureRules()
+        self._conditions: dict[int, Conditions] = {}
+        self._family, self._prompts, self._embeddings = family, prompts, embeddings
+        self._text_encoders = text_encoders
+        self._image_encoder, self._folder = image_encoder, folder
+        self.drawn: dict[int, list[Path]] = {}
+        self._writes = writes
+
+    @torch.no_grad()
+    def sample(self, transformer: nn.Module, step: int) -> list[Path]:
+        """Draw every prompt; return the files. The VAE is loaded for the occasion and let go again.
+
+        Args:
+            transformer: the network itself, out of any wrapper.
+            step: names the files.
+        """
+        try:
+            paths = [self._draw(transformer, i, prompt, step) for i, prompt in enumerate(self._prompts)]
+        finally:
+            self._image_encoder.release()
+        self.drawn[step] = paths
+        return paths
+
+    def _draw(self, transformer: nn.Module, i: int, prompt: SamplePrompt, step: int) -> Path:
+        if i not in self._conditions:
+            self._conditions[i] = encode_pictures(prompt, self._image_encoder, self._rules)
+        image = self._family.sample(
+            transformer,
+            self._image_encoder,
+            self._text(prompt, prompt.prompt),
+            width=prompt.width,
+            height=prompt.height,
+            steps=prompt.steps,
+            guidance=prompt.guidance,
+            seed=prompt.seed,
+            negative_text=self._text(prompt, prompt.negative) if prompt.cfg != 1.0 else None,
+            cfg=prompt.cfg,
+            conditions=self._conditions[i],
+        )
+        path = self._path(step, i)
+        if self._writes:
+            save_picture(image, path, {"prompt": prompt.line()})
+        return path
+
+    def _text(self, prompt: SamplePrompt, text: str) -> dict[str, Tensor]:
+        """Return the embeddings of one of a prompt's texts, without a batch axis."""
+        cached = self._embeddings[prompt.text_key(text)]
+        if self._text_encoders is None:
+            return cached
+        was_training = self._text_encoders.training
+        self._text_encoders.eval()
+        current = self._text_encoders([text])
+        self._text_encoders.train(was_training)
+        return cached | {name: rows[0] for name, rows in current.items()}
+
+    def _path(self, step: int, i: int) -> Path:
+        return self._folder / f"step{step:06d}_{i:02d}.png"
+
+    def recall(self, last_step: int) -> None:
+        """Take up the pictures of these prompts that an interrupted run drew, up to ``last_step``."""
+        lines = [prompt.line() for prompt in self._prompts]
+        for first in sorted(self._folder.glob(f"step{'[0-9]' * 6}*_00.png")):
+            step = int(first.stem.removeprefix("step").partition("_")[0])
+            paths = [self._path(step, i) for i in range(len(lines))]
+            if step <= last_step and [_prompt_of(path) for path in paths] == lines:
+                self.drawn.setdefault(step, paths)
+
+    def write_sheets(self) -> list[Path]:
+        """Write ``before_after.png`` and, with more than two sampled steps, ``over_time.png``; return their paths."""
+        steps = sorted(self.drawn)
+        if len(steps) < 2:
+            return []
+        ends = {steps[0]: f"before (step {steps[0]})", steps[-1]: f"after (step {steps[-1]})"}
+        sheets = {"before_after.png": ends}
+        if len(steps) > 2:
+            sheets["over_time.png"] = {step: f"step {step}" for step in _spread(steps, _MOST_COLUMNS)}
+        return [self._write_sheet(self._folder / name, columns) for name, columns in sheets.items()]
+
+    def _write_sheet(self, path: Path, columns: dict[int, str]) -> Path:
+        """Write one sheet; ``columns`` maps the steps to show to their titles."""
+        titles, rows = list(columns.values()), []
+        for i, prompt in enumerate(self._prompts):
+            pictures: list[Path | Image.Image] = [self.drawn[step][i] for step in columns]
+            start = show_pictures(prompt, self._rules)
+            rows.append((prompt.prompt, pictures if start is None else [start, *pictures]))
+        if self._rules.conditioning != "none":
+            titles = ["input", *titles]
+        with atomic_path(path) as temporary:
+            _sheet(titles, rows).save(temporary, format="PNG")
+        return path
+
+
+def save_picture(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
+    """Write ``image`` as PNG in one step, with ``texts`` as its text chunks."""
+    info = PngInfo()
+    for key, text in texts.items():
+        info.add_itxt(key, text)
+    with atomic_path(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=info)
+
+
+def _prompt_of(path: Path) -> str | None:
+    """Return the prompt that a picture carries, or None if it carries none or is not there."""
+    try:
+        with Image.open(path) as image:
+            return image.info.get("prompt")
+    except OSError:
+        return None
+
+
+def _spread(steps: list[int], most: int) -> list[int]:
+    """Return at most ``most`` of ``steps``, evenly chosen, the first and the last among them."""
+    if len(steps) <= most:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def build_sampler(
+    family: Family,
+    prompts: list[SamplePrompt],
+    image_encoder: ImageEncoder,
+    data: TrainingData,
+    folder: Path,
+    text_encoders: nn.Module | None = None,
+    writes: bool = True,
+) -> Sampler | None:
+    """Return the sampler of a run, or None where no prompts were given; embeddings come from the dataset's cache."""
+    if not prompts:
+        return None
+    rules = PictureRules.of(data)
+    embeddings = {
+        key: data.text_embeddings(job)
+        for prompt in prompts
+        for key, job in text_jobs(prompt, data.train.text_sees_references, rules).items()
+    }
+    return Sampler(family, prompts, image_encoder, embeddings, folder, text_encoders, rules, writes)
+
+
+def _sheet(titles: list[str], rows: list[tuple[str, list[Path | Image.Image]]]) -> Image.Image:
+    """Return one picture: a column a title, a row a prompt with the prompt under it; two prompts side by side."""
+    across = 2 if len(rows) > 3 and len(titles) == 2 else 1
+    block_width = len(titles) * (_CELL + 8) + 16
+    heights = (len(rows) + across - 1) // across
+    sheet = Image.new("RGB", (across * block_width + 8, _HEADER + heights * (_CELL + _CAPTION) + 8), "white")
+    draw = ImageDraw.Draw(sheet)
+    title_font, font = ImageFont.load_default(16), ImageFont.load_default(13)
+    for i, (prompt, pictures) in enumerate(rows):
+        left, top = 12 + (i % across) * block_width, _HEADER + (i // across) * (_CELL + _CAPTION)
+        for column, (title, picture) in enumerate(zip(titles, pictures, strict=True)):
+            x = left + column * (_CELL + 8)
+            if i < across:
+                draw.text((x, 6), title, fill="black", font=title_font)
+            with picture if isinstance(picture, Image.Image) else Image.open(picture) as image:
+                factor = _CELL / max(image.size)
+                size = (round(image.width * factor), max(1, round(image.height * factor)))
+                sheet.paste(image.convert("RGB").resize(size, Image.Resampling.LANCZOS), (x, top))
+        caption = "\n".join(textwrap.wrap(prompt, len(titles) * _CELL // 7)[:2])
+        draw.multiline_text((left, top + _CELL + 4), caption, fill="#333333", font=font, spacing=2)
+    return sheet

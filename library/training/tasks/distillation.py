@@ -1,0 +1,171 @@
+"""Learning from the bf16 model: the LoRA on an fp8 base is shown what the bf16 model with its LoRA answers.
+
+Training on the fp8 file the ordinary way teaches the images again, and with few or noisy images that drifts from the
+LoRA one already liked. Here the target is the velocity of the *teacher*, the bf16 model with the LoRA as it was
+trained: at the same noisy latents, noise level and caption, so that nothing is left to learn but fp8's own error. Two
+hundred steps are enough to see it.
+
+Noise and noise levels are functions of (seed, step, sample), so every input of the coming run is known before it
+starts. The teacher is loaded first, answers all of them, and leaves; the answers lie on disk, half a megabyte a sample
+of 1024 x 1024, and training needs no more memory than without a teacher. A resumed or repeated run finds them there.
+
+With the squared error, learning from a mixture of both is learning the mixed velocity:
+
+    (1 - w) |v - data|^2 + w |v - teacher|^2  =  |v - ((1 - w) data + w teacher)|^2 + what does not depend on v
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from torch import nn
+
+from library.accelerator import data_share, share_mates
+from library.data.batches import Batch, collate
+from library.errors import UserError
+from library.files import clear_leftovers, fingerprint, write_safetensors
+from library.models.registry import model_family, with_transformer
+from library.training.checkpoint.state import Position, read_position
+from library.training.flow import add_noise, noise_for, sample_sigmas
+from library.training.optim.schedules import total_steps
+from library.training.report.progress import counting
+from library.training.tasks.image_lora import base_dtype
+from library.training.tasks.image_step import Teacher
+from networks.files.lora import load_lora
+from networks.injection import attach_lora
+from networks.targets import TARGETS
+
+if TYPE_CHECKING:
+    from library.config.schema import FlowConfig, TrainConfig
+    from library.data.dataset import TrainingData
+    from library.models.family import Family
+
+
+def prepare_teacher(
+    config: TrainConfig, data: TrainingData, accelerator: Accelerator, console: Console
+) -> Teacher | None:
+    """Let the teacher answer the inputs of all coming steps; return where the answers are, None without a teacher.
+
+    Args:
+        config: of the run.
+        data: cached.
+        accelerator: each process lets the teacher answer its own samples.
+
+    Raises:
+        UserError: the teacher or its LoRA cannot be read or is of another architecture; the disk is full.
+    """
+    parity = config.parity
+    if parity.parity_teacher is None:
+        return None
+    family = model_family(with_transformer(config.model, Path(parity.parity_teacher).expanduser()))
+    lora = parity.parity_lora or config.network.network_weights
+    assert lora is not None, "the config's rules ask for one"
+    if family.fp8_layout() is not None:
+        raise UserError(f"parity_teacher: {parity.parity_teacher} is in fp8; give the bf16 model")
+    folder = Path(parity.parity_cache or Path(config.saving.output_dir) / "teacher")
+    teacher = Teacher(folder / _key(config, family, lora, data), parity.parity_weight)
+    coming = _coming(config, data, accelerator)
+    mate, mates = share_mates(accelerator)  # who see the same batches, and share the work
+    own = islice(coming, mate, None, mates)
+    missing = [(step, batch) for step, batch in own if not _answered(teacher, step, batch)]
+    if missing:
+        clear_leftovers(teacher.path(missing[0][0], 0).parent)  # where an interrupted run stopped
+        transformer = _load(config, family, lora, accelerator)
+        with counting(console) as progress:
+            advance = progress("the teacher answers", len(missing))
+            for step, batch in missing:
+                _answer(teacher, family, transformer, batch.to(accelerator.device), step, config, accelerator)
+                advance(1)
+        del transformer
+        if accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+    accelerator.wait_for_everyone()
+    return teacher
+
+
+def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerator) -> nn.Module:
+    dtype, backend = base_dtype(config.model, config.training), config.training.attention
+    transformer = family.load_transformer(dtype, accelerator.device, backend)
+    targets = TARGETS[family.name]
+    weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
+    if not weights:
+        raise UserError(f"parity_lora: {lora} has nothing for the transformer; give the LoRA that was trained in bf16")
+    attach_lora(transformer, weights, targets, lora)
+    return transformer.eval()
+
+
+def _coming(config: TrainConfig, data: TrainingData, accelerator: Accelerator) -> Iterator[tuple[int, Batch]]:
+    """Yield (step, batch) for this process as the training loop is going to see them."""
+    rank, world = data_share(accelerator)
+    sampler = data.batch_sampler(world)
+    steps = total_steps(config.training, sampler.batches_per_epoch() // world)
+    position = read_position(config.training.resume, {})[0] if config.training.resume else Position()
+    epoch, first, done = position.epoch, position.batches, 0
+    accumulated = config.training.gradient_accumulation_steps
+    while position.step + done // accumulated < steps:
+        sampler.set_position(epoch, first)
+        for number, items in enumerate(sampler):
+            if number % world != rank:
+                continue
+            step = position.step + done // accumulated
+            if step >= steps:
+                return
+            yield step, collate([data.train[item] for item in items])
+            done += 1
+        epoch, first = epoch + 1, 0
+
+
+def _answered(teacher: Teacher, step: int, batch: Batch) -> bool:
+    return all(teacher.path(step, int(sample)).exists() for sample in batch.sample_ids.tolist())
+
+
+@torch.no_grad()
+def _answer(
+    teacher: Teacher,
+    family: Family,
+    transformer: nn.Module,
+    batch: Batch,
+    step: int,
+    config: TrainConfig,
+    accelerator: Accelerator,
+) -> None:
+    """Write the teacher's velocities at the noise and noise levels of ``FlowStep.loss`` at ``step``."""
+    flow, seed = config.flow, config.training.seed
+    tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // family.patch_size**2
+    sigmas = sample_sigmas(flow, batch.sample_ids, tokens, seed, step)
+    noisy, _ = add_noise(batch.latents, noise_for(batch.latents, batch.sample_ids, seed, step), sigmas)
+    with accelerator.autocast():
+        velocity = family.predict_velocity(
+            transformer, noisy, sigmas.to(noisy.device), batch.text, flow.guidance_scale, batch.conditions
+        )
+    for sample, answer in zip(batch.sample_ids.tolist(), velocity.cpu(), strict=True):
+        if not torch.isfinite(answer).all():
+            raise UserError(f"parity_teacher: its answer at step {step} is not finite; check the teacher and its LoRA")
+        write_safetensors(teacher.path(step, int(sample)), {"velocity": answer})
+
+
+def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData) -> str:
+    """Return a name for all that the answers depend on besides step and sample."""
+    flow: FlowConfig = config.flow
+    samples = [
+        (sample.identity, sample.caption, [file.content for file in sample.files], sample.fit, sample.group.rules)
+        for sample in data.train.samples
+    ]
+    parts = (
+        family.fingerprint(),
+        fingerprint(Path(lora)),
+        config.training.seed,
+        config.training.mixed_precision,
+        sorted(flow.model_dump().items()),
+        (data.train.image_fingerprint, data.train.text_fingerprint, config.dataset.caption_variants),
+        samples,
+        config.training.gradient_accumulation_steps,
+    )
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

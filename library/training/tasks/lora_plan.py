@@ -1,0 +1,286 @@
+"""What a run trains, and at which learning rates: decided from the settings before anything is loaded.
+
+The transformer is trained, and no text encoder: sd-scripts' ``network_train_unet_only``. ``text_encoder_lr`` adds them,
+its first value CLIP-L, its second T5; one value holds for both. As in sd-scripts T5 also needs ``train_t5xxl=True`` in
+``network_args``, because it costs 10 GB and seldom helps; where the two disagree, the run is refused (sd-scripts goes
+by ``train_t5xxl`` and drops the rest). A rate of 0 leaves an encoder as it is. ``network_train_text_encoder_only``
+leaves out the transformer.
+
+The ``[precision]`` section, decided: which weights of the base become fp8, and how products with them are made.
+
+A file that holds fp8 is the file that will be deployed, so it is trained on as it is: options that would quantise the
+rest of it are refused, except ``fp8_base``, by which the kohya trainers ask for just that. What has no effect on the
+files and the device at hand is refused before anything is loaded.
+
+What can be refused at once: before an hour of caching, and before a model of 24 GB is read.
+
+Each of these would be found later too, where it is used; here only the looking is done early.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from library.config.rules import effective_learning_rate
+from library.errors import UserError
+from library.precision.formats import format_named
+from library.precision.fp8_linear import ddp_ignored_names, device_has_fp8_matmul
+from library.precision.loading import Fp8Loading
+from library.precision.recipe import Fp8Recipe
+from library.training.checkpoint.resume import AUTO
+from library.training.checkpoint.state import check_state, lasting_settings, read_position, shared_settings
+from library.training.optim.factory import check_optimizer, check_rates
+from networks.files.adapters import check_save_format, read_updates
+from networks.network import AdapterNetwork
+from networks.options import NetworkOptions, parse_network_args
+from networks.targets import LoraTargets
+
+if TYPE_CHECKING:
+    from library.config.chat_schema import InstructionTrainConfig
+    from library.config.schema import NetworkConfig, OptimizerConfig, PrecisionConfig, TrainConfig, TrainingConfig
+    from library.models.family import Family, TextEncoder
+    from library.precision.checkpoint_layouts import Fp8Layout
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """What is trained.
+
+    Attributes:
+        targets: the family's row.
+        options: the LoRA's options.
+        rates: component ("transformer", "text_encoder", "text_encoder_2") -> learning rate of what is trained.
+    """
+
+    targets: LoraTargets
+    options: NetworkOptions
+    rates: dict[str, float]
+
+    @property
+    def trains_transformer(self) -> bool:
+        """Whether the transformer gets a LoRA."""
+        return self.targets.file_prefix in self.rates
+
+    @property
+    def text_encoders(self) -> list[str]:
+        """The text encoders that get a LoRA."""
+        return [name for name in self.rates if name != self.targets.file_prefix]
+
+    def learning_rates(self) -> set[float]:
+        """Return the rates of all parameter groups, those of LoRA+ among them."""
+        found: set[float] = set()
+        for name, rate in self.rates.items():
+            own = name == self.targets.file_prefix
+            ratio = self.options.loraplus_lr_ratio if own else self.options.loraplus_text_encoder_lr_ratio
+            found |= {rate, rate * (ratio or 1.0)}
+        return found
+
+    def parameter_groups(self, network: AdapterNetwork) -> list[dict]:
+        """Return the optimizer's groups, each with its learning rate: ``lora``, and one for each text encoder."""
+        groups = []
+        if self.trains_transformer:
+            rate = self.rates[self.targets.file_prefix]
+            part = network.component(self.targets.file_prefix)
+            groups += part.parameter_groups(rate, self.options.loraplus_lr_ratio)
+        for encoder in self.targets.text_encoders:
+            if encoder.name in self.rates:
+                part, rate = network.component(encoder.name), self.rates[encoder.name]
+                groups += part.parameter_groups(rate, self.options.loraplus_text_encoder_lr_ratio, encoder.group)
+        return groups
+
+
+def plan_network(
+    network: NetworkConfig, optimizer: OptimizerConfig, training: TrainingConfig, targets: LoraTargets
+) -> NetworkPlan:
+    """Decide what is trained.
+
+    Raises:
+        UserError: an option of the LoRA is wrong, contradicts another one or could only be ignored; the optimizer takes
+            one learning rate and gets several.
+    """
+    options = parse_network_args(network, targets)
+    rates = _text_encoder_rates(optimizer.text_encoder_lr, options, targets)
+    only_text = network.network_train_text_encoder_only
+    if only_text and not rates:
+        raise UserError("network_train_text_encoder_only: no text encoder is trained; set text_encoder_lr")
+    if only_text and (unused := options.of_transformer()):
+        raise UserError(f"network_args: {unused} is about the transformer, which is not trained; remove it")
+    given = any(pair.partition("=")[0].strip() == "loraplus_text_encoder_lr_ratio" for pair in network.network_args)
+    if given and not rates:
+        raise UserError("network_args: loraplus_text_encoder_lr_ratio has no effect without text_encoder_lr; remove it")
+    if options.train_t5xxl and training.mixed_precision == "fp16":
+        raise UserError("train_t5xxl: T5 leaves the range of fp16; use mixed_precision bf16 or do not train it")
+    transformer = {} if only_text else {targets.file_prefix: effective_learning_rate(optimizer)}
+    plan = NetworkPlan(targets, options, transformer | rates)
+    check_rates(optimizer.optimizer_type, plan.learning_rates())
+    return plan
+
+
+def _text_encoder_rates(values: list[float], options: NetworkOptions, targets: LoraTargets) -> dict[str, float]:
+    """Return text encoder -> learning rate, of those that are trained."""
+    if any(values) and not targets.text_encoders:
+        raise UserError(f"text_encoder_lr: the text encoder of {targets.family} cannot be trained; remove it")
+    wanted = [*values, *values[-1:]][: len(targets.text_encoders)]  # one value holds for both
+    if len(values) < 2 and not options.train_t5xxl:
+        wanted = wanted[:1]
+    rates = {encoder.name: rate for encoder, rate in zip(targets.text_encoders, wanted) if rate}
+    trains_second = len(targets.text_encoders) > 1 and targets.text_encoders[1].name in rates
+    if trains_second and not options.train_t5xxl:
+        raise UserError(
+            "text_encoder_lr: the second value is T5's, which is not trained; add train_t5xxl=True to network_args "
+            "or remove the value"
+        )
+    if options.train_t5xxl and not trains_second:
+        raise UserError(
+            "network_args: train_t5xxl=True has no learning rate; set text_encoder_lr to the rates of CLIP-L and T5, "
+            "such as [0, 1e-5] for T5 alone"
+        )
+    return rates
+
+
+def plan_fp8(config: PrecisionConfig, layout: Fp8Layout | None, seed: int, device: torch.device) -> Fp8Loading:
+    """Return how the transformer's weights are placed.
+
+    Args:
+        config: what is asked for.
+        layout: what the transformer's files hold in fp8, or None.
+        seed: of stochastic rounding.
+        device: that will compute.
+
+    Raises:
+        UserError: the device has no fp8 products, or an option has no effect on this file.
+    """
+    in_fp8 = {"fp8_compute": config.fp8_compute == "scaled_mm", "fp8_input_gradient": config.fp8_input_gradient}
+    for key, asked in in_fp8.items():
+        if asked and not device_has_fp8_matmul(device):
+            remedy = 'use "auto" or "dequant"' if key == "fp8_compute" else "remove it"
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+            raise UserError(f"{key}: products in fp8 need an Ada, Hopper or newer GPU, which {name} is not; {remedy}")
+    activations = None if config.fp8_activations == "none" else config.fp8_activations
+    compute = "dequant" if activations else config.fp8_compute  # rounded once, where the server rounds
+    if layout is None:
+        if not (config.fp8_base or config.fp8_scaled):
+            for key in ("fp8_compute", "fp8_input_gradient", "fp8_activations"):
+                if key in config.model_fields_set:
+                    raise UserError(f"{key}: has no effect, the model has no fp8 weights; set fp8_base or fp8_scaled")
+        return Fp8Loading(transformer_recipe(config, seed), compute, config.fp8_input_gradient, activations)
+    unused = ("fp8_scaled", "fp8_format", "fp8_keep", "fp8_keep_patterns", "fp8_rounding")
+    for key in unused:
+        if key in config.model_fields_set and (key != "fp8_scaled" or config.fp8_scaled):
+            raise UserError(f"{key}: {layout.path} is in fp8 already and is trained on as it is; remove {key}")
+    return Fp8Loading(None, compute, config.fp8_input_gradient, activations)
+
+
+def transformer_recipe(config: PrecisionConfig, seed: int) -> Fp8Recipe | None:
+    """Return how a transformer in high precision becomes fp8; None if it does not.
+
+    Raises:
+        UserError: a pattern of ``fp8_keep_patterns`` is no regular expression.
+    """
+    if not (config.fp8_base or config.fp8_scaled):
+        return None
+    return Fp8Recipe(
+        granularity=config.fp8_granularity if config.fp8_scaled else "cast",
+        fp8=format_named(config.fp8_format),
+        keep=tuple(config.fp8_keep),
+        keep_patterns=tuple(config.fp8_keep_patterns),
+        stochastic=config.fp8_rounding == "stochastic",
+        seed=seed,
+    )
+
+
+def text_encoder_recipe(config: PrecisionConfig) -> Fp8Recipe | None:
+    """Return how T5 becomes fp8; None if it does not."""
+    return Fp8Recipe("block64", keep=()) if config.fp8_text_encoder else None
+
+
+def describe_base(layout: Fp8Layout | None, fp8: Fp8Loading, dtype: torch.dtype) -> str:
+    """Return the precision of a base that ``fp8`` has loaded, in words, for people and for the LoRA's metadata."""
+    high = str(dtype).removeprefix("torch.")
+    if layout is not None:
+        return f"{layout.kind} fp8 file, {fp8.describe()}, others {high}"
+    return f"{fp8.describe()}, others {high}" if fp8.recipe is not None else high
+
+
+def leave_frozen_out_of_ddp(module: nn.Module) -> None:
+    """Tell DDP, which will wrap ``module``, to handle trained parameters only.
+
+    Every process has read the same frozen weights from the same files; broadcasting them takes time, and gloo cannot
+    broadcast fp8.
+    """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ddp_ignored_names(module))
+
+
+def check_before_loading(
+    config: TrainConfig | InstructionTrainConfig, settings: Mapping[str, Any] | None = None
+) -> None:
+    """Look at what the run is going to need besides models and data; ``settings`` are those of a state, if not usual.
+
+    Raises:
+        UserError: no such optimizer or argument of it, no ``network_weights``, no state to ``resume`` or one of other
+            settings, an ``output_dir`` that cannot be written to.
+    """
+    check_optimizer(config.optimizer)
+    check_save_format(config.network.network_type, config.saving.save_format)
+    weights, resume = config.network.network_weights, config.training.resume
+    if weights and not Path(weights).exists():
+        raise UserError(f"network_weights: {weights} does not exist; check the path")
+    if resume and resume != AUTO:
+        read_position(resume, shared_settings(config) if settings is None else settings)
+    _check_writable(Path(config.saving.output_dir))
+
+
+def check_against_model(
+    config: TrainConfig, family: Family, plan: NetworkPlan, text_encoder: TextEncoder, finished_too: bool = False
+) -> None:
+    """Look at the files a run goes on from, now that headers tell which model it is; no weights of it are read.
+
+    ``finished_too`` allows a state at the run's last step.
+
+    Raises:
+        UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` is damaged, was trained on
+            another base or with other text encoders, or has nothing left to train; ``tp`` cannot split the model.
+    """
+    if config.parallel.is_tensor_parallel:
+        family.split_plan(config.parallel.tp)
+    trained_text = text_encoder.fingerprint if plan.text_encoders and config.training.resume else None
+    check_saved(config, plan.targets, family.fingerprint(), lasting_settings(config, trained_text), finished_too)
+
+
+def check_saved(
+    config: TrainConfig | InstructionTrainConfig,
+    targets: LoraTargets,
+    base: str,
+    settings: Mapping[str, Any],
+    finished_too: bool = False,
+) -> None:
+    """Look at ``network_weights`` and ``resume``; see :func:`check_against_model`.
+
+    Args:
+        config: sections ``network`` and ``training`` are read.
+        targets, base: the base model's row and fingerprint.
+        settings: that a state goes on with.
+        finished_too: as for :func:`check_against_model`.
+    """
+    training = config.training
+    if config.network.network_weights:
+        read_updates(config.network.network_weights, targets, [] if config.network.allow_partial else None)
+    if training.resume:
+        steps = training.max_train_steps if training.max_train_epochs is None else None
+        check_state(training.resume, base, settings, steps, finished_too)
+
+
+def _check_writable(folder: Path) -> None:
+    """Check the nearest folder that exists; nothing is made yet."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = "cannot be written to" if nearest.is_dir() else "is a file"
+        raise UserError(f"output_dir: {folder}: {nearest} {reason}; choose another folder")

@@ -1,0 +1,379 @@
+"""Low-rank adaptation of one linear layer (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+
+    y = base(x) + multiplier * alpha / rank * B(A(x))        A: [rank, in], B: [out, rank]
+
+``base`` is frozen and can be any module with ``in_features``, ``out_features`` and a forward that returns a
+fresh tensor (``nn.Linear``, later an fp8 one). The way of the data, and what it saves over the textbook
+form:
+
+* Under autocast ``x`` is cast once, for the base and for A; the weights are cast to ``x``, never the
+  reverse.
+* B's product is accumulated into the base's output by one in-place ``addmm`` that also applies the scale,
+  so no tensor of the output's size is made besides the output itself.
+* Layers with a common input (q, k, v) run A as one matrix product over their stacked A weights
+  (:meth:`LoRALinear.forward_together`).
+* Without dropout, and outside of a compiler, base and update are one step of autograd that keeps less and sums
+  input gradients in place (``networks.adapters.base``).
+
+Dropouts follow kohya's sd-scripts: neuron dropout on ``A(x)``; rank dropout zeroes whole ranks per sample
+and divides by the share kept; module dropout switches the layer off for a call, without rescaling. kohya's
+module dropout leaves a Python-level branch; here it is a factor of 0 or 1, which compiles, works under
+checkpointing and gives DDP a (zero) gradient for every parameter. All draws come from torch's global
+generator of the device.
+
+LoRAs that begin at the weights' own directions instead of at random.
+
+    pissa   A = diag(sqrt(s/c)) V^T, B = U diag(sqrt(s/c)): the largest singular directions of W, c being the scale
+            (https://arxiv.org/abs/2404.02948)
+    olora   W = Q R: A = the first rows of R, B = the first columns of Q (https://arxiv.org/abs/2406.01775)
+
+Both papers, and peft, take ``c B A`` off W, so that the layer begins as it was, and train A and B. Here W stays as it
+is and the layer keeps the start instead, computing W + c (B A - B_0 A_0): the same numbers, but W is not rounded (a
+bf16 weight minus its largest directions loses bits), it may be fp8, and switching the LoRA off gives the base. It costs
+a product of the rank's size. The file then is a plain LoRA of twice the rank, [A; A_0] and [B, -B_0], as the one that
+peft converts to.
+
+Weight-decomposed low-rank adaptation (Liu et al. 2024, https://arxiv.org/abs/2402.09353) of a linear layer.
+
+    W' = m * V / |V|        V = W + s B A, its rows divided by their length, m [out] trained
+
+As in peft, whose file diffusers loads: a length for each output row, m beginning at |W|, and |V| a constant to the
+gradient (section 4.3 of the paper). With c = m / |V| and z = V x + b, what a LoRA computes,
+
+    y = c * z + (1 - c) * b
+
+so all of LoRA's fast paths serve here too. |V| is had without forming V:
+
+    |v_i|^2 = |w_i|^2 + 2 s b_i . (A w_i) + s^2 b_i (A A^T) b_i^T
+
+in fp32. |w_i|^2 is computed once; A W^T anew in every forward, a product with as many columns as the rank, for which a
+weight in bf16 or fp8 is there in fp32 for a moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import skip_init
+
+from library.errors import UserError
+from library.nn.tensor_split import Split, entering, gathering, leaving
+from networks.adapters.base import (
+    AdapterLinear,
+    Make,
+    Update,
+    base_weight,
+    can_fuse,
+    fused,
+    in_compute_dtype,
+    new_parameter,
+)
+from networks.merging.low_rank import decompose
+
+
+class LoraStart(nn.Module):
+    """What a LoRA was begun from; not among the layer's own tensors, so that swapped blocks leave it on the device."""
+
+    A: Tensor
+    B: Tensor
+
+    def __init__(self, down: Tensor, up: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("A", down)
+        self.register_buffer("B", up)
+
+
+class LoRALinear(AdapterLinear):
+    """A frozen layer with a trained low-rank update.
+
+    Attributes:
+        base: the wrapped layer. lora_A, lora_B: the trained layers, without bias.
+        rank, alpha: the update's scale is ``alpha / rank``, or ``alpha / sqrt(rank)`` if ``rank_stabilised``
+            (rsLoRA, https://arxiv.org/abs/2312.03732).
+        start: what A and B were begun from if that was no zero update (``networks.adapters.lora``); it is taken off
+            again, so that the layer begins as its base.
+        multiplier: user strength of the update, 1.0 while training.
+        enabled: False makes the layer its base.
+        split: which part of the base this process has; None: all of it. A and B are whole either way.
+    """
+
+    kind = "lora"
+
+    def __init__(
+        self,
+        base: nn.Module,
+        rank: int,
+        alpha: float,
+        *,
+        dropout: float = 0.0,
+        rank_dropout: float = 0.0,
+        module_dropout: float = 0.0,
+        rank_stabilised: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(base, rank, alpha)
+        self.rank_stabilised = rank_stabilised
+        self.dropout = dropout
+        self.rank_dropout = rank_dropout
+        self.module_dropout = module_dropout
+        self.multiplier = 1.0
+        self.start: LoraStart | None = None
+        self.split: Split | None = None
+        # skip_init: the default initialisation would draw from (and shift) the global generator
+        self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device or "cpu")
+        self.lora_B = skip_init(nn.Linear, rank, self.out_features, bias=False, dtype=dtype, device=device or "cpu")
+        nn.init.zeros_(self.lora_B.weight)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw A from Kaiming's uniform with a = sqrt(5), that is U(-1, 1) / sqrt(in); set B to zero."""
+        values = torch.empty(self.lora_A.weight.shape, dtype=torch.float32)
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        with torch.no_grad():
+            self.lora_A.weight.copy_(values)
+            self.lora_B.weight.zero_()
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return A and B."""
+        return {"lora_A.weight": self.lora_A.weight, "lora_B.weight": self.lora_B.weight}
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return A and B, and what they were begun from."""
+        return super().kept() | ({} if self.start is None else {"start_A": self.start.A, "start_B": self.start.B})
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, or alpha / sqrt(rank)."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+
+    @property
+    def width(self) -> int:
+        """Rows of :meth:`down`: the rank, twice where a start is taken off."""
+        return self.rank if self.start is None else 2 * self.rank
+
+    def down(self) -> Tensor:
+        """Return A, and below it the A of the start: [width, in]."""
+        weight = self.lora_A.weight
+        return weight if self.start is None else torch.cat([weight, self.start.A])
+
+    def up(self) -> Tensor:
+        """Return B, and beside it minus the B of the start: [out, width]."""
+        weight = self.lora_B.weight
+        return weight if self.start is None else torch.cat([weight, -self.start.B], dim=1)
+
+    def _own_down(self) -> Tensor:
+        """Return :meth:`down` for the inputs that the base has here."""
+        return self.down() if self.split is None or self.split.dim == 0 else self.split.own(self.down(), 1)
+
+    def _own_up(self) -> Tensor:
+        """Return :meth:`up` for the outputs that the base has here."""
+        return self.up() if self.split is None or self.split.dim == 1 else self.split.own(self.up(), 0)
+
+    def delta_weight(self) -> Tensor:
+        """Return the update, ``[out, in]`` in fp32, without the multiplier."""
+        return torch.mm(self.up().float(), self.down().float()).mul_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
+        return LoRALinear.forward_together([self], x)[0]
+
+    @staticmethod
+    def forward_together(
+        layers: Sequence[LoRALinear], x: Tensor, *more: Tensor, make: Make | None = None
+    ) -> list[Tensor]:
+        """Return ``[layer(x) for layer in layers]`` with one matrix product for all A.
+
+        Args:
+            layers: LoRA layers with the same ``in_features``, of any ranks and output sizes, split alike.
+            x: ``[..., in]``; with ``make`` its first argument.
+            more: the further arguments of ``make``.
+            make: if given, the layers' input is ``make(x, *more)``, which backward makes again instead of keeping it.
+
+        Returns:
+            One ``[..., out_i]`` per layer. Dropouts are drawn in the layers' order, as in separate calls.
+        """
+        active = [layer for layer in layers if layer.enabled]
+        if (
+            len(active) == len(layers)
+            and not any(map(LoRALinear._drops, layers))
+            and can_fuse([m.base for m in layers])
+        ):
+            updates = [Update(layer.base, layer.width, layer.scale * layer.multiplier) for layer in layers]
+            downs, ups = [m._own_down() for m in layers], [m._own_up() for m in layers]
+            split = layers[0].split
+            made = fused(updates, downs, ups, make or _itself, x, *more, split=split)
+            return [gathering(y, split) for y in made]
+        x = make(x, *more) if make else x
+        x = entering(x, layers[0].split)
+        if not active:
+            return [leaving(layer.base(x), layer.split) for layer in layers]
+        x = in_compute_dtype(x)
+        rows = x.reshape(-1, x.shape[-1])  # [N, in]: base outputs are then no views and may be added to in place
+        stacked = [layer._own_down().to(x.dtype) for layer in active]
+        low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # [N, sum of ranks]
+        parts = iter(low.split([layer.width for layer in active], dim=-1))
+        outputs = []
+        for layer in layers:
+            out = layer.base(rows)  # [N, out]
+            if layer.enabled:
+                out = layer._add_update(out, next(parts), x.shape)
+            out = leaving(out, layer.split)
+            outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
+        return outputs
+
+    def _drops(self) -> bool:
+        """Return whether some dropout is at work."""
+        return self.training and max(self.dropout, self.rank_dropout, self.module_dropout) > 0
+
+    def _add_update(self, out: Tensor, low: Tensor, shape: torch.Size) -> Tensor:
+        """Add ``scale * low @ B.T`` in place: ``out`` [N, out], ``low`` [N, width]; ``shape`` is that of x."""
+        scale = self.scale * self.multiplier
+        if self.training:
+            low = self._drop(low, shape)
+            scale = scale / (1 - self.rank_dropout)
+        return out.addmm_(low.to(out.dtype), self._own_up().to(out.dtype).t(), alpha=scale)
+
+    def _drop(self, low: Tensor, shape: torch.Size) -> Tensor:
+        """Apply the three dropouts to ``low`` [N, rank]."""
+        gate = None
+        if self.module_dropout > 0:
+            gate = torch.rand((), device=low.device) >= self.module_dropout
+        if self.dropout > 0:
+            low = F.dropout(low, p=self.dropout)
+        if self.rank_dropout > 0:
+            samples = shape[0] if len(shape) > 1 else 1
+            kept = torch.rand((samples, self.rank), device=low.device) > self.rank_dropout
+            kept = kept if gate is None else kept & gate
+            return (low.view(samples, -1, self.rank) * kept[:, None].to(low.dtype)).view(-1, self.rank)
+        return low if gate is None else low * gate.to(low.dtype)
+
+    def extra_repr(self) -> str:
+        """Show rank, alpha and dropouts in ``print(model)``."""
+        return (
+            f"rank={self.rank}, alpha={self.alpha:g}, dropout={self.dropout:g}, "
+            f"rank_dropout={self.rank_dropout:g}, module_dropout={self.module_dropout:g}"
+        )
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+StartName = Literal["default", "pissa", "olora"]
+
+
+@torch.no_grad()
+def begin_at_weight(layer: LoRALinear, name: str, start: StartName, generator: torch.Generator) -> None:
+    """Set A and B of ``layer`` from its base's weight and let the layer take them off again.
+
+    Args:
+        layer: freshly made.
+        name: of the layer, for messages.
+        start: "pissa" or "olora".
+        generator: on the CPU, for pissa's approximate decomposition of large weights.
+
+    Raises:
+        UserError: the weight has fewer directions than the rank.
+    """
+    weight = base_weight(layer.base)
+    if layer.rank > min(weight.shape):
+        raise UserError(
+            f"init_lora_weights = {start}: {name} is {weight.shape[0]}x{weight.shape[1]} and has no "
+            f"{layer.rank} directions; lower network_dim or leave the layer out"
+        )
+    down, up = _pissa(weight, layer, generator) if start == "pissa" else _olora(weight, layer.rank)
+    layer.lora_A.weight.copy_(down)
+    layer.lora_B.weight.copy_(up)
+    layer.start = LoraStart(layer.lora_A.weight.detach().clone(), layer.lora_B.weight.detach().clone())
+
+
+def _pissa(weight: Tensor, layer: LoRALinear, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    spectrum = decompose(weight, layer.rank, generator)
+    root = (spectrum.values / layer.scale).sqrt()
+    return root[:, None] * spectrum.right, spectrum.left * root
+
+
+def _olora(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    # The first columns of Q follow from the first columns of W alone, the first rows of R from them.
+    columns = torch.linalg.qr(weight[:, :rank])[0]
+    return columns.t() @ weight, columns
+
+
+class DoRALinear(LoRALinear):
+    """A LoRA layer whose merged weight has trained row lengths.
+
+    Attributes:
+        magnitude: m, [out].
+    """
+
+    kind = "dora"
+    squares: Tensor
+
+    def __init__(
+        self,
+        base: nn.Module,
+        rank: int,
+        alpha: float,
+        *,
+        dropout: float = 0.0,
+        rank_dropout: float = 0.0,
+        rank_stabilised: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            base,
+            rank,
+            alpha,
+            dropout=dropout,
+            rank_dropout=rank_dropout,
+            rank_stabilised=rank_stabilised,
+            dtype=dtype,
+            device=device,
+        )
+        self.register_buffer("squares", base_weight(base).square().sum(dim=1).to(device or "cpu"), persistent=False)
+        # fp32 always: rounded to bf16, the layer would not begin as its base, and small steps would be lost
+        self.magnitude = new_parameter(self.out_features, dtype=torch.float32, device=device)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw A as a LoRA does, set B to zero and m to the row lengths of the base."""
+        super().initialise(generator)
+        with torch.no_grad():
+            self.magnitude.copy_(self.squares.sqrt())
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return A, B and m."""
+        return super().trained() | {"magnitude": self.magnitude}
+
+    @torch.no_grad()
+    def row_lengths(self) -> Tensor:
+        """Return |V|, [out] fp32."""
+        down, up = self.lora_A.weight.float(), self.lora_B.weight.float()
+        with torch.autocast(down.device.type, enabled=False):
+            crossed = (up * (base_weight(self.base) @ down.t())).sum(dim=1)
+            own = ((up @ (down @ down.t())) * up).sum(dim=1)
+        scale = self.scale
+        return (self.squares + 2 * scale * crossed + scale**2 * own).clamp_min(0).sqrt()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
+        return DoRALinear.forward_together([self], x)[0]
+
+    @staticmethod
+    def forward_together(  # type: ignore[override]
+        layers: Sequence[DoRALinear], x: Tensor, *more: Tensor, make: Make | None = None
+    ) -> list[Tensor]:
+        """Return ``[layer(x) for layer in layers]``; see :meth:`networks.adapters.lora.LoRALinear.forward_together`."""
+        outputs = LoRALinear.forward_together(layers, x, *more, make=make)
+        return [layer._with_lengths(z) if layer.enabled else z for layer, z in zip(layers, outputs, strict=True)]
+
+    def _with_lengths(self, z: Tensor) -> Tensor:
+        """Return c z + (1 - c) b."""
+        ratio = self.magnitude.float() / self.row_lengths()
+        out = z * ratio.to(z.dtype)
+        return out if self.bias is None else out + ((1 - ratio) * self.bias.float()).to(z.dtype)

@@ -1,0 +1,164 @@
+"""What is in a LoRA file, layer by layer: rank, alpha and the size of the update.
+
+Files of a known family are read with ``networks.files.lora``, so that the same LoRA shows the same layers in whatever
+layout it lies, q, k and v apart; of another kind that Tandem merges (DoRA, LoKr, ...) the layers are counted. Of other
+files (another architecture, convolutions) every pair of tensors that looks like a LoRA is shown under its key, and what
+is left over is named.
+
+The update's size is its Frobenius norm |scale * B A|, and the root mean square of its elements, norm / sqrt(out * in),
+by which layers of different sizes can be compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from library.errors import UserError
+from library.files import read_safetensors_header
+from networks.families import likely_targets
+from networks.files.adapters import read_updates
+from networks.files.lora import best_targets
+from networks.files.metadata import AlphaTable, read_alphas
+from networks.files.weights import TITLES, AdapterWeights, LoraWeights
+from networks.merging.low_rank import update_norm
+from networks.targets import LoraTargets
+
+_BLOCK = re.compile(r"^(.*?)[._](\d+)[._](.+)$")  # kohya's keys have underscores
+_PAIR = re.compile(
+    r"(?P<stem>.*)\.(?P<role>lora_A|lora_B|lora_down|lora_up|lora(?:_linear_layer)?\.down|lora(?:_linear_layer)?\.up)"
+    r"(\.[^.]+)?\.weight"
+)
+
+
+@dataclass(frozen=True)
+class LoraLayer:
+    """One layer's update.
+
+    Attributes:
+        name: the layer. part, block, layer: the name before its block's number, the number, the rest; part is "" and
+            block None outside the blocks.
+        rank, alpha: scale is alpha / rank.
+        norm: Frobenius norm of the update. rms: root mean square of its elements.
+    """
+
+    name: str
+    part: str
+    block: int | None
+    layer: str
+    rank: int
+    alpha: float
+    norm: float
+    rms: float
+
+
+@dataclass(frozen=True)
+class LoraReport:
+    """A LoRA file, or one of its relatives.
+
+    Attributes:
+        kind: "LoRA", "DoRA", "LoKr", "LoHa", "OFT" or "BOFT".
+        families: the family named in the metadata, or each whose layers' names the keys are; none of an unknown one.
+        layout: of a LoRA of a known family "kohya", "diffusers", ...; "" otherwise.
+        count: how many layers it changes.
+        layers: of a LoRA, in the model's order, of an unknown family in the file's; of other kinds none.
+        others: keys that are no part of a LoRA of linear layers.
+        notes: why the file cannot be loaded, or what can be done with it.
+    """
+
+    kind: str
+    families: tuple[str, ...]
+    layout: str
+    count: int
+    layers: tuple[LoraLayer, ...]
+    others: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def inspect_lora(path: Path) -> LoraReport:
+    """Return what the LoRA file ``path`` holds; its (small) tensors are read.
+
+    Raises:
+        UserError: no such file, or no safetensors.
+    """
+    header = read_safetensors_header(path)
+    rows = likely_targets(header)
+    targets = rows[0] if rows else best_targets(header)
+    families = tuple(row.family for row in rows)
+    try:
+        updates, file = read_updates(path, targets)
+    except UserError as error:
+        pairs, others = _pairs(path)
+        layers = tuple(_layer(name, weights) for name, weights in pairs)
+        return LoraReport("LoRA", (), "", len(layers), layers, tuple(others), (f"cannot be loaded: {error}",))
+    loras = {name: weights for name, weights in updates.items() if isinstance(weights, LoraWeights)}
+    layers = tuple(_layer(name, loras[name]) for name in sorted(loras, key=lambda name: _order(name, targets)))
+    title = TITLES[next((weights.kind for weights in updates.values() if isinstance(weights, AdapterWeights)), "lora")]
+    notes = () if layers else (f"is no LoRA; merge_lora.py merges a {title} into a model",)
+    return LoraReport(title, families, file.layout, len(updates), layers, (), notes)
+
+
+def _order(name: str, targets: LoraTargets) -> tuple[int, int, str]:
+    """Return a key that sorts layers as data goes through the model: by kind, then block; text encoders last."""
+    rows = targets.keys.rows
+    place = targets.keys.find(name)
+    match = _BLOCK.match(name)
+    index = rows.index(place.row) * 100 + (place.part or 0) if place else 100 * len(rows)
+    return index, int(match[2]) if match else 0, name
+
+
+def _layer(name: str, weights: LoraWeights) -> LoraLayer:
+    match = _BLOCK.match(name)
+    part, block, layer = (match[1], int(match[2]), match[3]) if match else ("", None, name)
+    norm = update_norm(weights)
+    size = weights.up.shape[0] * weights.down.shape[1]
+    return LoraLayer(name, part, block, layer, weights.rank, weights.alpha, norm, norm / size**0.5)
+
+
+def _pairs(path: Path) -> tuple[list[tuple[str, LoraWeights]], list[str]]:
+    """Return every complete pair under its key's stem, and the keys that belong to none."""
+    metadata = dict(read_safetensors_header(path).get("__metadata__") or {})
+    found: dict[str, dict[str, str]] = {}
+    others: list[str] = []
+    try:
+        with safe_open(path, framework="pt") as file:
+            keys = list(file.keys())
+            for key in keys:
+                if match := _PAIR.fullmatch(key):
+                    role = "down" if match["role"].endswith(("_A", "down")) else "up"
+                    found.setdefault(match["stem"], {})[role] = key
+                elif not key.endswith(".alpha"):
+                    others.append(key)
+            pairs = list(_read_pairs(path, file, found, metadata, set(keys)))
+    except SafetensorError as error:
+        raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from None
+    complete = {stem for stem, _ in pairs}
+    others += [key for stem, roles in found.items() if stem not in complete for key in roles.values()]
+    return pairs, others
+
+
+def _read_pairs(
+    path: Path, file: safe_open, found: Mapping[str, Mapping[str, str]], metadata: Mapping[str, str], keys: set[str]
+) -> Iterator[tuple[str, LoraWeights]]:
+    stated: AlphaTable | None = None
+    for stem, roles in found.items():
+        if len(roles) < 2:
+            continue
+        down, up = file.get_tensor(roles["down"]), file.get_tensor(roles["up"])
+        if min(down.ndim, up.ndim) < 2 or not down.numel() * up.numel():
+            continue
+        down, up = down.reshape(down.shape[0], -1), up.reshape(up.shape[0], -1)  # convolutions as matrices
+        if up.shape[1] != down.shape[0]:
+            continue
+        prefix, _, name = stem.partition(".")
+        with suppress(UserError):  # of a DoRA, say; why it cannot be loaded is in the notes already
+            stated = read_alphas(path, metadata, prefix)
+        alpha = stated.alpha_of(name, down.shape[0]) if stated else float(down.shape[0])
+        if f"{stem}.alpha" in keys and (own := file.get_tensor(f"{stem}.alpha")).numel() == 1:
+            alpha = float(own) or alpha
+        yield stem, LoraWeights(down, up, alpha)

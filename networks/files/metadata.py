@@ -1,0 +1,213 @@
+"""What a LoRA file says about itself, in the keys other tools read.
+
+* ``ss_*``: training facts as kohya's sd-scripts writes them, every value as a string.
+* ``sshs_model_hash``, ``sshs_legacy_hash``: sd-webui's file hashes, as sd-scripts precalculates them:
+  SHA-256 of the tensor data; and the first 8 digits of SHA-256 over 64 KiB at offset 1 MiB of the file with
+  ``ss_*`` alone.
+* ``modelspec.*``: Stability AI's ModelSpec 1.0.1 (https://github.com/Stability-AI/ModelSpec).
+* ``tandem.*``: version, the base's fingerprint and precision, that of text encoders that were trained, the
+  run's config as JSON.
+
+alpha in diffusers' and PEFT's files: it lies not in the tensors but in a PEFT ``LoraConfig``.
+
+diffusers writes the config's fields as JSON under the metadata key ``lora_adapter_metadata``, each field
+prefixed with the model's name (``transformer.r``). PEFT itself writes ``adapter_config.json`` beside the
+weights. ``r`` and ``lora_alpha`` hold for all modules but those that ``rank_pattern`` and ``alpha_pattern``
+name; a pattern is a regular expression that PEFT matches as ``(.*\.)?(pattern)$``, so a pattern for the
+top-level ``proj_out`` would also catch every block's. Ours therefore begin with ``^``. A file with several
+networks holds the fields of each under its own prefix (``text_encoder.r``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import safetensors.torch
+from torch import Tensor
+
+from library.errors import UserError
+from networks.files.weights import LoraWeights
+
+_KOHYA_MODULE = "networks.lora_flux"  # what readers of kohya files look for; the weights mean the same
+_KOHYA_BASE_VERSION = "flux1"
+
+
+def build_metadata(
+    facts: Mapping[str, object],
+    *,
+    title: str,
+    timestamp: float,
+    architecture: str = "flux-1-dev",
+    resolution: tuple[int, int] | None = (1024, 1024),
+    implementation: str = "https://github.com/black-forest-labs/flux",
+    description: str | None = None,
+    author: str | None = None,
+    base_fingerprint: str | None = None,
+    text_encoder_fingerprint: str | None = None,
+    base_precision: str | None = None,
+    attention: str | None = None,
+    config_json: str | None = None,
+    version: str = "",
+) -> dict[str, str]:
+    """Return the metadata strings of a LoRA file, without the hashes that :func:`hash_metadata` adds.
+
+    Args:
+        facts: training facts under kohya's names without ``ss_`` (``learning_rate``, ``network_dim``,
+            ``network_alpha``, ``network_args``, ``optimizer``, ``num_train_images``, ``steps``, ``epoch``).
+        title: the model's title; kohya takes the output name.
+        timestamp: seconds since 1970 of this save.
+        architecture: ModelSpec's name of the base, "flux-1-dev" or "flux-1-schnell".
+        resolution: width and height trained at, in pixels; None for what has no pixels.
+        base_fingerprint, text_encoder_fingerprint, base_precision, attention, config_json, version: for ``tandem.*``.
+    """
+    ss = {
+        "network_module": _KOHYA_MODULE,
+        "base_model_version": _KOHYA_BASE_VERSION,
+        "output_name": title,
+        **facts,
+    }
+    metadata = {f"ss_{key}": str(value) for key, value in ss.items()}
+    spec = {
+        "sai_model_spec": "1.0.1",
+        "architecture": f"{architecture}/lora",
+        "implementation": implementation,
+        "title": title,
+        "resolution": f"{resolution[0]}x{resolution[1]}" if resolution else None,
+        "date": datetime.fromtimestamp(int(timestamp), tz=UTC).isoformat(),
+        "description": description,
+        "author": author,
+    }
+    metadata |= {f"modelspec.{key}": value for key, value in spec.items() if value is not None}
+    own = {
+        "version": version,
+        "base_fingerprint": base_fingerprint,
+        "text_encoder_fingerprint": text_encoder_fingerprint,
+        "base_precision": base_precision,
+        "attention": attention,
+        "config": config_json,
+    }
+    return metadata | {f"tandem.{key}": value for key, value in own.items() if value}
+
+
+def base_mismatch(metadata: Mapping[str, str], here: str) -> str | None:
+    """Return a remark if a LoRA's metadata name other base weights than those with the fingerprint ``here``.
+
+    A LoRA that was retargeted to an fp8 file corrects the rounding of that file: beside another one it is worse than
+    the LoRA it was made from.
+    """
+    meant = metadata.get("tandem.base_fingerprint")
+    if not meant or meant == here:
+        return None
+    if "tandem.retargeted" in metadata:
+        name = metadata.get("tandem.base_name", "an fp8 file")
+        return f"fitted to {name} ({meant}), this base is {here}; retarget the original LoRA to this one"
+    return f"trained on base {meant}, this one is {here} (other weights or file)"
+
+
+def hash_metadata(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the hash entries for ``tensors`` that will be saved with ``metadata``."""
+    training = {key: value for key, value in metadata.items() if key.startswith("ss_")}
+    data = safetensors.torch.save({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, training or None)
+    (header,) = struct.unpack("<Q", data[:8])
+    digest = hashlib.sha256(memoryview(data)[8 + header :]).hexdigest()
+    legacy = hashlib.sha256(data[0x100000 : 0x100000 + 0x10000]).hexdigest()[:8]
+    return {"sshs_model_hash": digest, "sshs_legacy_hash": legacy, "modelspec.hash_sha256": f"0x{digest}"}
+
+
+ADAPTER_METADATA_KEY = "lora_adapter_metadata"
+
+
+def adapter_metadata(components: Mapping[str, Mapping[str, LoraWeights]]) -> str:
+    """Return the JSON that lets diffusers give every module its rank and alpha.
+
+    Args:
+        components: prefix ("transformer", "text_encoder") -> module name -> weights.
+    """
+    fields: dict[str, object] = {}
+    for prefix, weights in components.items():
+        fields |= {f"{prefix}.{key}": value for key, value in peft_config(weights).items()}
+    return json.dumps(fields, indent=2, sort_keys=True)
+
+
+def peft_config(weights: Mapping[str, LoraWeights]) -> dict[str, object]:
+    """Return the fields of the PEFT ``LoraConfig`` of one network."""
+    rank = Counter(module.rank for module in weights.values()).most_common(1)[0][0]
+    alpha = Counter(module.alpha for module in weights.values()).most_common(1)[0][0]
+    return {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {_exactly(name): m.rank for name, m in weights.items() if m.rank != rank},
+        "alpha_pattern": {_exactly(name): m.alpha for name, m in weights.items() if m.alpha != alpha},
+        "target_modules": sorted(weights),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+@dataclass(frozen=True)
+class AlphaTable:
+    """The alphas a PEFT config states.
+
+    Attributes:
+        alpha: ``lora_alpha``; None: each module's rank.
+        patterns: ``alpha_pattern``, regular expression -> alpha; the first that matches counts.
+        rank_stabilised: ``use_rslora``: the scale is alpha / sqrt(rank).
+    """
+
+    alpha: float | None
+    patterns: Mapping[str, float]
+    rank_stabilised: bool
+
+    def alpha_of(self, name: str, rank: int) -> float:
+        """Return the alpha with which alpha / rank is the module's scale."""
+        matching = (a for pattern, a in self.patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
+        alpha = float(next(matching, rank if self.alpha is None else self.alpha))
+        return alpha * rank**0.5 if self.rank_stabilised else alpha
+
+
+def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str, dora: bool = False) -> AlphaTable | None:
+    """Return the alphas stated by the metadata or by the ``adapter_config.json`` beside a PEFT file, if any.
+
+    Raises:
+        UserError: the JSON is broken, or the adapter is a DoRA and ``dora`` is not set.
+    """
+    beside = path.with_name("adapter_config.json")
+    if text := metadata.get(ADAPTER_METADATA_KEY):
+        source = f"{path}: metadata {ADAPTER_METADATA_KEY}"
+    elif path.name == "adapter_model.safetensors" and beside.is_file():
+        source, text = str(beside), beside.read_text(encoding="utf-8")
+    else:
+        return None
+    try:
+        fields = json.loads(text)
+        config = {key.removeprefix(f"{prefix}."): value for key, value in fields.items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{source}: not a JSON object ({error}); save the LoRA again") from None
+    if config.get("use_dora") and not dora:
+        raise UserError(f"{source}: this is a DoRA, which is more than a LoRA; it cannot be read")
+    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
+    try:
+        numbers = [*patterns.values()] if alpha is None else [alpha, *patterns.values()]
+        sound = all(math.isfinite(number) for number in numbers) and all(re.compile(pattern) for pattern in patterns)
+    except (TypeError, AttributeError, OverflowError, re.error):
+        sound = False
+    if not sound:
+        raise UserError(f"{source}: lora_alpha or alpha_pattern are no finite numbers; save the LoRA again")
+    return AlphaTable(alpha, patterns, bool(config.get("use_rslora")))
+
+
+def _exactly(name: str) -> str:
+    """Return a pattern that PEFT matches with this module alone; CLIP's lie below ``text_model`` in older versions."""
+    return ("^(text_model\\.)?" if name.startswith("encoder.layers.") else "^") + re.escape(name)

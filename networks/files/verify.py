@@ -1,0 +1,163 @@
+"""The file a run leaves, read back and held to the network it was written from.
+
+Two questions. Does every layer of the file do what the live layer does, as exactly as the file's dtype can say it? And
+would the programs that the layout is for take every key? The first is answered by the relative distance of the updates,
+
+    |U1 D1 - U2 D2|^2 = tr((U^T U)(D D^T))   with   U = [U1, -U2], D = [D1; D2],
+
+computed in fp64 from 2r x 2r matrices, so that no update of 3072 x 12288 is ever made; other kinds than LoRA are held
+to each other tensor by tensor. The second by the rules of the loaders (``_RULES``), which are written down here apart
+from the writer's tables:
+
+- diffusers ``FluxLoraLoaderMixin.lora_state_dict`` and peft: ``<component>.<module>.lora_A.weight`` and ``lora_B``;
+- sd-scripts ``networks/lora_flux.py``: ``lora_unet_<module, underscores>.lora_down.weight``, ``lora_up``, ``alpha``;
+- ComfyUI ``comfy/lora.py`` ``model_lora_keys_unet``: ``diffusion_model.<module>.lora_down.weight``, the same roles.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from library.errors import UserError
+from library.files import read_safetensors_header
+from networks.files.adapters import layer_tensors, read_updates
+from networks.files.peft import weight_file
+from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
+from networks.network import AdapterNetwork, LoraNetwork
+
+# Two factors, each rounded to the dtype's half unit in the last place; fp32 is written as it is, but for splitting
+# and joining fused layers (exact) and the alpha's rounding to fp32.
+_TOLERANCE = {"F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
+
+_PAIR = {"lora_A.weight", "lora_B.weight"}
+_TRIPLE = {"lora_down.weight", "lora_up.weight", "alpha"}
+_RULES: dict[str, tuple[str, set[str]]] = {  # layout -> what stands before the role, the roles that belong together
+    "diffusers": (r"(?:transformer|text_encoder(?:_2)?)\.[\w.]+", _PAIR),
+    "peft": (r"base_model\.model\.[\w.]+", _PAIR),
+    "kohya": (r"lora_(?:unet|te1|te3)_\w+", _TRIPLE),
+    "comfy": (r"diffusion_model\.[\w.]+|lora_te[13]_\w+", _TRIPLE),
+}
+_OTHER_KINDS: dict[str, str] = {  # of DoRA and LyCORIS files, whose roles differ by kind
+    "diffusers": r"(?:transformer|text_encoder(?:_2)?)\.[\w.]+",
+    "peft": r"base_model\.model\.[\w.]+",
+    "comfy": r"lycoris_\w+|lora_te[13]_\w+",
+}
+
+
+@dataclass(frozen=True)
+class ExportCheck:
+    """What came of it."""
+
+    layers: int
+    largest: float  # relative distance of a layer's update in the file from the live one
+    layer: str  # whose
+    dtype: str
+    layout: str
+
+    def __str__(self) -> str:
+        kind = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}[self.dtype]
+        return (
+            f"{self.layers} layers, largest difference {self.largest:.1g} ({kind}), "
+            f"every key as {self.layout} programs read it"
+        )
+
+
+def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportCheck:
+    """Read a saved file back and hold it to ``network``'s present weights.
+
+    Raises:
+        UserError: it cannot be read, a layer is missing, more, or does something else, or a key would not be loaded.
+    """
+    header = read_safetensors_header(weight_file(path))
+    dtype = _check_keys(path, header, save_format, is_lora=isinstance(network, LoraNetwork))
+    updates, _ = read_updates(path, network.targets)
+    if isinstance(network, LoraNetwork):
+        live: Mapping[str, LoraWeights | AdapterWeights] = network.weights()
+    else:
+        live = {name: layer_tensors(layer, save_format) for name, layer in network.modules.items()}
+    if wrong := sorted(updates.keys() ^ live.keys()):
+        raise UserError(f"{path}: its layers are not those trained ({names_in_short(wrong)}); do not use it")
+    distances = {name: distance(updates[name], live[name]) for name in live}
+    layer = max(distances, key=lambda name: math.inf if math.isnan(distances[name]) else distances[name])
+    if not distances[layer] <= _TOLERANCE[dtype]:
+        raise UserError(
+            f"{path}: {layer} differs from what was trained by {distances[layer]:.2g} of its update; save again from "
+            "the state, and check disk and memory"
+        )
+    return ExportCheck(len(live), distances[layer], layer, dtype, save_format)
+
+
+@torch.no_grad()
+def distance(one: LoraWeights | AdapterWeights, other: LoraWeights | AdapterWeights) -> float:
+    """Return how far two updates of a layer lie apart, relative to the second; NaN where one is not finite."""
+    if isinstance(one, LoraWeights) and isinstance(other, LoraWeights):
+        if one.shape != other.shape:
+            return math.inf
+        apart = _squared_norm(torch.cat([_up(one), -_up(other)], 1), torch.cat([_down(one), _down(other)]))
+        size = _squared_norm(_up(other), _down(other))
+        if not math.isfinite(apart):
+            return math.nan
+        return math.sqrt(max(apart, 0.0) / size) if size > 0 else math.sqrt(max(apart, 0.0))
+    assert isinstance(one, AdapterWeights)
+    assert isinstance(other, AdapterWeights)
+    if one.tensors.keys() != other.tensors.keys() or abs(one.scale - other.scale) > 1e-6 * abs(other.scale):
+        return math.inf
+    return max(_apart(one.tensors[name], other.tensors[name]) for name in other.tensors)
+
+
+def _up(weights: LoraWeights) -> Tensor:
+    return weights.up.detach().cpu().double() * weights.scale
+
+
+def _down(weights: LoraWeights) -> Tensor:
+    return weights.down.detach().cpu().double()
+
+
+def _squared_norm(up: Tensor, down: Tensor) -> float:
+    """|up @ down|^2, from the small matrices."""
+    return float(((up.T @ up) * (down @ down.T)).sum())
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    one, other = one.detach().cpu().double(), other.detach().cpu().double()
+    if one.shape != other.shape:
+        return math.inf
+    size = float(other.norm())
+    return float((one - other).norm()) / (size or 1.0)
+
+
+def _check_keys(path: Path, header: Mapping[str, dict], save_format: str, is_lora: bool) -> str:
+    """Refuse keys that the layout's programs would not load; return the dtype of the weights.
+
+    Raises:
+        UserError: with the first of them.
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    dtypes: set[str] = set()
+    stem, roles = _RULES.get(save_format, ("", set[str]())) if is_lora else (_OTHER_KINDS[save_format], set[str]())
+    role = "|".join(map(re.escape, sorted(roles))) if roles else r"[\w.]+?"
+    pattern = re.compile(rf"({stem})\.({role})")
+    for key, entry in header.items():
+        if key == "__metadata__":
+            continue
+        match = pattern.fullmatch(key)
+        if match is None:
+            raise UserError(f"{path}: {key} is no key that {save_format} programs load; convert it with another format")
+        found[match[1]].add(match[2])
+        if match[2] != "alpha":
+            dtypes.add(entry["dtype"])
+    if partial := next((name for name, has in found.items() if roles and has != roles), None):
+        missing = ", ".join(sorted(roles - found[partial]))
+        raise UserError(f"{path}: {partial} has no {missing}; {save_format} programs would pass over it")
+    lowest = [dtype for dtype in ("BF16", "F16", "F32") if dtype in dtypes]
+    if not lowest:
+        raise UserError(f"{path}: holds no weights that can be compared ({', '.join(sorted(dtypes))})")
+    return lowest[0]

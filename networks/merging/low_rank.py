@@ -1,0 +1,272 @@
+"""Arithmetic on low-rank updates that never forms the [out, in] matrix.
+
+Sum: strengths s_k, scales c_k = alpha_k / rank_k,
+
+    sum_k s_k c_k B_k A_k = [s_1 c_1 B_1 | s_2 c_2 B_2 | ...] [A_1; A_2; ...]
+
+which is a LoRA of the summed rank, exactly. Norm: with the Gram matrices of B's columns and A's rows,
+
+    |B A|_F^2 = trace(A^T B^T B A) = sum((B^T B) * (A A^T))
+
+so a 12288 x 3072 layer costs two products of rank x rank. In float64 the sum of squares is good to 1e-16, the norm of
+a difference of two equal updates therefore to 1e-8 of theirs: below fp32's own rounding.
+
+Singular values of weight updates: the best LoRA of a given rank, and the rank that is good enough.
+
+    M = U diag(s) V^T        the closest matrix of rank r to M (Frobenius norm) keeps the r largest s (Eckart, Young)
+    energy of M              |M|_F^2 = sum of all s^2; a rank keeps the share that its s^2 have in it
+
+Two ways to the factors, each of which avoids the work that need not be done:
+
+* *A product* B A of rank r (a LoRA): B = Q1 R1 and A^T = Q2 R2, so that B A = Q1 (R1 R2^T) Q2^T, and only the r x r
+  core has to be decomposed. In float64.
+* *A full matrix* of which few directions are wanted: the randomised range finder of Halko, Martinsson and Tropp
+  (https://arxiv.org/abs/0909.4061, algorithm 4.4). Matrix products of a few hundred columns instead of a decomposition
+  of a 3072 x 12288 matrix. With four power iterations the share of energy it loses against the exact answer is below
+  1e-3 even where singular values fall slowly. Where a quarter of the directions or more is wanted it would not be
+  faster, and the matrix is decomposed exactly.
+
+Rules for the rank have the names and meanings of sd-scripts' ``networks/resize_lora.py``.
+
+LoRAs of other ranks: one LoRA cut down, or several joined into one.
+
+Only the factors are touched (``networks.merging.low_rank``), never a layer's [out, in] matrix. What is cut off is
+the smallest
+part of the update there is; a rank as large as the old one changes nothing. Results have alpha = rank: the scale is in
+the factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from networks.files.weights import LoraWeights
+
+
+def combine(parts: Sequence[tuple[LoraWeights, float]]) -> LoraWeights:
+    """Return one LoRA whose update is the sum of ``strength * update`` over ``parts``.
+
+    Args:
+        parts: LoRAs of one layer, each with its strength; not empty.
+
+    Returns:
+        The concatenation, its rank the sum of the ranks. Where all parts have the same strength times scale the
+        factors keep their bits and dtype; otherwise each part's factor goes into its B, in fp32 at least.
+    """
+    ratios = [strength * weights.scale for weights, strength in parts]
+    rank = sum(weights.rank for weights, _ in parts)
+    down = torch.cat([weights.down for weights, _ in parts])
+    if len(set(ratios)) == 1:
+        return LoraWeights(down, torch.cat([weights.up for weights, _ in parts], dim=1), ratios[0] * rank)
+    ups = [_at_least_fp32(weights.up) * ratio for (weights, _), ratio in zip(parts, ratios, strict=True)]
+    return LoraWeights(down, torch.cat(ups, dim=1), float(rank))
+
+
+def combine_loras(loras: Sequence[tuple[Mapping[str, LoraWeights], float]]) -> dict[str, LoraWeights]:
+    """Return module name -> the sum of all LoRAs' updates there; a LoRA of strength 0 is left out.
+
+    Args:
+        loras: for each LoRA its weights by module and its strength.
+    """
+    parts: dict[str, list[tuple[LoraWeights, float]]] = {}
+    for weights, strength in loras:
+        for name, module in weights.items() if strength else ():
+            parts.setdefault(name, []).append((module, strength))
+    return {name: combine(listed) for name, listed in parts.items()}
+
+
+def update_norm(weights: LoraWeights) -> float:
+    """Return the Frobenius norm of ``scale * up @ down``."""
+    up, down = weights.up.double(), weights.down.double()
+    square = float(((up.t() @ up) * (down @ down.t())).sum())
+    return abs(weights.scale) * max(square, 0.0) ** 0.5
+
+
+def relative_difference(one: LoraWeights, other: LoraWeights) -> float:
+    """Return |one - other| / |one| of two updates of the same layer; 0 if both are zero. Good to 1e-8."""
+    exact = [LoraWeights(w.down.double(), w.up.double(), w.alpha) for w in (one, other)]
+    difference = update_norm(combine([(exact[0], 1.0), (exact[1], -1.0)]))
+    size = update_norm(exact[0])
+    return difference / size if size else (float("inf") if difference else 0.0)
+
+
+def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+RankRule = Literal["sv_fro", "sv_cumulative", "sv_ratio"]
+RANK_RULES: tuple[RankRule, ...] = ("sv_fro", "sv_cumulative", "sv_ratio")
+
+_EXACT_BELOW = 512  # smaller sides are decomposed exactly in well under a second
+_EXACT_SHARE = 4  # and so is a matrix of which a quarter of the directions is wanted
+_OVERSAMPLING = 16
+_POWER_ITERATIONS = 4
+_FIRST_GUESS = 64  # rank that is tried first where an energy is asked for
+
+
+class Spectrum(NamedTuple):
+    """``left @ diag(values) @ right``: [out, k], [k] falling, [k, in]; ``energy`` is that of the whole matrix."""
+
+    left: Tensor
+    values: Tensor
+    right: Tensor
+    energy: float
+
+    def kept(self, rank: int) -> float:
+        """Return the share of the energy in the ``rank`` largest singular values; 1.0 of a matrix of zeros."""
+        return min(1.0, float(self.values[:rank].double().square().sum()) / self.energy) if self.energy else 1.0
+
+    def lora(self, rank: int) -> LoraWeights:
+        """Return the first ``rank`` directions as a LoRA of scale 1, the singular values shared by both factors."""
+        root = self.values[:rank].sqrt()
+        return LoraWeights(root[:, None] * self.right[:rank], self.left[:, :rank] * root, float(min(rank, len(root))))
+
+
+def decompose_product(weights: LoraWeights) -> Spectrum:
+    """Return the spectrum of a LoRA's update, in float64, without forming it."""
+    left, left_core = torch.linalg.qr(weights.up.double())
+    right, right_core = torch.linalg.qr(weights.down.double().t())
+    u, values, vh = torch.linalg.svd(left_core @ right_core.t())
+    k = len(values)
+    values = values * abs(weights.scale)
+    u = u if weights.scale >= 0 else -u
+    return Spectrum(left @ u[:, :k], values, vh[:k] @ right.t(), float(values.square().sum()))
+
+
+def decompose(matrix: Tensor, rank: int | None, generator: torch.Generator) -> Spectrum:
+    """Return the ``rank`` largest directions of ``matrix`` [out, in] in its dtype (fp32 or wider); None: all.
+
+    Args:
+        matrix: on any device.
+        rank: directions wanted; no more than there are.
+        generator: on the CPU; draws the random directions of the approximate way.
+    """
+    side = min(matrix.shape)
+    energy = _sum_of_squares(matrix)
+    if rank is None or side <= _EXACT_BELOW or rank * _EXACT_SHARE >= side:
+        u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
+    else:
+        u, values, vh = _randomised(matrix, rank + _OVERSAMPLING, generator)
+    rank = side if rank is None else min(rank, side)
+    return Spectrum(u[:, :rank], values[:rank], vh[:rank], energy)
+
+
+def decompose_to_energy(matrix: Tensor, energy: float, cap: int | None, generator: torch.Generator) -> Spectrum:
+    """Return the fewest directions that hold the share ``energy`` of the matrix's energy, at most ``cap``."""
+    side = min(matrix.shape)
+    limit = min(cap or side, side)
+    guess = min(_FIRST_GUESS, limit)
+    while True:
+        spectrum = decompose(matrix, guess, generator)
+        if guess == limit or spectrum.kept(guess) >= energy:
+            break
+        guess = min(2 * guess, limit)
+        guess = limit if guess * _EXACT_SHARE >= side else guess  # exact from here on: all at once
+    rank = _first_reaching(spectrum.values.double().square().cumsum(0), energy * spectrum.energy)
+    return Spectrum(spectrum.left[:, :rank], spectrum.values[:rank], spectrum.right[:rank], spectrum.energy)
+
+
+def rank_by_rule(values: Tensor, rule: RankRule, parameter: float) -> int:
+    """Return the rank that ``rule`` chooses for falling singular values; at least 1.
+
+    Args:
+        values: [k].
+        rule: ``sv_fro``: the fewest whose Frobenius norm is at least ``parameter`` of the whole (the share of energy is
+            its square); ``sv_cumulative``: the fewest whose sum is at least ``parameter`` of the sum of all;
+            ``sv_ratio``: those larger than the largest one divided by ``parameter``.
+    """
+    values = values.double()
+    if rule == "sv_fro":
+        squares = values.square().cumsum(0)
+        return _first_reaching(squares, parameter**2 * float(squares[-1]))
+    if rule == "sv_cumulative":
+        sums = values.cumsum(0)
+        return _first_reaching(sums, parameter * float(sums[-1]))
+    return max(1, int((values > values[0] / parameter).sum()))
+
+
+def _first_reaching(sums: Tensor, target: float) -> int:
+    """Return how many terms a rising sum needs to reach ``target``; all if it never does; at least 1."""
+    # rounding in the sum must not ask for one more direction of size zero
+    reached = sums >= target * (1 - 1e-12)
+    return int(reached.int().argmax()) + 1 if bool(reached.any()) else len(sums)
+
+
+def _sum_of_squares(matrix: Tensor) -> float:
+    """Return |matrix|_F^2, summed in float64 without a float64 copy of the matrix."""
+    return sum(float(rows.double().square().sum()) for rows in matrix.split(256))
+
+
+def _randomised(matrix: Tensor, columns: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return an approximate decomposition with ``columns`` directions."""
+    if matrix.shape[0] < matrix.shape[1]:
+        u, values, vh = _randomised(matrix.t(), columns, generator)
+        return vh.t(), values, u.t()
+    start = torch.randn(matrix.shape[1], columns, generator=generator, dtype=torch.float32)
+    basis = torch.linalg.qr(matrix @ start.to(matrix))[0]
+    for _ in range(_POWER_ITERATIONS):
+        basis = torch.linalg.qr(matrix.t() @ basis)[0]
+        basis = torch.linalg.qr(matrix @ basis)[0]
+    u, values, vh = torch.linalg.svd(basis.t() @ matrix, full_matrices=False)
+    return basis @ u, values, vh
+
+
+@dataclass(frozen=True)
+class ResizedLayer:
+    """One layer: ranks before and after, the share of the sum of squares kept, largest over smallest value kept."""
+
+    name: str
+    before: int
+    after: int
+    kept: float
+    ratio: float
+
+
+def resize_lora(
+    weights: Mapping[str, LoraWeights],
+    new_rank: int | None,
+    rule: RankRule | None = None,
+    parameter: float = 1.0,
+) -> tuple[dict[str, LoraWeights], list[ResizedLayer]]:
+    """Return the LoRA with smaller ranks, in float64, and what became of each layer.
+
+    Args:
+        weights: module name -> weights.
+        new_rank: the rank of every layer, or with ``rule`` the largest one. Never more than a layer has.
+        rule, parameter: choose each layer's rank, see :func:`networks.merging.low_rank.rank_by_rule`.
+    """
+    resized: dict[str, LoraWeights] = {}
+    layers: list[ResizedLayer] = []
+    for name, module in weights.items():
+        spectrum = decompose_product(module)
+        chosen = rank_by_rule(spectrum.values, rule, parameter) if rule else len(spectrum.values)
+        rank = min(chosen, new_rank or chosen)
+        resized[name] = spectrum.lora(rank)
+        layers.append(ResizedLayer(name, module.rank, rank, spectrum.kept(rank), _ratio(spectrum, rank)))
+    return resized, layers
+
+
+def join_loras(
+    loras: Sequence[tuple[Mapping[str, LoraWeights], float]], new_rank: int | None = None
+) -> tuple[dict[str, LoraWeights], list[ResizedLayer]]:
+    """Return one LoRA whose update is the sum of ``strength * update``, and what became of each layer.
+
+    Args:
+        loras: for each LoRA its weights by module and its strength.
+        new_rank: None: the concatenation, exact, its rank the sum of the ranks. Otherwise the closest LoRA of that
+            rank: the singular value decomposition of the sum, cut off.
+    """
+    exact = {name: LoraWeights(w.down.double(), w.up.double(), w.alpha) for name, w in combine_loras(loras).items()}
+    if new_rank is not None:
+        return resize_lora(exact, new_rank)
+    return exact, [ResizedLayer(name, w.rank, w.rank, 1.0, 1.0) for name, w in exact.items()]
+
+
+def _ratio(spectrum: Spectrum, rank: int) -> float:
+    smallest = float(spectrum.values[rank - 1])
+    return float(spectrum.values[0]) / smallest if smallest else float("inf")

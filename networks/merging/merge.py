@@ -1,0 +1,330 @@
+"""Adding LoRAs to a base model's weights, for good.
+
+    W' = round(W + sum_k ratio_k * alpha_k / rank_k * B_k @ A_k)          in fp32, rounded once
+
+Other kinds (DoRA, LoKr, LoHa, OFT, BOFT) change a weight by their own formula, ``networks.files.weights``; those that
+depend on the weight see it as the files before them left it.
+
+The base is a diffusers folder (a pipeline or its transformer alone, in one file or in shards) or a single
+file in the original layout, with or without ComfyUI's ``model.diffusion_model.`` in front, or in diffusers'
+names. The result has the base's layout. A fused original module (qkv) takes each part's update in that
+part's rows. A LoRA's text encoder layers go into the ``text_encoder`` folders of a pipeline, which keep their dtype;
+a base that has none is refused, unless they are left out on request.
+
+Tensors are read, merged and written one at a time: memory stays at a few times the largest tensor, whatever
+the model's size. Everything is checked before the first byte is written: that every LoRA module has its
+place in the base, that shapes fit, that the disk has room. Nothing appears under the final name until it is
+complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from library.errors import UserError
+from library.files import stream_safetensors, weights_fingerprint
+from networks.files.adapters import read_updates
+from networks.files.base import Base, BaseFile, check_target, find_modules, folder_copy, open_base
+from networks.files.lora import PRECISIONS, LoraFile
+from networks.files.metadata import base_mismatch
+from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
+from networks.key_names import KeyMap
+from networks.partial_fit import PartialFit
+from networks.targets import LoraTargets
+
+Updates = Mapping[str, LoraWeights | AdapterWeights]  # by module name
+Fits = dict[Path, PartialFit]  # by LoRA file
+_STALE_METADATA = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
+
+
+@dataclass(frozen=True)
+class LoraSource:
+    """One LoRA file and the strength it is merged at."""
+
+    path: Path
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Update:
+    """One module's update and the rows of the base tensor it goes to; ``swap`` exchanges their halves.
+
+    ``transposed``: the base tensor is [in, out].
+    """
+
+    weights: LoraWeights | AdapterWeights
+    ratio: float
+    rows: slice
+    swap: bool
+    transposed: bool = False
+
+    def apply(self, weight: Tensor) -> Tensor:
+        """Return the rows' new weight, fp32 [rows, in]."""
+        if not self.swap:
+            return self.weights.apply(weight, self.ratio)
+        changed = self.weights.apply(torch.cat(weight.chunk(2)[::-1]), self.ratio)
+        return torch.cat(changed.chunk(2)[::-1])
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What was merged: base tensors changed, tensors written, and remarks worth reading."""
+
+    changed: int
+    written: int
+    notes: tuple[str, ...]
+
+
+def merge_loras(
+    model: Path,
+    sources: Sequence[LoraSource],
+    save_to: Path,
+    targets: LoraTargets,
+    precision: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    transformer_only: bool = False,
+    allow_partial: bool = False,
+) -> MergeReport:
+    """Merge LoRAs into ``model`` and write the result to ``save_to``.
+
+    Args:
+        model: diffusers folder or safetensors file.
+        sources: LoRA files with their strengths; updates to the same layer add up.
+        save_to: a new folder for a folder, a ``.safetensors`` file for a file.
+        targets: the family's row.
+        precision: "fp32", "fp16" or "bf16" for the transformer's floating tensors; None keeps each tensor's dtype.
+        progress: called with (tensors done, tensors in all).
+        transformer_only: leave out the LoRAs' text encoder layers; a note says so.
+        allow_partial: leave out what has no place in the base or another shape; a note names it.
+
+    Raises:
+        UserError: a file is missing, a LoRA does not fit, a value leaves fp16's range, the disk is full.
+    """
+    if precision is not None and precision not in PRECISIONS:
+        raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
+    dtype = PRECISIONS[precision] if precision else None
+    base = open_base(model)
+    fits: Fits | None = {} if allow_partial else None
+    read = [(source, *read_updates(source.path, targets, unknown_keys(fits, source))) for source in sources]
+    loras = [(source, weights) for source, weights, _ in read]
+    components = _components(base, loras, targets, transformer_only, fits)
+    fitting = partial_notes(fits)
+    check_target(base, save_to, dtype)
+    total = sum(len(file.tensors) for component in components for file in component.files)
+    done = itertools.count(1)
+
+    def write(component: _Component, folder: Path) -> None:
+        for file in component.files:
+            path = folder / file.path.name if base.folder else save_to
+            as_asked = dtype if component.name == targets.file_prefix else None
+            metadata = _merged_metadata(file, sources)
+            _write_file(file, path, component.updates, as_asked, metadata, lambda: progress(next(done), total))
+
+    if base.folder is None:
+        write(components[0], save_to.parent)
+    else:
+        rewritten = {file.path for component in components[1:] for file in component.files}
+        with folder_copy(base, save_to, dtype, rewritten) as folder:
+            write(components[0], folder)
+            for component in components[1:]:
+                write(component, folder.parent / component.name)
+    notes = [
+        *fitting,
+        *_base_notes(base.weights, [(source, file) for source, _, file in read]),
+        *(_left_out_notes(loras, targets) if transformer_only else ()),
+    ]
+    return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
+
+
+def unknown_keys(fits: Fits | None, source: LoraSource) -> list[str] | None:
+    """Return the list that takes the keys of ``source`` that mean nothing to the family, None to refuse them."""
+    if fits is None:
+        return None
+    return fits.setdefault(source.path, PartialFit(str(source.path))).unknown
+
+
+def partial_notes(fits: Fits | None) -> list[str]:
+    """Return a line for each LoRA of which something was left out.
+
+    Raises:
+        UserError: nothing of one fits.
+    """
+    lines = [(fit, fit.line()) for fit in (fits or {}).values()]
+    return [line for fit, line in lines if not fit.complete]
+
+
+@dataclass(frozen=True)
+class _Component:
+    """One network of the base: its weight files, and base tensor -> updates."""
+
+    name: str
+    files: Sequence[BaseFile]
+    updates: dict[str, list[Update]]
+
+
+def _components(
+    base: Base,
+    loras: Sequence[tuple[LoraSource, Updates]],
+    targets: LoraTargets,
+    transformer_only: bool,
+    fits: Fits | None,
+) -> list[_Component]:
+    """Return the transformer, and the text encoders that the LoRAs change, with their updates.
+
+    Raises:
+        UserError: the base has no such text encoder, or see :func:`plan_updates`.
+    """
+    _refuse_text_encoder_alone(base, targets)
+    split = [(source, targets.by_component(weights)) for source, weights in loras]
+    name = targets.file_prefix
+    own = [(source, parts.get(name, {})) for source, parts in split]
+    updates = plan_updates(base.files, own, targets.keys, targets.family, fits)
+    components = [_Component(name, base.files, updates)]
+    for encoder in () if transformer_only else targets.text_encoders:
+        concerned = [(source, parts[encoder.name]) for source, parts in split if encoder.name in parts]
+        if not concerned:
+            continue
+        files = base.component(encoder.name)
+        if not files:
+            raise UserError(
+                f"{concerned[0][0].path}: {len(concerned[0][1])} modules are {encoder.name}'s, which {base.path} does "
+                "not have; give a diffusers pipeline folder, or --transformer_only to leave them out"
+            )
+        prefix = f"{encoder.name}."
+        inside = [(source, {k.removeprefix(prefix): w for k, w in weights.items()}) for source, weights in concerned]
+        updates = plan_updates(files, inside, encoder.keys, f"{targets.family}'s {encoder.name}", fits)
+        components.append(_Component(encoder.name, files, updates))
+    return components
+
+
+def _refuse_text_encoder_alone(base: Base, targets: LoraTargets) -> None:
+    """Refuse a base that is no transformer but one of its text encoders, such as ComfyUI's clip_l file.
+
+    Raises:
+        UserError: with what to give instead.
+    """
+
+    def holds(keys: KeyMap) -> bool:
+        with suppress(UserError):
+            return bool(find_modules(base.files, keys, targets.family))
+        return False
+
+    alone = [encoder.name for encoder in targets.text_encoders if holds(encoder.keys)]
+    if alone and not holds(targets.keys):
+        raise UserError(
+            f"{base.path}: holds {alone[0]} alone; a text encoder is merged as part of a diffusers pipeline folder: "
+            "give that folder to --model"
+        )
+
+
+def plan_updates(
+    files: Sequence[BaseFile],
+    loras: Sequence[tuple[LoraSource, Updates]],
+    keys: KeyMap,
+    model_name: str,
+    fits: Fits | None = None,
+) -> dict[str, list[Update]]:
+    """Return base tensor -> its updates; ``fits`` takes what has none, which is refused without it.
+
+    Raises:
+        UserError: a LoRA module has no place in the base or another shape; its name is in the message.
+    """
+    places = find_modules(files, keys, model_name)
+    updates: dict[str, list[Update]] = {}
+    for source, modules in loras:
+        absent = sorted(modules.keys() - places.keys())
+        fit = None if fits is None else fits.setdefault(source.path, PartialFit(str(source.path)))
+        if fit is not None:
+            fit.lacks(absent)
+        elif absent:
+            names = names_in_short(absent)
+            raise UserError(f"{source.path}: {len(absent)} modules are not in the base ({names}); wrong model?")
+        problems = []
+        for name, weights in modules.items():
+            if name not in places:
+                continue
+            place = places[name]
+            shape, (rows, columns) = place.shape, weights.shape
+            if shape != (rows, columns or shape[1]):
+                made_for = f"{rows}x{columns or 'any'}"
+                problems.append(f"{name} is for {made_for}, the base has {shape[0]}x{shape[1]}")
+                continue
+            if fit is not None:
+                fit.takes(name)
+            updates.setdefault(place.tensor, []).append(
+                Update(weights, source.ratio, place.rows, place.swapped, place.transposed)
+            )
+        if fit is not None:
+            fit.misfits(problems)
+        elif problems:
+            raise UserError(f"{source.path}: {names_in_short(problems)}; it was trained on another model")
+    return updates
+
+
+def merge_tensor(tensor: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
+    """Return ``tensor`` with its updates, one after the other, in fp32 and rounded once to ``dtype``."""
+    if not updates:
+        return tensor.to(dtype)
+    total = tensor.float()
+    total = total.clone() if total is tensor else total
+    for update in updates:
+        own = total.t() if update.transposed else total
+        own[update.rows] = update.apply(own[update.rows])
+    return total.to(dtype)
+
+
+def _write_file(
+    file: BaseFile,
+    path: Path,
+    updates: Mapping[str, list[Update]],
+    dtype: torch.dtype | None,
+    metadata: Mapping[str, str],
+    count: Callable[[], None],
+) -> None:
+    """Merge one weight file into ``path``, tensor by tensor."""
+    layout = file.saved_layout(dtype)
+    with safe_open(file.path, framework="pt") as base:
+
+        def produce(name: str) -> Tensor:
+            tensor = base.get_tensor(name)
+            merged = merge_tensor(tensor, updates.get(name, ()), layout[name][0])
+            lost = merged.dtype == torch.float16 and not bool(torch.isfinite(merged).all())
+            if lost and bool(torch.isfinite(tensor).all()):
+                raise UserError(f"{path}: {name} leaves the range of fp16; use --save_precision bf16")
+            count()
+            return merged
+
+        stream_safetensors(path, layout, produce, metadata)
+
+
+def _merged_metadata(file: BaseFile, sources: Sequence[LoraSource]) -> dict[str, str]:
+    """Return the base's metadata without the hashes that no longer hold, plus what was merged."""
+    kept = {key: value for key, value in file.metadata.items() if key not in _STALE_METADATA}
+    merged = [{"lora": source.path.name, "ratio": source.ratio} for source in sources]
+    return {"format": "pt", **kept, "tandem.merged_loras": json.dumps(merged)}
+
+
+def _left_out_notes(loras: Sequence[tuple[LoraSource, Updates]], targets: LoraTargets) -> Iterator[str]:
+    """Yield a remark for every LoRA whose text encoder layers were left out."""
+    for source, weights in loras:
+        text = sorted(name for name in weights if targets.text_encoder_of(name))
+        if text:
+            yield f"{source.path}: {len(text)} text encoder modules left out ({names_in_short(text)})"
+
+
+def _base_notes(weights: Path, loras: Sequence[tuple[LoraSource, LoraFile]]) -> Iterator[str]:
+    """Yield a remark for every LoRA that says it was trained on other weights."""
+    if any("tandem.base_fingerprint" in lora.metadata for _, lora in loras):
+        here = weights_fingerprint(weights)
+        for source, lora in loras:
+            if remark := base_mismatch(lora.metadata, here):
+                yield f"{source.path}: {remark}"

@@ -1,0 +1,211 @@
+"""Merging adapters into a model that is served in fp8, so that they still act afterwards.
+
+    into bf16 weights      Q(W + D) with fresh scales, by the recipe that is asked for; every layer of the recipe
+    into an fp8 file       dequantised, D added, fresh scales of the same kind; layers without an update keep their bits
+
+Q rounds to nearest, stochastically, or compensated on calibration data (``library.precision.parity.compensated``). What
+rounding to nearest would leave of each update is known before anything is written: :func:`rounding_survival`. Into bf16
+weights nearly all of it is left, since W is spread over the steps of the grid; into an fp8 file, whose weights lie on
+the grid, an update that is smaller than half a step is not. Compensated weights are made one layer at a time and wait
+in small files beside the target until it is written, since the file's order wants all scales first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from library.errors import UserError
+from library.precision.checkpoint_layouts import Fp8Layout, LayoutKind, detect_layout
+from library.precision.checkpoint_writing import linear_weights, stored_scale_dtype
+from library.precision.formats import format_of
+from library.precision.parity.activations import LayerInputs
+from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
+from library.precision.parity.layer_errors import Survival, fit_low_rank, survival
+from library.precision.quantize import Quantized, fitting_granularity
+from library.precision.recipe import Fp8Recipe
+from networks.files.base import Base, BaseFile, BaseModule, find_modules
+from networks.files.weights import LoraWeights
+from networks.merging.merge import Update, merge_tensor
+from networks.targets import LoraTargets
+
+
+@dataclass(frozen=True)
+class _Rows:
+    source: str
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass
+class Fp8Merge:
+    """A merge that is being made: where each tensor comes from and what has been rounded already.
+
+    Attributes:
+        base: the model.
+        updates: base tensor -> its updates.
+        kind, recipe: what is written; those of the base where it is in fp8.
+        spool: folder for weights that are rounded before the file is written.
+    """
+
+    base: Base
+    updates: Mapping[str, Sequence[Update]]
+    kind: LayoutKind
+    recipe: Fp8Recipe
+    targets: LoraTargets
+    spool: Path
+    layout: Fp8Layout | None = None
+    _files: dict[str, BaseFile] = field(init=False)
+    _made: dict[str, Path] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._files = {name: file for file in self.base.files for name in file.tensors}
+        self.layout = detect_layout(self.base.path, [file.path for file in self.base.files])
+
+    def in_fp8(self) -> list[str]:
+        """Return the tensors that will be in fp8."""
+        if self.layout is None:
+            entries = [_Entry(name, *file.tensors[name]) for name, file in self._files.items()]
+            linears = linear_weights(entries, None)
+            return [f"{name}.weight" for name in linears if self.recipe.kept_as(name) is None]
+        return [name for name in self.layout.dtypes if len(self._files[name].tensors[name][1]) == 2]
+
+    def modules(self) -> dict[str, list[str]]:
+        """Return tensor in fp8 -> the modules stacked in it; those of unknown modules are left out."""
+        stacked: dict[str, list[str]] = {name: [] for name in self.in_fp8()}
+        for name, place in self.places().items():
+            if place.tensor in stacked:
+                stacked[place.tensor].append(name)
+        return {tensor: names for tensor, names in stacked.items() if names}
+
+    def places(self) -> dict[str, BaseModule]:
+        """Return module -> its place in the base."""
+        return find_modules(self.base.files, self.targets.keys, self.targets.family)
+
+    def stored(self, name: str) -> Quantized:
+        """Return the codes and scale of an fp8 base."""
+        assert self.layout is not None
+        with safe_open(self._files[name].path, "pt") as file:
+            codes = file.get_tensor(name).view(self.layout.dtypes[name])
+        return Quantized(codes, self.layout.scale_of([_Rows(name)]))
+
+    def weight(self, name: str) -> Tensor:
+        """Return a weight of the base, fp32."""
+        if self.layout is not None and name in self.layout.dtypes:
+            return self.stored(name).dequantize(torch.float32)
+        with safe_open(self._files[name].path, "pt") as file:
+            return file.get_tensor(name).float()
+
+    def merged(self, name: str) -> Tensor:
+        """Return a weight with its updates, fp32, before rounding."""
+        return merge_tensor(self.weight(name), self.updates.get(name, ()), torch.float32)
+
+    def recipe_of(self, name: str) -> Fp8Recipe:
+        """Return the recipe of one tensor: an fp8 base may have other scales, or another format, for some."""
+        if self.layout is None:
+            return self.recipe
+        fp8 = format_of(self.layout.dtypes[name])
+        assert fp8 is not None
+        return replace(self.recipe, granularity=self.layout.granularity_of(name), fp8=fp8)
+
+    def compensate(self, name: str, inputs: LayerInputs) -> Survival | None:
+        """Round a tensor by its inputs and keep it for the file; return what is left of its update, if it has one."""
+        recipe, moment = self.recipe_of(name), inputs.moment
+        scale_dtype = stored_scale_dtype(self.kind, self._files[name].tensors[name][0])
+        weight, merged = self.weight(name).to(moment.device), self.merged(name).to(moment.device)
+        update = merged - weight
+        if self.layout is None:
+            granularity = fitting_granularity(recipe.granularity, weight.shape[1])
+            made = quantize_compensated(merged, moment, granularity, recipe.fp8, scale_dtype=scale_dtype)
+        elif name not in self.updates:
+            return None
+        else:
+            made = merge_into_fp8(self.stored(name), update, moment, recipe.granularity, scale_dtype=scale_dtype)
+        self._keep(name, made)
+        if name not in self.updates:
+            return None
+        return survival(made.dequantize(torch.float32), weight, update, moment)
+
+    def correction(self, name: str, modules: Sequence[str], inputs: LayerInputs, rank: int) -> dict[str, LoraWeights]:
+        """Return module -> the remainder of rank ``rank`` of what rounding ``name`` lost."""
+        served = self.rounded(name) or self.recipe_of(name).quantize(name.removesuffix(".weight"), self.merged(name))
+        error = self.merged(name) - served.dequantize(torch.float32)
+        up, down = (part.cpu() for part in fit_low_rank(error.to(inputs.moment.device), inputs.moment, rank))
+        places = self.places()
+        found = {}
+        for module in modules:
+            rows = up[places[module].rows]
+            rows = torch.cat(rows.chunk(2)[::-1]) if places[module].swapped else rows
+            found[module] = LoraWeights(down, rows.contiguous(), float(rank))
+        return found
+
+    def rounded(self, name: str) -> Quantized | None:
+        """Return a weight as it goes into the file; see ``checkpoint_writing.WeightChanges``."""
+        if name in self._made:
+            kept = load_file(self._made[name])
+            return Quantized(kept["codes"], kept.get("scale"))
+        if self.layout is not None and name not in self.updates:
+            return self.stored(name)
+        if name not in self.updates:
+            return None
+        scale_dtype = stored_scale_dtype(self.kind, self._files[name].tensors[name][0])
+        return self.recipe_of(name).quantize(name.removesuffix(".weight"), self.merged(name), scale_dtype)
+
+    def high(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that stays as it is, with its updates; see ``checkpoint_writing.WeightChanges``."""
+        tensor = read()
+        return merge_tensor(tensor, self.updates[name], tensor.dtype) if name in self.updates else tensor
+
+    def _keep(self, name: str, made: Quantized) -> None:
+        path = self.spool / f"{len(self._made)}.safetensors"
+        tensors = {"codes": made.codes.cpu().contiguous()}
+        if made.scale is not None:
+            tensors["scale"] = made.scale.cpu().contiguous()
+        save_file(tensors, path)
+        self._made[name] = path
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def recipe_of_base(base: Base) -> tuple[LayoutKind, Fp8Recipe] | None:
+    """Return the layout and the commonest recipe of a base in fp8, None of one in high precision.
+
+    Raises:
+        UserError: blocks of a size that cannot be written.
+    """
+    layout = detect_layout(base.path, [file.path for file in base.files])
+    if layout is None:
+        return None
+    fp8 = [found for dtype in layout.dtypes.values() if (found := format_of(dtype))]
+    granularities = [layout.granularity_of(name) for name in layout.scales] or ["cast"]
+    granularity = max(set(granularities), key=granularities.count)
+    mixed = set(granularities) - {granularity, "row"}
+    if mixed:
+        raise UserError(f"{base.path}: its scales are of several kinds ({', '.join(sorted(mixed))}); merge into bf16")
+    return layout.kind, Fp8Recipe(granularity, max(set(fp8), key=fp8.count), keep=())
+
+
+def rounding_survival(merge: Fp8Merge) -> Iterator[tuple[str, Survival]]:
+    """Yield for each tensor with updates that goes into fp8 what the recipe's rounding leaves of them."""
+    served = set(merge.in_fp8())
+    for name in merge.updates:
+        if name not in served:
+            continue
+        recipe, layer = merge.recipe_of(name), name.removesuffix(".weight")
+        weight, wanted = merge.weight(name), merge.merged(name)
+        base = weight
+        if merge.layout is None:
+            base = recipe.quantize(layer, weight).dequantize(torch.float32)
+        rounded = recipe.quantize(layer, wanted).dequantize(torch.float32)
+        yield name, survival(rounded, base, wanted - weight)
