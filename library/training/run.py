@@ -138,7 +138,7 @@ def prepare_run(
     teacher: Teacher | None = None,
 ) -> Run:
     """Build optimizer and schedule, and let accelerate wrap and compile the networks."""
-    training, lora = config.training, networks.adapter
+    training, lora = config.training, networks.lora
     optimizer = build_optimizer(config.optimizer, plan.parameter_groups(lora), training.full_bf16, training.seed)
     batches, loader = training_loader(data, config.dataset, accelerator)
     steps = total_steps(training, batches.batches_per_epoch() // data_share(accelerator)[1])
