@@ -18,16 +18,16 @@ import toml
 import torch
 from rich.console import Console
 
-from library.accelerator import data_share
+from library.accelerator import dp_rank_and_size
 from library.config.load import load_llm_config
-from library.config.pretrain_schema import LLMConfig
+from library.config.pretrain_schema import PretrainConfig
 from library.errors import exit_on_user_error
 from library.files import write_text
 from library.llm.token_batches import TokenBatches, TokenShards
 from library.llm.tokenizers import load_tokenizer
 from library.processes import one_of_several
 from library.training.checkpoint.resume import AUTO, resolve_resume
-from library.training.guard.signals import how_to_go_on
+from library.training.guard.signals import resume_hint
 from library.training.optim.schedules import build_schedule, resolve_steps
 from library.training.parallel.pipeline.full_training import pipeline_of
 from library.training.report.metrics import MetricsStream
@@ -48,8 +48,8 @@ from library.training.tasks.pretraining_events import (
     PretrainingEvents,
     PretrainingPosition,
     held_out_source,
-    lasting_settings,
     load_state,
+    resume_keys,
     summary,
 )
 from library.training.tasks.pretraining_loop import Pretrainer, StepPlan
@@ -61,10 +61,10 @@ def main() -> None:
     """Run one training from the command line."""
     events = train(load_llm_config(sys.argv[1:]))
     if events.stopped:
-        raise SystemExit(events.wish.exit_code)
+        raise SystemExit(events.stop_request.exit_code)
 
 
-def train(config: LLMConfig) -> PretrainingEvents:
+def train(config: PretrainConfig) -> PretrainingEvents:
     """Train as ``config`` says; leave the model, metrics and samples in ``output_dir``.
 
     Raises:
@@ -73,7 +73,7 @@ def train(config: LLMConfig) -> PretrainingEvents:
     begun, seed = time.time(), config.training.seed
     shards, tokenizer = TokenShards(config.data.data_dir, "train"), load_tokenizer(config.data.data_dir)
     accelerator = pretraining_accelerator(config)
-    device, (rank, world) = accelerator.device, data_share(accelerator)
+    device, (rank, world) = accelerator.device, dp_rank_and_size(accelerator)
     console = Console(quiet=not accelerator.is_main_process, markup=False, highlight=False)
     asked, auto = config, config.training.resume == AUTO
     config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
@@ -92,7 +92,7 @@ def train(config: LLMConfig) -> PretrainingEvents:
     speed = flops_per_token(bare, context), peak_flops(device)
     model, optimizer = share_out(accelerator, config.parallel, bare, optimizer)
     pipeline = pipeline_of(bare, config.parallel, plan.accumulation)
-    parts, settings = {"optimizer": optimizer, "schedule": schedule}, lasting_settings(config)
+    parts, settings = {"optimizer": optimizer, "schedule": schedule}, resume_keys(config)
     position = PretrainingPosition()
     if config.training.resume:
         position = load_state(config.training.resume, bare, parts, settings, plan.total, auto)
@@ -130,14 +130,14 @@ def train(config: LLMConfig) -> PretrainingEvents:
         print_summary(console, summary(events, position, time.time() - begun))
         if events.stopped:
             stopped = events.folder / f"{events.stem(position.step)}-state"
-            console.print(how_to_go_on(events.wish, position.step, stopped), soft_wrap=True)
+            console.print(resume_hint(events.stop_request, position.step, stopped), soft_wrap=True)
     accelerator.wait_for_everyone()  # a process that leaves early takes the process group from under the others
     metrics.close()
-    events.keeper.report()
+    events.writer.report()
     return events
 
 
-def step_plan(config: LLMConfig, context: int, world: int) -> StepPlan:
+def step_plan(config: PretrainConfig, context: int, world: int) -> StepPlan:
     """Return what an optimizer step consists of, and how many there are."""
     accumulation, optimizer = accumulation_for(config.data, context, world), config.optimizer
     windows, total = accumulation * config.data.train_batch_size * world, config.training.max_train_steps

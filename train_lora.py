@@ -24,7 +24,7 @@ from rich.console import Console
 
 from library.accelerator import build_accelerator
 from library.config import TrainConfig, load_config
-from library.config.chat_schema import InstructionTrainConfig
+from library.config.chat_schema import ChatTrainConfig
 from library.config.kohya.translate import Note, summary
 from library.config.load import load_language_config, names_language_model
 from library.errors import UserError, exit_on_user_error
@@ -40,7 +40,7 @@ from library.training.checkpoint.resume import AUTO, resolve_resume
 from library.training.checkpoint.state import OutputNames, Position
 from library.training.events import HeldOut, RunEvents, Sampler, SaveLora, run_summary
 from library.training.guard.nonfinite import FaultPolicy, advice
-from library.training.guard.signals import how_to_go_on
+from library.training.guard.signals import resume_hint
 from library.training.memory.attention_choice import attention_of_run
 from library.training.memory.dry_run import Rehearsal, rehearsed
 from library.training.parallel.device_map import devices_to_fill
@@ -91,8 +91,8 @@ def main() -> None:
 
 def leave(events: RunEvents) -> None:
     """End the process with the exit code of a run that was stopped; a finished one just returns."""
-    if events.wish.stop is not None:
-        raise SystemExit(events.wish.exit_code)
+    if events.stop_request.stop is not None:
+        raise SystemExit(events.stop_request.exit_code)
 
 
 def train(config: TrainConfig) -> RunEvents:
@@ -146,7 +146,7 @@ def train(config: TrainConfig) -> RunEvents:
     return complete(config, asked, run, names, save_lora, sampler, held_out, upload, console, begun, facts)
 
 
-def train_language_model(config: InstructionTrainConfig) -> RunEvents:
+def train_language_model(config: ChatTrainConfig) -> RunEvents:
     """Train a LoRA on conversations as ``config`` says; leave an adapter for peft, metrics and samples.
 
     Raises:
@@ -187,8 +187,8 @@ def train_language_model(config: InstructionTrainConfig) -> RunEvents:
 
 
 def complete(
-    config: TrainConfig | InstructionTrainConfig,
-    asked: TrainConfig | InstructionTrainConfig,
+    config: TrainConfig | ChatTrainConfig,
+    asked: TrainConfig | ChatTrainConfig,
     run: Run,
     names: OutputNames,
     save_lora: SaveLora,
@@ -214,7 +214,7 @@ def complete(
     position = run.resume(training.resume, asked.training.resume == AUTO) if training.resume else Position()
     write_config(names.folder, asked, accelerator)
     metrics = MetricsStream(names.folder / "metrics.jsonl", accelerator, config.logging, position.step)
-    faults = FaultPolicy(training.nonfinite, training.nonfinite_limit, advice(config))
+    faults = FaultPolicy(training.on_nan, training.on_nan_limit, advice(config))
     with TrainingProgress(console, run.total_steps, position.step) as progress:
         events = RunEvents(
             run=run,
@@ -248,7 +248,7 @@ def finish(
     """
     accelerator, main, wrong, checked = events.run.accelerator, events.run.accelerator.is_main_process, None, None
     with events.run.whole(with_state=False):
-        if main and events.wish.stop is None and not events.keeper.rescued:
+        if main and events.stop_request.stop is None and not events.writer.rescued:
             save_format = events.saving.save_format if events.names.suffix else "peft"
             try:
                 checked = checked_export(events.run, events.names.lora(events.names.stem()), save_format)
@@ -258,12 +258,12 @@ def finish(
         rows = [*run_summary(events, position, time.time() - begun), *(facts or {}).items()]
         rows += [("LoRA file checked", checked)] if checked is not None else []
         print_summary(console, rows)
-        if events.wish.stop is not None:
+        if events.stop_request.stop is not None:
             state = events.names.state(events.names.stem(step=position.step))
-            console.print(how_to_go_on(events.wish, position.step, state), soft_wrap=True)
+            console.print(resume_hint(events.stop_request, position.step, state), soft_wrap=True)
     accelerator.wait_for_everyone()  # a process that leaves early takes the process group from under the others
     events.metrics.close()
-    events.keeper.report()
+    events.writer.report()
     if wrong is not None:
         raise wrong
 

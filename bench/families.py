@@ -39,7 +39,7 @@ class BenchFamily:
 
     build: Callable[[Sizes], nn.Module]
     inputs: Callable[[Sizes, torch.device], dict[str, Any]]
-    swap_hot_paths: Callable[[Any], Any]
+    optimise_forward: Callable[[Any], Any]
     blocks: Callable[[Any], list[nn.Module]]  # in running order
     full: Sizes
     few_blocks: tuple[int, ...]  # depth of the CPU benchmarks
@@ -153,9 +153,9 @@ def _flux_inputs(sizes: Sizes, device: torch.device) -> dict[str, Tensor]:
 
 
 def _swap_flux(transformer: Any) -> Any:
-    from library.models.flux.model import swap_hot_paths
+    from library.models.flux.model import optimise_forward
 
-    return swap_hot_paths(transformer)
+    return optimise_forward(transformer)
 
 
 def _rope_axes(sizes: Sizes) -> tuple[int, int, int]:
@@ -188,9 +188,9 @@ def _qwen_inputs(sizes: Sizes, device: torch.device) -> dict[str, Any]:
 
 
 def _swap_qwen(transformer: Any) -> Any:
-    from library.models.qwen_image.model import swap_hot_paths
+    from library.models.qwen_image.model import optimise_forward
 
-    return swap_hot_paths(transformer)
+    return optimise_forward(transformer)
 
 
 def _forward_flops(sizes: Sizes) -> tuple[float, float]:
@@ -207,7 +207,7 @@ FAMILIES: dict[str, BenchFamily] = {
     "flux": BenchFamily(
         build=_flux,
         inputs=_flux_inputs,
-        swap_hot_paths=_swap_flux,
+        optimise_forward=_swap_flux,
         blocks=lambda transformer: [*transformer.transformer_blocks, *transformer.single_transformer_blocks],
         full=Sizes(),
         few_blocks=(1, 2),
@@ -216,7 +216,7 @@ FAMILIES: dict[str, BenchFamily] = {
     "qwen_image": BenchFamily(
         build=_qwen,
         inputs=_qwen_inputs,
-        swap_hot_paths=_swap_qwen,
+        optimise_forward=_swap_qwen,
         blocks=lambda transformer: [*transformer.transformer_blocks],
         full=Sizes(blocks=(60,)),
         few_blocks=(2,),

@@ -60,7 +60,7 @@ def build(case: str, width: int, checkpointing: bool) -> LoraStep:
 
 
 def _tandem(transformer: nn.Module, case: str) -> list[nn.Parameter]:
-    FAMILIES["flux"].swap_hot_paths(transformer)
+    FAMILIES["flux"].optimise_forward(transformer)
     if "fp8" in case:
         quantise_for_cpu(transformer, case.split()[-1])
     return tandem_lora("flux", transformer, RANK)

@@ -25,7 +25,7 @@ class GpuCase:
         base: the frozen weights and how they are multiplied; ``fp8 cast`` is what the kohya trainers do, weights
             cast to fp8 without scales, cast up for each product.
         checkpointing: every block is recomputed in backward.
-        every, kept_mb, offloaded: with it, checkpoint_every_n_blocks, checkpoint_keep_mb, cpu_offload_checkpointing.
+        every, kept_mb, offloaded: with it, checkpoint_every_n_blocks, activation_budget_mb, cpu_offload_checkpointing.
         swapped: blocks_to_swap.
         compiled: regional compilation.
     """
@@ -128,7 +128,7 @@ def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -
     from library.precision.recipe import Fp8Recipe, quantize_model
     from library.training.memory.block_swap import swap_blocks
 
-    FAMILIES[case.family].swap_hot_paths(transformer)
+    FAMILIES[case.family].optimise_forward(transformer)
     if case.base == "fp8 dequant":
         quantize_model(transformer, Fp8Recipe("block64"), compute="dequant")
     elif case.base == "fp8 scaled_mm":

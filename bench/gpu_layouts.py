@@ -26,7 +26,7 @@ from library.accelerator import build_accelerator
 from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
 from library.models.family import split_plan
 from library.nn.checkpointing import Recomputation
-from library.training.parallel.device_map import deal_out_blocks
+from library.training.parallel.device_map import place_blocks
 from library.training.parallel.fsdp import prepare_lora, share_gradients
 from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.pipeline.stages import outline_of, prepare_stage
@@ -98,10 +98,10 @@ def _measure_device_map(family_name: str, device: torch.device, tiny: bool) -> d
         sizes = replace(sizes, blocks=tuple(min(_FEW_BLOCKS, blocks) for blocks in sizes.blocks))
     family = FAMILIES[family_name]
     transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(devices[0]))
-    network = tandem_network(family_name, family.swap_hot_paths(transformer), RANK)
+    network = tandem_network(family_name, family.optimise_forward(transformer), RANK)
     blocks = family.blocks(transformer)
     transformer.enable_gradient_checkpointing(Recomputation(len(blocks)))
-    placed = deal_out_blocks(transformer, blocks, devices)
+    placed = place_blocks(transformer, blocks, devices)
     inputs = family.inputs(sizes, devices[0])
     step = LoraStep(transformer, network.parameters(), call_transformer, inputs, autocast=True)
     seconds, peak = time_steps(step.loss, devices[0], once=tiny)
@@ -120,7 +120,7 @@ def _step_of(
     transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(device))
     if layout != "dp":
         transformer.to("cpu")  # made faster on the GPU, but a run splits what lies in host memory
-    network = tandem_network(family_name, family.swap_hot_paths(transformer), RANK)
+    network = tandem_network(family_name, family.optimise_forward(transformer), RANK)
     blocks = family.blocks(transformer)
     transformer.enable_gradient_checkpointing(Recomputation(len(blocks)))
     trained = network.parameters()

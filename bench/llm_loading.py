@@ -86,7 +86,7 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     """Return the function that a case measures; everything it imports is imported already."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-    from library.precision.loading import Fp8Loading
+    from library.precision.loading import Fp8Loader
     from library.precision.recipe import Fp8Recipe
 
     whole, file, dtype = folder / "whole", folder / "whole/model.safetensors", torch.bfloat16
@@ -120,7 +120,7 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
         model.load_state_dict(load_file(file), assign=True)
         return model
 
-    fp8 = Fp8Loading(recipe=Fp8Recipe(granularity="row"), compute="dequant")
+    fp8 = Fp8Loader(recipe=Fp8Recipe(granularity="row"), compute="dequant")
     return {
         "tandem": lambda: load_lm(whole, dtype),
         "tandem sharded": lambda: load_lm(folder / "shards", dtype),

@@ -55,7 +55,7 @@ def build_step(
         return LoraStep(model, trained, adapter.forward, inputs, dtype != "fp32")
     transformer: Any = build_transformer(family, sizes, torch.float32 if dtype == "fp32" else torch.bfloat16)
     if trainer == "tandem":
-        family.swap_hot_paths(transformer)
+        family.optimise_forward(transformer)
         if dtype == "fp8":
             quantise_for_cpu(transformer, "block64")
         trained = tandem_lora(family_name, transformer, rank)

@@ -245,12 +245,12 @@ def is_pipelined(accelerator: Accelerator) -> bool:
     return mesh_sizes(accelerator).get("pp", 1) > 1
 
 
-def computes_together(accelerator: Accelerator) -> bool:
+def is_model_parallel(accelerator: Accelerator) -> bool:
     """Return whether a forward pass takes more processes than this one."""
-    return is_sharded(accelerator) or share_mates(accelerator)[1] > 1
+    return is_sharded(accelerator) or model_parallel_rank_and_size(accelerator)[1] > 1
 
 
-def data_share(accelerator: Accelerator) -> tuple[int, int]:
+def dp_rank_and_size(accelerator: Accelerator) -> tuple[int, int]:
     """Return (rank, count): which share of a step's batches is this process's, of how many.
 
     Processes that compute one batch together (along ``tp`` and ``pp``) have the same share.
@@ -260,16 +260,16 @@ def data_share(accelerator: Accelerator) -> tuple[int, int]:
     return accelerator.process_index // sizes.get("tp", 1) % count, count
 
 
-def share_mates(accelerator: Accelerator) -> tuple[int, int]:
+def model_parallel_rank_and_size(accelerator: Accelerator) -> tuple[int, int]:
     """Return (rank, count): which one this is of the processes with its share of the batches, of how many."""
-    tp, (_, shares) = mesh_sizes(accelerator).get("tp", 1), data_share(accelerator)
+    tp, (_, shares) = mesh_sizes(accelerator).get("tp", 1), dp_rank_and_size(accelerator)
     stage, inner = accelerator.process_index // (shares * tp), accelerator.process_index % tp
     return stage * tp + inner, accelerator.num_processes // shares
 
 
 def prepare_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return ``loader`` as accelerate runs it, giving this process its share of the batches."""
-    rank, count = data_share(accelerator)
+    rank, count = dp_rank_and_size(accelerator)
     if count == accelerator.num_processes:
         return accelerator.prepare_data_loader(loader)
     prepared = prepare_data_loader(

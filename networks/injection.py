@@ -22,7 +22,7 @@ from torch import nn
 from library.errors import UserError
 from library.randomness import generator
 from networks.adapters.base import AdapterLinear
-from networks.adapters.lora import DoRALinear, LoRALinear, begin_at_weight
+from networks.adapters.lora import DoRALinear, LoRALinear, init_from_weights
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
 from networks.adapters.orthogonal import BOFTLinear, OFTLinear
 from networks.files.adapters import read_updates, take_tensors
@@ -71,7 +71,7 @@ def inject_adapter(
         layer.initialise(draws)
         if options.start != "default":
             assert isinstance(layer, LoRALinear)
-            begin_at_weight(layer, name, options.start, draws)
+            init_from_weights(layer, name, options.start, draws)
         layers[name] = layer
     _swap_in(model, layers, targets)
     kind = LoraNetwork if options.kind == "lora" else AdapterNetwork
@@ -177,7 +177,7 @@ def select_modules(
 
 def _dead_ends(names: Iterable[str], targets: LoraTargets) -> list[str]:
     """Return the layers of the last block that nothing is computed from."""
-    index = {name: int(match[1]) for name in names if (match := re.fullmatch(targets.dead_ends, name))}
+    index = {name: int(match[1]) for name in names if (match := re.fullmatch(targets.unused_modules, name))}
     return [name for name, block in index.items() if block == max(index.values())]
 
 

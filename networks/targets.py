@@ -50,7 +50,7 @@ Weights = TypeVar("Weights")
 
 
 @dataclass(frozen=True)
-class TargetKind:
+class LayerGroup:
     """Linear layers that share a rank option.
 
     Attributes:
@@ -78,7 +78,7 @@ class TextEncoderTargets:
 
     name: str
     group: str
-    kinds: tuple[TargetKind, ...]
+    kinds: tuple[LayerGroup, ...]
     keys: KeyMap
     prefixes: Mapping[str, tuple[str, ...]]
 
@@ -94,7 +94,7 @@ class LoraTargets:
         dim_lists: option name -> kinds whose ranks it lists, in order (kohya's ``in_dims``).
         keys: modules in diffusers' naming against the original checkpoint's.
         file_prefix: what diffusers' files put before a module's name; the transformer's component.
-        dead_ends: regular expression whose first group is the block's index; in the last block nothing that is
+        unused_modules: regular expression whose first group is the block's index; in the last block nothing that is
             computed from these layers is used, so they get no gradient and no LoRA.
         kohya_module, kohya_base: what kohya's metadata call the network module and the base (``ss_...``).
         architecture: what ModelSpec calls the base, where the model itself does not say it more closely.
@@ -105,13 +105,13 @@ class LoraTargets:
     """
 
     family: str
-    kinds: tuple[TargetKind, ...]
+    kinds: tuple[LayerGroup, ...]
     block_options: Mapping[str, str]
     keys: KeyMap
     dim_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     file_prefix: str = "transformer"
     text_encoders: tuple[TextEncoderTargets, ...] = ()
-    dead_ends: str = ""
+    unused_modules: str = ""
     kohya_module: str = "networks.lora_flux"
     kohya_base: str = "flux1"
     architecture: str = "flux-1-dev"
@@ -134,7 +134,7 @@ class LoraTargets:
         place = self.keys.find(path) if self.own_names else None
         return place.modules[0] if place else path
 
-    def kind_of(self, module_name: str) -> TargetKind | None:
+    def kind_of(self, module_name: str) -> LayerGroup | None:
         """Return the kind that ``module_name`` belongs to, or None if it is no target."""
         encoder = self.text_encoder_of(module_name)
         kinds = encoder.kinds if encoder else self.kinds
@@ -170,8 +170,8 @@ FLUX_CLIP = TextEncoderTargets(
     name="text_encoder",
     group="text_encoder",
     kinds=(
-        TargetKind("clip_attn", _CLIP + r"self_attn\.(q_proj|k_proj|v_proj|out_proj)"),
-        TargetKind("clip_mlp", _CLIP + r"mlp\.(fc1|fc2)"),
+        LayerGroup("clip_attn", _CLIP + r"self_attn\.(q_proj|k_proj|v_proj|out_proj)"),
+        LayerGroup("clip_mlp", _CLIP + r"mlp\.(fc1|fc2)"),
     ),
     keys=CLIP_KEYS,
     prefixes=CLIP_PREFIXES,
@@ -180,8 +180,8 @@ FLUX_T5 = TextEncoderTargets(
     name="text_encoder_2",
     group="text_encoder_t5",
     kinds=(
-        TargetKind("t5_attn", _T5 + r"0\.SelfAttention\.(q|k|v|o)"),
-        TargetKind("t5_mlp", _T5 + r"1\.DenseReluDense\.(wi_0|wi_1|wo)"),
+        LayerGroup("t5_attn", _T5 + r"0\.SelfAttention\.(q|k|v|o)"),
+        LayerGroup("t5_mlp", _T5 + r"1\.DenseReluDense\.(wi_0|wi_1|wo)"),
     ),
     keys=T5_KEYS,
     prefixes=T5_PREFIXES,
@@ -193,19 +193,19 @@ _SINGLE = r"single_transformer_blocks\.\d+\."
 FLUX_TARGETS = LoraTargets(
     family="flux",
     kinds=(
-        TargetKind("img_attn", _DOUBLE + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
-        TargetKind("txt_attn", _DOUBLE + r"attn\.(add_q_proj|add_k_proj|add_v_proj|to_add_out)"),
-        TargetKind("img_mlp", _DOUBLE + r"ff\.net\.(0\.proj|2)"),
-        TargetKind("txt_mlp", _DOUBLE + r"ff_context\.net\.(0\.proj|2)"),
-        TargetKind("img_mod", _DOUBLE + r"norm1\.linear"),
-        TargetKind("txt_mod", _DOUBLE + r"norm1_context\.linear"),
-        TargetKind("single", _SINGLE + r"(attn\.(to_q|to_k|to_v)|proj_mlp|proj_out)"),
-        TargetKind("single_mod", _SINGLE + r"norm\.linear"),
-        TargetKind("img_in", r"x_embedder", default=False),
-        TargetKind("time_in", r"time_text_embed\.timestep_embedder\.linear_[12]", default=False),
-        TargetKind("vector_in", r"time_text_embed\.text_embedder\.linear_[12]", default=False),
-        TargetKind("guidance_in", r"time_text_embed\.guidance_embedder\.linear_[12]", default=False),
-        TargetKind("txt_in", r"context_embedder", default=False),
+        LayerGroup("img_attn", _DOUBLE + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
+        LayerGroup("txt_attn", _DOUBLE + r"attn\.(add_q_proj|add_k_proj|add_v_proj|to_add_out)"),
+        LayerGroup("img_mlp", _DOUBLE + r"ff\.net\.(0\.proj|2)"),
+        LayerGroup("txt_mlp", _DOUBLE + r"ff_context\.net\.(0\.proj|2)"),
+        LayerGroup("img_mod", _DOUBLE + r"norm1\.linear"),
+        LayerGroup("txt_mod", _DOUBLE + r"norm1_context\.linear"),
+        LayerGroup("single", _SINGLE + r"(attn\.(to_q|to_k|to_v)|proj_mlp|proj_out)"),
+        LayerGroup("single_mod", _SINGLE + r"norm\.linear"),
+        LayerGroup("img_in", r"x_embedder", default=False),
+        LayerGroup("time_in", r"time_text_embed\.timestep_embedder\.linear_[12]", default=False),
+        LayerGroup("vector_in", r"time_text_embed\.text_embedder\.linear_[12]", default=False),
+        LayerGroup("guidance_in", r"time_text_embed\.guidance_embedder\.linear_[12]", default=False),
+        LayerGroup("txt_in", r"context_embedder", default=False),
     ),
     block_options={
         "train_double_block_indices": r"transformer_blocks\.(\d+)\..*",
@@ -223,19 +223,19 @@ FLUX_KONTEXT_TARGETS = replace(FLUX_TARGETS, family="flux_kontext")
 QWEN_TARGETS = LoraTargets(
     family="qwen_image",
     kinds=(
-        TargetKind("img_attn", _DOUBLE + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
-        TargetKind("txt_attn", _DOUBLE + r"attn\.(add_q_proj|add_k_proj|add_v_proj|to_add_out)"),
-        TargetKind("img_mlp", _DOUBLE + r"img_mlp\.net\.(0\.proj|2)"),
-        TargetKind("txt_mlp", _DOUBLE + r"txt_mlp\.net\.(0\.proj|2)"),
-        TargetKind("img_mod", _DOUBLE + r"img_mod\.1", default=False),
-        TargetKind("txt_mod", _DOUBLE + r"txt_mod\.1", default=False),
-        TargetKind("img_in", r"img_in", default=False),
-        TargetKind("txt_in", r"txt_in", default=False),
-        TargetKind("time_in", r"time_text_embed\.timestep_embedder\.linear_[12]", default=False),
+        LayerGroup("img_attn", _DOUBLE + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
+        LayerGroup("txt_attn", _DOUBLE + r"attn\.(add_q_proj|add_k_proj|add_v_proj|to_add_out)"),
+        LayerGroup("img_mlp", _DOUBLE + r"img_mlp\.net\.(0\.proj|2)"),
+        LayerGroup("txt_mlp", _DOUBLE + r"txt_mlp\.net\.(0\.proj|2)"),
+        LayerGroup("img_mod", _DOUBLE + r"img_mod\.1", default=False),
+        LayerGroup("txt_mod", _DOUBLE + r"txt_mod\.1", default=False),
+        LayerGroup("img_in", r"img_in", default=False),
+        LayerGroup("txt_in", r"txt_in", default=False),
+        LayerGroup("time_in", r"time_text_embed\.timestep_embedder\.linear_[12]", default=False),
     ),
     block_options={"train_block_indices": r"transformer_blocks\.(\d+)\..*"},
     keys=QWEN_KEYS,
-    dead_ends=r"transformer_blocks\.(\d+)\.(attn\.(add_q_proj|to_add_out)|txt_mlp\.net\.(0\.proj|2))",
+    unused_modules=r"transformer_blocks\.(\d+)\.(attn\.(add_q_proj|to_add_out)|txt_mlp\.net\.(0\.proj|2))",
     kohya_module="networks.lora_qwen_image",
     kohya_base="qwen_image",
     architecture="Qwen-Image",
@@ -252,14 +252,14 @@ _Z_PARTS = (r"attention\.(to_q|to_k|to_v|to_out\.0)", r"feed_forward\.w[123]")
 Z_IMAGE_TARGETS = LoraTargets(
     family="z_image",
     kinds=(
-        TargetKind("attn", _Z_LAYER + _Z_PARTS[0]),
-        TargetKind("mlp", _Z_LAYER + _Z_PARTS[1]),
-        TargetKind("mod", _Z_LAYER + r"adaLN_modulation\.0", default=False),
-        TargetKind("refiner", rf"{_Z_REFINER}({_Z_PARTS[0]}|{_Z_PARTS[1]})", default=False),
-        TargetKind("refiner_mod", _Z_REFINER + r"adaLN_modulation\.0", default=False),
-        TargetKind("img_in", r"all_x_embedder\.2-1", default=False),
-        TargetKind("txt_in", r"cap_embedder\.1", default=False),
-        TargetKind("time_in", r"t_embedder\.mlp\.[02]", default=False),
+        LayerGroup("attn", _Z_LAYER + _Z_PARTS[0]),
+        LayerGroup("mlp", _Z_LAYER + _Z_PARTS[1]),
+        LayerGroup("mod", _Z_LAYER + r"adaLN_modulation\.0", default=False),
+        LayerGroup("refiner", rf"{_Z_REFINER}({_Z_PARTS[0]}|{_Z_PARTS[1]})", default=False),
+        LayerGroup("refiner_mod", _Z_REFINER + r"adaLN_modulation\.0", default=False),
+        LayerGroup("img_in", r"all_x_embedder\.2-1", default=False),
+        LayerGroup("txt_in", r"cap_embedder\.1", default=False),
+        LayerGroup("time_in", r"t_embedder\.mlp\.[02]", default=False),
     ),
     block_options={"train_block_indices": r"layers\.(\d+)\..*"},
     keys=Z_IMAGE_KEYS,
@@ -276,8 +276,8 @@ _GPT2_LAYER = r"transformer\.h\.\d+\."
 LLAMA_TARGETS = LoraTargets(
     family="llama",
     kinds=(
-        *(TargetKind(name, rf"{_LLAMA_LAYER}self_attn\.{name}") for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-        *(TargetKind(name, rf"{_LLAMA_LAYER}mlp\.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
+        *(LayerGroup(name, rf"{_LLAMA_LAYER}self_attn\.{name}") for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *(LayerGroup(name, rf"{_LLAMA_LAYER}mlp\.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
     ),
     block_options={"train_block_indices": r"model\.layers\.(\d+)\..*"},
     keys=LLAMA_KEYS,
@@ -292,10 +292,10 @@ LLAMA_TARGETS = LoraTargets(
 GPT2_TARGETS = LoraTargets(
     family="gpt2",
     kinds=(
-        TargetKind("c_attn", _GPT2_LAYER + r"attn\.c_attn"),
-        TargetKind("attn_c_proj", _GPT2_LAYER + r"attn\.c_proj"),
-        TargetKind("c_fc", _GPT2_LAYER + r"mlp\.c_fc"),
-        TargetKind("mlp_c_proj", _GPT2_LAYER + r"mlp\.c_proj"),
+        LayerGroup("c_attn", _GPT2_LAYER + r"attn\.c_attn"),
+        LayerGroup("attn_c_proj", _GPT2_LAYER + r"attn\.c_proj"),
+        LayerGroup("c_fc", _GPT2_LAYER + r"mlp\.c_fc"),
+        LayerGroup("mlp_c_proj", _GPT2_LAYER + r"mlp\.c_proj"),
     ),
     block_options={"train_block_indices": r"transformer\.h\.(\d+)\..*"},
     keys=GPT2_KEYS,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from library.accelerator import data_share, share_mates
+from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 2, "shard": 2}, {"pp": 2, "dp": 3, "shard": 2, "tp": 2}])
@@ -18,5 +18,5 @@ def test_processes_that_compute_one_batch_together_have_one_share(sizes: dict[st
         dp, shard, pp, tp = (place.get(key, 0) for key in ("dp", "shard", "pp", "tp"))
         shards, tps = sizes.get("shard", 1), sizes.get("tp", 1)
         one = cast(Accelerator, SimpleNamespace(mesh_sizes=sizes, process_index=process, num_processes=mesh.numel()))
-        assert data_share(one) == (dp * shards + shard, sizes["dp"] * shards)
-        assert share_mates(one) == (pp * tps + tp, sizes.get("pp", 1) * tps)
+        assert dp_rank_and_size(one) == (dp * shards + shard, sizes["dp"] * shards)
+        assert model_parallel_rank_and_size(one) == (pp * tps + tp, sizes.get("pp", 1) * tps)

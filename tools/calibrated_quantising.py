@@ -23,7 +23,7 @@ import tools.calibration_flags as flags
 from library.errors import UserError
 from library.models.registry import model_family
 from library.precision.checkpoint_layouts import LayoutKind
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.parity.activations import collect_inputs
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
 from library.precision.recipe import Fp8Recipe
@@ -68,7 +68,7 @@ def calibrated(
     family = model_family(flags.model_config(options, options.model))
     targets = TARGETS[family.name]
     calibration = prepare_calibration(family, flags.calibration_options(options), dtype, device, console)
-    transformer = family.load_transformer(dtype, device, fp8=Fp8Loading(recipe, compute="dequant"))
+    transformer = family.load_transformer(dtype, device, fp8=Fp8Loader(recipe, compute="dequant"))
     batches = [*calibration.fit, *calibration.check]
     base = open_base(options.model, fp8=True)
     options.save_to.parent.mkdir(parents=True, exist_ok=True)

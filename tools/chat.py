@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from library.errors import UserError, exit_on_user_error
 from library.llm.chat_templates import TEMPLATE_NAMES
 from tools.chatting.session import Session
-from tools.chatting.shelf import Loading, ModelShelf, find_loras, find_models
+from tools.chatting.shelf import Loading, ModelRegistry, find_loras, find_models
 from tools.chatting.terminal import chat_in_terminal
 from tools.generation.text import add_model_flags, add_sampling_flags, read_settings
 
@@ -39,7 +39,7 @@ def chat(options: argparse.Namespace) -> None:
     loras = find_loras(options.lora, options.loras_dir)
     settings = read_settings(options)
     loading = Loading(options.tokenizer, options.dtype, options.fp8_scaled, options.chat_template)
-    shelf = ModelShelf(models, loras, loading)
+    shelf = ModelRegistry(models, loras, loading)
     if options.lora:
         shelf.use(shelf.model_name, next(iter(loras)))
     session = Session(shelf, settings, options.system or "", options.context)

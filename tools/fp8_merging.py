@@ -19,7 +19,7 @@ from library.files import weights_fingerprint
 from library.models.registry import model_family
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.checkpoint_writing import write_fp8_checkpoint
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.parity.activations import collect_inputs
 from library.precision.parity.layer_errors import Survival
 from library.precision.quantize import Granularity
@@ -182,7 +182,7 @@ def _calibrated(
     family = model_family(flags.model_config(options, options.model))
     calibration = prepare_calibration(family, flags.calibration_options(options), dtype, device, console)
     recipe = None if merge.layout is not None else merge.recipe
-    transformer = family.load_transformer(dtype, device, fp8=Fp8Loading(recipe, compute="dequant"))
+    transformer = family.load_transformer(dtype, device, fp8=Fp8Loader(recipe, compute="dequant"))
     plain = [(weights, source.ratio) for source, weights in loras if _are_loras(weights)]
     if len(plain) < len(loras):
         console.print("note: adapters of other kinds than LoRA are not in the model that is calibrated on")

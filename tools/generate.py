@@ -40,7 +40,7 @@ from library.data.sidecars import ControlSizing
 from library.errors import UserError, exit_on_user_error
 from library.models.family import Family, TextEncoder
 from library.models.registry import FAMILIES, model_family
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.training.sampling.conditions import PictureRules, check_pictures, encode_pictures, text_jobs
 from library.training.sampling.images import save_picture
 from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
@@ -68,7 +68,7 @@ def draw(
     dtype: torch.dtype,
     device: torch.device,
     console: Console,
-    fp8: Fp8Loading | None = None,
+    fp8: Fp8Loader | None = None,
     sizing: ControlSizing | None = None,
 ) -> Iterator[tuple[SamplePrompt, Image]]:
     """Yield each prompt with its picture.
@@ -98,7 +98,7 @@ def draw(
         texts |= text_jobs(prompt, text_encoder.sees_references, rules)
     embeddings = encode(text_encoder, texts, weights, targets, source)
     conditions = [encode_pictures(prompt, image_encoder, rules) for prompt in prompts]
-    fp8 = fp8 or Fp8Loading()
+    fp8 = fp8 or Fp8Loader()
     transformer = family.load_transformer(dtype, device, fp8=fp8)
     if (layout := family.fp8_layout()) or fp8.recipe:
         console.print(f"base: {describe_base(layout, fp8, dtype)}")

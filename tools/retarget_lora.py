@@ -34,7 +34,7 @@ from library.errors import UserError, exit_on_user_error
 from library.models.family import Family
 from library.models.registry import model_family, with_transformer
 from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.parity.activations import LayerInputs, collect_inputs
 from library.precision.recipe import Fp8Recipe
 from library.training.calibration import prepare_calibration
@@ -182,7 +182,7 @@ def retarget(options: argparse.Namespace, console: Console) -> dict[str, Refit]:
 
     device, dtype = flags.device_and_dtype(options)
     calibration = prepare_calibration(base, flags.calibration_options(options), dtype, device, console)
-    fp8 = Fp8Loading(deployment.recipe, compute="dequant")
+    fp8 = Fp8Loader(deployment.recipe, compute="dequant")
     transformer = deployment.family.load_transformer(dtype, device, fp8=fp8)
     precision = describe_base(deployment.layout, fp8, dtype)
     console.print(f"deployed: {deployment.name}: {precision}")

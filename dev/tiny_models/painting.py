@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw
 
 Picture = np.ndarray  # [H, W, 3], float32, 0..1
 Mask = np.ndarray  # [H, W], float32, 0..1
-Outline = np.ndarray  # [N, 2], float32, (x, y) within the unit circle
+SplitPoints = np.ndarray  # [N, 2], float32, (x, y) within the unit circle
 Rgb = tuple[float, float, float]
 
 OVERSAMPLING = 4
@@ -42,19 +42,19 @@ COLOURS: dict[str, Rgb] = {
 }
 
 
-def regular_polygon(corners: int, first_angle: float = -math.pi / 2) -> Outline:
+def regular_polygon(corners: int, first_angle: float = -math.pi / 2) -> SplitPoints:
     """Corners on the unit circle; the default first angle puts one at the top."""
     angles = first_angle + np.arange(corners) * (2 * math.pi / corners)
     return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
-def _star() -> Outline:
+def _star() -> SplitPoints:
     outline = regular_polygon(10)
     outline[1::2] *= 0.45
     return outline
 
 
-def _cross() -> Outline:
+def _cross() -> SplitPoints:
     a, b = 0.32, 0.92
     return np.array(
         [
@@ -75,14 +75,14 @@ def _cross() -> Outline:
     )
 
 
-def _heart() -> Outline:
+def _heart() -> SplitPoints:
     t = np.linspace(0, 2 * math.pi, 48, endpoint=False)
     x = 16 * np.sin(t) ** 3
     y = -(13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t))
     return (np.stack([x, y - 2.5], axis=1) / 17.0).astype(np.float32)
 
 
-def _crescent() -> Outline:
+def _crescent() -> SplitPoints:
     outer = np.linspace(math.pi * 0.25, math.pi * 1.75, 32)
     tips = np.array([(math.cos(outer[-1]), math.sin(outer[-1])), (math.cos(outer[0]), math.sin(outer[0]))])
     inner = np.linspace(math.pi * 1.72, math.pi * 0.28, 32)
@@ -91,14 +91,14 @@ def _crescent() -> Outline:
     return np.concatenate([rim, tips[:1], bite, tips[1:]]).astype(np.float32)
 
 
-def _ring() -> Outline:
+def _ring() -> SplitPoints:
     """A disc with a hole, as one polygon that runs around the rim and back around the hole."""
     rim = regular_polygon(48)
     hole = rim[::-1] * 0.55
     return np.concatenate([rim, rim[:1], hole[-1:], hole]).astype(np.float32)
 
 
-SHAPES: dict[str, Outline] = {
+SHAPES: dict[str, SplitPoints] = {
     "circle": regular_polygon(48),
     "square": regular_polygon(4, math.pi / 4) * 1.15,
     "triangle": regular_polygon(3) + np.array([0, 0.2], np.float32),
@@ -123,7 +123,7 @@ def plain(height: int, width: int, colour: Rgb) -> Picture:
 
 
 def coverage(
-    outline: Outline,
+    outline: SplitPoints,
     height: int,
     width: int,
     centre: tuple[float, float],

@@ -1,7 +1,7 @@
 """The settings of ``train_lora.py`` on a language model; ``library.config.schema`` says how a schema is read.
 
 What a LoRA on any model has (network, optimizer, saving, ...) are the same sections as for image models, less the keys
-in :data:`OF_IMAGES`; model, data, samples and validation are those of language models.
+in :data:`IMAGE_ONLY_KEYS`; model, data, samples and validation are those of language models.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from library.config.schema import (
 )
 
 LANGUAGE_MODELS = ("llama", "gpt2")
-OF_IMAGES = frozenset(
+IMAGE_ONLY_KEYS = frozenset(
     {
         "attention",
         "blocks_to_swap",
-        "fp8_keep",
+        "fp8_exclude",
         "fp8_text_encoder",
         "memory",
         "network_train_text_encoder_only",
@@ -58,7 +58,7 @@ class LanguageModelConfig(Section):
     )
 
 
-class InstructionConfig(Section):
+class ChatDataConfig(Section):
     """The conversations, and how they are learnt."""
 
     train_data: list[str] = Field(
@@ -100,12 +100,12 @@ class InstructionValidationConfig(Section):
     max_validation_conversations: Positive = Field(256, description="at most so many held-out conversations")
 
 
-class InstructionTrainConfig(Section):
+class ChatTrainConfig(Section):
     """All sections of a LoRA training run on a language model."""
 
     model: LanguageModelConfig
     precision: PrecisionConfig = PrecisionConfig()
-    instructions: InstructionConfig
+    instructions: ChatDataConfig
     network: NetworkConfig = NetworkConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()

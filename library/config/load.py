@@ -30,10 +30,10 @@ import toml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from library.config.chat_schema import LANGUAGE_MODELS, InstructionTrainConfig
+from library.config.chat_schema import LANGUAGE_MODELS, ChatTrainConfig
 from library.config.kohya.flags import FLAGS
 from library.config.kohya.translate import Note, is_known, translate
-from library.config.pretrain_schema import LLMConfig
+from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import TrainConfig
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError, did_you_mean, nearest_of
@@ -47,7 +47,7 @@ _INSTEAD = {
 
 
 @dataclass
-class Given:
+class RawConfig:
     """What a person wrote.
 
     Attributes:
@@ -102,9 +102,9 @@ def names_language_model(argv: Sequence[str]) -> bool:
     return False
 
 
-def load_language_config(argv: Sequence[str]) -> InstructionTrainConfig:
+def load_language_config(argv: Sequence[str]) -> ChatTrainConfig:
     """Read a configuration that :func:`names_language_model`; raises as :func:`load_config`."""
-    return cast(InstructionTrainConfig, load_for(LANGUAGE_LORA, argv))
+    return cast(ChatTrainConfig, load_for(LANGUAGE_LORA, argv))
 
 
 def load_for(script: Script, argv: Sequence[str]) -> Any:
@@ -116,7 +116,7 @@ def load_for(script: Script, argv: Sequence[str]) -> Any:
     return config
 
 
-def read_arguments(argv: Sequence[str], script: Script = LORA) -> Given:
+def read_arguments(argv: Sequence[str], script: Script = LORA) -> RawConfig:
     """Return the keys of the TOML file and the flags together, flags winning.
 
     Raises:
@@ -124,7 +124,7 @@ def read_arguments(argv: Sequence[str], script: Script = LORA) -> Given:
     """
     arguments, unknown = parse_flags(argv, script)
     config_file = arguments.pop("config_file")
-    given = read_toml(config_file, script) if config_file else Given()
+    given = read_toml(config_file, script) if config_file else RawConfig()
     for problem, meant in unknown_flags(unknown, script):
         given.problems.append(problem)
         given.meant |= {meant} if meant else set()
@@ -136,7 +136,7 @@ def read_arguments(argv: Sequence[str], script: Script = LORA) -> Given:
     return given
 
 
-def read_toml(path: str | Path, script: Script = LORA) -> Given:
+def read_toml(path: str | Path, script: Script = LORA) -> RawConfig:
     """Return the keys of a training TOML, table headings dissolved.
 
     The suffix may be left out, as with kohya's trainers.
@@ -160,7 +160,7 @@ def read_toml(path: str | Path, script: Script = LORA) -> Given:
     except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
-    known, given = fields(script), Given()
+    known, given = fields(script), RawConfig()
     for key, value in _flattened(tables, set(known)):
         where = f"{path}:{_line_of(key, text)}: {key}"
         if key not in known and not (script.takes_kohya and is_known(key)):
@@ -377,10 +377,10 @@ def _choices(annotation: Any) -> list[str]:
     return [word for part in get_args(annotation) for word in _choices(part)]
 
 
-def load_llm_config(argv: Sequence[str]) -> LLMConfig:
+def load_llm_config(argv: Sequence[str]) -> PretrainConfig:
     """Read ``--config_file`` and the other flags in ``argv`` into a validated configuration.
 
     Raises:
         UserError: as ``library.config.load.load_config``.
     """
-    return cast(LLMConfig, load_for(LLM, argv))
+    return cast(PretrainConfig, load_for(LLM, argv))

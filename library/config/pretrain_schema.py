@@ -144,7 +144,7 @@ class LLMValidationConfig(Section):
     validation_tokens: Positive = Field(65536, description="at most so many held-out tokens")
 
 
-class LLMConfig(Section):
+class PretrainConfig(Section):
     """All sections of a pretraining run."""
 
     model: LLMModelConfig = LLMModelConfig()

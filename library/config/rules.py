@@ -32,8 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from library.config.chat_schema import InstructionConfig, InstructionTrainConfig
-from library.config.pretrain_schema import LLMConfig
+from library.config.chat_schema import ChatDataConfig, ChatTrainConfig
+from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import (
     FlowConfig,
     LoggingConfig,
@@ -56,7 +56,7 @@ def find_conflicts(config: TrainConfig) -> Iterator[str]:
     yield from shared_conflicts(config)
 
 
-def shared_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def shared_conflicts(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     """Yield the conflicts within what a LoRA on any model has."""
     for rule in (
         _precision,
@@ -98,7 +98,7 @@ def _model(config: TrainConfig) -> Iterator[str]:
     yield from unused(config.flow, ("guidance_scale",), not kind.startswith("flux"), reason)
 
 
-def _precision(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def _precision(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     training, base = config.training, config.model.base_dtype
     if training.full_bf16 and training.mixed_precision != "bf16":
         yield 'full_bf16: needs the forward pass in bf16 too; set mixed_precision = "bf16"'
@@ -111,7 +111,7 @@ def _memory(config: TrainConfig) -> Iterator[str]:
     training = config.training
     if training.memory == "manual":
         return
-    policy = ("gradient_checkpointing", "checkpoint_keep_mb", "cpu_offload_checkpointing", "blocks_to_swap")
+    policy = ("gradient_checkpointing", "activation_budget_mb", "cpu_offload_checkpointing", "blocks_to_swap")
     for key in policy:
         if getattr(training, key):
             yield f'{key}: memory = "auto" chooses it; remove one of them'
@@ -121,18 +121,18 @@ def _memory(config: TrainConfig) -> Iterator[str]:
         yield 'memory: "auto" tries the whole model on each device; remove it, or the split'
 
 
-def _faults(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def _faults(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     training = config.training
-    yield from unused(training, ("nonfinite_limit",), training.nonfinite == "stop", 'with nonfinite = "stop"')
+    yield from unused(training, ("on_nan_limit",), training.on_nan == "stop", 'with on_nan = "stop"')
 
 
-def _fp8(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def _fp8(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     fp8 = config.precision
     if fp8.fp8_base and fp8.fp8_scaled:
         yield "fp8_base: casts without scales, fp8_scaled quantises with scales; keep one of them"
     quantises = fp8.fp8_base or fp8.fp8_scaled
     yield from unused(fp8, ("fp8_granularity",), not fp8.fp8_scaled, "without fp8_scaled")
-    recipe = ("fp8_format", "fp8_keep", "fp8_keep_patterns", "fp8_rounding")
+    recipe = ("fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding")
     yield from unused(fp8, recipe, not quantises, "without fp8_base or fp8_scaled")
     if fp8.fp8_activations != "none" and (fp8.fp8_compute == "scaled_mm" or fp8.fp8_input_gradient):
         yield "fp8_activations: products in fp8 round them already; remove fp8_compute and fp8_input_gradient"
@@ -150,7 +150,7 @@ def _fp8(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
         yield 'fp8_text_encoder: T5 leaves the range of fp16; set mixed_precision = "bf16" or remove it'
 
 
-def _from_weights(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def _from_weights(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     network = config.network
     yield from unused(network, ("allow_partial",), network.network_weights is None, "without network_weights")
     yield from unused(network, ("allow_partial",), network.dim_from_weights, "with dim_from_weights")
@@ -166,19 +166,19 @@ def _from_weights(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]
 
 
 def _parity(config: TrainConfig) -> Iterator[str]:
-    parity = config.parity
-    teacher = parity.parity_teacher is not None
-    keys = ("parity_lora", "parity_weight", "parity_cache")
-    yield from unused(parity, keys, not teacher, "without parity_teacher")
+    parity = config.distillation
+    teacher = parity.distill_from is not None
+    keys = ("distill_lora", "distill_weight", "distill_cache")
+    yield from unused(parity, keys, not teacher, "without distill_from")
     if not teacher:
         return
-    if not (parity.parity_lora or config.network.network_weights):
-        yield "parity_teacher: it needs the LoRA as it was trained in bf16; set network_weights to that LoRA"
+    if not (parity.distill_lora or config.network.network_weights):
+        yield "distill_from: it needs the LoRA as it was trained in bf16; set network_weights to that LoRA"
     if config.flow.loss_type != "l2":
-        yield f'parity_teacher: learns by the squared error, not {config.flow.loss_type}; set loss_type = "l2"'
+        yield f'distill_from: learns by the squared error, not {config.flow.loss_type}; set loss_type = "l2"'
     if any(rate > 0 for rate in config.optimizer.text_encoder_lr):
         yield (
-            "parity_teacher: its answers are to cached text, which text encoders in training change; remove "
+            "distill_from: its answers are to cached text, which text encoders in training change; remove "
             "text_encoder_lr"
         )
 
@@ -210,7 +210,7 @@ def _flow(config: TrainConfig) -> Iterator[str]:
     yield from unused(flow, ("seam_width",), not flow.seam_loss_weight, "without seam_loss_weight")
 
 
-def _saving(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def _saving(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     saving, hub, validation = config.saving, config.hub, config.validation
     steps, epochs = saving.save_every_n_steps, saving.save_every_n_epochs
     yield from unused(saving, ("save_last_n_steps",), steps is None, "without save_every_n_steps")
@@ -239,13 +239,13 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
     )
 
 
-def _tracking(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def _tracking(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     logging: LoggingConfig = config.logging
     yield from unused(logging, ("logging_dir", "log_tracker_name"), logging.log_with is None, "without log_with")
     yield from unused(logging, ("wandb_run_name",), logging.log_with not in ("wandb", "all"), "without wandb")
 
 
-def _compiling(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def _compiling(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     compiling = config.accelerate
     if config.training.blocks_to_swap and compiling.torch_compile:
         yield "blocks_to_swap: compiled blocks keep the memory their weights lay in; remove torch_compile or swap none"
@@ -257,7 +257,7 @@ def _compiling(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     )
 
 
-def _sharding(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def _sharding(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     training, alone = config.training, "is not made for shard; remove one of them"
     yield from parallel_conflicts(
         config.parallel,
@@ -280,12 +280,12 @@ def _sharding(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
     )
 
 
-def trains_text_encoders(config: TrainConfig | InstructionTrainConfig) -> bool:
+def trains_text_encoders(config: TrainConfig | ChatTrainConfig) -> bool:
     """Whether text encoders are trained, beside the transformer or alone."""
     return config.network.network_train_text_encoder_only or any(config.optimizer.text_encoder_lr)
 
 
-def saves_with_base_weights(config: TrainConfig | InstructionTrainConfig) -> bool:
+def saves_with_base_weights(config: TrainConfig | ChatTrainConfig) -> bool:
     """Whether saving takes the base's weights, not only what is trained: DoRA in the other programs' layouts."""
     is_dora, save_format = config.network.network_type == "dora", config.saving.save_format
     of_images = config.model.model_type not in ("llama", "gpt2")  # theirs is peft's whatever the key says
@@ -381,7 +381,7 @@ def _is_set(config: OptimizerConfig, key: str) -> bool:
     return key in config.model_fields_set and getattr(config, key) != type(config).model_fields[key].default
 
 
-def device_map_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def device_map_conflicts(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     """Yield a line for each option of a LoRA that does not go with ``device_map``."""
     parallel, training = config.parallel, config.training
     if parallel.device_map is None:
@@ -418,7 +418,7 @@ def no_device_map(parallel: ParallelConfig) -> Iterator[str]:
 _WHOLE = 'set lora_placement = "replicated"'
 
 
-def placement_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def placement_conflicts(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     """Yield a line for each option of a LoRA that does not go with splitting it."""
     parallel, kind, network = config.parallel, config.optimizer.optimizer_type, config.network.network_type
     if not parallel.splits_lora:
@@ -436,9 +436,9 @@ def placement_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterato
             ),
             "network_type": (network != "lora", f"of {network} nothing is split; train a lora, or {_WHOLE}"),
             "ema_decay": (config.saving.ema_decay, f"averages are of whole weights; remove it, or {_WHOLE}"),
-            "nonfinite": (
-                config.training.nonfinite != "stop",
-                f'a single image\'s gradients are not had of a split LoRA; set nonfinite = "stop", or {_WHOLE}',
+            "on_nan": (
+                config.training.on_nan != "stop",
+                f'a single image\'s gradients are not had of a split LoRA; set on_nan = "stop", or {_WHOLE}',
             ),
         }
     )
@@ -456,7 +456,7 @@ NO_FP8 = (
 )
 
 
-def zero_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def zero_conflicts(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     """Yield a line for each option of a LoRA that does not go with ``zero``."""
     parallel, training, precision = config.parallel, config.training, config.precision
     if parallel.zero is None:
@@ -501,7 +501,7 @@ def no_zero(parallel: ParallelConfig) -> Iterator[str]:
 _NOT_FOR_TP = "is not made for tp; remove one of them"
 
 
-def tensor_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def tensor_conflicts(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     """Yield a line for each option of a LoRA that does not go with ``tp``."""
     if not config.parallel.is_tensor_parallel:
         return
@@ -520,7 +520,7 @@ def tensor_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[s
     )
 
 
-def llm_tensor_conflicts(config: LLMConfig) -> Iterator[str]:
+def llm_tensor_conflicts(config: PretrainConfig) -> Iterator[str]:
     """Yield a line for each option of pretraining that does not go with ``tp``."""
     if not config.parallel.is_tensor_parallel:
         return
@@ -544,11 +544,11 @@ Options = dict[str, tuple[object, str]]  # name -> (whether it is set, reason an
 _NOT_FOR_PP = "is not made for pp; remove one of them"
 
 
-def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator[str]:
+def pipeline_conflicts(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     """Yield a line for each option of a LoRA that does not go with ``pp``."""
     training, kind = config.training, config.model.model_type
     lengths = f"{kind} keeps captions' lengths, so that parts of a batch differ in shape; use shard"
-    if isinstance(data := getattr(config, "instructions", None), InstructionConfig):
+    if isinstance(data := getattr(config, "instructions", None), ChatDataConfig):
         yield from _too_many_pieces(config.parallel, data.train_batch_size)
     yield from _pp_conflicts(
         config.parallel,
@@ -572,7 +572,7 @@ def pipeline_conflicts(config: TrainConfig | InstructionTrainConfig) -> Iterator
     )
 
 
-def llm_pipeline_conflicts(config: LLMConfig) -> Iterator[str]:
+def llm_pipeline_conflicts(config: PretrainConfig) -> Iterator[str]:
     """Yield a line for each option of pretraining that does not go with ``pp``."""
     kind = config.optimizer.optimizer_type
     yield from _too_many_pieces(config.parallel, config.data.train_batch_size)
@@ -602,7 +602,7 @@ def _too_many_pieces(parallel: ParallelConfig, batch: int) -> Iterator[str]:
 def _pp_conflicts(parallel: ParallelConfig, options: Options, splits: bool) -> Iterator[str]:
     """Yield a line for each of ``options`` that is set; ``splits`` says whether a stage's layers can be split by tp."""
     if not parallel.is_pipelined:
-        for key in ("microbatches", "schedule", "stage_balance"):
+        for key in ("microbatches", "schedule", "pp_balance"):
             if key in parallel.model_fields_set:
                 yield f"{key}: has no effect without pp; set pp to the number of stages, or remove it"
         return
@@ -615,7 +615,7 @@ def _pp_conflicts(parallel: ParallelConfig, options: Options, splits: bool) -> I
             yield f"{key}: {reason}"
 
 
-def find_instruction_conflicts(config: InstructionTrainConfig) -> Iterator[str]:
+def find_instruction_conflicts(config: ChatTrainConfig) -> Iterator[str]:
     """Yield every conflict among the options, as one line with its remedy."""
     yield from shared_conflicts(config)
     data, sampling, validation = config.instructions, config.sampling, config.validation
@@ -624,8 +624,8 @@ def find_instruction_conflicts(config: InstructionTrainConfig) -> Iterator[str]:
         yield f"network_type: peft's {kind} has another form; a language model takes lora and dora"
     if data.validation_data and data.validation_split:
         yield "validation_split: validation_data is what is validated on; remove one of them"
-    if config.training.nonfinite == "rollback":
-        yield "nonfinite: rollback leaves single images out; with conversations choose stop or skip"
+    if config.training.on_nan == "rollback":
+        yield "on_nan: rollback leaves single images out; with conversations choose stop or skip"
     keys = ("validate_every_n_steps", "validate_every_n_epochs", "max_validation_conversations")
     held_out = bool(data.validation_data) or data.validation_split > 0
     yield from unused(validation, keys, not held_out, "without validation_data or validation_split")
@@ -639,7 +639,7 @@ def find_instruction_conflicts(config: InstructionTrainConfig) -> Iterator[str]:
 _SIZES = ("width", "layers", "heads", "kv_heads", "hidden")
 
 
-def find_llm_conflicts(config: LLMConfig) -> Iterator[str]:
+def find_llm_conflicts(config: PretrainConfig) -> Iterator[str]:
     """Yield every conflict among the options, as one line with its remedy."""
     model, sampling, optimizer = config.model, config.sampling, config.optimizer
     if (model.preset is None) == (model.init_from is None):
@@ -673,7 +673,7 @@ def find_llm_conflicts(config: LLMConfig) -> Iterator[str]:
 SHARDING_OPTIMIZERS = ("AdamW", "Adam", "SGD", "SGDNesterov", "Prodigy")
 
 
-def _llm_sharding(config: LLMConfig) -> Iterator[str]:
+def _llm_sharding(config: PretrainConfig) -> Iterator[str]:
     kind, full_bf16 = config.optimizer.optimizer_type, config.training.full_bf16
     whole = kind.lower() not in [name.lower() for name in SHARDING_OPTIMIZERS]
     fit = ", ".join(SHARDING_OPTIMIZERS)

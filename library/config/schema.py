@@ -42,7 +42,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-_REFINEMENTS = ("checkpoint_every_n_blocks", "checkpoint_keep_mb", "cpu_offload_checkpointing")
+_REFINEMENTS = ("checkpoint_every_n_blocks", "activation_budget_mb", "cpu_offload_checkpointing")
 
 
 class RecomputationKeys(Section):
@@ -52,7 +52,7 @@ class RecomputationKeys(Section):
     checkpoint_every_n_blocks: Positive = Field(
         1, description="with gradient_checkpointing, recompute one of so many neighbouring blocks; 1: all"
     )
-    checkpoint_keep_mb: Annotated[int, Field(ge=0)] = Field(
+    activation_budget_mb: Annotated[int, Field(ge=0)] = Field(
         0,
         description="with gradient_checkpointing, keep so many MiB that need not be kept, what saves most time first: "
         "outputs of attention, then whole blocks",
@@ -73,7 +73,7 @@ class MemoryKeys(RecomputationKeys):
     memory: Literal["manual", "auto"] = Field(
         "manual",
         description="manual: as the keys above say; auto: take real steps before anything is cached, and choose the "
-        "fastest of gradient_checkpointing, checkpoint_keep_mb, cpu_offload_checkpointing and blocks_to_swap that fits",
+        "fastest of gradient_checkpointing, activation_budget_mb, cpu_offload_checkpointing, blocks_to_swap that fits",
     )
 
 
@@ -83,8 +83,8 @@ def recomputation_conflicts(training: RecomputationKeys, torch_compile: bool) ->
         for key in _REFINEMENTS:
             if key in training.model_fields_set:
                 yield f"{key}: has no effect without gradient_checkpointing; set it too, or remove this"
-    if training.checkpoint_keep_mb and torch_compile:
-        yield "checkpoint_keep_mb: a compiled block does not show what it keeps; remove it or torch_compile"
+    if training.activation_budget_mb and torch_compile:
+        yield "activation_budget_mb: a compiled block does not show what it keeps; remove it or torch_compile"
 
 
 MESH_ORDER = ("pp", "dp", "shard", "tp")  # what travels most, travels between neighbours
@@ -111,7 +111,7 @@ class ParallelConfig(Section):
     schedule: Literal["1f1b", "gpipe"] = Field(
         "1f1b", description="of a pipeline: backward as soon as possible (1f1b), or after all forward passes (gpipe)"
     )
-    stage_balance: Literal["time", "weights"] = Field(
+    pp_balance: Literal["time", "weights"] = Field(
         "time", description="what stages have as equal parts of as can be: work, or weights where memory is short"
     )
 
@@ -274,10 +274,10 @@ class PrecisionConfig(Section):
         description="what shares a scale of fp8_scaled: the matrix, an output's row, a run of 64 or 128 inputs",
     )
     fp8_format: Literal["e4m3fn", "e5m2"] = Field("e4m3fn", description="fp8 format that weights are rounded to")
-    fp8_keep: list[Literal["embedders", "modulation", "final"]] = Field(
+    fp8_exclude: list[Literal["embedders", "modulation", "final"]] = Field(
         ["embedders", "final"], description="kinds of linear layers that stay in high precision"
     )
-    fp8_keep_patterns: list[str] = Field(
+    fp8_exclude_patterns: list[str] = Field(
         [], description="regular expressions; a layer stays in high precision if one is found in its name"
     )
     fp8_rounding: Literal["nearest", "stochastic"] = Field(
@@ -299,17 +299,17 @@ class PrecisionConfig(Section):
     )
 
 
-class ParityConfig(Section):
+class DistillationConfig(Section):
     """Learning on an fp8 base what the bf16 model answers, so that both paint the same picture."""
 
-    parity_teacher: str | None = Field(
+    distill_from: str | None = Field(
         None, description="bf16 model, folder or file, whose velocity the LoRA learns on this base"
     )
-    parity_lora: str | None = Field(None, description="LoRA beside the teacher; default: network_weights")
-    parity_weight: Annotated[float, Field(gt=0, le=1)] = Field(
+    distill_lora: str | None = Field(None, description="LoRA beside the teacher; default: network_weights")
+    distill_weight: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="weight of the teacher's velocity against the data's; 1 learns from the teacher alone"
     )
-    parity_cache: str | None = Field(
+    distill_cache: str | None = Field(
         None, description="folder for the teacher's answers; default: teacher in output_dir"
     )
 
@@ -433,12 +433,12 @@ class TrainingConfig(MemoryKeys):
         description="take real steps at the largest bucket before anything is cached, and say what they take; "
         "default: on a GPU; the model is loaded twice for it",
     )
-    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+    on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",
         description="a step whose loss or gradients are not finite: save what was before it and stop; skip its update; "
         "or leave the images at fault out from then on and take the step again",
     )
-    nonfinite_limit: Positive = Field(
+    on_nan_limit: Positive = Field(
         10, description="stop after so many steps in a row that are not finite (skip, rollback)"
     )
 
@@ -578,7 +578,7 @@ class TrainConfig(Section):
 
     model: ModelConfig
     precision: PrecisionConfig = PrecisionConfig()
-    parity: ParityConfig = ParityConfig()
+    distillation: DistillationConfig = DistillationConfig()
     dataset: DatasetArguments
     network: NetworkConfig = NetworkConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

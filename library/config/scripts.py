@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from library.config.chat_schema import OF_IMAGES, InstructionTrainConfig
-from library.config.pretrain_schema import LLMConfig
+from library.config.chat_schema import IMAGE_ONLY_KEYS, ChatTrainConfig
+from library.config.pretrain_schema import PretrainConfig
 from library.config.rules import (
     find_conflicts,
     find_instruction_conflicts,
@@ -30,7 +30,7 @@ class Script:
         schema: all sections.
         conflicts: yields a line for options that exclude each other.
         takes_kohya: whether keys and flags of kohya's trainers are taken too.
-        leaves_out: keys of the sections that the script does not have.
+        excluded_keys: keys of the sections that the script does not have.
         elsewhere: keys of other models that the same script trains, and of what is not there -> what to say of them.
     """
 
@@ -39,7 +39,7 @@ class Script:
     schema: type[BaseModel]
     conflicts: Callable[[Any], Iterator[str]]
     takes_kohya: bool = False
-    leaves_out: frozenset[str] = frozenset()
+    excluded_keys: frozenset[str] = frozenset()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -53,13 +53,13 @@ def _keys(schema: type[BaseModel]) -> set[str]:
 
 
 # Of docs/distributed.md: what people look for, and why it is not there.
-NOT_THERE = {
+UNSUPPORTED_KEYS = {
     "cp": "diffusers splits an image's tokens (_cp_plan) in its own attention processors only; with those used here "
     "each process would attend to its own tokens alone, and learn something wrong; remove it, and set tp",
 }
 
-_IMAGE_KEYS = (_keys(TrainConfig) - _keys(InstructionTrainConfig)) | OF_IMAGES
-_LANGUAGE_KEYS = _keys(InstructionTrainConfig) - _keys(TrainConfig)
+_IMAGE_KEYS = (_keys(TrainConfig) - _keys(ChatTrainConfig)) | IMAGE_ONLY_KEYS
+_LANGUAGE_KEYS = _keys(ChatTrainConfig) - _keys(TrainConfig)
 
 LORA = Script(
     "train_lora.py",
@@ -67,16 +67,17 @@ LORA = Script(
     TrainConfig,
     find_conflicts,
     takes_kohya=True,
-    elsewhere=NOT_THERE
+    elsewhere=UNSUPPORTED_KEYS
     | dict.fromkeys(_LANGUAGE_KEYS, 'is about language models; set model_type = "llama" or "gpt2", or remove it'),
 )
 LANGUAGE_LORA = Script(
     "train_lora.py",
     "Train a LoRA on a language model.",
-    InstructionTrainConfig,
+    ChatTrainConfig,
     find_instruction_conflicts,
-    leaves_out=OF_IMAGES,
-    elsewhere=NOT_THERE | dict.fromkeys(_IMAGE_KEYS, "is about image models, this is a language model; remove it"),
+    excluded_keys=IMAGE_ONLY_KEYS,
+    elsewhere=UNSUPPORTED_KEYS
+    | dict.fromkeys(_IMAGE_KEYS, "is about image models, this is a language model; remove it"),
 )
 
 
@@ -87,7 +88,7 @@ def sections(script: Script = LORA) -> dict[str, type[BaseModel]]:
 
 def section_fields(script: Script, section: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the keys of one section that the script has, with their fields."""
-    return {key: field for key, field in section.model_fields.items() if key not in script.leaves_out}
+    return {key: field for key, field in section.model_fields.items() if key not in script.excluded_keys}
 
 
 def fields(script: Script = LORA) -> Fields:
@@ -99,4 +100,6 @@ def fields(script: Script = LORA) -> Fields:
     }
 
 
-LLM = Script("train_llm.py", "Pretrain a language model.", LLMConfig, find_llm_conflicts, elsewhere=NOT_THERE)
+LLM = Script(
+    "train_llm.py", "Pretrain a language model.", PretrainConfig, find_llm_conflicts, elsewhere=UNSUPPORTED_KEYS
+)

@@ -321,8 +321,8 @@ class EpochBatchSampler(Sampler[list[tuple[int, int]]]):
             if not kept:
                 width, height = self.buckets[item][1]
                 raise UserError(
-                    f"nonfinite: no image of {width}x{height} is left that gives finite numbers; "
-                    'look at the images and their caches, or set nonfinite = "stop"'
+                    f"on_nan: no image of {width}x{height} is left that gives finite numbers; "
+                    'look at the images and their caches, or set on_nan = "stop"'
                 )
             self._instead[item] = next((other for other in kept if other > item), kept[0])
 

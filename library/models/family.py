@@ -29,7 +29,7 @@ from library.models.weights import KeyMap, WeightFiles, load_into
 from library.nn.attention import Backend
 from library.nn.tensor_split import Parts
 from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 
 
@@ -116,7 +116,7 @@ class Family(Protocol):
         device: torch.device | str = "cpu",
         backend: Backend = "auto",
         *,
-        fp8: Fp8Loading | None = None,
+        fp8: Fp8Loader | None = None,
     ) -> nn.Module:
         """Load the transformer, frozen, with Tandem's hot paths.
 
@@ -242,7 +242,7 @@ class TransformerFiles:
         device: torch.device | str = "cpu",
         backend: Backend = "auto",
         *,
-        fp8: Fp8Loading | None = None,
+        fp8: Fp8Loader | None = None,
     ) -> Any:
         """Load the transformer, frozen, in eval mode, with Tandem's hot paths.
 

@@ -30,7 +30,7 @@ from transformers import (
 
 from library.errors import UserError
 from library.models.weights import Piece, WeightFiles, load_into, read_config
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 
 # In clip_l files beside the text model: the projection that FLUX does not use, buffers of old versions.
@@ -179,7 +179,7 @@ def load_t5(
         model.encoder.set_input_embeddings(model.shared)  # also where the config says not to tie: one is published
         return model
 
-    fp8 = Fp8Loading(recipe, compute="dequant")
+    fp8 = Fp8Loader(recipe, compute="dequant")
     model = load_into(build, weights, key_map, dtype, device, keep_fp32, fp8)
     assert isinstance(model, T5EncoderModel)
     return model

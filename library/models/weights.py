@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from library.errors import UserError, did_you_mean
 from library.files import read_safetensors_header, shard_names
 from library.precision.checkpoint_layouts import detect_layout
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 
 _DTYPES = {
     "F64": torch.float64,
@@ -207,7 +207,7 @@ def load_into(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     keep_fp32: Callable[[str], bool] = lambda name: False,
-    fp8: Fp8Loading | None = None,
+    fp8: Fp8Loader | None = None,
 ) -> nn.Module:
     """Build a module on the meta device and fill it from ``weights``; the result is frozen and in eval mode.
 
@@ -227,7 +227,7 @@ def load_into(
         module = build()
     expected = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
     _check(expected, weights, key_map)
-    placing = fp8 if fp8 is not None else Fp8Loading(compute="dequant")
+    placing = fp8 if fp8 is not None else Fp8Loader(compute="dequant")
     placing.check(module)
     for name, shape in expected.items():
         tensor = weights.read(key_map[name])

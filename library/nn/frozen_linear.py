@@ -20,7 +20,7 @@ products, but the low-rank layers around them can share one: a wrapper that know
 code needs to know nothing about LoRA.
 
 What stands before a linear layer is often cheap to make and wide to keep: a norm with modulation, an activation. A
-wrapper may keep what it is made of instead, if it is told how: :func:`project_made`.
+wrapper may keep what it is made of instead, if it is told how: :func:`project_recomputed`.
 
 Which matrix kernels suit the processor.
 
@@ -158,7 +158,7 @@ def project_together(linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     return [outputs[i] if i in outputs else linear(x) for i, linear in enumerate(linears)]
 
 
-def project_made(linears: Sequence[nn.Module], make: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+def project_recomputed(linears: Sequence[nn.Module], make: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
     """Return :func:`project_together` of ``make(*inputs)``, which is made again in backward where the layers can.
 
     Args:

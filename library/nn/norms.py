@@ -13,7 +13,7 @@ the result has the dtype of ``x``. With equal dtypes the output is that of ``tor
 What stands between the linear layers of a diffusion transformer's block: norm with modulation, GELU, slices.
 
 All of it is cheap to make and as wide as what it is made of, so blocks hand these functions to
-``library.nn.frozen_linear.project_made``, which makes them again in backward instead of keeping their results.
+``library.nn.frozen_linear.project_recomputed``, which makes them again in backward instead of keeping their results.
 """
 
 from __future__ import annotations

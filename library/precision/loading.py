@@ -1,6 +1,6 @@
 """Between a checkpoint and the model it fills: which weights stay fp8, which become fp8, which are cast.
 
-The loader reads one tensor after the other; :class:`Fp8Loading` is asked about each. A linear weight that
+The loader reads one tensor after the other; :class:`Fp8Loader` is asked about each. A linear weight that
 the file has in fp8 is put into its place as an :class:`Fp8Linear`, codes unchanged. One that the file has in
 bf16 becomes fp8 if a recipe says so. Everything else goes on in high precision: an fp8 bias or norm is cast
 up, which is exact.
@@ -24,7 +24,7 @@ from library.precision.serving import ActivationRounding, serve_in_fp8
 
 
 @dataclass
-class Fp8Loading:
+class Fp8Loader:
     """How one model's weights are placed, and a count of what was done.
 
     Attributes:

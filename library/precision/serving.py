@@ -53,7 +53,7 @@ def round_activations(x: Tensor, how: ActivationRounding, scale: Tensor | None =
     return (dequantize(flat, None, torch.float32).view(values.shape) * factor).to(x.dtype)
 
 
-class ServedLinear(nn.Module):
+class FakeQuantLinear(nn.Module):
     """A linear layer whose input is rounded as a server's fp8 product rounds it.
 
     The gradient passes as if nothing had been rounded (straight-through; Bengio et al. 2013, arXiv 1308.3432), so a
@@ -96,7 +96,7 @@ def serve_in_fp8(
     """
     for name, scale in names.items():
         if how != "static" or scale is not None:
-            model.set_submodule(name, ServedLinear(model.get_submodule(name), how, scale))
+            model.set_submodule(name, FakeQuantLinear(model.get_submodule(name), how, scale))
 
 
 @contextmanager

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from library.accelerator import computes_together
+from library.accelerator import is_model_parallel
 from library.files import atomic_folder
 from library.training.checkpoint.hub import HubUpload
-from library.training.checkpoint.saving import Keeper, fallback_folder, remove_old
+from library.training.checkpoint.saving import CheckpointWriter, fallback_folder, remove_old
 from library.training.checkpoint.state import OutputNames, Position, save_training_state
-from library.training.guard.signals import NOTHING, Requests, Wish
+from library.training.guard.signals import NOTHING, SignalHandler, StopRequest
 from library.training.report.metrics import MetricsStream, peak_memory_bytes
 from library.training.report.plots import plot_runs
 from library.training.report.progress import TrainingProgress, duration, shown_path
@@ -72,16 +72,16 @@ class RunEvents:
     begun: float  # seconds since 1970
     save_states_to_hub: bool = False
     stopped: bool = False
-    wish: Wish = NOTHING  # that stopped the run
+    stop_request: StopRequest = NOTHING  # that stopped the run
     val_loss: float | None = None
     _validated_at: int | None = None
     _sampled_at: int | None = None
 
     def __post_init__(self) -> None:
         fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
-        self.keeper = Keeper(self.names.folder, fallback, self.saving.save_retries, self.progress.note)
-        self.requests = Requests(
-            self.names.folder, self.run.accelerator, self.begun, is_owed=lambda: self.keeper.is_due
+        self.writer = CheckpointWriter(self.names.folder, fallback, self.saving.save_retries, self.progress.note)
+        self.requests = SignalHandler(
+            self.names.folder, self.run.accelerator, self.begun, is_owed=lambda: self.writer.is_due
         )
 
     def at_start(self, position: Position) -> None:
@@ -129,27 +129,27 @@ class RunEvents:
     def after_step(self, position: Position) -> None:
         """Do what is due after an optimizer step."""
         step = position.step
-        wish = self.requests.look(step)
-        if wish.stop is not None and step < self.run.total_steps:
-            self._stop(wish, position)
+        stop_request = self.requests.look(step)
+        if stop_request.stop is not None and step < self.run.total_steps:
+            self._stop(stop_request, position)
             return
         if _due(step, self.held_out.config.validate_every_n_steps if self.held_out else None):
             self._compare(position)
             self._stop_if_stale(position)
-        if _due(step, self.sampling.sample_every_n_steps) or wish.sample:
+        if _due(step, self.sampling.sample_every_n_steps) or stop_request.sample:
             self._sample(step)
-        if _due(step, self.saving.save_every_n_steps) or wish.save or wish.again:
-            with_state = self.saving.save_state or wish.save
+        if _due(step, self.saving.save_every_n_steps) or stop_request.save or stop_request.again:
+            with_state = self.saving.save_state or stop_request.save
             if self._save(self.names.stem(step=step), position, with_state):
                 self._rotate(step=step)
-        self.requests.answered(wish)
+        self.requests.answered(stop_request)
 
-    def _stop(self, wish: Wish, position: Position) -> None:
+    def _stop(self, stop_request: StopRequest, position: Position) -> None:
         """Keep what has been trained, and end: there may be only seconds."""
-        stem, in_a_hurry = self.names.stem(step=position.step), wish.stop != "STOP"
+        stem, in_a_hurry = self.names.stem(step=position.step), stop_request.stop != "STOP"
         self._save(stem, position, with_state=True, last=lambda: in_a_hurry or self.requests.signalled)
-        self.requests.answered(wish)
-        self.stopped, self.wish = True, wish
+        self.requests.answered(stop_request)
+        self.stopped, self.stop_request = True, stop_request
 
     def after_epoch(self, position: Position) -> None:
         """Do what is due after an epoch; ``position.epoch`` is the number of epochs done."""
@@ -166,7 +166,7 @@ class RunEvents:
 
     def at_end(self, position: Position) -> None:
         """Save first, then look at the result; what can fail for lack of memory comes after what must be kept."""
-        if self.wish.stop is not None:
+        if self.stop_request.stop is not None:
             return
         with_state = self.saving.save_state or self.saving.save_state_on_train_end
         self._save(self.names.stem(), position, with_state, last=lambda: self.requests.signalled)
@@ -185,10 +185,10 @@ class RunEvents:
             plot_runs([self.names.folder], self.names.folder / "lr.png")
             pictures.append(self.names.folder / "lr.png")
 
-        self.keeper.tolerate(plot)
+        self.writer.tolerate(plot)
         if self.sampler is not None:
             sheets = self.sampler.write_sheets
-            self.keeper.tolerate(lambda: pictures.extend(sheets()))
+            self.writer.tolerate(lambda: pictures.extend(sheets()))
         return pictures
 
     def _validate(self, step: int) -> float | None:
@@ -228,9 +228,9 @@ class RunEvents:
             return
         self._sampled_at = step
         with self._looking("sample"):
-            if self.run.accelerator.is_main_process or computes_together(self.run.accelerator):
+            if self.run.accelerator.is_main_process or is_model_parallel(self.run.accelerator):
                 sampler, transformer = self.sampler, self.run.transformer
-                self.keeper.tolerate(lambda: sampler.sample(transformer, step))
+                self.writer.tolerate(lambda: sampler.sample(transformer, step))
             self.run.accelerator.wait_for_everyone()
 
     def _save(self, stem: str, position: Position, with_state: bool, last: Callable[[], bool] | None = None) -> bool:
@@ -245,7 +245,7 @@ class RunEvents:
                 def write(folder: Path) -> list[Path]:
                     return self._write(replace(self.names, folder=folder), stem, position, with_state)
 
-                saved = self.keeper.attempt(write) if last is None else self.keeper.insist(write, last)
+                saved = self.writer.attempt(write) if last is None else self.writer.insist(write, last)
                 if self.upload is not None:
                     for path in saved or []:
                         self.upload.push(path)
@@ -289,13 +289,13 @@ def run_summary(events: RunEvents, position: Position, seconds: float) -> list[t
     if before is not None and after is not None:
         change = (after / before - 1) * 100
         rows.insert(2, ("validation loss", f"{before:.4f} before -> {after:.4f} after ({change:+.1f} %)"))
-    if events.wish.stop is not None:
-        rows.append(("stopped", f"by {events.wish.stop} before step {events.run.total_steps}"))
+    if events.stop_request.stop is not None:
+        rows.append(("stopped", f"by {events.stop_request.stop} before step {events.run.total_steps}"))
     elif events.stopped:
         rows.append(("stopped early", f"no lower validation loss since {position.best_val_loss:.4f}"))
     if events.upload and (failed := events.upload.finish()):
         rows.append(("not uploaded", ", ".join(shown_path(path) for path in failed)))
     pictures = events.draw()
-    stem = events.names.stem() if events.wish.stop is None else events.names.stem(step=position.step)
+    stem = events.names.stem() if events.stop_request.stop is None else events.names.stem(step=position.step)
     files = [events.names.lora(stem), *pictures, events.names.folder / "metrics.jsonl"]
     return rows + [(path.stem if path in pictures else path.name, shown_path(path)) for path in files]

@@ -14,14 +14,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from library.accelerator import data_share, expect_many_shapes
+from library.accelerator import dp_rank_and_size, expect_many_shapes
 from library.errors import UserError
-from library.training.checkpoint.state import Position, Stateful, lasting_settings, load_training_state, refuse_finished
+from library.training.checkpoint.state import Position, Stateful, load_training_state, refuse_finished, resume_keys
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import averaged_weights, build_optimizer
 from library.training.optim.schedules import build_schedule, total_steps
 from library.training.parallel.gather import SplitOptimizer
-from library.training.parallel.parallelize import Shareable, prepare_shared
+from library.training.parallel.parallelize import ParallelizableModel, parallelize
 from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.pipeline.stages import check_pieces, outline_of
 from library.training.parallel.zero import ZeroOptimizer
@@ -113,7 +113,7 @@ class Run:
         weights, base = self.network.state_dict(), self.base_fingerprint
         position = load_training_state(folder, weights, self.parts(), base, self.settings)
         refuse_finished(folder, position, self.total_steps, finished_too)
-        _, shares = data_share(self.accelerator)
+        _, shares = dp_rank_and_size(self.accelerator)
         if position.batches % shares:
             raise UserError(
                 f"resume: {folder} stands after batch {position.batches} of its epoch, which "
@@ -141,18 +141,20 @@ def prepare_run(
     training, lora = config.training, networks.lora
     optimizer = build_optimizer(config.optimizer, plan.parameter_groups(lora), training.full_bf16, training.seed)
     batches, loader = training_loader(data, config.dataset, accelerator)
-    steps = total_steps(training, batches.batches_per_epoch() // data_share(accelerator)[1])
+    steps = total_steps(training, batches.batches_per_epoch() // dp_rank_and_size(accelerator)[1])
     lr_schedule = build_schedule(config.optimizer, optimizer, steps)
     transformer, text_encoders, pipeline = networks.transformer, None, None
     check_pieces(config.parallel, max(data.train.batch_sizes.values()))
-    shareable = Shareable(
+    parallelizable = ParallelizableModel(
         transformer,
         lora,
         lambda: outline_of(transformer, family.blocks(transformer), family.behind_blocks),
         family.repeated_blocks,
         family.split_plan,
     )
-    shared = prepare_shared(accelerator, config.parallel, shareable, config.optimizer.max_grad_norm, optimizer, loader)
+    shared = parallelize(
+        accelerator, config.parallel, parallelizable, config.optimizer.max_grad_norm, optimizer, loader
+    )
     if shared is not None:  # the configuration's rules leave it no text encoders to train
         model, optimizer, loader, pipeline = shared
     else:
@@ -179,6 +181,6 @@ def prepare_run(
         max_grad_norm=config.optimizer.max_grad_norm,
         base_fingerprint=family.fingerprint(),
         average=WeightAverage(lora.parameters(), decay) if (decay := config.saving.ema_decay) else None,
-        settings=lasting_settings(config, networks.text_fingerprint),
+        settings=resume_keys(config, networks.text_fingerprint),
         pipeline=pipeline,
     )

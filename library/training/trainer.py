@@ -20,15 +20,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from library.accelerator import data_share
+from library.accelerator import dp_rank_and_size
 from library.errors import UserError
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Position
-from library.training.guard.nonfinite import FaultPolicy, leave_out, out_of_memory
+from library.training.guard.nonfinite import FaultPolicy, exclude_samples, out_of_memory
 from library.training.guard.update_guard import UpdateGuard
 from library.training.memory.budget import when_memory_runs_out
-from library.training.optim.lr_tracker import DistanceWatch, distance_starts, read_learning_rates
-from library.training.parallel.fsdp import share_gradients, whole_number
+from library.training.optim.lr_tracker import StepSizeMonitor, distance_starts, read_learning_rates
+from library.training.parallel.fsdp import full_tensor, share_gradients
 from library.training.report.metrics import MetricsStream, of_each_process, peak_memory_bytes
 from library.training.report.progress import TrainingProgress
 from library.training.run import Run
@@ -65,7 +65,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._guard = UpdateGuard(self.parts)
-        self._distances = DistanceWatch(
+        self._distances = StepSizeMonitor(
             self.parts.total_steps, distance_starts(self.parts.optimizer, self.position.step == 0)
         )
         self._step_ended = (0, 0)  # epoch and batches when the last whole step ended
@@ -76,7 +76,7 @@ class Trainer:
         Raises:
             UserError: a step is not finite and the policy is to stop.
         """
-        if left_out := leave_out(self.parts, self.position):
+        if left_out := exclude_samples(self.parts, self.position):
             self.progress.note(f"{left_out} images stay left out, as in the state")
         for model in self.parts.models:
             model.train()
@@ -95,7 +95,7 @@ class Trainer:
             self._guard.begin(position, record.ema)
             with when_memory_runs_out(partial(self._out_of_memory, batch)):
                 loss, figures, grad_norm = self._batch(batch)
-            position.batches += data_share(accelerator)[1]
+            position.batches += dp_rank_and_size(accelerator)[1]
             record.add(loss, figures, waited, len(batch))
             if not accelerator.sync_gradients:
                 continue
@@ -145,14 +145,14 @@ class Trainer:
         run, position, accelerator = self.parts, self.position, self.parts.accelerator
         with accelerator.accumulate(*run.models):
             # LoRA dropout is the one global draw; seeding it here makes it a function of the position too.
-            rank, _ = data_share(accelerator)  # those that compute one batch together draw the same
+            rank, _ = dp_rank_and_size(accelerator)  # those that compute one batch together draw the same
             torch.manual_seed(derive_seed(run.step.seed, "dropout", position.step, position.batches, rank))
             loss, figures = run.forward_backward(batch, position.step, self._guard.poisoned)
             grad_norm = None
             if accelerator.sync_gradients:
                 share_gradients(accelerator, run.network.parameters())
                 limit = run.max_grad_norm or float("inf")  # with inf the norm is measured, not changed
-                grad_norm = whole_number(accelerator.clip_grad_norm_(run.network.parameters(), limit))
+                grad_norm = full_tensor(accelerator.clip_grad_norm_(run.network.parameters(), limit))
                 if self._is_logged(position.step + 1):
                     self._rates = read_learning_rates(run.optimizer)  # as this step is going to use them
                 self._guard.update(grad_norm, self._update)
@@ -239,7 +239,7 @@ class _Record:
         }
         self._figures, self._steps, self._samples, self._waited, self._busy = [], 0, 0, 0.0, 0.0
         each = of_each_process(self._accelerator, speed | {"peak_mem_bytes": peak_memory_bytes()})
-        speed["samples_per_s"] *= data_share(self._accelerator)[1]  # of all
+        speed["samples_per_s"] *= dp_rank_and_size(self._accelerator)[1]  # of all
         return figures | speed | each
 
 

@@ -199,7 +199,7 @@ class _Fused(torch.autograd.Function):
             ]
             # x is made, used for the gradient of A and let go, before there is a gradient of its size.
             x = _MadeAgain(ctx, inputs, wanted)
-            down_gradient = low_gradient.t() @ x.let_go()
+            down_gradient = low_gradient.t() @ x.free_weights()
             if any(wanted[: ctx.count]):
                 x_gradient = low_gradient @ _stacked(downs, low_gradient.dtype)
                 for g, update in zip(rows, ctx.updates, strict=True):
@@ -241,7 +241,7 @@ class _MadeAgain:
         self._edge = torch.autograd.graph.get_gradient_edge(self._x) if self._needing else None
         self.gradients: list[Tensor | None] = [None] * len(inputs)
 
-    def let_go(self) -> Tensor:
+    def free_weights(self) -> Tensor:
         """Return x, [N, in], and keep no reference to it."""
         x, self._x = self._x, None
         assert x is not None

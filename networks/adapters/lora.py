@@ -76,7 +76,7 @@ from networks.adapters.base import (
 from networks.merging.low_rank import decompose
 
 
-class LoraStart(nn.Module):
+class LoraInit(nn.Module):
     """What a LoRA was begun from; not among the layer's own tensors, so that swapped blocks leave it on the device."""
 
     A: Tensor
@@ -123,7 +123,7 @@ class LoRALinear(AdapterLinear):
         self.rank_dropout = rank_dropout
         self.module_dropout = module_dropout
         self.multiplier = 1.0
-        self.start: LoraStart | None = None
+        self.start: LoraInit | None = None
         self.split: Split | None = None
         # skip_init: the default initialisation would draw from (and shift) the global generator
         self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device or "cpu")
@@ -268,7 +268,7 @@ StartName = Literal["default", "pissa", "olora"]
 
 
 @torch.no_grad()
-def begin_at_weight(layer: LoRALinear, name: str, start: StartName, generator: torch.Generator) -> None:
+def init_from_weights(layer: LoRALinear, name: str, start: StartName, generator: torch.Generator) -> None:
     """Set A and B of ``layer`` from its base's weight and let the layer take them off again.
 
     Args:
@@ -289,7 +289,7 @@ def begin_at_weight(layer: LoRALinear, name: str, start: StartName, generator: t
     down, up = _pissa(weight, layer, generator) if start == "pissa" else _olora(weight, layer.rank)
     layer.lora_A.weight.copy_(down)
     layer.lora_B.weight.copy_(up)
-    layer.start = LoraStart(layer.lora_A.weight.detach().clone(), layer.lora_B.weight.detach().clone())
+    layer.start = LoraInit(layer.lora_A.weight.detach().clone(), layer.lora_B.weight.detach().clone())
 
 
 def _pissa(weight: Tensor, layer: LoRALinear, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -223,7 +223,7 @@ def test_an_option_that_could_only_be_ignored_is_refused(argv: list[str], part: 
     [
         (["--fp8_base", "--fp8_scaled"], "fp8_base: casts without scales, fp8_scaled quantises with scales; keep one"),
         (["--fp8_base", "--fp8_granularity", "row"], "fp8_granularity: has no effect without fp8_scaled"),
-        (["--fp8_keep", "final"], "fp8_keep: has no effect without fp8_base or fp8_scaled"),
+        (["--fp8_exclude", "final"], "fp8_exclude: has no effect without fp8_base or fp8_scaled"),
         (["--fp8_rounding", "stochastic"], "fp8_rounding: has no effect without fp8_base or fp8_scaled"),
         (
             ["--fp8_base", "--fp8_compute", "dequant", "--fp8_input_gradient"],

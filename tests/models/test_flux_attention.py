@@ -10,7 +10,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 
-from library.models.flux.model import image_positions, pack_latents, swap_hot_paths
+from library.models.flux.model import image_positions, optimise_forward, pack_latents
 from library.nn.norms import RMSNorm
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 
@@ -40,7 +40,7 @@ def forward(
 
 def pair(guidance: bool, dtype: torch.dtype = torch.float32) -> tuple[FluxTransformer2DModel, FluxTransformer2DModel]:
     theirs = tiny_flux_transformer(guidance, double_blocks=2).to(dtype).requires_grad_(False)
-    return theirs, swap_hot_paths(copy.deepcopy(theirs))
+    return theirs, optimise_forward(copy.deepcopy(theirs))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -84,7 +84,7 @@ def test_swapped_transformer_has_the_same_parameters_under_the_same_names() -> N
 
 def test_swapping_twice_changes_nothing() -> None:
     theirs, ours = pair(guidance=True)
-    swap_hot_paths(ours)
+    optimise_forward(ours)
     sigmas = tiny_flux_inputs()["sigmas"]
     assert torch.equal(forward(ours, sigmas, torch.float32, True)[0], forward(theirs, sigmas, torch.float32, True)[0])
 

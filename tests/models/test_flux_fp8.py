@@ -13,7 +13,7 @@ import tools.quantize_model as quantize_model
 from library.models.flux.spec import FluxFamily
 from library.models.text_encoders import load_t5
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 from tests.tiny import SingleFiles, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 
@@ -42,7 +42,7 @@ def test_a_file_of_each_layout_trains_on_its_own_codes(
     monkeypatch.setattr(sys, "argv", ["quantize_model.py", *arguments])
     quantize_model.main()
     family = FluxFamily(files.model_config(pretrained_model_name_or_path=str(target)))
-    loading = Fp8Loading()
+    loading = Fp8Loader()
     model = family.load_transformer(torch.bfloat16, fp8=loading)
     assert loading.read == sum(isinstance(module, Fp8Linear) for module in model.modules()) == 26
     prefix = "model.diffusion_model." if comfy else ""
@@ -59,7 +59,7 @@ def test_a_file_of_each_layout_trains_on_its_own_codes(
 
 
 def test_a_bf16_file_is_quantised_while_it_is_read(files: SingleFiles) -> None:
-    loading = Fp8Loading(Fp8Recipe("block64"))
+    loading = Fp8Loader(Fp8Recipe("block64"))
     FluxFamily(files.model_config()).load_transformer(torch.bfloat16, fp8=loading)
     assert (loading.quantized, loading.kept, loading.read) == (26, 10, 0)
 

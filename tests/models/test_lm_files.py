@@ -18,7 +18,7 @@ from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM, resize_vocabulary
 from library.models.llm.spec import PRESETS, preset
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 from tests.models.lms import NAMES, VOCABULARY, reference, write_reference
 
@@ -274,7 +274,7 @@ def test_openais_tensorflow_checkpoint_loads(tmp_path: Path) -> None:
 
 def test_an_fp8_base_computes_with_the_rounded_weights(tmp_path: Path) -> None:
     theirs = write_reference(tmp_path, "llama3")
-    loading = Fp8Loading(recipe=Fp8Recipe(granularity="row"), compute="dequant")
+    loading = Fp8Loader(recipe=Fp8Recipe(granularity="row"), compute="dequant")
     ours = load_lm(tmp_path, torch.float32, fp8=loading)
     kinds = {name: type(module) for name, module in ours.named_modules() if isinstance(module, torch.nn.Linear)}
     assert kinds.pop("lm_head") is torch.nn.Linear

@@ -18,7 +18,7 @@ from library.data.batches import Batch, Item, collate
 from library.errors import UserError
 from library.models.qwen_image.spec import QwenImageFamily
 from library.models.registry import model_family
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 from library.training.tasks.image_step import FlowStep
 from tests.tiny_qwen import save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
@@ -245,7 +245,7 @@ def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: s
 
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path) -> None:
     family, inputs = family_of(folder), tiny_qwen_inputs()
-    loading = Fp8Loading(Fp8Recipe("block64"), compute="dequant")
+    loading = Fp8Loader(Fp8Recipe("block64"), compute="dequant")
     velocities = []
     for fp8 in (None, loading):
         transformer = family.load_transformer(torch.float32, fp8=fp8)

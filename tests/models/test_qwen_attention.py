@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import library.nn.cpu_attention as cpu_attention
 from library.models.flux.model import pack_latents
-from library.models.qwen_image.model import swap_hot_paths
+from library.models.qwen_image.model import optimise_forward
 from library.nn.norms import RMSNorm
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
 
@@ -49,7 +49,7 @@ def pair(
     dtype: torch.dtype = torch.float32, zero_cond_t: bool = False
 ) -> tuple[QwenImageTransformer2DModel, QwenImageTransformer2DModel]:
     theirs = tiny_qwen_transformer(zero_cond_t=zero_cond_t).to(dtype).requires_grad_(False)
-    return theirs, swap_hot_paths(copy.deepcopy(theirs))
+    return theirs, optimise_forward(copy.deepcopy(theirs))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -101,7 +101,7 @@ def test_swapped_transformer_has_the_same_parameters_under_the_same_names() -> N
     assert list(theirs.state_dict()) == list(ours.state_dict())
     assert sum(isinstance(module, RMSNorm) for module in ours.modules()) == 2 * 4 + 1
     before = forward(ours, tiny_qwen_inputs()["sigmas"])[0]
-    swap_hot_paths(ours)  # a second time changes nothing
+    optimise_forward(ours)  # a second time changes nothing
     assert torch.equal(forward(ours, tiny_qwen_inputs()["sigmas"])[0], before)
 
 

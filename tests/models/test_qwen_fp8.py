@@ -12,7 +12,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.models.registry import model_family
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 from tests.tiny_qwen import SplitFiles, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 
@@ -28,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> SplitFiles:
 
 def velocity(files: SplitFiles, path: Path) -> Tensor:
     family, inputs = model_family(files.model_config(pretrained_model_name_or_path=str(path))), tiny_qwen_inputs()
-    transformer = family.load_transformer(torch.float32, fp8=Fp8Loading(compute="dequant"))
+    transformer = family.load_transformer(torch.float32, fp8=Fp8Loader(compute="dequant"))
     text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
     with torch.no_grad():
         return family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text, 1.0)  # type: ignore[call-arg]
@@ -41,7 +41,7 @@ def test_a_plain_cast_transformer_computes_what_its_numbers_say(files: SplitFile
     save_file({name: tensor.float() for name, tensor in cast.items()}, tmp_path / "same.safetensors")
     family = model_family(files.model_config(pretrained_model_name_or_path=str(tmp_path / "fp8.safetensors")))
     assert family.fp8_layout() is not None
-    loading = Fp8Loading(compute="dequant")
+    loading = Fp8Loader(compute="dequant")
     transformer = family.load_transformer(torch.float32, fp8=loading)
     assert loading.read == 2 * 14 + 6
     assert isinstance(transformer.get_submodule("transformer_blocks.0.img_mod.1"), Fp8Linear)

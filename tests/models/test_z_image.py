@@ -19,9 +19,9 @@ from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch, Item, collate
 from library.errors import UserError
 from library.models.registry import model_family
-from library.models.z_image.model import swap_hot_paths
+from library.models.z_image.model import optimise_forward
 from library.models.z_image.spec import ZImageFamily
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
@@ -256,7 +256,7 @@ def test_a_lone_file_in_diffusers_names_is_read(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("keep", [("embedders", "final"), ()])
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path, keep: tuple[str, ...]) -> None:
     family, inputs = family_of(folder), tiny_z_inputs()
-    loading = Fp8Loading(Fp8Recipe("block64", keep=keep), compute="dequant")
+    loading = Fp8Loader(Fp8Recipe("block64", keep=keep), compute="dequant")
     velocities = []
     for fp8 in (None, loading):
         transformer = family.load_transformer(torch.float32, fp8=fp8)
@@ -326,5 +326,5 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
 
 
 def test_swapping_twice_changes_nothing() -> None:
-    transformer = swap_hot_paths(swap_hot_paths(tiny_z_transformer()))
+    transformer = optimise_forward(optimise_forward(tiny_z_transformer()))
     assert transformer.state_dict().keys() == tiny_z_transformer().state_dict().keys()

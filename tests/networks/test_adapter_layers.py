@@ -9,7 +9,7 @@ import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from library.nn.frozen_linear import project_made, project_together
+from library.nn.frozen_linear import project_recomputed, project_together
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
 from networks.adapters.base import AdapterLinear
@@ -164,7 +164,7 @@ def test_layers_with_a_common_input_are_run_as_if_alone(kind: str) -> None:
     x = inputs()
     # one product over stacked factors where the kind has them: fp32 sums in another order
     torch.testing.assert_close(project_together(layers, x), [layer(x) for layer in layers], rtol=1e-5, atol=1e-5)
-    made = project_made(layers, torch.tanh, x)
+    made = project_recomputed(layers, torch.tanh, x)
     torch.testing.assert_close(made, [layer(torch.tanh(x)) for layer in layers], rtol=1e-5, atol=1e-5)
 
 

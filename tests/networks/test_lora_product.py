@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from library.nn.frozen_linear import project_made
+from library.nn.frozen_linear import project_recomputed
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
 from networks.adapters.base import can_fuse
@@ -57,7 +57,7 @@ def test_outputs_and_all_gradients_are_those_of_the_plain_form(autocast: bool, f
     weights = [p for layer in layers for p in (layer.lora_A.weight, layer.lora_B.weight)]
     dtype = torch.bfloat16 if autocast else torch.float32
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ours = project_made(layers, _norm_and_modulate, *inputs)
+        ours = project_recomputed(layers, _norm_and_modulate, *inputs)
         plain = _plain(layers, _norm_and_modulate(*inputs), dtype)
     assert all(out.dtype == dtype for out in ours)
     for a, b in zip(_gradients(ours, [*inputs, *weights]), _gradients(plain, [*inputs, *weights]), strict=True):
@@ -70,7 +70,7 @@ def test_only_the_inputs_of_make_and_low_rank_products_are_kept() -> None:
     inputs = [torch.randn(2, 500, 32, requires_grad=True), torch.randn(2, 1, 32), torch.randn(2, 1, 32)]
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        project_made(layers, _norm_and_modulate, *inputs)
+        project_recomputed(layers, _norm_and_modulate, *inputs)
     known = {t.data_ptr() for t in (*inputs, *(p for layer in layers for p in layer.parameters()))}
     assert [tuple(t.shape) for t in kept if t.data_ptr() not in known] == [(1000, 4 + 3 + 8)]
 
@@ -93,5 +93,5 @@ def test_what_cannot_be_fused_takes_the_plain_way() -> None:
     layer = LoRALinear(Strange(), 2, 2)
     layer.initialise(torch.Generator().manual_seed(0))
     x = torch.randn(3, 8)
-    assert torch.equal(project_made([layer], torch.relu, x)[0], 2 * x.relu())
-    assert torch.equal(project_made([nn.Identity()], torch.relu, x)[0], x.relu())
+    assert torch.equal(project_recomputed([layer], torch.relu, x)[0], 2 * x.relu())
+    assert torch.equal(project_recomputed([nn.Identity()], torch.relu, x)[0], x.relu())

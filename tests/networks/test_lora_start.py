@@ -11,7 +11,7 @@ from torch import nn
 
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
-from networks.adapters.lora import LoRALinear, begin_at_weight
+from networks.adapters.lora import LoRALinear, init_from_weights
 from networks.network import _weights_of
 
 
@@ -29,7 +29,7 @@ def linear(out_features: int = 40, in_features: int = 24) -> nn.Linear:
 
 def begun(base: nn.Module, start: str, rslora: bool = False) -> LoRALinear:
     layer = LoRALinear(base, 4, 3.0, rank_stabilised=rslora)
-    begin_at_weight(layer, "inner", start, torch.Generator().manual_seed(0))
+    init_from_weights(layer, "inner", start, torch.Generator().manual_seed(0))
     return layer
 
 

@@ -33,7 +33,7 @@ POLICIES: dict[str, Policy] = {
 def step(family: str, policy: Policy | None, arguments: list[str]) -> tuple[dict[str, Tensor], Counter[str]]:
     """Take two steps; return the second's gradients, and how often it ran each modulation layer."""
     row = FAMILIES[family]
-    transformer: Any = row.swap_hot_paths(build_transformer(row, SIZES, torch.float32))
+    transformer: Any = row.optimise_forward(build_transformer(row, SIZES, torch.float32))
     targets = TARGETS[family]
     options = parse_network_args(NetworkConfig(network_dim=2, network_alpha=2, network_args=arguments), targets)
     network = inject_lora(transformer, options, targets, seed=0)

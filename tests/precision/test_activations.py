@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from library.models.flux.model import swap_hot_paths
+from library.models.flux.model import optimise_forward
 from library.models.flux.spec import pack_latents
 from library.precision.parity.activations import collect_inputs
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
@@ -65,7 +65,7 @@ def test_inputs_are_those_that_diffusers_layers_see() -> None:
     for seed in (0, 1):
         call(theirs, seed)
 
-    ours = swap_hot_paths(tiny_flux_transformer())
+    ours = optimise_forward(tiny_flux_transformer())
     attach_lora(ours, weights, FLUX_TARGETS, "lora")
     modules = dict(ours.named_modules())
     fit, check = [lambda s=seed: call(ours, s) for seed in (0, 1)], [lambda: call(ours, 2)]
@@ -97,13 +97,13 @@ def test_inputs_are_those_that_diffusers_layers_see() -> None:
 def test_contributions_of_single_layers_are_what_restoring_each_changes() -> None:
     high = tiny_flux_transformer()
     weights = {name: high.get_submodule(name).weight.detach().clone() for name in LAYERS}
-    model = swap_hot_paths(tiny_flux_transformer())
+    model = optimise_forward(tiny_flux_transformer())
     quantize_model(model, Fp8Recipe("cast", keep=("embedders", "final")), compute="dequant")
     groups = [[LAYERS[1], LAYERS[2]], [LAYERS[4]], [LAYERS[7]]]
     shares = measure_contributions(model, groups, weights.__getitem__, lambda: call(model, 0).flatten())
     before = call(model, 0).double()
     for names, share in zip(groups, shares, strict=True):
-        by_hand = swap_hot_paths(tiny_flux_transformer())
+        by_hand = optimise_forward(tiny_flux_transformer())
         keep = tuple(f"^{name}$" for name in names)
         quantize_model(by_hand, Fp8Recipe("cast", keep_patterns=keep), compute="dequant")
         change = call(by_hand, 0).double() - before

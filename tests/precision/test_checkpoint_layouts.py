@@ -14,7 +14,7 @@ from library.errors import UserError
 from library.models.weights import Piece
 from library.precision.checkpoint_layouts import Fp8Layout, detect_layout
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 
 F8, F8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
@@ -189,7 +189,7 @@ class Model(nn.Module):
 
 def load(
     model: nn.Module,
-    loading: Fp8Loading,
+    loading: Fp8Loader,
     found: Fp8Layout | None,
     tensors: dict[str, Tensor],
     key_map: dict[str, list[Piece]],
@@ -210,7 +210,7 @@ def test_a_fused_weight_is_cut_into_fp8_layers_with_its_codes_unchanged(tmp_path
     }  # fmt: skip
     with torch.device("meta"):
         model = Model()
-    loading, found = Fp8Loading(), layout(tmp_path, tensors)
+    loading, found = Fp8Loader(), layout(tmp_path, tensors)
     parts = {"q": (0, 32), "k": (32, None)}
     key_map = {f"{n}.{leaf}": [Piece(f"qk.{leaf}", *rows)] for n, rows in parts.items() for leaf in ("weight", "bias")}
     load(model, loading, found, tensors, key_map | {"norm.weight": [Piece("norm.weight")]})
@@ -230,7 +230,7 @@ def test_bf16_weights_become_fp8_as_the_recipe_says_while_they_are_read(tmp_path
     with torch.device("meta"):
         model = Model()
     recipe = Fp8Recipe("row")
-    loading, found = Fp8Loading(recipe), layout(tmp_path, tensors)
+    loading, found = Fp8Loader(recipe), layout(tmp_path, tensors)
     for name, tensor in tensors.items():
         left = loading.place(model, name, tensor, [Piece(name)], found, "cpu")
         assert (left is None) == (name != "x_embedder.weight")
@@ -248,4 +248,4 @@ def test_nan_codes_are_refused_by_name(tmp_path: Path) -> None:
         model = Model()
     found = layout(tmp_path, tensors)
     with pytest.raises(UserError, match="'q.weight' holds NaN or infinity"):
-        Fp8Loading().place(model, "q.weight", tensors["q.weight"], [Piece("q.weight")], found, "cpu")
+        Fp8Loader().place(model, "q.weight", tensors["q.weight"], [Piece("q.weight")], found, "cpu")

@@ -10,7 +10,7 @@ from torch import nn
 
 from library.precision.fp8_linear import Fp8Linear, scaled_linear
 from library.precision.quantize import quantize
-from library.precision.serving import ServedLinear, round_activations, serve_in_fp8, timestep_rounding
+from library.precision.serving import FakeQuantLinear, round_activations, serve_in_fp8, timestep_rounding
 
 
 def activations() -> torch.Tensor:
@@ -22,7 +22,7 @@ def activations() -> torch.Tensor:
 def test_rounded_rows_times_a_weight_are_the_fp8_product() -> None:
     weight = quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)) * 0.05, "row")
     x = activations().bfloat16()
-    served = ServedLinear(Fp8Linear(weight, compute="dequant"), "row")(x)
+    served = FakeQuantLinear(Fp8Linear(weight, compute="dequant"), "row")(x)
     in_fp8 = scaled_linear(x, weight.codes, weight.scale, None)
     # Both are sums of the same products; bf16 rounds each result once, by 2^-9 at most, twice where sums differ.
     torch.testing.assert_close(served, in_fp8, rtol=2**-7, atol=2**-8)
@@ -52,7 +52,7 @@ def test_a_static_scale_that_is_too_small_clips() -> None:
 
 def test_the_gradient_passes_straight_through() -> None:
     base = nn.Linear(64, 8)
-    served = ServedLinear(base, "row")
+    served = FakeQuantLinear(base, "row")
     x = activations().requires_grad_()
     served(x).square().sum().backward()
     rounded = round_activations(x.detach(), "row")
@@ -63,7 +63,7 @@ def test_the_gradient_passes_straight_through() -> None:
 def test_only_the_named_layers_are_served_and_static_ones_need_a_scale() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     serve_in_fp8(model, {"0": None, "1": torch.tensor(0.5)}, "static")
-    assert [type(layer) for layer in model] == [nn.Linear, ServedLinear, nn.Linear]
+    assert [type(layer) for layer in model] == [nn.Linear, FakeQuantLinear, nn.Linear]
 
 
 def test_bf16_timesteps_are_rounded_twice() -> None:

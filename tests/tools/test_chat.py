@@ -26,7 +26,7 @@ from tests.llm.talkers import PAIRS, write_chat_model, write_lora, write_story_m
 from tools.chat import chat, parser
 from tools.chatting.commands import run_command
 from tools.chatting.session import Session
-from tools.chatting.shelf import Loading, ModelShelf, find_loras, find_models
+from tools.chatting.shelf import Loading, ModelRegistry, find_loras, find_models
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingSettings(max_new_tokens=24, temperature=0)
@@ -53,7 +53,7 @@ def loras(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def session(models: Path, settings: SamplingSettings = GREEDY, loras: dict[str, Path] | None = None) -> Session:
-    return Session(ModelShelf(find_models([], models), loras or {}, Loading()), settings)
+    return Session(ModelRegistry(find_models([], models), loras or {}, Loading()), settings)
 
 
 def say(talk: Session, text: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import library.nn.frozen_linear as frozen_linear
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from library.models.flux.model import image_positions, pack_latents, swap_hot_paths
+from library.models.flux.model import image_positions, optimise_forward, pack_latents
 from library.precision.recipe import Fp8Recipe, quantize_model
 from library.training.memory.block_swap import RING, BlockSwap, Ring, swap_blocks, swapped_per_kind
 from networks.injection import LoraNetwork, inject_lora
@@ -35,7 +35,7 @@ def _every_weight_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def _transformer(fp8: bool) -> nn.Module:
-    transformer = swap_hot_paths(tiny_flux_transformer(double_blocks=4, single_blocks=8).requires_grad_(False))
+    transformer = optimise_forward(tiny_flux_transformer(double_blocks=4, single_blocks=8).requires_grad_(False))
     if fp8:
         quantize_model(transformer, Fp8Recipe("row"))
     return transformer

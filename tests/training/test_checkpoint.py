@@ -12,9 +12,9 @@ from library.errors import UserError
 from library.training.checkpoint.state import (
     OutputNames,
     Position,
-    lasting_settings,
     load_training_state,
     read_position,
+    resume_keys,
     save_training_state,
 )
 
@@ -93,7 +93,7 @@ def test_a_changed_setting_that_the_state_would_win_over_is_refused(tmp_path: Pa
 
 def test_spelling_and_order_of_arguments_change_no_lasting_setting() -> None:
     def settings(*flags: str) -> dict[str, object]:
-        return lasting_settings(load_config(["--pretrained_model_name_or_path", "m", "--dataset_config", "d", *flags]))
+        return resume_keys(load_config(["--pretrained_model_name_or_path", "m", "--dataset_config", "d", *flags]))
 
     one = settings("--optimizer_args", "weight_decay=0.1", "eps=1e-6", "--network_args", "single_dim=4")
     other = settings("--optimizer_args", "eps = 1e-6", "weight_decay=0.1", "--network_args", "single_dim = 4")

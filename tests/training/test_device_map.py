@@ -13,9 +13,9 @@ from library.config import load_config
 from library.config.rules import find_conflicts
 from library.config.schema import ParallelConfig, TrainConfig
 from library.errors import UserError
-from library.models.flux.model import swap_hot_paths
+from library.models.flux.model import optimise_forward
 from library.training.guard.update_guard import all_finite
-from library.training.parallel.device_map import deal_out_blocks, devices_to_fill
+from library.training.parallel.device_map import devices_to_fill, place_blocks
 from tests.runs import arguments, lora, run, write_dataset
 from tests.tiny import tiny_flux_transformer
 
@@ -53,7 +53,7 @@ def test_a_dispatched_run_gives_the_same_lora(base: Path, tmp_path: Path, monkey
 
 
 def test_the_fullest_device_holds_as_little_as_can_be() -> None:
-    transformer = swap_hot_paths(tiny_flux_transformer(double_blocks=2, single_blocks=4))
+    transformer = optimise_forward(tiny_flux_transformer(double_blocks=2, single_blocks=4))
     blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
 
     def size(modules: list[nn.Module]) -> int:
@@ -62,12 +62,12 @@ def test_the_fullest_device_holds_as_little_as_can_be() -> None:
     rest = size([transformer]) - size(blocks)
     cuts = {n: max(rest + size(blocks[:n]), size(blocks[n:])) for n in range(1, 6)}
     best = min(cuts, key=lambda n: cuts[n])
-    said = deal_out_blocks(transformer, blocks, TWICE)
+    said = place_blocks(transformer, blocks, TWICE)
     assert said.startswith(f"device map: cpu {best} blocks, ")
     assert f"; cpu {6 - best} blocks, " in said
     assert transformer.hf_device_map["proj_out"] == "cpu"
     with pytest.raises(UserError, match="device_map: 3 GPUs for 2 blocks"):
-        deal_out_blocks(transformer, blocks[:2], [*TWICE, torch.device("cpu")])
+        place_blocks(transformer, blocks[:2], [*TWICE, torch.device("cpu")])
 
 
 def test_it_is_refused_without_gpus_with_processes_and_beside_what_it_does_not_go_with(

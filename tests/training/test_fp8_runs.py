@@ -28,7 +28,12 @@ LINEARS = 26  # of the tiny transformer in diffusers' layout, without embedders 
 LAYOUTS = {"plain": "diffusers", "comfy_scaled": "comfy", "comfy_quant": "bfl", "musubi": "comfy"}
 QUANTISED_HERE: dict[str, dict[str, object]] = {
     "fp8_base": {"fp8_base": True},
-    "fp8_scaled": {"fp8_scaled": True, "fp8_granularity": "row", "fp8_keep": ["final"], "fp8_rounding": "stochastic"},
+    "fp8_scaled": {
+        "fp8_scaled": True,
+        "fp8_granularity": "row",
+        "fp8_exclude": ["final"],
+        "fp8_rounding": "stochastic",
+    },
 }
 Settings = dict[str, object]
 
@@ -270,9 +275,13 @@ def test_a_t5_in_fp8_has_caches_of_its_own_and_can_be_trained_on(pipeline: Path,
         (None, {"fp8_compute": "dequant"}, "fp8_compute: has no effect, the model has no fp8 weights; set fp8_base"),
         (None, {"fp8_base": True, "fp8_compute": "scaled_mm"}, "fp8_compute: products in fp8 need an Ada, Hopper or"),
         (None, {"fp8_scaled": True, "fp8_granularity": "row", "fp8_input_gradient": True}, "newer GPU, which the CPU"),
-        (None, {"fp8_base": True, "fp8_keep_patterns": ["atn"]}, "kept pattern 'atn' matches no linear layer; correct"),
+        (
+            None,
+            {"fp8_base": True, "fp8_exclude_patterns": ["atn"]},
+            "kept pattern 'atn' matches no linear layer; correct",
+        ),
         ("plain", {"fp8_scaled": True}, "is in fp8 already and is trained on as it is; remove fp8_scaled"),
-        ("plain", {"fp8_base": True, "fp8_keep": ["final"]}, "is trained on as it is; remove fp8_keep"),
+        ("plain", {"fp8_base": True, "fp8_exclude": ["final"]}, "is trained on as it is; remove fp8_exclude"),
     ],
 )
 def test_what_has_no_effect_on_file_or_device_is_refused_in_one_line(

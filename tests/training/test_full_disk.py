@@ -17,7 +17,7 @@ import library.training.checkpoint.saving as keeping
 from library.errors import UserError, WriteError
 from library.files import write_safetensors, write_text
 from library.training.checkpoint.resume import find_damage
-from library.training.checkpoint.saving import Keeper
+from library.training.checkpoint.saving import CheckpointWriter
 from library.training.report.metrics import MetricsStream
 from tests.faults.suite import broken_files
 from tests.runs import lora, run
@@ -37,8 +37,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def _keeper(folder: Path, said: list[str], retries: int = 0) -> Keeper:
-    return Keeper(folder, folder.parent / "fallback", retries, said.append)
+def _keeper(folder: Path, said: list[str], retries: int = 0) -> CheckpointWriter:
+    return CheckpointWriter(folder, folder.parent / "fallback", retries, said.append)
 
 
 def _write(megabytes: float) -> keeping.Write:
@@ -94,30 +94,30 @@ def test_a_run_on_a_full_disk_keeps_what_it_saved_and_ends_elsewhere(
 @pytest.mark.parametrize("cause", ["full", "read-only"])
 def test_the_file_before_stays_and_saving_is_tried_again(cause: str, disk: Path) -> None:
     said: list[str] = []
-    keeper = _keeper(disk, said)
-    assert keeper.attempt(_write(0.25)) == [disk / "x.safetensors"]
+    writer = _keeper(disk, said)
+    assert writer.attempt(_write(0.25)) == [disk / "x.safetensors"]
     before = (disk / "x.safetensors").read_bytes()
     if cause == "full":
         (disk / "filler").write_bytes(bytes(700 * KIB))
     else:
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    assert keeper.attempt(_write(0.125)) is None
+    assert writer.attempt(_write(0.125)) is None
     reason = {"full": "No space left on device", "read-only": "Read-only file system"}[cause]
     assert said == [
         f"warning: {disk / 'x.safetensors'}: cannot be written ({reason}); free space or choose another folder; "
         "training goes on, trying again in 1 min"
     ]
-    assert not keeper.is_due
+    assert not writer.is_due
     assert (disk / "x.safetensors").read_bytes() == before
     assert {path.name for path in disk.iterdir()} <= {"x.safetensors", "filler"}
     if cause == "full":
         (disk / "filler").unlink()
     else:
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
-    keeper.retry_at = time.monotonic()
-    assert keeper.is_due
-    assert keeper.attempt(_write(0.125)) is not None
-    assert (keeper.failures, keeper.retry_at) == (0, None)
+    writer.retry_at = time.monotonic()
+    assert writer.is_due
+    assert writer.attempt(_write(0.125)) is not None
+    assert (writer.failures, writer.retry_at) == (0, None)
     assert said[-1].startswith("saved again")
 
 
@@ -127,14 +127,14 @@ def test_the_end_waits_for_room_before_it_goes_elsewhere(disk: Path, monkeypatch
     (disk / "filler").write_bytes(bytes(900 * KIB))
     making_room = threading.Timer(0.5, (disk / "filler").unlink)
     making_room.start()
-    keeper = _keeper(disk, said, retries=10)
-    assert keeper.insist(_write(0.5)) == [disk / "x.safetensors"]
+    writer = _keeper(disk, said, retries=10)
+    assert writer.insist(_write(0.5)) == [disk / "x.safetensors"]
     assert said
     assert all("trying again in" in line for line in said)
-    keeper.report()
-    assert keeper.insist(_write(2), hurried=lambda: True) == [disk.parent / "fallback" / "x.safetensors"]
+    writer.report()
+    assert writer.insist(_write(2), hurried=lambda: True) == [disk.parent / "fallback" / "x.safetensors"]
     with pytest.raises(UserError, match=r"what was trained is in .*fallback/x\.safetensors"):
-        keeper.report()
+        writer.report()
 
 
 def test_without_the_right_to_write_the_reason_is_named(tmp_path: Path) -> None:
@@ -170,15 +170,15 @@ def test_a_save_that_failed_is_made_up_for_between_two_that_are_due(
     disk: Path, base: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeping, "_FIRST_RETRY", 0.0)
-    attempt = Keeper.attempt
+    attempt = CheckpointWriter.attempt
 
-    def make_room_after_a_failure(keeper: Keeper, write: keeping.Write) -> list[Path] | None:
-        written = attempt(keeper, write)
+    def make_room_after_a_failure(writer: CheckpointWriter, write: keeping.Write) -> list[Path] | None:
+        written = attempt(writer, write)
         if written is None:
             (disk / "filler").unlink()
         return written
 
-    monkeypatch.setattr(Keeper, "attempt", make_room_after_a_failure)
+    monkeypatch.setattr(CheckpointWriter, "attempt", make_room_after_a_failure)
     (disk / "filler").write_bytes(bytes(990 * KIB))
     run(base, dataset, disk, max_train_steps=6, save_every_n_steps=4)
     run(base, dataset, tmp_path / "whole", max_train_steps=6, save_every_n_steps=1)

@@ -40,7 +40,7 @@ class Reads(TorchDispatchMode):
     "settings",
     [
         {},
-        {"gradient_checkpointing": True, "checkpoint_keep_mb": 1, "ema_decay": 0.9, "gradient_accumulation_steps": 2},
+        {"gradient_checkpointing": True, "activation_budget_mb": 1, "ema_decay": 0.9, "gradient_accumulation_steps": 2},
         {"fp8_scaled": True, "mixed_precision": "bf16", "network_dropout": 0.1},
     ],
     ids=["AdamW", "policies", "fp8"],

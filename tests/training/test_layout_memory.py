@@ -72,9 +72,9 @@ def lora_step(checkpointing: bool, tokens: int, text: int) -> Callable[[], None]
     from diffusers import FluxTransformer2DModel
 
     from library.config.schema import NetworkConfig
-    from library.models.flux.model import swap_hot_paths
+    from library.models.flux.model import optimise_forward
 
-    model = swap_hot_paths(FluxTransformer2DModel(**FLUX).to(torch.bfloat16))
+    model = optimise_forward(FluxTransformer2DModel(**FLUX).to(torch.bfloat16))
     options = parse_network_args(NetworkConfig(network_dim=8, network_alpha=8), TARGETS["flux"])
     inject_lora(model, options, TARGETS["flux"], seed=0)
     if checkpointing:

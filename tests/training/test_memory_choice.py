@@ -35,7 +35,7 @@ class Device:
 
     def trial(self, training: TrainingConfig) -> Trial:
         self.tried.append(training)
-        activations = 150 + training.checkpoint_keep_mb if training.gradient_checkpointing else 1000
+        activations = 150 + training.activation_budget_mb if training.gradient_checkpointing else 1000
         activations -= 100 * training.cpu_offload_checkpointing
         weights = 800 - 40 * training.blocks_to_swap
         parts = Parts(weights * MIB, 0, 0, 0, 0, activations * MIB, block=40 * MIB)
@@ -49,7 +49,7 @@ class Device:
     ("size", "expected"),
     [
         (2000, {}),  # 1800 of 1900
-        (1500, {"gradient_checkpointing": True, "checkpoint_keep_mb": 475}),  # 0.95 * 1500 - 950
+        (1500, {"gradient_checkpointing": True, "activation_budget_mb": 475}),  # 0.95 * 1500 - 950
         (1010, {"gradient_checkpointing": True}),  # 9 MiB are not worth it
         (950, {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}),  # 850 of 902
         (600, {"gradient_checkpointing": True, "cpu_offload_checkpointing": True, "blocks_to_swap": 10}),  # 380 over
@@ -89,7 +89,9 @@ def test_a_run_chooses_by_real_steps_and_trains_the_same_lora(
         found, expected = lora(tmp_path / name), lora(tmp_path / "plain")
         assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert "memory: nothing recomputed; a step of 1 at 256x256 takes" in told["much"]
-    assert "memory: gradient_checkpointing = true, checkpoint_keep_mb = 1; " in told["little"]  # of 4 MiB 2.3 are taken
+    assert (
+        "memory: gradient_checkpointing = true, activation_budget_mb = 1; " in told["little"]
+    )  # of 4 MiB 2.3 are taken
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_when_the_host_asks_changes_nothing(
     base: Path, clean: Path, tmp_path: Path, policy: str, settings: dict[str, object]
 ) -> None:
     data = spoilt(clean, tmp_path / "data", math.nan)
-    settings = {"max_train_steps": 7, "nonfinite": policy, **settings}
+    settings = {"max_train_steps": 7, "on_nan": policy, **settings}
     each = run(base, data, tmp_path / "each", log_every_n_steps=1, **settings)
     once = run(base, data, tmp_path / "once", log_every_n_steps=100, **settings)
     assert same(lora(tmp_path / "each"), lora(tmp_path / "once"))
@@ -108,7 +108,7 @@ def test_when_the_host_asks_changes_nothing(
 
 def test_samples_left_out_stay_out_after_a_resume(base: Path, clean: Path, tmp_path: Path) -> None:
     data = spoilt(clean, tmp_path / "data", math.nan)
-    settings = {"nonfinite": "rollback", "save_state": True, "save_every_n_steps": 5, "seed": 1}
+    settings = {"on_nan": "rollback", "save_state": True, "save_every_n_steps": 5, "seed": 1}
     run(base, data, tmp_path / "whole", max_train_steps=12, **settings)
     dropped = (tmp_path / "whole" / "metrics.jsonl").read_text().count("updates_dropped")
     assert dropped == 1  # three epochs, one meeting
@@ -154,7 +154,7 @@ def test_a_weight_made_infinite_from_outside_ends_the_run_without_a_save(
 
     monkeypatch.setattr(RunEvents, "after_step", poke)
     with pytest.raises(UserError, match=r"the LoRA's \S+ is not finite before the step"):
-        run(base, clean, tmp_path / "out", nonfinite="rollback")
+        run(base, clean, tmp_path / "out", on_nan="rollback")
     assert list((tmp_path / "out").glob("*.safetensors")) == []
 
 
@@ -164,15 +164,15 @@ def test_a_run_in_which_nothing_is_finite_stops_after_the_limit(base: Path, clea
     for file in data.parent.rglob("text/*.safetensors"):
         save_file({name: tensor * math.nan for name, tensor in load_file(file).items()}, file)
     with pytest.raises(UserError, match="4 steps in a row are not finite, .*the cached"):
-        run(base, data, tmp_path / "out", nonfinite="skip", nonfinite_limit=3, max_train_steps=50)
+        run(base, data, tmp_path / "out", on_nan="skip", on_nan_limit=3, max_train_steps=50)
     assert list((tmp_path / "out").glob("*.safetensors")) == []
     with pytest.raises(UserError, match="no image of 64x64 is left"):
-        run(base, data, tmp_path / "out", nonfinite="rollback", max_train_steps=50)
+        run(base, data, tmp_path / "out", on_nan="rollback", max_train_steps=50)
 
 
 def test_two_processes_agree_though_one_alone_meets_the_image(base: Path, clean: Path, tmp_path: Path) -> None:
     data = spoilt(clean, tmp_path / "data", math.nan)
-    settings = {"max_train_steps": 5, "nonfinite": "skip", "log_every_n_steps": 3}
+    settings = {"max_train_steps": 5, "on_nan": "skip", "log_every_n_steps": 3}
     job = ("two", train_flags, (flags(base, data, tmp_path / "out", **settings),))
     assert run_in_group([job], tmp_path) == {"two": ""}
     assert "updates_dropped" in (tmp_path / "out" / "metrics.jsonl").read_text()

@@ -61,7 +61,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     run(qwen, captions, folder / "qwen_one", **QWEN)
     chat_run(place, folder / "chat_one", "gpt2", **CHAT)
     two, state = one | {"pp": 2}, folder / "one/lora-step00000002-state"
-    all_forward = {"pp": 2, "microbatches": 2, "schedule": "gpipe", "stage_balance": "weights"}
+    all_forward = {"pp": 2, "microbatches": 2, "schedule": "gpipe", "pp_balance": "weights"}
     jobs = [
         ("two", train_one, (arguments(base, images, folder / "two", **two),)),
         ("there", train_one, (arguments(base, images, folder / "there", **two, resume=state),)),
@@ -130,7 +130,7 @@ def test_what_is_not_finite_is_found_whichever_stage_meets_it(base: Path, tmp_pa
     clean = write_dataset(tmp_path / "clean", text="batch_size = 2")
     run(base, clean, tmp_path / "clean/out", max_train_steps=1)  # fills the caches
     data, large = spoilt(clean, tmp_path / "data", math.nan), spoilt(clean, tmp_path / "large", 1e30)
-    left_out: dict[str, object] = {"nonfinite": "rollback", "max_train_steps": 5, "optimizer_args": ["eps=1e-6"]}
+    left_out: dict[str, object] = {"on_nan": "rollback", "max_train_steps": 5, "optimizer_args": ["eps=1e-6"]}
     run(base, data, tmp_path / "one", **left_out)
     jobs = [
         ("two", train_one, (arguments(base, data, tmp_path / "two", **left_out, pp=2),)),
@@ -184,7 +184,7 @@ def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str
     assert found == ([key] if key else [])
 
 
-@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"schedule": "gpipe"}, {"stage_balance": "weights"}])
+@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"schedule": "gpipe"}, {"pp_balance": "weights"}])
 def test_settings_of_a_pipeline_need_one(settings: dict[str, object]) -> None:
     sections = {"model": {"pretrained_model_name_or_path": "."}, "dataset": {"dataset_config": "data.toml"}}
     found = list(find_conflicts(TrainConfig.model_validate(sections | {"parallel": settings})))

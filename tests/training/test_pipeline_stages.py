@@ -25,7 +25,7 @@ from library.data.batches import Batch
 from library.errors import UserError
 from library.llm.chat_batches import InstructionBatch
 from library.training.parallel.pipeline.schedule import microbatches_of
-from library.training.parallel.pipeline.stages import Outline, outline_of, plan_stages, prepare_stage, share_out
+from library.training.parallel.pipeline.stages import SplitPoints, outline_of, plan_stages, prepare_stage, share_out
 from networks.injection import inject_lora
 from networks.options import parse_network_args
 from networks.targets import TARGETS
@@ -55,7 +55,7 @@ def test_a_stage_without_blocks_is_refused() -> None:
 def test_stages_of_flux_have_equal_work_or_equal_weights(balance: str, ends: list[int]) -> None:
     millions = [340] * 19 + [142] * 38 + [19]  # weights of the published model's blocks, and of what follows them
     model = nn.Sequential(*(nn.Linear(number, 1, bias=False) for number in millions))
-    outline = Outline([str(i) for i in range(57)], True, ("57",))
+    outline = SplitPoints([str(i) for i in range(57)], True, ("57",))
     assert [stage.stop for stage in plan_stages(model, outline, 2, balance)] == ends
 
 
@@ -96,7 +96,7 @@ def compare(folder: Path, schedule: str) -> None:
     """On each of two processes hold its stage to the whole model."""
     accelerator = build_accelerator(
         AccelerateConfig(), TrainingConfig(), SavingConfig(output_dir=str(folder)), LoggingConfig(),
-        parallel := ParallelConfig(pp=2, microbatches=4, schedule=schedule, stage_balance="weights"),
+        parallel := ParallelConfig(pp=2, microbatches=4, schedule=schedule, pp_balance="weights"),
     )  # fmt: skip
     model, network = whole_model()
     reference, theirs = whole_model()

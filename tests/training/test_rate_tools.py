@@ -14,7 +14,7 @@ import pytest
 from library.config import load_config
 from library.errors import UserError
 from library.training.optim.lr_range import RangeTest
-from library.training.optim.lr_tracker import DistanceWatch
+from library.training.optim.lr_tracker import StepSizeMonitor
 from tests.runs import ROOT, arguments, run
 from tools.lr_range_test import range_test
 
@@ -45,18 +45,18 @@ def test_a_d_that_settles_is_not_told(
 
 
 def test_a_d_without_bound_is_told_once() -> None:
-    watch = DistanceWatch(1000, {"lora": 1e-6})
+    watch = StepSizeMonitor(1000, {"lora": 1e-6})
     rates = [{"d/lora": 1e-6 * 2**i, "d*lr/lora": 1e-6 * 2**i} for i in range(25)]
     told = [(i, remark) for i, rate in enumerate(rates) for remark in watch.look(i, rate)]
     ((step, remark),) = told
     assert 1e-6 * 2 ** (step - 1) <= 0.1 < 1e-6 * 2**step
     assert f"step {step}: " in remark
     assert "d_coef" in remark
-    assert DistanceWatch(1000, {}).look(3, {"d/lora": math.nan, "d*lr/lora": math.nan})
+    assert StepSizeMonitor(1000, {}).look(3, {"d/lora": math.nan, "d*lr/lora": math.nan})
 
 
 def test_a_resumed_run_whose_d_has_settled_is_not_stuck() -> None:
-    watch = DistanceWatch(1000, {"lora": 1e-6})
+    watch = StepSizeMonitor(1000, {"lora": 1e-6})
     assert [watch.look(step, {"d/lora": 3e-4, "d*lr/lora": 3e-4}) for step in (500, 600, 999)] == [[], [], []]
 
 

@@ -13,10 +13,10 @@ from tests.runs import arguments, lora, run, write_dataset
 
 WAYS = {
     "every second": {"checkpoint_every_n_blocks": 2},
-    "kept": {"checkpoint_keep_mb": 1},
+    "kept": {"activation_budget_mb": 1},
     "on the host": {"cpu_offload_checkpointing": True},
-    "together": {"checkpoint_every_n_blocks": 2, "checkpoint_keep_mb": 1, "cpu_offload_checkpointing": True},
-    "over fp8": {"checkpoint_keep_mb": 1, "cpu_offload_checkpointing": True, "fp8_scaled": True},
+    "together": {"checkpoint_every_n_blocks": 2, "activation_budget_mb": 1, "cpu_offload_checkpointing": True},
+    "over fp8": {"activation_budget_mb": 1, "cpu_offload_checkpointing": True, "fp8_scaled": True},
 }
 
 
@@ -44,14 +44,14 @@ def test_the_lora_is_the_same(way: str, base: Path, plain: dict[bool, dict], tmp
     ("settings", "said"),
     [
         ({"checkpoint_every_n_blocks": 2}, "checkpoint_every_n_blocks: has no effect without gradient_checkpointing"),
-        ({"checkpoint_keep_mb": 100}, "checkpoint_keep_mb: has no effect without gradient_checkpointing"),
+        ({"activation_budget_mb": 100}, "activation_budget_mb: has no effect without gradient_checkpointing"),
         (
             {"cpu_offload_checkpointing": True},
             "cpu_offload_checkpointing: has no effect without gradient_checkpointing",
         ),
         (
-            {"gradient_checkpointing": True, "checkpoint_keep_mb": 100, "torch_compile": True},
-            "checkpoint_keep_mb: a compiled block",
+            {"gradient_checkpointing": True, "activation_budget_mb": 100, "torch_compile": True},
+            "activation_budget_mb: a compiled block",
         ),
     ],
 )

@@ -98,7 +98,7 @@ def test_files_ask_for_a_save_a_sample_and_the_end(
     asking.start()
     events = run(base, dataset, out, **LONG, sample_prompts=tmp_path / "prompts.txt")
     asking.join()
-    assert (events.wish.stop, events.wish.exit_code) == ("STOP", 3)
+    assert (events.stop_request.stop, events.stop_request.exit_code) == ("STOP", 3)
     assert not (out / "STOP").exists()
     states = sorted(path for path in out.glob("x-step*-state"))
     assert len(states) in (2, 3)  # SAVE, STOP; two where the look fell between SAVE and SAMPLE
@@ -127,5 +127,5 @@ def _train_and_stop(flags: list[str], out: Path, folder: Path) -> None:
 
     if os.environ["RANK"] == "0":
         threading.Thread(target=ask, daemon=True).start()
-    wish = train(load_config(flags)).wish
-    (folder / f"left{os.environ['RANK']}").write_text(f"{wish.stop} {wish.exit_code}")
+    stop_request = train(load_config(flags)).stop_request
+    (folder / f"left{os.environ['RANK']}").write_text(f"{stop_request.stop} {stop_request.exit_code}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import dev.draw_distributed as draw_distributed
 import library.accelerator
 from library.config.load import load_llm_config
-from library.config.pretrain_schema import LLMConfig
+from library.config.pretrain_schema import PretrainConfig
 from library.config.rules import find_llm_conflicts
 from library.config.schema import ParallelConfig
 from library.errors import UserError
@@ -129,7 +129,7 @@ def test_what_needs_whole_tensors_is_refused(settings: dict[str, object], key: s
     optimizer = {k: v for k, v in settings.items() if k == "optimizer_type"}
     training = {k: v for k, v in settings.items() if k == "full_bf16"}
     sections = {"model": {"preset": "llama-tiny"}, "data": {"data_dir": "."}, "parallel": {"shard": 2}}
-    config = LLMConfig.model_validate(sections | {"optimizer": optimizer, "training": training})
+    config = PretrainConfig.model_validate(sections | {"optimizer": optimizer, "training": training})
     found = [line.split(":")[0] for line in find_llm_conflicts(config)]
     assert found == ([key] if key else [])
 

@@ -14,7 +14,7 @@ from library.config.schema import FlowConfig, ModelConfig
 from library.errors import UserError
 from library.models.registry import model_family
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.serving import ServedLinear
+from library.precision.serving import FakeQuantLinear
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from networks.files.lora import load_lora, save_lora
 from networks.files.weights import LoraWeights
@@ -23,7 +23,7 @@ from networks.targets import FLUX_TARGETS
 from tests.runs import largest_difference, lora, pipeline_forward, run, write_dataset
 
 Settings = dict[str, object]
-FP8: Settings = {"fp8_scaled": True, "fp8_granularity": "tensor", "fp8_keep": []}
+FP8: Settings = {"fp8_scaled": True, "fp8_granularity": "tensor", "fp8_exclude": []}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def liked(base: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def taught(base: Path, liked: Path) -> Settings:
-    return FP8 | {"parity_teacher": base, "network_weights": liked, "network_alpha": 4}
+    return FP8 | {"distill_from": base, "network_weights": liked, "network_alpha": 4}
 
 
 def test_the_answers_are_the_bf16_models_at_the_runs_own_noise(
@@ -71,15 +71,15 @@ def test_what_is_learnt_is_the_mixture_of_data_and_teacher(
     base: Path, dataset: Path, liked: Path, tmp_path: Path
 ) -> None:
     """On the teacher's own base and LoRA its answers are right already: alone they leave nothing to learn."""
-    start = {"network_weights": liked, "network_alpha": 4, "parity_teacher": base, "max_train_steps": 1}
+    start = {"network_weights": liked, "network_alpha": 4, "distill_from": base, "max_train_steps": 1}
     sgd: Settings = {"optimizer_type": "torch.optim.SGD", "learning_rate": 1.0, "max_grad_norm": 0.0}
     before = load_file(liked)
     moved = {}
     for weight in (1.0, 0.5, 0.25):
-        run(base, dataset, tmp_path / f"{weight}", **start, **sgd, parity_weight=weight)
+        run(base, dataset, tmp_path / f"{weight}", **start, **sgd, distill_weight=weight)
         after = lora(tmp_path / f"{weight}")
         moved[weight] = torch.cat([(after[name] - before[name]).flatten() for name in before])
-    data = {key: value for key, value in start.items() if key != "parity_teacher"}
+    data = {key: value for key, value in start.items() if key != "distill_from"}
     run(base, dataset, tmp_path / "data", **data, **sgd)
     from_data = torch.cat([(lora(tmp_path / "data")[name] - before[name]).flatten() for name in before])
     size = from_data.abs().max()
@@ -92,7 +92,7 @@ def test_what_is_learnt_is_the_mixture_of_data_and_teacher(
 def test_a_second_run_and_a_resumed_one_find_the_answers(
     base: Path, dataset: Path, liked: Path, tmp_path: Path
 ) -> None:
-    settings = taught(base, liked) | {"max_train_steps": 4, "parity_cache": tmp_path / "answers"}
+    settings = taught(base, liked) | {"max_train_steps": 4, "distill_cache": tmp_path / "answers"}
     run(base, dataset, tmp_path / "straight", **settings)
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "answers").rglob("*.safetensors")}
     assert len({path.parent.name for path in times}) == 4
@@ -105,7 +105,7 @@ def test_a_second_run_and_a_resumed_one_find_the_answers(
 
 def test_activations_are_rounded_in_training_as_the_server_will(base: Path, dataset: Path, tmp_path: Path) -> None:
     events = run(base, dataset, tmp_path, **FP8, fp8_activations="row", max_train_steps=2)
-    served = [module for module in events.run.transformer.modules() if isinstance(module, ServedLinear)]
+    served = [module for module in events.run.transformer.modules() if isinstance(module, FakeQuantLinear)]
     fp8 = [module for module in events.run.transformer.modules() if isinstance(module, Fp8Linear)]
     assert len(served) == len(fp8) == 36
     run(base, dataset, tmp_path / "plain", **FP8, max_train_steps=2)
@@ -115,9 +115,9 @@ def test_activations_are_rounded_in_training_as_the_server_will(base: Path, data
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"parity_weight": 0.5}, "parity_weight: has no effect without parity_teacher; remove it"),
-        ({"parity_teacher": "x"}, "parity_teacher: it needs the LoRA as it was trained in bf16; set network_weights"),
-        ({"parity_teacher": "x", "parity_lora": "y", "loss_type": "huber"}, "learns by the squared error, not huber"),
+        ({"distill_weight": 0.5}, "distill_weight: has no effect without distill_from; remove it"),
+        ({"distill_from": "x"}, "distill_from: it needs the LoRA as it was trained in bf16; set network_weights"),
+        ({"distill_from": "x", "distill_lora": "y", "loss_type": "huber"}, "learns by the squared error, not huber"),
         ({"fp8_activations": "row"}, "fp8_activations: has no effect, the model has no fp8 weights; set fp8_base"),
     ],
 )
@@ -153,7 +153,7 @@ def test_ranks_from_a_file_and_from_the_configuration_exclude_each_other(
 
 def test_changed_captions_get_new_answers(base: Path, liked: Path, tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path / "data", images=2)
-    settings = taught(base, liked) | {"max_train_steps": 1, "parity_cache": tmp_path / "answers"}
+    settings = taught(base, liked) | {"max_train_steps": 1, "distill_cache": tmp_path / "answers"}
     run(base, dataset, tmp_path / "one", **settings)
     for caption in (tmp_path / "data" / "images").glob("*.txt"):
         caption.write_text("something else")
@@ -165,6 +165,6 @@ def test_a_teacher_in_fp8_is_refused(base: Path, dataset: Path, liked: Path, tmp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["x", "--model", str(base), "--save_to", str(tmp_path / "fp8"), "--layout", "plain"])
         quantize_model.main()
-    settings = taught(base, liked) | {"parity_teacher": tmp_path / "fp8"}
+    settings = taught(base, liked) | {"distill_from": tmp_path / "fp8"}
     with pytest.raises(UserError, match="is in fp8; give the bf16 model"):
         run(base, dataset, tmp_path, **settings)

@@ -107,7 +107,7 @@ def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
     if case.endswith("fp8"):
         quantised(model, plain=not swap)
     if swap:
-        (qwen_attention if case == "qwen" else flux_attention).swap_hot_paths(model)
+        (qwen_attention if case == "qwen" else flux_attention).optimise_forward(model)
     targets = TARGETS["qwen_image" if case == "qwen" else "flux"]
     config = NetworkConfig(network_dim=4, network_alpha=2, network_args=ARGUMENTS[case])
     network = inject_lora(model, parse_network_args(config, targets), targets, seed=0)

@@ -88,7 +88,7 @@ def runs(base: Path, place: Path, clean: Path, tmp_path_factory: pytest.TempPath
         run(model, sizes, folder / f"{name}_one", **SHORT | plain, gradient_accumulation_steps=2)
         jobs.append((name, train_one, (arguments(model, sizes, folder / name, **SHORT | keys),)))
 
-    bad, skipping = spoilt(clean, folder / "spoilt", math.nan), {"max_train_steps": 5, "nonfinite": "skip"}
+    bad, skipping = spoilt(clean, folder / "spoilt", math.nan), {"max_train_steps": 5, "on_nan": "skip"}
     skipping |= {"log_every_n_steps": 3, "network_dim": 1}  # the host asks after more steps than the bad one
     run(base, bad, folder / "skipped_one", **skipping, gradient_accumulation_steps=2)
     for n in STAGES:

@@ -9,7 +9,7 @@ from typing import Any
 from library.errors import UserError
 from library.llm.conversation import Conversation
 from library.llm.generation import SamplingSettings
-from tools.chatting.shelf import ModelShelf
+from tools.chatting.shelf import ModelRegistry
 
 
 class Session:
@@ -23,7 +23,7 @@ class Session:
     """
 
     def __init__(
-        self, shelf: ModelShelf, settings: SamplingSettings, system: str = "", context: int | None = None
+        self, shelf: ModelRegistry, settings: SamplingSettings, system: str = "", context: int | None = None
     ) -> None:
         """Begin with the model and the LoRA that are on the shelf; raises a UserError as ``Conversation`` does."""
         self.shelf, self.settings = shelf, settings

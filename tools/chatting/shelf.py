@@ -39,7 +39,7 @@ class Loading:
     chat_template: str = "auto"
 
 
-class ModelShelf:
+class ModelRegistry:
     """What there is to talk to, and what of it is in memory.
 
     Attributes:

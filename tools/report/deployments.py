@@ -31,7 +31,7 @@ from library.models.registry import model_family, with_transformer
 from library.nn.rope import MultiAxisRope
 from library.precision.formats import format_of
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.quantize import Granularity, Quantized, quantize
 from library.precision.recipe import Fp8Recipe
 from library.precision.serving import ActivationRounding, rounded_positions, serve_in_fp8
@@ -180,7 +180,7 @@ class Models:
         """Load the reference's or the deployed transformer without a LoRA."""
         if not deployed:
             return self.family.load_transformer(self.dtype, self.device)
-        fp8 = Fp8Loading(self.deployed.recipe, "dequant")
+        fp8 = Fp8Loader(self.deployed.recipe, "dequant")
         model = self.deployed_family.load_transformer(self.dtype, self.device, fp8=fp8)
         if self.kept:
             high = self.family.load_transformer(self.dtype, self.device)

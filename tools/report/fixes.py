@@ -217,7 +217,7 @@ class _Workshop:
         options = self.options
         output = options.folder / f"taught_{lora.stem}"
         words = ["--model_type", models.family.name, *options.model_flags, *_deployed_flags(models, options)]
-        words += ["--parity_teacher", options.base, "--parity_lora", str(options.lora), "--network_weights", str(lora)]
+        words += ["--distill_from", options.base, "--distill_lora", str(options.lora), "--network_weights", str(lora)]
         words += ["--dim_from_weights", "--output_dir", str(output), "--output_name", "taught"]
         words += [*_shared_flags(options), "--max_train_steps", str(TEACHER_STEPS), "--lr_scheduler", "cosine"]
         words += ["--learning_rate", TEACHER_RATE, "--max_data_loader_n_workers", "0"]
@@ -261,7 +261,7 @@ def _deployed_flags(models: Models, options: FixOptions) -> list[str]:
         beside = [word for name, value in given.items() if value for word in flags[name]]
         return ["--pretrained_model_name_or_path", config.pretrained_model_name_or_path, *beside]
     words = ["--pretrained_model_name_or_path", options.base, "--fp8_format", recipe.fp8.name]
-    words += ["--fp8_keep", *recipe.keep] if recipe.keep else ["--fp8_keep"]
+    words += ["--fp8_exclude", *recipe.keep] if recipe.keep else ["--fp8_exclude"]
     return [*words, *(["--fp8_base"] if recipe.granularity == "cast" else
                       ["--fp8_scaled", "--fp8_granularity", recipe.granularity])]  # fmt: skip
 

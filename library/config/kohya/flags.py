@@ -229,7 +229,7 @@ _REFUSED = [
     *_flags("split_mode", "refused", SD, "it stands for blocks_to_swap = 18", takes="switch",
             instead="set that"),
     *_flags("cpu_offload_checkpointing", "same", SD, "copies run beside the computation", takes="switch"),
-    *_flags("fp8_base", "same", BOTH, "embedders and final layer stay high unless fp8_keep says otherwise",
+    *_flags("fp8_base", "same", BOTH, "embedders and final layer stay high unless fp8_exclude says otherwise",
             takes="switch"),
     *_flags("fp8_scaled", "same", MUSUBI, "fp8_base beside it is left out; embedders and final layer stay high",
             takes="switch"),

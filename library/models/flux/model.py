@@ -7,14 +7,14 @@ reference pictures. The mask of a Fill model has no encoder: the pixels under a 
 FLUX's blocks with Tandem's forward: diffusers' modules, names and numbers, less kept for backward.
 
 A block is four or eight wide linear layers with cheap operations before each: norm and modulation, GELU, a
-concatenation. Autograd keeps the results of those for the LoRA's gradient; written with ``project_made`` a layer
+concatenation. Autograd keeps the results of those for the LoRA's gradient; written with ``project_recomputed`` a layer
 keeps what they are made of, which the operation before it keeps anyway, and makes them again in backward. Layers that
 share an input (q, k, v and the MLP of a single block) are projected together.
 
 :func:`swap_blocks` changes the class of every block and nothing else: children, names, hooks and settings stay. In
 fp32 the output is that of diffusers bit for bit.
 
-Tandem's hot paths in diffusers' FLUX transformer: ``swap_hot_paths`` puts them in, parameter names stay.
+Tandem's hot paths in diffusers' FLUX transformer: ``optimise_forward`` puts them in, parameter names stay.
 
 What is replaced, and why:
 
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from library.nn.attention import Backend, Stream, attend_together
-from library.nn.frozen_linear import project_made, project_together
+from library.nn.frozen_linear import project_recomputed, project_together
 from library.nn.norms import Kept, RMSNorm, gelu, modulated, once, tokens, within_fp16
 from library.nn.rope import MultiAxisRope, Table
 
@@ -135,13 +135,13 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
         image_mod = _modulation(self.norm1, temb, 6, kept, "image")
         text_mod = _modulation(self.norm1_context, temb, 6, kept, "text")
         norm, text_norm = modulated(self.norm1.norm), modulated(self.norm1_context.norm)
-        image_qkv = project_made([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
+        image_qkv = project_recomputed([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
         text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
-        text_qkv = project_made(text_layers, text_norm, text, *text_mod[:2])
+        text_qkv = project_recomputed(text_layers, text_norm, text, *text_mod[:2])
         attended = attn.processor.attend(attn, image_qkv, text_qkv, image_rotary_emb)  # [B, L + S, W]
         length = text.shape[1]
-        (image_update,) = project_made([attn.to_out[0]], functools.partial(tokens, start=length), attended)
-        (text_update,) = project_made([attn.to_add_out], functools.partial(tokens, end=length), attended)
+        (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(tokens, start=length), attended)
+        (text_update,) = project_recomputed([attn.to_add_out], functools.partial(tokens, end=length), attended)
         image = _feedforward(image + image_mod[2] * image_update, self.norm2, self.ff, image_mod[3:])
         text = _feedforward(text + text_mod[2] * text_update, self.norm2_context, self.ff_context, text_mod[3:])
         return within_fp16(text), image
@@ -169,9 +169,9 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
         stream = torch.cat([encoder_hidden_states, hidden_states], dim=1)
         shift, scale, gate = _modulation(self.norm, temb, 3, kept, "both")
         layers = [attn.to_q, attn.to_k, attn.to_v, self.proj_mlp]
-        *qkv, wide = project_made(layers, modulated(self.norm.norm), stream, shift, scale)
+        *qkv, wide = project_recomputed(layers, modulated(self.norm.norm), stream, shift, scale)
         attended = attn.processor.attend(attn, qkv, None, image_rotary_emb)
-        (update,) = project_made([self.proj_out], _beside_gelu, attended, wide)
+        (update,) = project_recomputed([self.proj_out], _beside_gelu, attended, wide)
         stream = within_fp16(stream + gate * update)
         return stream[:, :length], stream[:, length:]
 
@@ -185,8 +185,8 @@ def _modulation(norm: Any, temb: Tensor, parts: int, kept: Kept | None, name: st
 def _feedforward(stream: Tensor, norm: nn.Module, feedforward: Any, modulation: tuple[Tensor, ...]) -> Tensor:
     """Return ``stream + gate * MLP(modulated norm of stream)``."""
     shift, scale, gate = modulation
-    (wide,) = project_made([feedforward.net[0].proj], modulated(norm), stream, shift, scale)
-    (update,) = project_made([feedforward.net[2]], gelu, wide)
+    (wide,) = project_recomputed([feedforward.net[0].proj], modulated(norm), stream, shift, scale)
+    (update,) = project_recomputed([feedforward.net[2]], gelu, wide)
     return stream + gate * update
 
 
@@ -217,7 +217,7 @@ class _BesideGelu(torch.autograd.Function):
         return of_attended, torch.ops.aten.gelu_backward(of_gelu, wide, approximate="tanh")
 
 
-def swap_hot_paths(transformer: FluxTransformer2DModel, backend: Backend = "auto") -> FluxTransformer2DModel:
+def optimise_forward(transformer: FluxTransformer2DModel, backend: Backend = "auto") -> FluxTransformer2DModel:
     """Replace the forward of blocks, attention, RMSNorm, RoPE table and timestep embedding in place; return the model.
 
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after.

@@ -62,9 +62,9 @@ from library.models.family import (
 from library.models.flux.files import FluxFiles, locate
 from library.models.flux.model import (
     image_positions,
+    optimise_forward,
     pack_latents,
     pack_mask,
-    swap_hot_paths,
     text_positions,
     unpack_latents,
 )
@@ -115,7 +115,7 @@ class FluxFamily(TransformerFiles):
         return self.name == "flux" and not self.guidance_embeds
 
     def _with_hot_paths(self, transformer: Any, backend: Backend) -> Any:
-        return swap_hot_paths(transformer, backend)
+        return optimise_forward(transformer, backend)
 
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> VaeImageEncoder:
         """Return the image encoder; its weights are loaded at the first use. On a CPU it computes in fp32."""

@@ -43,7 +43,7 @@ from library.models.llm.sources import Derived, DerivedWeights, TensorFlowFiles,
 from library.models.llm.spec import LMConfig, config_from_hf, config_to_hf, gpt2
 from library.models.weights import KeyMap, Piece, WeightFiles, load_into, read_config
 from library.nn.rope import Llama31Scaling, half_split_order
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 
 _TIED_ROWS = 1024  # compared to tell a head that repeats the embedding; two trained matrices differ in every row
 
@@ -52,7 +52,7 @@ def load_lm(
     folder: str | Path,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    fp8: Fp8Loading | None = None,
+    fp8: Fp8Loader | None = None,
     pad_vocabulary_to: int | None = None,
 ) -> TransformerLM:
     """Return the language model in ``folder``, frozen and in eval mode.
@@ -67,7 +67,7 @@ def load_lm(
         UserError: the layout is none of these, a file is missing or damaged, or the architecture is another one.
     """
     config, weights, key_map = open_lm(Path(folder).expanduser())
-    placing = fp8 if fp8 is not None else Fp8Loading()
+    placing = fp8 if fp8 is not None else Fp8Loader()
     model = cast(TransformerLM, load_into(lambda: TransformerLM(config), weights, key_map, dtype, device, fp8=placing))
     if pad_vocabulary_to is not None:
         resize_vocabulary(model, config.padded(pad_vocabulary_to))

@@ -45,7 +45,7 @@ from library.nn.rope import RopeTables, Table, rotate_half_split, turn_token, wh
 from library.nn.tensor_split import Parts
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import Quantized
-from library.precision.serving import ServedLinear
+from library.precision.serving import FakeQuantLinear
 
 _INIT_STD = 0.02  # of both papers' published code
 
@@ -124,7 +124,7 @@ class TransformerLM(nn.Module):
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
         self.config = config
-        self.run_again: Callable[..., Tensor] | None = None  # calls a block whose backward computes it again
+        self.recompute: Callable[..., Tensor] | None = None  # calls a block whose backward computes it again
         rows, width = config.padded_vocab_size, config.width
         self.embedding = nn.Embedding(rows, width)
         self.positions = None if config.has_rope else nn.Embedding(config.context, width)
@@ -202,8 +202,8 @@ class TransformerLM(nn.Module):
             rope = cos[where], sin[where]
             rope = whole_head(rope) if decoding else rope
         for layer, block in enumerate(self.blocks):
-            if self.run_again is not None and torch.is_grad_enabled():
-                x = self.run_again(block, x, rope, None, layer, mask)
+            if self.recompute is not None and torch.is_grad_enabled():
+                x = self.recompute(block, x, rope, None, layer, mask)
             else:
                 x = block(x, rope, cache, layer, mask)
         if cache is not None:
@@ -213,7 +213,7 @@ class TransformerLM(nn.Module):
 
     def enable_gradient_checkpointing(self, function: Callable[..., Tensor] | None = None) -> None:
         """Compute blocks again in backward instead of keeping what they made; ``function`` calls a block so."""
-        self.run_again = function or Recomputation(self.config.layers)
+        self.recompute = function or Recomputation(self.config.layers)
 
     def new_cache(self, batch: int, capacity: int, padding: Tensor | None = None) -> KVCache:
         """Return an empty cache for ``batch`` rows of ``capacity`` tokens, in the dtype of activations."""
@@ -308,8 +308,8 @@ def _parts(joined: nn.Module, rows: Mapping[str, int]) -> dict[str, nn.Module]:
 
 def _on_rows(joined: nn.Module, rows: slice) -> nn.Module:
     """Return a frozen layer on some output rows of ``joined``, which has no bias."""
-    if isinstance(joined, ServedLinear):
-        return ServedLinear(_on_rows(joined.base, rows), joined.how, joined.input_scale)  # type: ignore[arg-type]
+    if isinstance(joined, FakeQuantLinear):
+        return FakeQuantLinear(_on_rows(joined.base, rows), joined.how, joined.input_scale)  # type: ignore[arg-type]
     if isinstance(joined, Fp8Linear):
         whole, compute, input_gradient = joined.quantized(), joined.compute, joined.fp8_input_gradient
         own = whole.scale[rows] if whole.scale is not None and whole.scale.shape[0] > 1 else whole.scale
@@ -354,7 +354,7 @@ def lm_split_plan(config: LMConfig, processes: int, separate: bool) -> dict[str,
     return plan
 
 
-def deal_out_heads(model: TransformerLM, processes: int) -> None:
+def shard_heads(model: TransformerLM, processes: int) -> None:
     """Tell the attention of ``model``, whose layers are split, how many heads it has here."""
     for attention in (module for module in model.modules() if isinstance(module, Attention)):
         attention.heads //= processes

@@ -8,7 +8,7 @@ vectors a sample, and an index says which one a token takes.
 
 :func:`swap_blocks` changes the class of every block and nothing else.
 
-Tandem's hot paths in diffusers' Qwen-Image transformer: ``swap_hot_paths`` puts them in, parameter names stay.
+Tandem's hot paths in diffusers' Qwen-Image transformer: ``optimise_forward`` puts them in, parameter names stay.
 
 What is replaced, and why:
 
@@ -39,7 +39,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor, nn
 
 from library.nn.attention import Backend, Stream, attend_together
-from library.nn.frozen_linear import project_made, project_together
+from library.nn.frozen_linear import project_recomputed, project_together
 from library.nn.norms import Kept, RMSNorm, gelu, modulated, modulated_norm, once, tokens, within_fp16
 from library.nn.rope import Table, make_room
 
@@ -94,13 +94,13 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
         image_mod = _modulation(self.img_mod, temb, kept, "image")
         text_mod = _modulation(self.txt_mod, temb.chunk(2)[0] if self.zero_cond_t else temb, kept, "text")
         norm = _modulated(self.img_norm1, modulate_index)
-        image_qkv = project_made([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
+        image_qkv = project_recomputed([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
         text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
-        text_qkv = project_made(text_layers, modulated(self.txt_norm1), text, *text_mod[:2])
+        text_qkv = project_recomputed(text_layers, modulated(self.txt_norm1), text, *text_mod[:2])
         attended = attn.processor.attend(attn, image_qkv, text_qkv, image_rotary_emb, encoder_hidden_states_mask)
         length = text.shape[1]
-        (image_update,) = project_made([attn.to_out[0]], functools.partial(tokens, start=length), attended)
-        (text_update,) = project_made([attn.to_add_out], functools.partial(tokens, end=length), attended)
+        (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(tokens, start=length), attended)
+        (text_update,) = project_recomputed([attn.to_add_out], functools.partial(tokens, end=length), attended)
         image = image + _chosen(image_mod[2], modulate_index) * image_update
         image = _feedforward(image, self.img_norm2, self.img_mlp, image_mod[3:], modulate_index)
         text = _feedforward(text + text_mod[2] * text_update, self.txt_norm2, self.txt_mlp, text_mod[3:])
@@ -119,8 +119,8 @@ def _feedforward(
 ) -> Tensor:
     """Return ``stream + gate * MLP(modulated norm of stream)``."""
     shift, scale, gate = modulation
-    (wide,) = project_made([feedforward.net[0].proj], _modulated(norm, index), stream, shift, scale)
-    (update,) = project_made([feedforward.net[2]], gelu, wide)
+    (wide,) = project_recomputed([feedforward.net[0].proj], _modulated(norm, index), stream, shift, scale)
+    (update,) = project_recomputed([feedforward.net[2]], gelu, wide)
     return stream + _chosen(gate, index) * update
 
 
@@ -140,7 +140,9 @@ def _chosen(vectors: Tensor, index: Tensor | None) -> Tensor:
     return torch.where(index.unsqueeze(-1) == 0, first, second)
 
 
-def swap_hot_paths(transformer: QwenImageTransformer2DModel, backend: Backend = "auto") -> QwenImageTransformer2DModel:
+def optimise_forward(
+    transformer: QwenImageTransformer2DModel, backend: Backend = "auto"
+) -> QwenImageTransformer2DModel:
     """Replace the forward of blocks, attention, RMSNorm, RoPE table and timestep embedding in place; return the model.
 
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after. The position table

@@ -39,7 +39,7 @@ from library.models.family import (
 )
 from library.models.flux.model import pack_latents, unpack_latents
 from library.models.qwen_image.files import QwenFiles, locate
-from library.models.qwen_image.model import swap_hot_paths
+from library.models.qwen_image.model import optimise_forward
 from library.models.qwen_image.text import (
     MOST_TOKENS,
     TEMPLATES,
@@ -80,7 +80,7 @@ class QwenImageFamily(TransformerFiles):
         self.latent_channels: int = self._files.transformer_config.get("in_channels", 64) // self.patch_size**2
 
     def _with_hot_paths(self, transformer: Any, backend: Backend) -> Any:
-        return swap_hot_paths(transformer, backend)
+        return optimise_forward(transformer, backend)
 
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> QwenVaeImageEncoder:
         """Return the image encoder; its weights are loaded at the first use. On a CPU it computes in fp32."""

@@ -41,7 +41,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from library.errors import UserError
 from library.models.text_encoders import load_tokenizer
 from library.models.weights import Piece, WeightFiles, load_into, read_config
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 
 MOST_TOKENS = 1024  # of a caption without pictures; longer ones are cut, as in the pipeline
@@ -240,7 +240,7 @@ def load_qwen_text(
                 model.visual.rotary_pos_emb = Qwen2_5_VLVisionRotaryEmbedding(config.vision_config)
         return model
 
-    model: Any = load_into(build, weights, key_map, dtype, device, fp8=Fp8Loading(recipe, compute="dequant"))
+    model: Any = load_into(build, weights, key_map, dtype, device, fp8=Fp8Loader(recipe, compute="dequant"))
     for module in model.modules():
         if isinstance(module, (Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLVisionRotaryEmbedding)):
             module.to(device)

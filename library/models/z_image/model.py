@@ -1,4 +1,4 @@
-"""Tandem's hot paths in diffusers' Z-Image transformer: ``swap_hot_paths`` puts them in, parameter names stay.
+"""Tandem's hot paths in diffusers' Z-Image transformer: ``optimise_forward`` puts them in, parameter names stay.
 
 What is replaced, and why:
 
@@ -26,12 +26,12 @@ from diffusers.models.transformers import transformer_z_image as diffusers_z
 from torch import Tensor, nn
 
 from library.nn.attention import Backend, attend
-from library.nn.frozen_linear import project_made, project_together
+from library.nn.frozen_linear import project_recomputed, project_together
 from library.nn.norms import RMSNorm
 from library.nn.rope import rotate_interleaved
 
 
-def swap_hot_paths(transformer: ZImageTransformer2DModel, backend: Backend = "auto") -> ZImageTransformer2DModel:
+def optimise_forward(transformer: ZImageTransformer2DModel, backend: Backend = "auto") -> ZImageTransformer2DModel:
     """Replace the forward of attention, feed-forward, RMSNorm, RoPE table and timestep embedding; return the model.
 
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after.
@@ -103,7 +103,7 @@ class FeedForward(diffusers_z.FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, S, W] to the same."""
         gate, up = project_together([self.w1, self.w3], x)
-        (out,) = project_made([self.w2], _gated, gate, up)
+        (out,) = project_recomputed([self.w2], _gated, gate, up)
         return out
 
 

@@ -31,7 +31,7 @@ from library.models.family import (
 from library.models.vae import VaeImageEncoder, computed_as, load_vae, vae_config
 from library.models.weights import WeightFiles
 from library.models.z_image.files import ZImageFiles, locate
-from library.models.z_image.model import swap_hot_paths
+from library.models.z_image.model import optimise_forward
 from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder, load_z_image_text, load_z_image_tokenizer
 from library.nn.attention import Backend
 from library.precision.recipe import Fp8Recipe
@@ -62,7 +62,7 @@ class ZImageFamily(TransformerFiles):
         self.latent_channels: int = self._files.transformer_config.get("in_channels", 16)
 
     def _with_hot_paths(self, transformer: Any, backend: Backend) -> Any:
-        return swap_hot_paths(transformer, backend)
+        return optimise_forward(transformer, backend)
 
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> VaeImageEncoder:
         """Return the image encoder; its weights are loaded at the first use. On a CPU it computes in fp32."""

@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from library.errors import UserError
 from library.models.text_encoders import load_tokenizer
 from library.models.weights import Piece, WeightFiles, load_into, read_config
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 
 MOST_TOKENS = 512  # of a caption with its template; longer ones are cut, as in the pipeline
@@ -91,7 +91,7 @@ def load_z_image_text(
             model.rotary_emb = Qwen3RotaryEmbedding(config)
         return model
 
-    model = load_into(build, weights, key_map, dtype, device, fp8=Fp8Loading(recipe, compute="dequant"))
+    model = load_into(build, weights, key_map, dtype, device, fp8=Fp8Loader(recipe, compute="dequant"))
     assert isinstance(model, Qwen3Model)
     model.rotary_emb.to(device)
     return model

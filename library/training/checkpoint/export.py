@@ -20,13 +20,13 @@ from networks.files.verify import check_file
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from library.config.chat_schema import InstructionTrainConfig
+    from library.config.chat_schema import ChatTrainConfig
     from library.config.schema import TrainConfig
     from library.data.dataset import TrainingData
     from library.training.run import Run
 
 
-def write_config(folder: Path, config: TrainConfig | InstructionTrainConfig, accelerator: Accelerator) -> None:
+def write_config(folder: Path, config: TrainConfig | ChatTrainConfig, accelerator: Accelerator) -> None:
     """Keep the resolved configuration beside what it makes, as TOML that runs again (main process only)."""
     if accelerator.is_main_process:
         sections = config.model_dump(exclude_unset=True, exclude_none=True)

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
-from library.accelerator import data_share
+from library.accelerator import dp_rank_and_size
 from library.config.rules import effective_learning_rate
 from library.data.buckets import Bucketing
 from library.data.config import Dataset, Subset
@@ -80,7 +80,7 @@ def training_facts(config: TrainConfig, run: Run, data: TrainingData, begun: flo
         data: the images.
         begun: when training began, seconds since 1970; names the session too.
     """
-    (_, processes), accumulated = data_share(run.accelerator), config.training.gradient_accumulation_steps
+    (_, processes), accumulated = dp_rank_and_size(run.accelerator), config.training.gradient_accumulation_steps
     batches = run.batches.batches_per_epoch() // processes
     memory = data.text_folder / "file_hashes.json"
     return {

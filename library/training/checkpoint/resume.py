@@ -21,13 +21,13 @@ from library.files import clear_leftovers, read_safetensors_header
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from library.config.chat_schema import InstructionTrainConfig
-    from library.config.pretrain_schema import LLMConfig
+    from library.config.chat_schema import ChatTrainConfig
+    from library.config.pretrain_schema import PretrainConfig
     from library.config.schema import TrainConfig
 
 AUTO = "auto"
 _POSITION = "position.json"
-Config = TypeVar("Config", "TrainConfig", "InstructionTrainConfig", "LLMConfig")
+Config = TypeVar("Config", "TrainConfig", "ChatTrainConfig", "PretrainConfig")
 
 
 def resolve_resume(config: Config, accelerator: Accelerator, say: Callable[[str], None]) -> Config:

@@ -34,7 +34,7 @@ _FIRST_WAIT, _LAST_WAIT = 5.0, 60.0  # at the end: ten waits are seven minutes, 
 
 
 @dataclass
-class Keeper:
+class CheckpointWriter:
     """Writes a run's results into ``folder``, or into ``fallback`` at the worst.
 
     Attributes:

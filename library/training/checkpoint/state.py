@@ -5,7 +5,7 @@ scaler's, and the position in the data. Random numbers need no saving, they are 
 sample. A folder is written under a temporary name and renamed when it is whole.
 
 The optimizer's state carries its learning rate and arguments, so a resumed run would pass over new ones without a
-word. ``lasting_settings`` names those settings; a run that changed one is refused.
+word. ``resume_keys`` names those settings; a run that changed one is refused.
 
 Optimizer and scheduler state on disk without pickle: tensors in safetensors, the rest as JSON.
 
@@ -30,10 +30,10 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import atomic_folder, write_safetensors, write_text
-from library.training.parallel.fsdp import split_like
+from library.training.parallel.fsdp import scatter_like
 
 if TYPE_CHECKING:
-    from library.config.chat_schema import InstructionTrainConfig
+    from library.config.chat_schema import ChatTrainConfig
     from library.config.schema import TrainConfig
 
 
@@ -50,7 +50,7 @@ class Position:
     validations_since_best: int = 0
     updates_dropped: int = 0  # steps that were not finite
     nonfinite_in_row: int = 0  # those since the last that was
-    skipped_samples: list[str] = field(default_factory=list)  # identities left out by nonfinite = "rollback"
+    skipped_samples: list[str] = field(default_factory=list)  # identities left out by on_nan = "rollback"
     validated_at: int | None = None  # the step of the last validation that was compared with the best
     step_ended: tuple[int, int] | None = None  # epoch and batches when the last step ended, within an unfinished one
 
@@ -63,7 +63,7 @@ class Position:
         return replace(self, epoch=epoch, batches=batches, step_ended=None)
 
 
-def lasting_settings(config: TrainConfig, text_encoders: str | None = None) -> dict[str, Any]:
+def resume_keys(config: TrainConfig, text_encoders: str | None = None) -> dict[str, Any]:
     """Return the settings that a state goes on with, whatever the resumed run says.
 
     ``text_encoders`` is the fingerprint of those that are trained.
@@ -72,8 +72,8 @@ def lasting_settings(config: TrainConfig, text_encoders: str | None = None) -> d
     return trained_text | shared_settings(config)
 
 
-def shared_settings(config: TrainConfig | InstructionTrainConfig) -> dict[str, Any]:
-    """Return those of :func:`lasting_settings` that a LoRA on any model has."""
+def shared_settings(config: TrainConfig | ChatTrainConfig) -> dict[str, Any]:
+    """Return those of :func:`resume_keys` that a LoRA on any model has."""
     optimizer, network, precision = config.optimizer, config.network, config.precision
     dropouts = ("rank_dropout", "module_dropout")  # hold from the next step on
     return {
@@ -95,8 +95,8 @@ def shared_settings(config: TrainConfig | InstructionTrainConfig) -> dict[str, A
         "fp8_scaled": precision.fp8_scaled,
         "fp8_granularity": precision.fp8_granularity,
         "fp8_format": precision.fp8_format,
-        "fp8_keep": sorted(precision.fp8_keep),
-        "fp8_keep_patterns": sorted(precision.fp8_keep_patterns),
+        "fp8_exclude": sorted(precision.fp8_exclude),
+        "fp8_exclude_patterns": sorted(precision.fp8_exclude_patterns),
         "fp8_rounding": precision.fp8_rounding,
     }
 
@@ -130,7 +130,7 @@ def save_training_state(
         parts: optimizer, schedule, scaler by name.
         position: where the run stands.
         base: the base model's fingerprint, checked when resuming.
-        settings: of ``lasting_settings``, checked when resuming.
+        settings: of ``resume_keys``, checked when resuming.
 
     Raises:
         WriteError: the disk is full or cannot be written to; the older state is as it was.
@@ -148,7 +148,7 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
     """Return where a saved state stands, and its base's fingerprint; the weights are not read.
 
     Raises:
-        UserError: ``folder`` is no state, or one of other ``settings`` (those of ``lasting_settings``).
+        UserError: ``folder`` is no state, or one of other ``settings`` (those of ``resume_keys``).
     """
     try:
         saved = json.loads((Path(folder) / "position.json").read_text(encoding="utf-8"))
@@ -177,7 +177,7 @@ def check_state(
     Args:
         folder: the state.
         base: the fingerprint of this run's base model.
-        settings: of ``lasting_settings``.
+        settings: of ``resume_keys``.
         total_steps: optimizer steps of this run, where they are known yet.
         finished_too: see :func:`refuse_finished`.
 
@@ -259,7 +259,7 @@ def _copy_weights(folder: Path, parameters: Mapping[str, Tensor]) -> None:
             "use the network settings it was trained with"
         )
     for name, tensor in weights.items():
-        parameters[name].copy_(split_like(parameters[name], tensor))
+        parameters[name].copy_(scatter_like(parameters[name], tensor))
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,15 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from library.accelerator import data_share, is_sharded, share_mates, zero_stage
+from library.accelerator import dp_rank_and_size, is_sharded, model_parallel_rank_and_size, zero_stage
 from library.data.batches import Batch, CachedDataset, EpochBatchSampler
 from library.errors import UserError
 from library.randomness import derive_seed
 from library.training.optim.factory import drop_gradients
-from library.training.parallel.fsdp import in_step
+from library.training.parallel.fsdp import lockstep_batches
 
 if TYPE_CHECKING:
-    from library.config.chat_schema import InstructionTrainConfig
+    from library.config.chat_schema import ChatTrainConfig
     from library.config.schema import TrainConfig
     from library.training.checkpoint.state import Position
     from library.training.run import Run
@@ -46,7 +46,7 @@ _NAMED = 4  # samples that a message names
 
 
 @dataclass(frozen=True)
-class Fault:
+class BadSample:
     """One sample that is not finite in a step, or a whole batch where its samples have no names."""
 
     name: str  # of the file
@@ -65,8 +65,8 @@ class Cause:
     """What a bad step was made of, over all processes."""
 
     step: int
-    faults: list[Fault] = field(default_factory=list)
-    suspects: list[Fault] = field(default_factory=list)  # all samples of the step, where none is at fault by itself
+    faults: list[BadSample] = field(default_factory=list)
+    suspects: list[BadSample] = field(default_factory=list)  # all samples of the step, where none is at fault by itself
     weights: list[str] = field(default_factory=list)  # tensors of the LoRA that are not finite before the step
 
     def __str__(self) -> str:
@@ -85,19 +85,19 @@ def find_cause(run: Run, position: Position) -> Cause:
     Every process looks at its own batches; all return the same cause.
     """
     broken = [name for name, tensor in run.network.state_dict().items() if not tensor.isfinite().all()]
-    faults: list[Fault] = []
-    suspects: list[Fault] = []
+    faults: list[BadSample] = []
+    suspects: list[BadSample] = []
     if not broken:
         alone = ((sample, n) for batch, n in _batches(run, position) for sample in _samples(batch))
         last: tuple[Any, int] | None = None
-        for own in in_step(alone, run.accelerator):
+        for own in lockstep_batches(alone, run.accelerator):
             looked_at = own or last  # the last one again, only to take part
             assert looked_at is not None, "every process has a batch in every step"
             last = looked_at
             fault, is_bad = _look_at(run, last[0], position, last[1])
             if own is not None:
                 (faults if is_bad else suspects).append(fault)
-    everywhere = _gathered(run, [(faults, suspects)] if share_mates(run.accelerator)[0] == 0 else [])
+    everywhere = _gathered(run, [(faults, suspects)] if model_parallel_rank_and_size(run.accelerator)[0] == 0 else [])
     faults = [fault for ours, _ in everywhere for fault in ours]
     return Cause(position.step + 1, faults, [s for _, theirs in everywhere for s in theirs], broken)
 
@@ -107,13 +107,13 @@ def remedy(cause: Cause) -> str:
     if cause.weights:
         return "check network_weights, or resume from an earlier state"
     if any(fault.module and fault.module.startswith("the cached") for fault in cause.faults):
-        return 'delete its cache file, or set nonfinite = "rollback" to leave it out'
+        return 'delete its cache file, or set on_nan = "rollback" to leave it out'
     if len({f.name for f in cause.faults}) > 1 or not cause.faults:
         return 'lower learning_rate, set max_grad_norm, or use mixed_precision = "bf16"'
-    return 'look at the image, use mixed_precision = "bf16", or set nonfinite = "rollback" to leave it out'
+    return 'look at the image, use mixed_precision = "bf16", or set on_nan = "rollback" to leave it out'
 
 
-def leave_out(run: Run, position: Position) -> int:
+def exclude_samples(run: Run, position: Position) -> int:
     """Let other images take the places of ``position.skipped_samples``; return how many images there are no more.
 
     Raises:
@@ -144,7 +144,7 @@ def _batches(run: Run, position: Position) -> Iterator[tuple[Any, int]]:
         run.batches.set_position(epoch, first)
         read = 0
         for batch in islice(iter(run.loader), wanted):
-            yield batch, first + read * data_share(run.accelerator)[1]
+            yield batch, first + read * dp_rank_and_size(run.accelerator)[1]
             read += 1
         wanted, epoch, first = wanted - read, epoch + 1, 0
 
@@ -153,9 +153,11 @@ def _samples(batch: Any) -> list[Any]:
     return [batch.only(i) for i in range(len(batch.sample_ids))] if isinstance(batch, Batch) else [batch]
 
 
-def _look_at(run: Run, batch: Any, position: Position, batches: int) -> tuple[Fault, bool]:
+def _look_at(run: Run, batch: Any, position: Position, batches: int) -> tuple[BadSample, bool]:
     """Return what one sample does in the step, and whether that is not finite."""
-    torch.manual_seed(derive_seed(run.step.seed, "dropout", position.step, batches, data_share(run.accelerator)[0]))
+    torch.manual_seed(
+        derive_seed(run.step.seed, "dropout", position.step, batches, dp_rank_and_size(run.accelerator)[0])
+    )
     with contextlib.ExitStack() as stack:
         for model in run.models:
             stack.enter_context(run.accelerator.no_sync(model))
@@ -186,7 +188,7 @@ def _look_at(run: Run, batch: Any, position: Position, batches: int) -> tuple[Fa
     identity = None
     if ids is not None and isinstance(dataset, CachedDataset):
         identity = dataset.samples_of(ids.tolist())[0].identity
-    return Fault(sample_names(run, batch)[0], identity, figure, what, module), is_bad
+    return BadSample(sample_names(run, batch)[0], identity, figure, what, module), is_bad
 
 
 def _gradients(run: Run) -> dict[str, Tensor]:
@@ -280,7 +282,7 @@ class FaultPolicy:
             return f"{cause}; its update is dropped ({position.updates_dropped} so far)"
         blamed = {one.identity: one.name for one in cause.faults or cause.suspects if one.identity is not None}
         position.skipped_samples += sorted(blamed.keys() - set(position.skipped_samples))
-        leave_out(run, position)
+        exclude_samples(run, position)
         names = ", ".join(sorted(set(blamed.values())))
         return f"{cause}; left out from now on: {names}"
 
@@ -304,7 +306,7 @@ def refusal(cause: Cause, saved: str | None, row: int = 1) -> UserError:
     return UserError(f"{often}{cause}; {kept}; {remedy(cause)}")
 
 
-def advice(config: TrainConfig | InstructionTrainConfig) -> str:
+def advice(config: TrainConfig | ChatTrainConfig) -> str:
     """Return which settings to change when a step does not fit, those first that cost least."""
     training, precision = config.training, config.precision
     options = []

@@ -39,7 +39,7 @@ _ECHO_SECONDS = 2.0  # a launcher repeats the terminal's signal: that is no seco
 
 
 @dataclass(frozen=True)
-class Wish:
+class StopRequest:
     """What is asked for, the same on every process."""
 
     stop: str | None = None  # by what: ``SIGTERM``, ``STOP``
@@ -58,15 +58,15 @@ class Wish:
         return 128 + signal.Signals[self.stop] if self.stop.startswith("SIG") else STOPPED_BY_FILE
 
 
-NOTHING = Wish()
+NOTHING = StopRequest()
 
 
-def how_to_go_on(wish: Wish, step: int, state: Path) -> str:
+def resume_hint(stop_request: StopRequest, step: int, state: Path) -> str:
     """Return the line that a stopped run ends with."""
-    return f"stopped by {wish.stop} after step {step}: go on with --resume {state}, or with --resume auto"
+    return f"stopped by {stop_request.stop} after step {step}: go on with --resume {state}, or with --resume auto"
 
 
-class Requests:
+class SignalHandler:
     """Looks for requests to a run that writes into ``folder``."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Requests:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def look(self, step: int) -> Wish:
+    def look(self, step: int) -> StopRequest:
         """Return what is asked for after ``step``; every process calls this after every step and gets the same.
 
         Asking again in the same step gives the same answer.
@@ -133,10 +133,12 @@ class Requests:
             self._wish = self._agree(step)
         return self._wish
 
-    def answered(self, wish: Wish) -> None:
+    def answered(self, stop_request: StopRequest) -> None:
         """Remove the files of an answered wish (main process)."""
         if self._accelerator.is_main_process:
-            for name, asked in zip(FILES, (wish.stop == "STOP", wish.save, wish.sample), strict=True):
+            for name, asked in zip(
+                FILES, (stop_request.stop == "STOP", stop_request.save, stop_request.sample), strict=True
+            ):
                 if asked:
                     with suppress(OSError):
                         (self._folder / name).unlink(missing_ok=True)
@@ -150,7 +152,7 @@ class Requests:
         stop, save, sample = ((self._folder / name).exists() for name in FILES)
         return stop, save, sample, self._is_owed()
 
-    def _agree(self, step: int) -> Wish:
+    def _agree(self, step: int) -> StopRequest:
         """Sum the main process's numbers and everybody's signals over all processes."""
         main = self._accelerator.is_main_process
         own_wishes = self._own_wishes() if main else (False,) * 4
@@ -166,9 +168,9 @@ class Requests:
         arrived = next((number for number, count in zip(_SIGNALS, summed, strict=False) if count), 0)
         return self._as_wish(arrived, *(bool(count) for count in summed[len(_SIGNALS) : -1]))
 
-    def _as_wish(self, arrived: int, stop: bool, save: bool, sample: bool, again: bool) -> Wish:
+    def _as_wish(self, arrived: int, stop: bool, save: bool, sample: bool, again: bool) -> StopRequest:
         name = signal.Signals(arrived).name if arrived else "STOP" if stop else None
-        return Wish(name, save, sample, again)
+        return StopRequest(name, save, sample, again)
 
 
 def ignore_signals(worker: int) -> None:

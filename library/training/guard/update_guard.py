@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from library.training.checkpoint.state import Position
 from library.training.optim.factory import drop_gradients, unwrapped
-from library.training.parallel.gather import everywhere, own_rows
+from library.training.parallel.gather import everywhere, to_local
 
 if TYPE_CHECKING:
     from library.training.run import Run
@@ -46,7 +46,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
-class Mark:
+class StepSnapshot:
     """The beginning of a step: all of a run's state that is not held in tensors on the device."""
 
     position: Position
@@ -63,7 +63,7 @@ class UpdateGuard:
     """Takes the updates of a run; see the module's text."""
 
     run: Run
-    _marks: list[Mark] = field(default_factory=list)
+    _marks: list[StepSnapshot] = field(default_factory=list)
     _open: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class UpdateGuard:
             return
         optimizer = unwrapped(self.run.optimizer)
         self._marks.append(
-            Mark(
+            StepSnapshot(
                 position=_copied(position),
                 end=position,
                 loss_ema=loss_ema,
@@ -110,7 +110,7 @@ class UpdateGuard:
         self._good = self._good & self._is_finite(torch.as_tensor(grad_norm, device=self._device))
         before = self._tensors()
         kept = {key: tensor.detach().clone() for key, tensor in before.items()}
-        gradients = [own_rows(p.grad) for p in self.run.network.parameters() if p.grad is not None]
+        gradients = [to_local(p.grad) for p in self.run.network.parameters() if p.grad is not None]
         _zero_unless(self._good, gradients)
         try:
             take_step()
@@ -120,7 +120,7 @@ class UpdateGuard:
             raise
         after = self._tensors()
         weights = self.run.network.parameters()
-        self._good = self._good & self._everywhere(all_finite([own_rows(p) for p in weights]), weights)
+        self._good = self._good & self._everywhere(all_finite([to_local(p) for p in weights]), weights)
         pairs = [(after[key], old) for key, old in kept.items() if key in after and after[key].shape == old.shape]
         _take_unless(self._good, pairs)
         self._done = self._done + self._good
@@ -129,7 +129,7 @@ class UpdateGuard:
         """Note that the step is over and where the run stands."""
         self._marks[-1].end, self._open = _copied(position), False
 
-    def settle(self, position: Position) -> Mark | None:
+    def settle(self, position: Position) -> StepSnapshot | None:
         """Ask the device; return the first bad step's mark with run and ``position`` put back to it, or None."""
         closed = len(self._marks) - self._open
         done = int(self._done)  # the one point where the host waits
@@ -191,7 +191,7 @@ class UpdateGuard:
         shared = {
             id(tensor): key for key, tensor in reversed(found.items())
         }  # some libraries share one between weights
-        return {key: own_rows(t) for key, t in found.items() if self._is_there(t) and shared[id(t)] == key}
+        return {key: to_local(t) for key, t in found.items() if self._is_there(t) and shared[id(t)] == key}
 
     def _everywhere(self, flag: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """``flag``, or where processes have rows of ``weights``, whether it is set on all of them."""
@@ -206,7 +206,7 @@ class UpdateGuard:
         held = isinstance(now, Tensor) and isinstance(then, Tensor) and self._is_there(then)
         return held and now.device == then.device and now.shape == then.shape
 
-    def _put_back(self, mark: Mark) -> None:
+    def _put_back(self, mark: StepSnapshot) -> None:
         """Give the host's part of the state the values it had at ``mark``; forget gradients of a step half done."""
         run, optimizer = self.run, unwrapped(self.run.optimizer)
         for group, old in zip(optimizer.param_groups, mark.groups, strict=True):

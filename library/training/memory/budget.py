@@ -143,5 +143,5 @@ def recompute_blocks(model: Any, blocks: int, training: RecomputationKeys, devic
     if not training.gradient_checkpointing:
         return
     offload = HostOffload(device) if training.cpu_offload_checkpointing else None
-    keep = training.checkpoint_keep_mb * 2**20
+    keep = training.activation_budget_mb * 2**20
     model.enable_gradient_checkpointing(Recomputation(blocks, training.checkpoint_every_n_blocks, keep, offload))

@@ -390,7 +390,7 @@ def _keeping(
         room = min(room, whole.parts.activations - least.parts.activations)
     compiled = rehearsal.config.accelerate.torch_compile  # a compiled block does not show what it keeps
     if room >= _WORTH_KEEPING and not compiled:
-        keeping = _with(recomputing, checkpoint_keep_mb=room // 2**20)
+        keeping = _with(recomputing, activation_budget_mb=room // 2**20)
         trial = rehearsal.trial(keeping)
         if trial.within(1.0, rehearsal.limit):
             return keeping, trial
@@ -421,7 +421,7 @@ def _with(training: TrainingConfig, **changes: Any) -> TrainingConfig:
 
 def _changes(chosen: TrainingConfig) -> dict[str, Any]:
     """Return the keys of the choice that are not at their defaults, as they are written."""
-    keys = ("gradient_checkpointing", "checkpoint_keep_mb", "cpu_offload_checkpointing", "blocks_to_swap")
+    keys = ("gradient_checkpointing", "activation_budget_mb", "cpu_offload_checkpointing", "blocks_to_swap")
     values = {key: getattr(chosen, key) for key in keys}
     return {key: value for key, value in values.items() if value}
 

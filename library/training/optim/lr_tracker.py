@@ -175,7 +175,7 @@ _GROWN = 1.01  # times d0: has left it
 
 
 @dataclass
-class DistanceWatch:
+class StepSizeMonitor:
     """Watches d in the learning rates of logged steps; each remark is made once."""
 
     total_steps: int

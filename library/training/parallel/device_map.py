@@ -36,7 +36,7 @@ def devices_to_fill(parallel: ParallelConfig, accelerator: Accelerator) -> list[
     return [torch.device("cuda", number) for number in range(count)]
 
 
-def deal_out_blocks(transformer: nn.Module, blocks: Sequence[nn.Module], devices: Sequence[torch.device]) -> str:
+def place_blocks(transformer: nn.Module, blocks: Sequence[nn.Module], devices: Sequence[torch.device]) -> str:
     """Put ``transformer`` with its LoRA on ``devices`` so that the fullest holds as little as can be; return how.
 
     Parameters on another device than before are new objects: call it before an optimizer is built.

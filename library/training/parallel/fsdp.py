@@ -2,11 +2,11 @@
 
 accelerate's ``prepare`` splits the rows of every weight over the processes of a group and gathers a block's weights
 when it is about to run, forward and backward. A split tensor is a ``DTensor``: its shape is the whole's, it holds this
-process's rows. ``whole`` and ``split_like`` go between the two, so that what is written to disk is the same for every
+process's rows. ``whole`` and ``scatter_like`` go between the two, so that what is written to disk is the same for every
 layout: states and models know nothing of sharding, and a run goes on under another.
 
-Whatever gathers is collective: every process of the run has to come by. ``in_step`` makes processes with different
-numbers of batches do so equally often.
+Whatever gathers is collective: every process of the run calls it. ``lockstep_batches`` makes processes with
+different numbers of batches do so equally often.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from library.accelerator import accelerate_shards, computes_together, data_share, is_sharded, zero_stage
+from library.accelerator import accelerate_shards, dp_rank_and_size, is_model_parallel, is_sharded, zero_stage
 from library.errors import UserError
 
 Item = TypeVar("Item")
@@ -94,24 +94,24 @@ def share_gradients(accelerator: Accelerator, trained: Sequence[nn.Parameter]) -
     Stages of a pipeline add up to a batch's gradients. A parameter without a gradient here may have one elsewhere (in
     another stage; a dropped-out module): it counts as zero.
     """
-    if not computes_together(accelerator) or zero_stage(accelerator) or not trained:
+    if not is_model_parallel(accelerator) or zero_stage(accelerator) or not trained:
         return
     if isinstance(trained[0], DTensor):  # FSDP2 has averaged them
         return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     total = accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="sum")
-    mean = total / data_share(accelerator)[1]
+    mean = total / dp_rank_and_size(accelerator)[1]
     parts = mean.split([g.numel() for g in gradients])
     for parameter, gradient, part in zip(trained, gradients, parts, strict=True):
         parameter.grad = gradient.copy_(part.view_as(gradient))
 
 
-def whole_number(value: Tensor) -> Tensor:
+def full_tensor(value: Tensor) -> Tensor:
     """Return a gradient norm as the plain tensor that every process gets; collective if it is split."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+def scatter_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Return this process's part of a whole ``tensor`` if ``parameter``, of its shape, is split; else ``tensor``."""
     if not isinstance(parameter, DTensor):
         return tensor
@@ -119,7 +119,7 @@ def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(on_device, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def in_step(batches: Iterator[Item], accelerator: Accelerator) -> Iterator[Item | None]:
+def lockstep_batches(batches: Iterator[Item], accelerator: Accelerator) -> Iterator[Item | None]:
     """Yield ``batches``; where weights are split, go on with None until no process has any left."""
     if not is_sharded(accelerator):
         yield from batches

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from library.nn.tensor_split import Split
-from library.training.parallel.fsdp import check_sharding, plan_sharding, split_like, whole
+from library.training.parallel.fsdp import check_sharding, plan_sharding, scatter_like, whole
 from library.training.parallel.pipeline.full_training import (
     own_optimizer_state,
     stage_optimizer_state,
@@ -89,9 +89,9 @@ def whole_shape(parameter: Tensor, cut: _Cut | None) -> torch.Size:
     return torch.Size(shape)
 
 
-def own_part(parameter: Tensor, cut: _Cut | None, tensor: Tensor) -> Tensor:
+def local_shard(parameter: Tensor, cut: _Cut | None, tensor: Tensor) -> Tensor:
     """Return this process's part of the whole ``tensor``, as it has of ``parameter``."""
-    return split_like(parameter, tensor if cut is None else cut.split.own(tensor, cut.dim).contiguous())
+    return scatter_like(parameter, tensor if cut is None else cut.split.own(tensor, cut.dim).contiguous())
 
 
 def own_state(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def own_state(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> 
 
     def fit(one: _Cuttable, value: Any) -> Any:
         is_like = isinstance(value, Tensor) and value.shape == whole_shape(one.parameter, one.cut)
-        return own_part(one.parameter, one.cut, value) if is_like else value
+        return local_shard(one.parameter, one.cut, value) if is_like else value
 
     states = {i: {k: fit(own[i], v) for k, v in values.items()} for i, values in state["state"].items()}
     return {**state, "state": states}
@@ -189,7 +189,7 @@ def prepare_split(accelerator: Accelerator, blocks: Sequence[str], model: nn.Mod
     return [prepared, wrapped, *others]
 
 
-def own_rows(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return the rows of a split tensor that lie here, as a view; another as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -22,22 +22,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from library.accelerator import data_share, device_mesh, is_pipelined, is_sharded, is_tensor_parallel, zero_stage
+from library.accelerator import device_mesh, dp_rank_and_size, is_pipelined, is_sharded, is_tensor_parallel, zero_stage
 from library.config.schema import ParallelConfig
-from library.models.llm.model import Block, TransformerLM, deal_out_heads, lm_split_plan
+from library.models.llm.model import Block, TransformerLM, lm_split_plan, shard_heads
 from library.nn.tensor_split import Parts
-from library.training.parallel.fsdp import prepare_lora, whole_number
+from library.training.parallel.fsdp import full_tensor, prepare_lora
 from library.training.parallel.gather import prepare_split, split_parameters
 from library.training.parallel.pipeline.full_training import clip_stages, staged
 from library.training.parallel.pipeline.schedule import Pipeline
-from library.training.parallel.pipeline.stages import Outline, prepare_stage
+from library.training.parallel.pipeline.stages import SplitPoints, prepare_stage
 from library.training.parallel.tensor import prepare_split_lora, shard_blocks, split_layers
 from library.training.parallel.zero import prepare_zero
 from networks.injection import AdapterNetwork
 
 
 @dataclass(frozen=True)
-class Shareable:
+class ParallelizableModel:
     """A model with its LoRA, and what is known of sharing it out.
 
     Attributes:
@@ -51,7 +51,7 @@ class Shareable:
 
     model: nn.Module
     network: AdapterNetwork
-    outline: Callable[[], Outline]
+    outline: Callable[[], SplitPoints]
     blocks: Sequence[str]
     split_plan: Callable[[int], dict[str, Parts]]
     called_too: Sequence[str] = ()
@@ -66,10 +66,10 @@ class Prepared(NamedTuple):
     pipeline: Pipeline | None = None
 
 
-def prepare_shared(
+def parallelize(
     accelerator: Accelerator,
     parallel: ParallelConfig,
-    shareable: Shareable,
+    parallelizable: ParallelizableModel,
     max_grad_norm: float,
     optimizer: Any,
     loader: Any,
@@ -85,11 +85,11 @@ def prepare_shared(
     Raises:
         UserError: the model cannot be shared out so, or an engine did something else than it was asked for.
     """
-    model, network, parts = shareable.model, shareable.network, (optimizer, loader)
-    trained, blocks = network.parameters(), shareable.blocks
-    plan = shareable.split_plan(parallel.tp) if is_tensor_parallel(accelerator) else {}
+    model, network, parts = parallelizable.model, parallelizable.network, (optimizer, loader)
+    trained, blocks = network.parameters(), parallelizable.blocks
+    plan = parallelizable.split_plan(parallel.tp) if is_tensor_parallel(accelerator) else {}
     if is_pipelined(accelerator):
-        outline, methods = shareable.outline(), ["forward", *shareable.called_too]
+        outline, methods = parallelizable.outline(), ["forward", *parallelizable.called_too]
         pipeline, *stage = prepare_stage(accelerator, parallel, model, outline, network, methods, *parts, plan)
         return Prepared(stage[0], stage[1], stage[2], pipeline)
     if zero_stage(accelerator):
@@ -103,7 +103,7 @@ def prepare_shared(
     else:
         return None
     if is_sharded(accelerator):
-        for method in shareable.called_too:
+        for method in parallelizable.called_too:
             register_fsdp_forward_method(model, method)
     return Prepared(*prepared)
 
@@ -114,10 +114,10 @@ def split_model(accelerator: Accelerator, model: TransformerLM, optimizer: Optim
     Raises:
         UserError: heads or widths do not divide.
     """
-    mesh, (_, shares) = device_mesh(accelerator), data_share(accelerator)
+    mesh, (_, shares) = device_mesh(accelerator), dp_rank_and_size(accelerator)
     processes = mesh["tp"].size()
     split_layers(model, lm_split_plan(model.config, processes, separate=False), mesh["tp"])
-    deal_out_heads(model, processes)
+    shard_heads(model, processes)
     if shares == 1:
         model.to(accelerator.device)
     else:
@@ -150,15 +150,15 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, limit: float) -> 
     if (stage := staged(model)) is not None:
         return clip_stages(accelerator, stage, limit)
     if not is_tensor_parallel(accelerator):
-        return whole_number(accelerator.clip_grad_norm_(model.parameters(), limit))
+        return full_tensor(accelerator.clip_grad_norm_(model.parameters(), limit))
     group, cuts = device_mesh(accelerator)["tp"].get_group(), split_parameters(model)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     whole = [gradient for name, gradient in gradients.items() if name not in cuts]
     _share(list(map(_local, whole)), group)  # equal but for kernels that add in any order: so copies never part
     parts = [gradient for name, gradient in gradients.items() if name in cuts]
-    square = whole_number(get_total_norm(parts)).square()
+    square = full_tensor(get_total_norm(parts)).square()
     dist.all_reduce(square, group=group)
-    norm = (square + whole_number(get_total_norm(whole)).square()).sqrt()
+    norm = (square + full_tensor(get_total_norm(whole)).square()).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], scale)
     return norm

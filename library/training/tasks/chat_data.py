@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from rich.console import Console
 
-from library.config.chat_schema import InstructionConfig
+from library.config.chat_schema import ChatDataConfig
 from library.errors import UserError
 from library.llm.chat_batches import Example, Tokenised, Window, pack_examples, tokenise_dialogues
 from library.llm.chat_data import Dialogue, read_dialogues
@@ -38,7 +38,7 @@ class InstructionData:
 
 
 def prepare_dialogues(
-    config: InstructionConfig, template: DialogueTemplate, model: LMConfig, seed: int, console: Console
+    config: ChatDataConfig, template: DialogueTemplate, model: LMConfig, seed: int, console: Console
 ) -> InstructionData:
     """Read, split, tokenise and pack the conversations; show how far that is.
 

@@ -21,27 +21,27 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from library import __version__
-from library.accelerator import data_share, expect_many_shapes, is_tensor_parallel
-from library.config.chat_schema import InstructionConfig, InstructionTrainConfig, InstructionValidationConfig
+from library.accelerator import dp_rank_and_size, expect_many_shapes, is_tensor_parallel
+from library.config.chat_schema import ChatDataConfig, ChatTrainConfig, InstructionValidationConfig
 from library.config.rules import effective_learning_rate
 from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.files import read_safetensors_header
 from library.llm.chat_batches import Example, InstructionBatch, InstructionSampler, Windows, collate_windows
 from library.models.llm.files import load_lm
-from library.models.llm.model import Block, TransformerLM, deal_out_heads, lm_split_plan, separate_projections
+from library.models.llm.model import Block, TransformerLM, lm_split_plan, separate_projections, shard_heads
 from library.models.llm.spec import LMConfig
 from library.nn.cross_entropy import IGNORED
 from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.training.checkpoint.metadata import save_facts, without_folders
 from library.training.checkpoint.state import Position, shared_settings
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, describe_optimizer
 from library.training.optim.schedules import build_schedule, total_steps
-from library.training.parallel.fsdp import in_step
-from library.training.parallel.parallelize import Shareable, prepare_shared
+from library.training.parallel.fsdp import lockstep_batches
+from library.training.parallel.parallelize import ParallelizableModel, parallelize
 from library.training.parallel.pipeline.stages import language_outline
 from library.training.run import Run
 from library.training.tasks.chat_data import InstructionData
@@ -53,7 +53,7 @@ from networks.injection import AdapterNetwork, LoraNetwork, attach_file, inject_
 from networks.targets import TARGETS
 
 
-def instruction_settings(config: InstructionTrainConfig) -> dict[str, Any]:
+def instruction_settings(config: ChatTrainConfig) -> dict[str, Any]:
     """Return the settings that a state goes on with; a resumed run that changed one is refused."""
     data = config.instructions
     keys = ("chat_template", "learn", "max_length", "packing", "train_batch_size", "validation_split")
@@ -88,9 +88,9 @@ class Base:
 
 
 def prepare_base(
-    config: InstructionTrainConfig,
+    config: ChatTrainConfig,
     plan: NetworkPlan,
-    fp8: Fp8Loading,
+    fp8: Fp8Loader,
     layout: Fp8Layout | None,
     fingerprint: str,
     dtype: torch.dtype,
@@ -128,10 +128,10 @@ def prepare_base(
 
 
 def prepare_instruction_run(
-    config: InstructionTrainConfig, plan: NetworkPlan, base: Base, data: InstructionData, accelerator: Accelerator
+    config: ChatTrainConfig, plan: NetworkPlan, base: Base, data: InstructionData, accelerator: Accelerator
 ) -> Run:
     """Build optimizer, schedule and batches, and let accelerate wrap and compile the model."""
-    training, lora, (_, world) = config.training, base.network, data_share(accelerator)
+    training, lora, (_, world) = config.training, base.network, dp_rank_and_size(accelerator)
     optimizer = build_optimizer(config.optimizer, plan.parameter_groups(lora), training.full_bf16, training.seed)
     accumulation = training.gradient_accumulation_steps
     size = config.instructions.train_batch_size
@@ -142,7 +142,7 @@ def prepare_instruction_run(
     )
     steps = total_steps(training, batches.batches_per_epoch() // world)
     lr_schedule = build_schedule(config.optimizer, optimizer, steps)
-    shareable = Shareable(
+    parallelizable = ParallelizableModel(
         base.model,
         lora,
         lambda: language_outline(base.model),
@@ -150,11 +150,13 @@ def prepare_instruction_run(
         lambda processes: lm_split_plan(base.model.config, processes, separate=True),
         ["next_logits"],  # what samples are made with
     )
-    shared = prepare_shared(accelerator, config.parallel, shareable, config.optimizer.max_grad_norm, optimizer, loader)
+    shared = parallelize(
+        accelerator, config.parallel, parallelizable, config.optimizer.max_grad_norm, optimizer, loader
+    )
     if shared is not None:
         model, optimizer, loader, pipeline = shared
         if is_tensor_parallel(accelerator):
-            deal_out_heads(base.model, config.parallel.tp)
+            shard_heads(base.model, config.parallel.tp)
     else:
         pipeline = None
         expect_many_shapes(accelerator)  # a batch is as long as its longest window
@@ -179,7 +181,7 @@ def prepare_instruction_run(
 
 
 def adapter_writer(
-    config: InstructionTrainConfig, run: Run, base_precision: str, template: str, begun: float
+    config: ChatTrainConfig, run: Run, base_precision: str, template: str, begun: float
 ) -> Callable[[Path, Position], None]:
     """Return a function that writes the network's present weights as a folder of PEFT's.
 
@@ -312,9 +314,9 @@ class HeldOutDialogues:
         sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         training = model.training
         model.eval()
-        rank, count = data_share(accelerator)
+        rank, count = dp_rank_and_size(accelerator)
         share = self.batches[rank::count]
-        for batch in in_step(iter(share), accelerator):
+        for batch in lockstep_batches(iter(share), accelerator):
             own = (batch or self.batches[0]).to(accelerator.device)
             learnt = (own.targets != IGNORED).sum() * (batch is not None)  # one that is left with none takes part
             sums += torch.stack([model(own.tokens, own.targets).double() * learnt, learnt.double()])
@@ -324,7 +326,7 @@ class HeldOutDialogues:
 
 
 def held_out_dialogues(
-    examples: Sequence[Example], data: InstructionConfig, config: InstructionValidationConfig
+    examples: Sequence[Example], data: ChatDataConfig, config: InstructionValidationConfig
 ) -> HeldOutDialogues | None:
     """Return the first held-out conversations in batches of similar length; None where nothing is held out."""
     if not examples:

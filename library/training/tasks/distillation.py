@@ -27,7 +27,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
-from library.accelerator import data_share, share_mates
+from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
 from library.data.batches import Batch, collate
 from library.errors import UserError
 from library.files import clear_leftovers, fingerprint, write_safetensors
@@ -61,18 +61,18 @@ def prepare_teacher(
     Raises:
         UserError: the teacher or its LoRA cannot be read or is of another architecture; the disk is full.
     """
-    parity = config.parity
-    if parity.parity_teacher is None:
+    parity = config.distillation
+    if parity.distill_from is None:
         return None
-    family = model_family(with_transformer(config.model, Path(parity.parity_teacher).expanduser()))
-    lora = parity.parity_lora or config.network.network_weights
+    family = model_family(with_transformer(config.model, Path(parity.distill_from).expanduser()))
+    lora = parity.distill_lora or config.network.network_weights
     assert lora is not None, "the config's rules ask for one"
     if family.fp8_layout() is not None:
-        raise UserError(f"parity_teacher: {parity.parity_teacher} is in fp8; give the bf16 model")
-    folder = Path(parity.parity_cache or Path(config.saving.output_dir) / "teacher")
-    teacher = Teacher(folder / _key(config, family, lora, data), parity.parity_weight)
+        raise UserError(f"distill_from: {parity.distill_from} is in fp8; give the bf16 model")
+    folder = Path(parity.distill_cache or Path(config.saving.output_dir) / "teacher")
+    teacher = Teacher(folder / _key(config, family, lora, data), parity.distill_weight)
     coming = _coming(config, data, accelerator)
-    mate, mates = share_mates(accelerator)  # who see the same batches, and share the work
+    mate, mates = model_parallel_rank_and_size(accelerator)  # who see the same batches, and share the work
     own = islice(coming, mate, None, mates)
     missing = [(step, batch) for step, batch in own if not _answered(teacher, step, batch)]
     if missing:
@@ -96,14 +96,14 @@ def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerat
     targets = TARGETS[family.name]
     weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
     if not weights:
-        raise UserError(f"parity_lora: {lora} has nothing for the transformer; give the LoRA that was trained in bf16")
+        raise UserError(f"distill_lora: {lora} has nothing for the transformer; give the LoRA that was trained in bf16")
     attach_lora(transformer, weights, targets, lora)
     return transformer.eval()
 
 
 def _coming(config: TrainConfig, data: TrainingData, accelerator: Accelerator) -> Iterator[tuple[int, Batch]]:
     """Yield (step, batch) for this process as the training loop is going to see them."""
-    rank, world = data_share(accelerator)
+    rank, world = dp_rank_and_size(accelerator)
     sampler = data.batch_sampler(world)
     steps = total_steps(config.training, sampler.batches_per_epoch() // world)
     position = read_position(config.training.resume, {})[0] if config.training.resume else Position()
@@ -147,7 +147,7 @@ def _answer(
         )
     for sample, answer in zip(batch.sample_ids.tolist(), velocity.cpu(), strict=True):
         if not torch.isfinite(answer).all():
-            raise UserError(f"parity_teacher: its answer at step {step} is not finite; check the teacher and its LoRA")
+            raise UserError(f"distill_from: its answer at step {step} is not finite; check the teacher and its LoRA")
         write_safetensors(teacher.path(step, int(sample)), {"velocity": answer})
 
 

@@ -23,20 +23,20 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
-from library.accelerator import data_share
+from library.accelerator import dp_rank_and_size
 from library.data.batches import Bucket, CachedDataset, EpochBatchSampler, collate
 from library.data.dataset import TrainingData, build_dataset
 from library.data.lint import check, summarise
 from library.errors import UserError
 from library.files import read_safetensors_header
 from library.precision.fp8_linear import make_cpu_kernels
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.training.checkpoint.resume import tidy
 from library.training.guard.signals import ignore_signals
 from library.training.memory.block_swap import swap_blocks
 from library.training.memory.budget import recompute_blocks
-from library.training.parallel.device_map import deal_out_blocks
-from library.training.parallel.fsdp import in_step
+from library.training.parallel.device_map import place_blocks
+from library.training.parallel.fsdp import lockstep_batches
 from library.training.report.progress import counting
 from library.training.sampling.conditions import PictureRules, text_jobs
 from library.training.tasks.image_step import FlowStep, TrainingStep, check_seam
@@ -192,7 +192,7 @@ def prepare_networks(
     dtype: torch.dtype,
     device: torch.device,
     console: Console,
-    fp8: Fp8Loading | None = None,
+    fp8: Fp8Loader | None = None,
     to_be_split: bool = False,
     devices: Sequence[torch.device] = (),
 ) -> Networks:
@@ -206,7 +206,7 @@ def prepare_networks(
             ``fp8``.
     """
     lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
-    fp8, layout = fp8 or Fp8Loading(), family.fp8_layout()
+    fp8, layout = fp8 or Fp8Loader(), family.fp8_layout()
     loaded_to = torch.device("cpu") if training.blocks_to_swap or to_be_split else device
     transformer, text_encoders = family.load_transformer(dtype, loaded_to, training.attention, fp8=fp8), None
     fp8.serve(transformer)
@@ -241,7 +241,7 @@ def prepare_networks(
         swap = swap_blocks(transformer, family.blocks(transformer), training.blocks_to_swap, device)
         console.print(swap.describe())
     if devices:
-        console.print(deal_out_blocks(transformer, family.blocks(transformer), devices))
+        console.print(place_blocks(transformer, family.blocks(transformer), devices))
     for module in filter(None, (transformer, text_encoders)):
         leave_frozen_out_of_ddp(module)
     fingerprint = text_encoder.fingerprint if plan.text_encoders else None
@@ -275,7 +275,7 @@ def training_loader(
     data: TrainingData, arguments: DatasetArguments, accelerator: Accelerator
 ) -> tuple[EpochBatchSampler, DataLoader[Any]]:
     """Return the loader of training batches, to be prepared by accelerate, and the sampler that orders them."""
-    sampler = data.batch_sampler(data_share(accelerator)[1])
+    sampler = data.batch_sampler(dp_rank_and_size(accelerator)[1])
     workers = arguments.max_data_loader_n_workers
     loader = DataLoader(
         data.train,
@@ -351,8 +351,8 @@ def validation_loss(
     were_training = [module.training for module in modules]
     for module in modules:
         module.eval()
-    rank, world = data_share(accelerator)
-    for own in in_step(islice(iter(batches), rank, None, world), accelerator):
+    rank, world = dp_rank_and_size(accelerator)
+    for own in lockstep_batches(islice(iter(batches), rank, None, world), accelerator):
         batch = (next(iter(batches)) if own is None else own).to(accelerator.device)
         losses = step.validation_losses(model, batch, sigmas)
         if own is None:  # only to take part

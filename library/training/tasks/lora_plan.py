@@ -33,10 +33,10 @@ from library.config.rules import effective_learning_rate
 from library.errors import UserError
 from library.precision.formats import format_named
 from library.precision.fp8_linear import ddp_ignored_names, device_has_fp8_matmul
-from library.precision.loading import Fp8Loading
+from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 from library.training.checkpoint.resume import AUTO
-from library.training.checkpoint.state import check_state, lasting_settings, read_position, shared_settings
+from library.training.checkpoint.state import check_state, read_position, resume_keys, shared_settings
 from library.training.optim.factory import check_optimizer, check_rates
 from networks.files.adapters import check_save_format, read_updates
 from networks.network import AdapterNetwork
@@ -44,7 +44,7 @@ from networks.options import NetworkOptions, parse_network_args
 from networks.targets import LoraTargets
 
 if TYPE_CHECKING:
-    from library.config.chat_schema import InstructionTrainConfig
+    from library.config.chat_schema import ChatTrainConfig
     from library.config.schema import NetworkConfig, OptimizerConfig, PrecisionConfig, TrainConfig, TrainingConfig
     from library.models.family import Family, TextEncoder
     from library.precision.checkpoint_layouts import Fp8Layout
@@ -146,7 +146,7 @@ def _text_encoder_rates(values: list[float], options: NetworkOptions, targets: L
     return rates
 
 
-def plan_fp8(config: PrecisionConfig, layout: Fp8Layout | None, seed: int, device: torch.device) -> Fp8Loading:
+def plan_fp8(config: PrecisionConfig, layout: Fp8Layout | None, seed: int, device: torch.device) -> Fp8Loader:
     """Return how the transformer's weights are placed.
 
     Args:
@@ -171,27 +171,27 @@ def plan_fp8(config: PrecisionConfig, layout: Fp8Layout | None, seed: int, devic
             for key in ("fp8_compute", "fp8_input_gradient", "fp8_activations"):
                 if key in config.model_fields_set:
                     raise UserError(f"{key}: has no effect, the model has no fp8 weights; set fp8_base or fp8_scaled")
-        return Fp8Loading(transformer_recipe(config, seed), compute, config.fp8_input_gradient, activations)
-    unused = ("fp8_scaled", "fp8_format", "fp8_keep", "fp8_keep_patterns", "fp8_rounding")
+        return Fp8Loader(transformer_recipe(config, seed), compute, config.fp8_input_gradient, activations)
+    unused = ("fp8_scaled", "fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding")
     for key in unused:
         if key in config.model_fields_set and (key != "fp8_scaled" or config.fp8_scaled):
             raise UserError(f"{key}: {layout.path} is in fp8 already and is trained on as it is; remove {key}")
-    return Fp8Loading(None, compute, config.fp8_input_gradient, activations)
+    return Fp8Loader(None, compute, config.fp8_input_gradient, activations)
 
 
 def transformer_recipe(config: PrecisionConfig, seed: int) -> Fp8Recipe | None:
     """Return how a transformer in high precision becomes fp8; None if it does not.
 
     Raises:
-        UserError: a pattern of ``fp8_keep_patterns`` is no regular expression.
+        UserError: a pattern of ``fp8_exclude_patterns`` is no regular expression.
     """
     if not (config.fp8_base or config.fp8_scaled):
         return None
     return Fp8Recipe(
         granularity=config.fp8_granularity if config.fp8_scaled else "cast",
         fp8=format_named(config.fp8_format),
-        keep=tuple(config.fp8_keep),
-        keep_patterns=tuple(config.fp8_keep_patterns),
+        keep=tuple(config.fp8_exclude),
+        keep_patterns=tuple(config.fp8_exclude_patterns),
         stochastic=config.fp8_rounding == "stochastic",
         seed=seed,
     )
@@ -202,7 +202,7 @@ def text_encoder_recipe(config: PrecisionConfig) -> Fp8Recipe | None:
     return Fp8Recipe("block64", keep=()) if config.fp8_text_encoder else None
 
 
-def describe_base(layout: Fp8Layout | None, fp8: Fp8Loading, dtype: torch.dtype) -> str:
+def describe_base(layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype) -> str:
     """Return the precision of a base that ``fp8`` has loaded, in words, for people and for the LoRA's metadata."""
     high = str(dtype).removeprefix("torch.")
     if layout is not None:
@@ -219,9 +219,7 @@ def leave_frozen_out_of_ddp(module: nn.Module) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ddp_ignored_names(module))
 
 
-def check_before_loading(
-    config: TrainConfig | InstructionTrainConfig, settings: Mapping[str, Any] | None = None
-) -> None:
+def check_before_loading(config: TrainConfig | ChatTrainConfig, settings: Mapping[str, Any] | None = None) -> None:
     """Look at what the run is going to need besides models and data; ``settings`` are those of a state, if not usual.
 
     Raises:
@@ -252,11 +250,11 @@ def check_against_model(
     if config.parallel.is_tensor_parallel:
         family.split_plan(config.parallel.tp)
     trained_text = text_encoder.fingerprint if plan.text_encoders and config.training.resume else None
-    check_saved(config, plan.targets, family.fingerprint(), lasting_settings(config, trained_text), finished_too)
+    check_saved(config, plan.targets, family.fingerprint(), resume_keys(config, trained_text), finished_too)
 
 
 def check_saved(
-    config: TrainConfig | InstructionTrainConfig,
+    config: TrainConfig | ChatTrainConfig,
     targets: LoraTargets,
     base: str,
     settings: Mapping[str, Any],

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from library.accelerator import build_accelerator, is_pipelined, is_sharded, is_tensor_parallel
-from library.config.pretrain_schema import LLMConfig, LLMDataConfig, LLMModelConfig, LLMOptimizerConfig
+from library.config.pretrain_schema import LLMDataConfig, LLMModelConfig, LLMOptimizerConfig, PretrainConfig
 from library.config.schema import ParallelConfig, SavingConfig, TrainingConfig
 from library.errors import UserError
 from library.files import write_text
@@ -38,12 +38,12 @@ from library.randomness import generator
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.factory import build_optimizer, parse_optimizer_args
 from library.training.optim.muon import MuonWithAdamW
-from library.training.parallel.fsdp import check_sharding, in_step, plan_sharding
+from library.training.parallel.fsdp import check_sharding, lockstep_batches, plan_sharding
 from library.training.parallel.parallelize import split_model
 from library.training.parallel.pipeline.full_training import cut_for_training
 
 
-def pretraining_accelerator(config: LLMConfig) -> Accelerator:
+def pretraining_accelerator(config: PretrainConfig) -> Accelerator:
     """Return the process's accelerator; raises as ``library.accelerator.build_accelerator``."""
     if config.training.allow_tf32:
         torch.set_float32_matmul_precision("high")
@@ -89,7 +89,7 @@ def accumulation_for(config: LLMDataConfig, context: int, world: int) -> int:
     return wanted // once
 
 
-def build_model(config: LLMConfig, vocab_size: int, device: torch.device) -> TransformerLM:
+def build_model(config: PretrainConfig, vocab_size: int, device: torch.device) -> TransformerLM:
     """Return the model to train, on ``device``, in fp32 (or bf16 with ``full_bf16``).
 
     Args:
@@ -211,7 +211,7 @@ def held_out_loss(model: TransformerLM, batches: Iterator[Tensor], accelerator: 
     """Return the mean cross-entropy over all processes' ``batches`` [B, context + 1]."""
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     with looking(model, accelerator):
-        for batch in in_step(batches, accelerator):
+        for batch in lockstep_batches(batches, accelerator):
             # one that has no batch left takes part with a text that does not count
             tokens = torch.zeros(1, 2, dtype=torch.int64) if batch is None else batch
             tokens = tokens.to(accelerator.device)

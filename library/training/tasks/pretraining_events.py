@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from library.accelerator import computes_together
-from library.config.pretrain_schema import LLMConfig, LLMSamplingConfig, LLMSavingConfig
+from library.accelerator import is_model_parallel
+from library.config.pretrain_schema import LLMSamplingConfig, LLMSavingConfig, PretrainConfig
 from library.errors import UserError
 from library.files import atomic_folder, write_safetensors, write_text
 from library.llm.generation import SamplingSettings
@@ -34,11 +34,11 @@ from library.llm.token_batches import TokenShards, held_out_batches
 from library.llm.tokenizers import Tokenizer
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
-from library.training.checkpoint.saving import Keeper, fallback_folder
+from library.training.checkpoint.saving import CheckpointWriter, fallback_folder
 from library.training.checkpoint.state import Stateful, read_state, write_state
-from library.training.guard.signals import NOTHING, Requests
+from library.training.guard.signals import NOTHING, SignalHandler
 from library.training.parallel.gather import (
-    own_part,
+    local_shard,
     own_state,
     split_parameters,
     whole_shape,
@@ -83,15 +83,15 @@ class PretrainingEvents:
     def __post_init__(self) -> None:
         self.folder = Path(self.saving.output_dir)
         self.val_losses: list[float] = []
-        self.wish = NOTHING  # that stopped the run
+        self.stop_request = NOTHING  # that stopped the run
         fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
-        self.keeper = Keeper(self.folder, fallback, self.saving.save_retries, self.progress.note)
-        self.requests = Requests(self.folder, self.accelerator, self.begun, is_owed=lambda: self.keeper.is_due)
+        self.writer = CheckpointWriter(self.folder, fallback, self.saving.save_retries, self.progress.note)
+        self.requests = SignalHandler(self.folder, self.accelerator, self.begun, is_owed=lambda: self.writer.is_due)
 
     @property
     def stopped(self) -> bool:
         """Whether training is to end here."""
-        return self.wish.stop is not None
+        return self.stop_request.stop is not None
 
     def is_due(self, step: int) -> bool:
         """Return whether anything is done after ``step``."""
@@ -103,21 +103,21 @@ class PretrainingEvents:
     def after_step(self, position: PretrainingPosition) -> None:
         """Do what is due."""
         step = position.step
-        wish = self.requests.look(step)
-        if wish.stop is not None and step < self.total_steps:
-            in_a_hurry = wish.stop != "STOP"
+        stop_request = self.requests.look(step)
+        if stop_request.stop is not None and step < self.total_steps:
+            in_a_hurry = stop_request.stop != "STOP"
             self._save(self.stem(step), position, True, last=lambda: in_a_hurry or self.requests.signalled)
-            self.requests.answered(wish)
-            self.wish = wish
+            self.requests.answered(stop_request)
+            self.stop_request = stop_request
             return
         if _due(step, self.validate_every):
             self._validate(step)
-        if _due(step, self.sampling.sample_every_n_steps) or (wish.sample and self.sampling.sample_prompts):
+        if _due(step, self.sampling.sample_every_n_steps) or (stop_request.sample and self.sampling.sample_prompts):
             self._sample(step)
-        if _due(step, self.saving.save_every_n_steps) or wish.save or wish.again:
-            with_state = self.saving.save_state or wish.save
+        if _due(step, self.saving.save_every_n_steps) or stop_request.save or stop_request.again:
+            with_state = self.saving.save_state or stop_request.save
             self._save(self.stem(step), position, with_state)
-        self.requests.answered(wish)
+        self.requests.answered(stop_request)
 
     def at_start(self, position: PretrainingPosition) -> None:
         """Measure and sample what training begins with; a resumed run did so already."""
@@ -149,7 +149,7 @@ class PretrainingEvents:
         self.metrics.write({"step": step, "val_loss": loss, "val_perplexity": exp(min(loss, 700.0))})
 
     def _sample(self, step: int) -> None:
-        if not self.accelerator.is_main_process and not computes_together(self.accelerator):
+        if not self.accelerator.is_main_process and not is_model_parallel(self.accelerator):
             return
         chosen = self.sampling
         greedy = chosen.sample_temperature == 0
@@ -169,7 +169,7 @@ class PretrainingEvents:
                 texts = write_samples(model, tokenizer, prompts, settings, path, self.accelerator)
                 self.console.print(f"step {step}: {texts[0]!r}", soft_wrap=True)
 
-            self.keeper.tolerate(sample)
+            self.writer.tolerate(sample)
 
     def _save(
         self,
@@ -194,12 +194,14 @@ class PretrainingEvents:
 
         with self.progress.phase("saving"):
             if last is None:
-                self.keeper.attempt(write)
+                self.writer.attempt(write)
             else:
-                self.keeper.insist(write, last)
+                self.writer.insist(write, last)
 
 
-def held_out_source(config: LLMConfig, context: int, rank: int, world: int) -> Callable[[], Iterator[Tensor]] | None:
+def held_out_source(
+    config: PretrainConfig, context: int, rank: int, world: int
+) -> Callable[[], Iterator[Tensor]] | None:
     """Return what makes the batches to validate on; None where the corpus holds nothing out and nothing asks for it.
 
     Raises:
@@ -233,9 +235,9 @@ def summary(events: PretrainingEvents, position: PretrainingPosition, seconds: f
         rows.insert(3, ("perplexity", f"{perplexity}{exp(losses[-1]):.1f}"))
     plots: list[Path] = []
     if position.step > 1:
-        events.keeper.tolerate(lambda: plots.extend(plot_runs([events.folder], events.folder / "lr.png")))
+        events.writer.tolerate(lambda: plots.extend(plot_runs([events.folder], events.folder / "lr.png")))
     if events.stopped:
-        rows.append(("stopped", f"by {events.wish.stop} before step {events.total_steps}"))
+        rows.append(("stopped", f"by {events.stop_request.stop} before step {events.total_steps}"))
     stem = events.stem(position.step) if events.stopped else events.saving.output_name
     files = [events.folder / stem, events.folder / "metrics.jsonl", *plots]
     return rows + [(path.name, shown_path(path)) for path in files]
@@ -257,7 +259,7 @@ class PretrainingPosition:
     loss_ema: float = 0.0
 
 
-def lasting_settings(config: LLMConfig) -> dict[str, Any]:
+def resume_keys(config: PretrainConfig) -> dict[str, Any]:
     """Return the settings that a state goes on with; a resumed run that changed one is refused."""
     return {
         "preset": config.model.preset,
@@ -332,7 +334,7 @@ def load_state(
     if differing:
         raise UserError(f"resume: {folder} holds another model ({sorted(differing)[0]} differs); use its settings")
     for name, parameter in parameters.items():
-        parameter.copy_(own_part(parameter, cuts.get(name), weights[name]))
+        parameter.copy_(local_shard(parameter, cuts.get(name), weights[name]))
     for name, part in parts.items():
         state = read_state(folder / name)
         if isinstance(part, Optimizer):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from library.accelerator import data_share
+from library.accelerator import dp_rank_and_size
 from library.errors import UserError
 from library.llm.token_batches import TokenBatches
 from library.training.guard.update_guard import all_finite
@@ -205,7 +205,7 @@ class Pretrainer:
             "data_wait_s": waited,
             "peak_mem_bytes": peak_memory_bytes(),
         }
-        share = self.plan.tokens // data_share(self.accelerator)[1]
+        share = self.plan.tokens // dp_rank_and_size(self.accelerator)[1]
         own = {"tokens_per_s": share / seconds, "s_per_it": seconds, "data_wait_s": waited}
         values |= of_each_process(self.accelerator, own | {"peak_mem_bytes": values["peak_mem_bytes"]})
         if self.peak_flops is not None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from library.accelerator import data_share, device_mesh
+from library.accelerator import device_mesh, dp_rank_and_size
 from library.config.schema import ParallelConfig
 from library.models.llm.model import TransformerLM
-from library.training.parallel.pipeline.p2p import Wires, open_wires, speak_for_all
+from library.training.parallel.pipeline.p2p import StageComm, broadcast_from_last, open_wires
 from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.pipeline.stages import cut, language_outline
 
@@ -38,7 +38,7 @@ class Staged:
         owners: name -> stages that have it.
     """
 
-    wires: Wires
+    comm: StageComm
     whole: dict[str, tuple[torch.Size, torch.dtype]]
     order: list[list[str]]
     own: dict[str, nn.Parameter]
@@ -67,21 +67,21 @@ def cut_for_training(
     Raises:
         UserError: there are fewer blocks than stages, or the processes have made different models.
     """
-    wires = open_wires(accelerator)
+    comm = open_wires(accelerator)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     whole = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
     order = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    cut(model, language_outline(model), wires, parallel.stage_balance)
+    cut(model, language_outline(model), comm, parallel.pp_balance)
     own = {names[id(parameter)]: parameter for parameter in model.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if names[id(parameter)] in own]
     model.to(accelerator.device)
-    everywhere: list[Any] = [None] * wires.count
-    dist.all_gather_object(everywhere, list(own), wires.group)
+    everywhere: list[Any] = [None] * comm.count
+    dist.all_gather_object(everywhere, list(own), comm.group)
     owners = {name: [stage for stage, held in enumerate(everywhere) if name in held] for name in whole}
     prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # no DDP around a stage
-    speak_for_all(model, wires, ["forward", "next_logits"])
-    model.staged = Staged(wires, whole, order, own, owners)  # type: ignore[assignment]
+    broadcast_from_last(model, comm, ["forward", "next_logits"])
+    model.staged = Staged(comm, whole, order, own, owners)  # type: ignore[assignment]
     return prepared, accelerator.prepare_optimizer(optimizer)
 
 
@@ -90,7 +90,7 @@ def pipeline_of(model: nn.Module, parallel: ParallelConfig, accumulation: int) -
     stage = staged(model)
     if stage is None:
         return None
-    return Pipeline(model, stage.wires, parallel.pieces, parallel.schedule, accumulation)
+    return Pipeline(model, stage.comm, parallel.pieces, parallel.schedule, accumulation)
 
 
 def clip_stages(accelerator: Accelerator, stage: Staged, limit: float) -> Tensor:
@@ -98,7 +98,7 @@ def clip_stages(accelerator: Accelerator, stage: Staged, limit: float) -> Tensor
 
     Gradients become the mean over the data shares.
     """
-    wires, (_, shares) = stage.wires, data_share(accelerator)
+    comm, (_, shares) = stage.comm, dp_rank_and_size(accelerator)
     for name, parameter in stage.own.items():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -106,27 +106,27 @@ def clip_stages(accelerator: Accelerator, stage: Staged, limit: float) -> Tensor
             dist.all_reduce(parameter.grad, group=device_mesh(accelerator)["dp"].get_group())
             parameter.grad /= shares
         if len(stage.owners[name]) > 1:
-            _add_up(parameter.grad, stage.owners[name], wires)
-    counted = [p.grad for name, p in stage.own.items() if stage.owners[name][0] == wires.index and p.grad is not None]
+            _add_up(parameter.grad, stage.owners[name], comm)
+    counted = [p.grad for name, p in stage.own.items() if stage.owners[name][0] == comm.index and p.grad is not None]
     square = get_total_norm(counted).square()
-    dist.all_reduce(square, group=wires.group)
+    dist.all_reduce(square, group=comm.group)
     norm = square.sqrt()
     clip_grads_with_norm_(list(stage.own.values()), limit, norm)
     return norm
 
 
-def _add_up(gradient: Tensor, owners: list[int], wires: Wires) -> None:
+def _add_up(gradient: Tensor, owners: list[int], comm: StageComm) -> None:
     """Give both owners of a tied weight the same sum, bit for bit, so that their copies stay one weight."""
     first, last = owners
-    there = wires.rank(last if wires.index == first else first)
-    if wires.index == first:
+    there = comm.rank(last if comm.index == first else first)
+    if comm.index == first:
         other = torch.empty_like(gradient)
-        dist.recv(other, there, wires.group)
+        dist.recv(other, there, comm.group)
         gradient += other
-        dist.send(gradient, there, wires.group)
+        dist.send(gradient, there, comm.group)
     else:
-        dist.send(gradient, there, wires.group)
-        dist.recv(gradient, there, wires.group)
+        dist.send(gradient, there, comm.group)
+        dist.recv(gradient, there, comm.group)
 
 
 def stage_weights(stage: Staged, accelerator: Accelerator) -> dict[str, Tensor]:
@@ -163,34 +163,34 @@ def own_optimizer_state(stage: Staged, state: dict[str, Any]) -> dict[str, Any]:
 
 def _collected(stage: Staged, accelerator: Accelerator, value_of: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
     """Yield name -> value of every parameter on the main process, one at a time; the first pipeline's stages send."""
-    wires = stage.wires
-    if data_share(accelerator)[0] != 0:
+    comm = stage.comm
+    if dp_rank_and_size(accelerator)[0] != 0:
         return
     for name, owners in stage.owners.items():
-        if wires.is_first:
-            yield name, _on_host(value_of(name)) if owners[0] == 0 else _received(wires, owners[0])
-        elif owners[0] == wires.index:
-            _give(wires, value_of(name))
+        if comm.is_first:
+            yield name, _on_host(value_of(name)) if owners[0] == 0 else _received(comm, owners[0])
+        elif owners[0] == comm.index:
+            _give(comm, value_of(name))
 
 
-def _give(wires: Wires, value: Any) -> None:
+def _give(comm: StageComm, value: Any) -> None:
     """Send a tensor, or a dict of tensors and other values, to the first stage."""
-    there, tree = wires.rank(0), value if isinstance(value, dict) else {"": value}
-    tensors = {key: t.to(wires.device).contiguous() for key, t in tree.items() if isinstance(t, Tensor)}
+    there, tree = comm.rank(0), value if isinstance(value, dict) else {"": value}
+    tensors = {key: t.to(comm.device).contiguous() for key, t in tree.items() if isinstance(t, Tensor)}
     described = {key: (tensors[key].shape, tensors[key].dtype) if key in tensors else v for key, v in tree.items()}
-    dist.send_object_list([(isinstance(value, dict), list(tensors), described)], there, wires.group, wires.device)
+    dist.send_object_list([(isinstance(value, dict), list(tensors), described)], there, comm.group, comm.device)
     for tensor in tensors.values():
-        dist.send(tensor, there, wires.group)
+        dist.send(tensor, there, comm.group)
 
 
-def _received(wires: Wires, stage: int) -> Any:
+def _received(comm: StageComm, stage: int) -> Any:
     said: list[Any] = [None]
-    dist.recv_object_list(said, wires.rank(stage), wires.group, wires.device)
+    dist.recv_object_list(said, comm.rank(stage), comm.group, comm.device)
     is_dict, tensors, value = said[0]
     for key in tensors:
         shape, dtype = value[key]
-        tensor = torch.empty(shape, dtype=dtype, device=wires.device)
-        dist.recv(tensor, wires.rank(stage), wires.group)
+        tensor = torch.empty(shape, dtype=dtype, device=comm.device)
+        dist.recv(tensor, comm.rank(stage), comm.group)
         value[key] = tensor.cpu()
     return value if is_dict else value[""]
 

@@ -2,7 +2,7 @@
 
 A stage runs the model's own forward pass. The module in front of its first block puts in what the previous stage has
 sent, the one behind its last block keeps what goes to the next, and what would come after the blocks ends the pass with
-:class:`HandedOn`. Who moves the streams depends on who asked for the pass:
+:class:`StageDone`. Who moves the streams depends on who asked for the pass:
 
 - in training torch's schedule does, with their gradients back (``library.training.parallel.pipeline.schedule``);
 - a plain call of the model, to draw or to validate, is made by all stages together: each waits for the one before it,
@@ -27,7 +27,7 @@ from library.accelerator import device_mesh
 Streams = tuple[Tensor, ...]
 
 
-class HandedOn(Exception):
+class StageDone(Exception):
     """Ends a forward pass where the stage ends."""
 
 
@@ -36,7 +36,7 @@ class Probed(Exception):
 
 
 @dataclass
-class Wires:
+class StageComm:
     """One stage's place among the others.
 
     Attributes:
@@ -113,34 +113,34 @@ def _described(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def open_wires(accelerator: Accelerator) -> Wires:
+def open_wires(accelerator: Accelerator) -> StageComm:
     """Return this process's place in its pipeline; collective."""
     mesh = device_mesh(accelerator)["pp"]
-    return Wires(mesh.get_local_rank(), mesh.size(), accelerator.device, mesh.get_group())
+    return StageComm(mesh.get_local_rank(), mesh.size(), accelerator.device, mesh.get_group())
 
 
-def speak_for_all(model: nn.Module, wires: Wires, methods: Sequence[str]) -> None:
+def broadcast_from_last(model: nn.Module, comm: StageComm, methods: Sequence[str]) -> None:
     """Make every call of ``methods`` one of all stages, which gives each what the last stage has computed."""
     for name in methods:
-        setattr(model, name, _of_all(getattr(model, name), wires))
+        setattr(model, name, _of_all(getattr(model, name), comm))
 
 
-def _of_all(method: Callable[..., Any], wires: Wires) -> Callable[..., Any]:
+def _of_all(method: Callable[..., Any], comm: StageComm) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if wires.scheduled or wires.probing:
+        if comm.scheduled or comm.probing:
             return method(*args, **kwargs)
         output = None
         try:
             output = method(*args, **kwargs)
-        except HandedOn:
-            wires.send()
-        return wires.from_last(output)
+        except StageDone:
+            comm.send()
+        return comm.from_last(output)
 
     return call
 
 
-class PassOn(nn.Module):
+class Identity(nn.Module):
     """Stands for a block of another stage: what comes in goes out.
 
     Its arguments are a block's: of models with two streams image and text, which blocks return as (text, image); of
@@ -162,36 +162,36 @@ class PassOn(nn.Module):
         return streams
 
 
-class Entry(PassOn):
+class RecvStage(Identity):
     """The last before the stage's own blocks: puts in what the previous stage has sent."""
 
-    def __init__(self, two_streams: bool, wires: Wires) -> None:
+    def __init__(self, two_streams: bool, comm: StageComm) -> None:
         super().__init__(two_streams)
-        self.wires = wires
+        self.comm = comm
 
     def changed(self, streams: Streams) -> Streams:
         """Return what the stage begins with."""
-        return self.wires.taken()
+        return self.comm.taken()
 
 
-class Exit(Entry):
+class SendStage(RecvStage):
     """The first behind the stage's own blocks: keeps what goes to the next stage."""
 
     def changed(self, streams: Streams) -> Streams:
         """Keep the streams."""
-        self.wires.outbox = tuple(stream.contiguous() for stream in streams)
+        self.comm.outbox = tuple(stream.contiguous() for stream in streams)
         return streams
 
 
-class Behind(nn.Module):
+class AfterLastBlock(nn.Module):
     """Stands for what comes after the blocks: the pass ends."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Raise :class:`HandedOn`."""
-        raise HandedOn
+        """Raise :class:`StageDone`."""
+        raise StageDone
 
 
-class NoTable(nn.Module):
+class NoEmbedding(nn.Module):
     """Stands for an embedding whose rows another stage looks up: zeros that take no memory."""
 
     def __init__(self, table: nn.Embedding, device: torch.device) -> None:

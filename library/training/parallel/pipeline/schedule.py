@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from library.randomness import derive_seed
-from library.training.parallel.pipeline.p2p import ContiguousGradient, HandedOn, Probed, Streams, Wires
+from library.training.parallel.pipeline.p2p import ContiguousGradient, Probed, StageComm, StageDone, Streams
 
 Compute = Callable[[Any], tuple[Tensor, Tensor]]  # a microbatch -> its loss [], figures [n]
 _KEPT = 4  # schedules whose buffers are kept
@@ -33,9 +33,9 @@ Kinds = list[tuple[torch.dtype, bool]]  # of streams: dtype, and whether they ha
 class _Stage(nn.Module):
     """What torch takes for the stage: the forward pass of a microbatch, from what came in to what goes out."""
 
-    def __init__(self, model: nn.Module, wires: Wires) -> None:
+    def __init__(self, model: nn.Module, comm: StageComm) -> None:
         super().__init__()
-        self.model, self.wires = model, wires
+        self.model, self.comm = model, comm
         self.pieces: list[Any] = []
         self.compute: Compute | None = None
         self.checked: Callable[[Tensor], Tensor] = lambda loss: loss
@@ -47,16 +47,16 @@ class _Stage(nn.Module):
         """Return the streams, or on the last stage the microbatch's share of the loss; ``number`` is [1] on the CPU."""
         assert self.compute is not None
         i = int(number)
-        self.wires.inbox = tuple(ContiguousGradient.apply(stream) for stream in received)
+        self.comm.inbox = tuple(ContiguousGradient.apply(stream) for stream in received)
         try:
             loss, figures = self.compute(self.pieces[i])
             self.seen[i] = torch.stack([loss.detach().float(), figures.to(loss.device, torch.float32).mean()])
             streams: Streams = (self.checked(loss) * self.scale,)
-        except HandedOn:
-            streams = self.wires.outbox
-        self.wires.inbox = self.wires.outbox = ()
+        except StageDone:
+            streams = self.comm.outbox
+        self.comm.inbox = self.comm.outbox = ()
         self.kinds = self.kinds or (_kinds(received), _kinds(streams))
-        return streams[0] if self.wires.is_last else streams  # a loss in a tuple would have no gradient
+        return streams[0] if self.comm.is_last else streams  # a loss in a tuple would have no gradient
 
 
 class Pipeline:
@@ -70,9 +70,9 @@ class Pipeline:
         accumulation: batches of an optimizer step, whose gradients are averaged.
     """
 
-    def __init__(self, model: nn.Module, wires: Wires, microbatches: int, schedule: str, accumulation: int) -> None:
-        self.wires = wires
-        self._stage = _Stage(model, wires)
+    def __init__(self, model: nn.Module, comm: StageComm, microbatches: int, schedule: str, accumulation: int) -> None:
+        self.comm = comm
+        self._stage = _Stage(model, comm)
         self._microbatches, self._kind, self._accumulation = microbatches, schedule, accumulation
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
 
@@ -86,30 +86,30 @@ class Pipeline:
             compute: the loss of one of its pieces. A batch's loss is the mean over its pieces.
             checked: is put around every loss before its gradients are made.
         """
-        stage, wires = self._stage, self.wires
+        stage, comm = self._stage, self.comm
         count = microbatches_of(len(batch), self._microbatches)
         stage.pieces, stage.compute, stage.checked = list(batch.chunk(count)), compute, checked
         stage.scale, stage.seen = 1 / (count * self._accumulation), [torch.zeros(())] * count
         # what is drawn by chance (dropout) differs from stage to stage
-        torch.manual_seed(derive_seed(torch.initial_seed(), "stage", wires.index))
+        torch.manual_seed(derive_seed(torch.initial_seed(), "stage", comm.index))
         schedule = self._schedule(count)
         numbers = torch.arange(count)
-        wires.scheduled = True
+        comm.scheduled = True
         try:
             schedule.step(number=numbers, target=numbers, return_outputs=False)
         except RuntimeError as error:  # torch's words for what a forward pass has raised
             raise error.__cause__ or error from None
         finally:
-            wires.scheduled = False
+            comm.scheduled = False
             stage.pieces, stage.compute = [], None
-        means = torch.stack(stage.seen).mean(dim=0) if wires.is_last else torch.empty(2, device=wires.device)
-        dist.broadcast(means, wires.rank(wires.count - 1), wires.group)
+        means = torch.stack(stage.seen).mean(dim=0) if comm.is_last else torch.empty(2, device=comm.device)
+        dist.broadcast(means, comm.rank(comm.count - 1), comm.group)
         return means[0], means[1:]
 
     def gathered(self, values: list[Any]) -> list[Any]:
         """Return all stages' ``values``, in the stages' order."""
-        everywhere: list[Any] = [None] * self.wires.count
-        dist.all_gather_object(everywhere, values, self.wires.group)
+        everywhere: list[Any] = [None] * self.comm.count
+        dist.all_gather_object(everywhere, values, self.comm.group)
         return [value for there in everywhere for value in there]
 
     def _schedule(self, count: int) -> Any:
@@ -123,30 +123,30 @@ class Pipeline:
         return self._schedules[key]
 
     def _new_schedule(self, count: int) -> Any:
-        wires = self.wires
+        comm = self.comm
         examples: dict[str, Any] = {} if self._stage.kinds is None else self._examples()
-        stage = PipelineStage(self._stage, wires.index, wires.count, wires.device, group=wires.group, **examples)
+        stage = PipelineStage(self._stage, comm.index, comm.count, comm.device, group=comm.group, **examples)
         # fewer microbatches than stages leave 1f1b nothing to alternate
-        kind = Schedule1F1B if self._kind == "1f1b" and count >= wires.count else ScheduleGPipe
+        kind = Schedule1F1B if self._kind == "1f1b" and count >= comm.count else ScheduleGPipe
         return kind(stage, count, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     @torch.no_grad()
     def _examples(self) -> dict[str, tuple[Tensor, ...]]:
         """Return tensors without memory that are as what comes in and what goes out."""
-        stage, wires = self._stage, self.wires
+        stage, comm = self._stage, self.comm
         assert stage.compute is not None
         assert stage.kinds is not None
-        wires.probing = True
+        comm.probing = True
         try:
             stage.compute(stage.pieces[0])
         except Probed:
             pass
         finally:
-            wires.probing = False
-        shapes, wires.probed = [stream.shape for stream in wires.probed], ()
+            comm.probing = False
+        shapes, comm.probed = [stream.shape for stream in comm.probed], ()
         incoming, outgoing = stage.kinds
-        taken = _like([] if wires.is_first else shapes, incoming)
-        return {"input_args": taken, "output_args": _like([torch.Size()] if wires.is_last else shapes, outgoing)}
+        taken = _like([] if comm.is_first else shapes, incoming)
+        return {"input_args": taken, "output_args": _like([torch.Size()] if comm.is_last else shapes, outgoing)}
 
 
 def microbatches_of(samples: int, wanted: int) -> int:

@@ -36,15 +36,15 @@ from library.errors import UserError
 from library.models.llm.model import TransformerLM
 from library.nn.tensor_split import Parts
 from library.training.parallel.pipeline.p2p import (
-    Behind,
-    Entry,
-    Exit,
-    NoTable,
-    PassOn,
+    AfterLastBlock,
+    Identity,
+    NoEmbedding,
     Probed,
-    Wires,
+    RecvStage,
+    SendStage,
+    StageComm,
+    broadcast_from_last,
     open_wires,
-    speak_for_all,
 )
 from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.tensor import split_layers
@@ -52,7 +52,7 @@ from networks.injection import AdapterNetwork
 
 
 @dataclass(frozen=True)
-class Outline:
+class SplitPoints:
     """Where a model can be cut.
 
     Attributes:
@@ -68,16 +68,16 @@ class Outline:
     tables: tuple[str, ...] = ()
 
 
-def outline_of(model: nn.Module, blocks: Sequence[nn.Module], behind: Sequence[str]) -> Outline:
+def outline_of(model: nn.Module, blocks: Sequence[nn.Module], behind: Sequence[str]) -> SplitPoints:
     """Return the outline of a diffusion transformer with two streams."""
     names = {id(module): name for name, module in model.named_modules()}
-    return Outline([names[id(block)] for block in blocks], True, tuple(behind))
+    return SplitPoints([names[id(block)] for block in blocks], True, tuple(behind))
 
 
-def language_outline(model: TransformerLM) -> Outline:
+def language_outline(model: TransformerLM) -> SplitPoints:
     """Return the outline of a language model."""
     tables = ("embedding", "positions") if model.positions is not None else ("embedding",)
-    return Outline([f"blocks.{i}" for i in range(len(model.blocks))], False, ("norm", "lm_head"), tables)
+    return SplitPoints([f"blocks.{i}" for i in range(len(model.blocks))], False, ("norm", "lm_head"), tables)
 
 
 def share_out(sizes: Sequence[float], stages: int) -> list[range]:
@@ -105,7 +105,7 @@ def share_out(sizes: Sequence[float], stages: int) -> list[range]:
     return [range(begin, end) for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
 
 
-def plan_stages(model: nn.Module, outline: Outline, stages: int, balance: str) -> list[range]:
+def plan_stages(model: nn.Module, outline: SplitPoints, stages: int, balance: str) -> list[range]:
     """Return the blocks of each stage, cut by "time" or by "weights".
 
     What stands on one stage alone counts with its blocks. What follows the blocks takes a block's time for a block's
@@ -126,58 +126,58 @@ def weights_of(model: nn.Module, names: Sequence[str]) -> int:
     return sum(p.numel() for name in names for p in model.get_submodule(name).parameters() if not p.is_meta)
 
 
-def cut(model: nn.Module, outline: Outline, wires: Wires, balance: str) -> range:
+def cut(model: nn.Module, outline: SplitPoints, comm: StageComm, balance: str) -> range:
     """Leave ``model`` with what its stage needs; return the numbers of the stage's blocks.
 
     ``balance`` is "time" or "weights". Modules that are taken out stay with whatever else holds them (an adapter
-    network, say); see :func:`let_go`.
+    network, say); see :func:`free_weights`.
 
     Raises:
         UserError: there are fewer blocks than stages, or the stages do not make up the model.
     """
     whole = weights_of(model, outline.blocks)
-    own = plan_stages(model, outline, wires.count, balance)[wires.index]
+    own = plan_stages(model, outline, comm.count, balance)[comm.index]
     for number, name in enumerate(outline.blocks):
         if number not in own:
-            model.set_submodule(name, _stand_in(number, own, outline.two_streams, wires))
+            model.set_submodule(name, _stand_in(number, own, outline.two_streams, comm))
     first = model.get_submodule(outline.blocks[0])
-    first.register_forward_pre_hook(functools.partial(_probe, wires, outline.two_streams), with_kwargs=True)
-    if not wires.is_first:
+    first.register_forward_pre_hook(functools.partial(_probe, comm, outline.two_streams), with_kwargs=True)
+    if not comm.is_first:
         for name in outline.tables:
-            model.set_submodule(name, NoTable(model.get_submodule(name), wires.device))  # type: ignore[arg-type]
-    if not wires.is_last:
+            model.set_submodule(name, NoEmbedding(model.get_submodule(name), comm.device))  # type: ignore[arg-type]
+    if not comm.is_last:
         for name in outline.behind:
-            model.set_submodule(name, Behind())
-    _compare(weights_of(model, outline.blocks), whole, wires)
+            model.set_submodule(name, AfterLastBlock())
+    _compare(weights_of(model, outline.blocks), whole, comm)
     return own
 
 
-def _stand_in(number: int, own: range, two_streams: bool, wires: Wires) -> nn.Module:
+def _stand_in(number: int, own: range, two_streams: bool, comm: StageComm) -> nn.Module:
     if number == own.start - 1:
-        return Entry(two_streams, wires)
-    return Exit(two_streams, wires) if number == own.stop else PassOn(two_streams)
+        return RecvStage(two_streams, comm)
+    return SendStage(two_streams, comm) if number == own.stop else Identity(two_streams)
 
 
-def _probe(wires: Wires, two_streams: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _probe(comm: StageComm, two_streams: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note the streams in front of the first block, where a pass is made for that."""
-    if not wires.probing:
+    if not comm.probing:
         return
     names = ("hidden_states", "encoder_hidden_states")[: 1 + two_streams]
     given = [kwargs[name] if name in kwargs else args[i] for i, name in enumerate(names)]
-    wires.probed = tuple(reversed(given))
+    comm.probed = tuple(reversed(given))
     raise Probed
 
 
-def _compare(own: int, whole: int, wires: Wires) -> None:
+def _compare(own: int, whole: int, comm: StageComm) -> None:
     """Raise a UserError unless the stages hold each block once."""
-    held: list[Any] = [None] * wires.count
-    dist.all_gather_object(held, (own, whole), wires.group)
+    held: list[Any] = [None] * comm.count
+    dist.all_gather_object(held, (own, whole), comm.group)
     if any(there != whole for _, there in held) or sum(there for there, _ in held) != whole:
         raise UserError("pp: the stages do not make up the model; give every process the same files and settings")
 
 
 @torch.no_grad()
-def let_go(module: nn.Module) -> None:
+def free_weights(module: nn.Module) -> None:
     """Drop the memory of a module's frozen weights; shapes and dtypes stay."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -201,7 +201,7 @@ def prepare_stage(
     accelerator: Accelerator,
     parallel: ParallelConfig,
     model: nn.Module,
-    outline: Outline,
+    outline: SplitPoints,
     network: AdapterNetwork,
     methods: Sequence[str],
     optimizer: Any,
@@ -222,12 +222,12 @@ def prepare_stage(
     Raises:
         UserError: there are fewer blocks than stages, or the processes have read different models.
     """
-    wires = open_wires(accelerator)
-    cut(model, outline, wires, parallel.stage_balance)
+    comm = open_wires(accelerator)
+    cut(model, outline, comm, parallel.pp_balance)
     held = set(model.modules())
     for layer in network.modules.values():
         if layer not in held:
-            let_go(layer.base)
+            free_weights(layer.base)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(accelerator.device)
     if plan:
@@ -236,7 +236,7 @@ def prepare_stage(
         split_layers(model, own, device_mesh(accelerator)["tp"])
     model.to(accelerator.device)
     prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # no DDP around a stage
-    speak_for_all(model, wires, methods)
+    broadcast_from_last(model, comm, methods)
     steps = accelerator.gradient_accumulation_steps
-    pipeline = Pipeline(prepared, wires, parallel.pieces, parallel.schedule, steps)
+    pipeline = Pipeline(prepared, comm, parallel.pieces, parallel.schedule, steps)
     return pipeline, prepared, accelerator.prepare_optimizer(optimizer), prepare_loader(accelerator, loader)
