@@ -21,6 +21,7 @@ from rich.console import Console
 from library.accelerator import dp_rank_and_size
 from library.config.load import load_llm_config
 from library.config.pretrain_schema import PretrainConfig
+from library.config.schema import resume_keys
 from library.errors import exit_on_user_error
 from library.files import write_text
 from library.llm.token_batches import TokenBatches, TokenShards
@@ -49,7 +50,6 @@ from library.training.tasks.pretraining_events import (
     PretrainingPosition,
     held_out_source,
     load_state,
-    resume_keys,
     summary,
 )
 from library.training.tasks.pretraining_loop import Pretrainer, StepPlan

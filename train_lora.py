@@ -57,7 +57,6 @@ from library.training.tasks.chat_lora import (
     check_family,
     check_split,
     held_out_dialogues,
-    instruction_settings,
     prepare_base,
     prepare_instruction_run,
 )
@@ -152,8 +151,8 @@ def train_language_model(config: ChatTrainConfig) -> RunEvents:
     Raises:
         UserError: as :func:`train`.
     """
-    begun, seed, settings = time.time(), config.training.seed, instruction_settings(config)
-    check_before_loading(config, settings)
+    begun, seed = time.time(), config.training.seed
+    check_before_loading(config)
     accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging, config.parallel)
     console = Console(quiet=not accelerator.is_main_process, markup=False, highlight=False)
     asked, auto = config, config.training.resume == AUTO
@@ -165,7 +164,7 @@ def train_language_model(config: ChatTrainConfig) -> RunEvents:
     plan = plan_network(config.network, config.optimizer, config.training, TARGETS[architecture.family])
     fp8 = plan_fp8(config.precision, weights.fp8, seed, accelerator.device)
     fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
-    check_saved(config, plan.targets, fingerprint, settings, finished_too=auto)
+    check_saved(config, plan.targets, fingerprint, finished_too=auto)
     tokenizer_path = Path(config.model.tokenizer or folder).expanduser()
     template = dialogue_template(config.instructions.chat_template, load_tokenizer(tokenizer_path), tokenizer_path)
     names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, suffix="")

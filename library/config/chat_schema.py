@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from library.config.schema import (
+    MUST_MATCH,
     AccelerateConfig,
     Fraction,
     HubConfig,
@@ -66,17 +67,25 @@ class ChatDataConfig(Section):
         description="jsonl, json or parquet files or folders: messages, ShareGPT, Alpaca, or prompt and completion",
     )
     validation_data: list[str] = Field([], description="the same, to validate on")
-    validation_split: Fraction = Field(0.0, description="share of train_data to validate on instead; follows seed")
-    chat_template: Literal["auto", "own", "llama3", "llama2", "chatml", "plain"] = Field(
+    validation_split: Annotated[Fraction, MUST_MATCH] = Field(
+        0.0, description="share of train_data to validate on instead; follows seed"
+    )
+    chat_template: Annotated[Literal["auto", "own", "llama3", "llama2", "chatml", "plain"], MUST_MATCH] = Field(
         "auto", description="how conversations are written; auto: the tokenizer's own, else the one whose marks it has"
     )
     system_prompt: str | None = Field(None, description="system message of conversations that have none")
-    learn: Literal["answers", "all"] = Field("answers", description="tokens the loss counts: the assistant's, or all")
-    max_length: Positive | None = Field(
+    learn: Annotated[Literal["answers", "all"], MUST_MATCH] = Field(
+        "answers", description="tokens the loss counts: the assistant's, or all"
+    )
+    max_length: Annotated[Positive | None, MUST_MATCH] = Field(
         None, description="tokens of a window; longer conversations lose their end; default: the context, at most 2048"
     )
-    packing: bool = Field(False, description="put several conversations into a window, which see nothing of each other")
-    train_batch_size: Positive = Field(1, description="windows in a forward pass: conversations, or packs of them")
+    packing: Annotated[bool, MUST_MATCH] = Field(
+        False, description="put several conversations into a window, which see nothing of each other"
+    )
+    train_batch_size: Annotated[Positive, MUST_MATCH] = Field(
+        1, description="windows in a forward pass: conversations, or packs of them"
+    )
 
 
 class InstructionSamplingConfig(Section):

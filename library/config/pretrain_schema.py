@@ -10,11 +10,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from library.config.schema import (
+    MUST_MATCH,
     AccelerateConfig,
     Fraction,
     LoggingConfig,
     NotNegative,
     OptimizerConfig,
+    Pairs,
     ParallelConfig,
     Positive,
     RecomputationKeys,
@@ -27,11 +29,13 @@ _ADAM_BETAS = "betas=0.9,0.95"  # of GPT-3 (arXiv 2005.14165) and Llama; torch's
 class LLMModelConfig(Section):
     """The model: a preset with fresh weights, changed where a key says so, or a published one to go on from."""
 
-    preset: str | None = Field(
+    preset: Annotated[str | None, MUST_MATCH] = Field(
         None, description="gpt2-tiny, gpt2-124m, ..., llama-tiny, llama3.2-1b, ... (docs/llm.md); with fresh weights"
     )
     init_from: str | None = Field(None, description="folder of a GPT-2 or Llama model whose weights to go on from")
-    context: Positive | None = Field(None, description="tokens a training window holds; default: the model's")
+    context: Annotated[Positive | None, MUST_MATCH] = Field(
+        None, description="tokens a training window holds; default: the model's"
+    )
     width: Positive | None = Field(None, description="of the residual stream, instead of the preset's")
     layers: Positive | None = Field(None, description="blocks, instead of the preset's")
     heads: Positive | None = Field(None, description="heads of queries, instead of the preset's")
@@ -53,17 +57,19 @@ class LLMDataConfig(Section):
 class LLMOptimizerConfig(Section):
     """Optimizer and learning rate schedule."""
 
-    optimizer_type: str = Field(
+    optimizer_type: Annotated[str, MUST_MATCH] = Field(
         "AdamW",
         description="AdamW (fused), Prodigy, Muon (hidden matrices; AdamW for the rest), any of train_lora.py's, or a "
         "dotted class path of their packages",
     )
     trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
-    optimizer_args: list[str] = Field(
+    optimizer_args: Pairs = Field(
         [], description='key=value pairs for the optimizer; AdamW has "betas=0.9,0.95" unless set here'
     )
-    learning_rate: NotNegative = Field(6e-4, description="peak learning rate; 1.0 for Prodigy and D-Adaptation")
-    weight_decay: NotNegative = Field(0.1, description="of matrices; norms and biases have none")
+    learning_rate: Annotated[NotNegative, MUST_MATCH] = Field(
+        6e-4, description="peak learning rate; 1.0 for Prodigy and D-Adaptation"
+    )
+    weight_decay: Annotated[NotNegative, MUST_MATCH] = Field(0.1, description="of matrices; norms and biases have none")
     max_grad_norm: NotNegative = Field(1.0, description="gradient norm to clip at; 0 for no clipping")
     clip_during_warmup: bool = Field(False, description="clip from step 0 on, not only after the warm-up")
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay"] = Field(
@@ -102,9 +108,13 @@ class LLMTrainingConfig(RecomputationKeys):
 
     max_train_steps: Positive = Field(1000, description="optimizer steps")
     mixed_precision: Literal["no", "bf16"] = Field("no", description="autocast dtype of the forward pass")
-    full_bf16: bool = Field(False, description="weights in bf16 too, updated with stochastic rounding")
+    full_bf16: Annotated[bool, MUST_MATCH] = Field(
+        False, description="weights in bf16 too, updated with stochastic rounding"
+    )
     allow_tf32: bool = Field(False, description="let a GPU multiply fp32 matrices in TF32")
-    seed: int = Field(0, description="initial weights, order of the data and samples follow from it")
+    seed: Annotated[int, MUST_MATCH] = Field(
+        0, description="initial weights, order of the data and samples follow from it"
+    )
     resume: str | None = Field(
         None,
         description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",

@@ -15,7 +15,8 @@ Code that needs settings takes a section, never the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -27,6 +28,44 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are refused, values are frozen once validated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True)
+class MustMatch:
+    """Marks an option that a saved state goes on with whatever the resumed run says, so that it must say the same.
+
+    Attributes:
+        canonical: value -> what is compared, where one thing can be written in several ways; as it is if None.
+    """
+
+    canonical: Callable[[Any], Any] | None = None
+
+
+def resume_keys(config: BaseModel) -> dict[str, Any]:
+    """Return the options that a resumed state must have been trained with: those marked :class:`MustMatch`."""
+    found: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        section = getattr(config, name)
+        for key, option in type(section).model_fields.items():
+            for marker in option.metadata:
+                if isinstance(marker, MustMatch):
+                    value = getattr(section, key)
+                    found[key] = marker.canonical(value) if marker.canonical else value
+    return found
+
+
+def _sorted_pairs(pairs: list[str]) -> list[str]:
+    """Return ``key=value`` pairs in an order and spelling that do not depend on who wrote them."""
+    return sorted("=".join(part.strip() for part in pair.split("=", 1)) for pair in pairs)
+
+
+def _without_dropouts(pairs: list[str]) -> list[str]:
+    """Return the network arguments a state goes on with; dropouts hold from the next step on."""
+    return [pair for pair in _sorted_pairs(pairs) if pair.split("=")[0] not in ("rank_dropout", "module_dropout")]
+
+
+MUST_MATCH = MustMatch()
+Pairs = Annotated[list[str], MustMatch(_sorted_pairs)]
 
 
 def unused(section: Section, keys: tuple[str, ...], condition: bool, reason: str) -> Iterator[str]:
@@ -267,20 +306,26 @@ class ModelConfig(Section):
 class PrecisionConfig(Section):
     """fp8 weights of the base. What its files hold in fp8 is trained on as it is, with none of these keys."""
 
-    fp8_base: bool = Field(False, description="cast the transformer's linear weights to fp8 as it is loaded, no scales")
-    fp8_scaled: bool = Field(False, description="quantise the transformer's linear weights to fp8 with scales")
-    fp8_granularity: Literal["tensor", "row", "block64", "block128"] = Field(
+    fp8_base: Annotated[bool, MUST_MATCH] = Field(
+        False, description="cast the transformer's linear weights to fp8 as it is loaded, no scales"
+    )
+    fp8_scaled: Annotated[bool, MUST_MATCH] = Field(
+        False, description="quantise the transformer's linear weights to fp8 with scales"
+    )
+    fp8_granularity: Annotated[Literal["tensor", "row", "block64", "block128"], MUST_MATCH] = Field(
         "block64",
         description="what shares a scale of fp8_scaled: the matrix, an output's row, a run of 64 or 128 inputs",
     )
-    fp8_format: Literal["e4m3fn", "e5m2"] = Field("e4m3fn", description="fp8 format that weights are rounded to")
-    fp8_exclude: list[Literal["embedders", "modulation", "final"]] = Field(
+    fp8_format: Annotated[Literal["e4m3fn", "e5m2"], MUST_MATCH] = Field(
+        "e4m3fn", description="fp8 format that weights are rounded to"
+    )
+    fp8_exclude: Annotated[list[Literal["embedders", "modulation", "final"]], MustMatch(sorted)] = Field(
         ["embedders", "final"], description="kinds of linear layers that stay in high precision"
     )
-    fp8_exclude_patterns: list[str] = Field(
+    fp8_exclude_patterns: Annotated[list[str], MustMatch(sorted)] = Field(
         [], description="regular expressions; a layer stays in high precision if one is found in its name"
     )
-    fp8_rounding: Literal["nearest", "stochastic"] = Field(
+    fp8_rounding: Annotated[Literal["nearest", "stochastic"], MUST_MATCH] = Field(
         "nearest", description="how weights are rounded to fp8; stochastic follows seed"
     )
     fp8_compute: Literal["auto", "dequant", "scaled_mm"] = Field(
@@ -337,20 +382,24 @@ class DatasetArguments(Section):
 class NetworkConfig(Section):
     """The LoRA, or another kind of adapter."""
 
-    network_type: Literal["lora", "dora", "lokr", "loha", "oft", "boft"] = Field(
+    network_type: Annotated[Literal["lora", "dora", "lokr", "loha", "oft", "boft"], MUST_MATCH] = Field(
         "lora",
         description="kind of adapter; dora is saved for diffusers or ComfyUI, lokr, loha, oft, boft for ComfyUI alone",
     )
-    network_dim: Positive = Field(16, description="rank; of oft and boft the size of a block")
-    network_alpha: Annotated[float, Field(gt=0)] = Field(1.0, description="scale is alpha / rank; oft, boft have none")
-    use_rslora: bool = Field(False, description="scale is alpha / sqrt(rank) instead (rsLoRA); lora and dora")
-    init_lora_weights: Literal["default", "pissa", "olora"] = Field(
+    network_dim: Annotated[Positive, MUST_MATCH] = Field(16, description="rank; of oft and boft the size of a block")
+    network_alpha: Annotated[float, Field(gt=0), MUST_MATCH] = Field(
+        1.0, description="scale is alpha / rank; oft, boft have none"
+    )
+    use_rslora: Annotated[bool, MUST_MATCH] = Field(
+        False, description="scale is alpha / sqrt(rank) instead (rsLoRA); lora and dora"
+    )
+    init_lora_weights: Annotated[Literal["default", "pissa", "olora"], MUST_MATCH] = Field(
         "default",
         description="what a LoRA begins from: chance, or the weights' largest directions (pissa: singular value "
         "decomposition, olora: QR); the file of these has twice the rank",
     )
     network_dropout: Fraction = Field(0.0, description="neuron dropout: on the down-projection's output")
-    network_args: list[str] = Field(
+    network_args: Annotated[list[str], MustMatch(_without_dropouts)] = Field(
         [],
         description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
         "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
@@ -363,7 +412,7 @@ class NetworkConfig(Section):
     )
     network_weights: str | None = Field(None, description="LoRA file to go on from")
     allow_partial: bool = Field(False, description="take what fits of network_weights; the rest is named and left out")
-    dim_from_weights: bool = Field(
+    dim_from_weights: Annotated[bool, MUST_MATCH] = Field(
         False, description="train the transformer layers of network_weights, each with its own rank and alpha"
     )
     network_train_text_encoder_only: bool = Field(
@@ -374,15 +423,17 @@ class NetworkConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer and learning rate schedule."""
 
-    optimizer_type: str = Field(
+    optimizer_type: Annotated[str, MUST_MATCH] = Field(
         "AdamW",
         description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, Lion, AdamWScheduleFree, "
         "DAdaptAdam, or a dotted class path of these packages",
     )
     trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
-    optimizer_args: list[str] = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')
-    learning_rate: NotNegative = Field(1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation")
-    text_encoder_lr: list[NotNegative] = Field(
+    optimizer_args: Pairs = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')
+    learning_rate: Annotated[NotNegative, MUST_MATCH] = Field(
+        1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation"
+    )
+    text_encoder_lr: Annotated[list[NotNegative], MUST_MATCH] = Field(
         [],
         max_length=2,
         description="learning rates of CLIP-L and T5, which are not trained without one or at 0; one value holds for "
@@ -421,7 +472,9 @@ class TrainingConfig(MemoryKeys):
         description="kernel of PyTorch's attention: auto takes the fastest that can, and says which; one that cannot "
         "compute this model on this device is refused",
     )
-    full_bf16: bool = Field(False, description="LoRA weights in bf16 too, updated with stochastic rounding")
+    full_bf16: Annotated[bool, MUST_MATCH] = Field(
+        False, description="LoRA weights in bf16 too, updated with stochastic rounding"
+    )
     seed: int = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
     resume: str | None = Field(
         None,
@@ -496,7 +549,7 @@ class SavingConfig(Section):
     early_stop_patience: Positive | None = Field(
         None, description="stop after so many validations without a lower loss"
     )
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+    ema_decay: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, MUST_MATCH] = Field(
         None, description="save, sample and validate an exponential moving average of the LoRA, such as 0.999"
     )
     save_precision: Literal["fp32", "fp16", "bf16"] | None = Field(None, description="default: the training dtype")

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from library.accelerator import dp_rank_and_size, expect_many_shapes
+from library.config.schema import resume_keys
 from library.errors import UserError
-from library.training.checkpoint.state import Position, Stateful, load_training_state, refuse_finished, resume_keys
+from library.training.checkpoint.state import Position, Stateful, load_training_state, refuse_finished
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import averaged_weights, build_optimizer
 from library.training.optim.schedules import build_schedule, total_steps
@@ -167,6 +168,8 @@ def prepare_run(
         )
     if model is None:  # DDP refuses a network with nothing to train
         model = accelerator.prepare_model(transformer, device_placement=False, evaluation_mode=True)
+    fingerprint = networks.text_fingerprint
+    trained_text = {} if fingerprint is None else {"text_encoders": fingerprint}
     return Run(
         accelerator=accelerator,
         step=FlowStep(family, config.flow, training.seed, text_encoders, teacher),
@@ -181,6 +184,6 @@ def prepare_run(
         max_grad_norm=config.optimizer.max_grad_norm,
         base_fingerprint=family.fingerprint(),
         average=WeightAverage(lora.parameters(), decay) if (decay := config.saving.ema_decay) else None,
-        settings=resume_keys(config, networks.text_fingerprint),
+        settings=resume_keys(config) | trained_text,
         pipeline=pipeline,
     )

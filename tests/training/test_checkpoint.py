@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from library.config import load_config
+from library.config.schema import resume_keys
 from library.errors import UserError
 from library.training.checkpoint.state import (
     OutputNames,
     Position,
     load_training_state,
     read_position,
-    resume_keys,
     save_training_state,
 )
 

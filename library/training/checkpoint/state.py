@@ -5,7 +5,7 @@ scaler's, and the position in the data. Random numbers need no saving, they are 
 sample. A folder is written under a temporary name and renamed when it is whole.
 
 The optimizer's state carries its learning rate and arguments, so a resumed run would pass over new ones without a
-word. ``resume_keys`` names those settings; a run that changed one is refused.
+word. ``library.config.schema.resume_keys`` are those settings; a run that changed one is refused.
 
 Optimizer and scheduler state on disk without pickle: tensors in safetensors, the rest as JSON.
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -31,10 +31,6 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import atomic_folder, write_safetensors, write_text
 from library.training.parallel.fsdp import scatter_like
-
-if TYPE_CHECKING:
-    from library.config.chat_schema import ChatTrainConfig
-    from library.config.schema import TrainConfig
 
 
 @dataclass
@@ -61,49 +57,6 @@ class Position:
         """
         epoch, batches = self.step_ended or (self.epoch, self.batches)
         return replace(self, epoch=epoch, batches=batches, step_ended=None)
-
-
-def resume_keys(config: TrainConfig, text_encoders: str | None = None) -> dict[str, Any]:
-    """Return the settings that a state goes on with, whatever the resumed run says.
-
-    ``text_encoders`` is the fingerprint of those that are trained.
-    """
-    trained_text = {} if text_encoders is None else {"text_encoders": text_encoders}
-    return trained_text | shared_settings(config)
-
-
-def shared_settings(config: TrainConfig | ChatTrainConfig) -> dict[str, Any]:
-    """Return those of :func:`resume_keys` that a LoRA on any model has."""
-    optimizer, network, precision = config.optimizer, config.network, config.precision
-    dropouts = ("rank_dropout", "module_dropout")  # hold from the next step on
-    return {
-        "optimizer_type": optimizer.optimizer_type,
-        "optimizer_args": _sorted_pairs(optimizer.optimizer_args),
-        "learning_rate": optimizer.learning_rate,
-        "text_encoder_lr": optimizer.text_encoder_lr,
-        "network_type": network.network_type,
-        "use_rslora": network.use_rslora,
-        "init_lora_weights": network.init_lora_weights,
-        "network_dim": network.network_dim,
-        "dim_from_weights": network.dim_from_weights,
-        "network_alpha": network.network_alpha,
-        "network_args": [pair for pair in _sorted_pairs(network.network_args) if pair.split("=")[0] not in dropouts],
-        "full_bf16": config.training.full_bf16,
-        "ema_decay": config.saving.ema_decay,
-        # the numbers of the frozen base; fp8_compute may change, as the GPU may
-        "fp8_base": precision.fp8_base,
-        "fp8_scaled": precision.fp8_scaled,
-        "fp8_granularity": precision.fp8_granularity,
-        "fp8_format": precision.fp8_format,
-        "fp8_exclude": sorted(precision.fp8_exclude),
-        "fp8_exclude_patterns": sorted(precision.fp8_exclude_patterns),
-        "fp8_rounding": precision.fp8_rounding,
-    }
-
-
-def _sorted_pairs(pairs: list[str]) -> list[str]:
-    """Return ``key=value`` pairs in an order and spelling that do not depend on who wrote them."""
-    return sorted("=".join(part.strip() for part in pair.split("=", 1)) for pair in pairs)
 
 
 class Stateful(Protocol):

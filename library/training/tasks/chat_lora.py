@@ -24,7 +24,7 @@ from library import __version__
 from library.accelerator import dp_rank_and_size, expect_many_shapes, is_tensor_parallel
 from library.config.chat_schema import ChatDataConfig, ChatTrainConfig, InstructionValidationConfig
 from library.config.rules import effective_learning_rate
-from library.config.schema import ParallelConfig
+from library.config.schema import ParallelConfig, resume_keys
 from library.errors import UserError
 from library.files import read_safetensors_header
 from library.llm.chat_batches import Example, InstructionBatch, InstructionSampler, Windows, collate_windows
@@ -35,7 +35,7 @@ from library.nn.cross_entropy import IGNORED
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loader
 from library.training.checkpoint.metadata import save_facts, without_folders
-from library.training.checkpoint.state import Position, shared_settings
+from library.training.checkpoint.state import Position
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, describe_optimizer
@@ -51,13 +51,6 @@ from networks.files.metadata import build_metadata
 from networks.files.peft import BASE_MODEL, weight_file
 from networks.injection import AdapterNetwork, LoraNetwork, attach_file, inject_adapter
 from networks.targets import TARGETS
-
-
-def instruction_settings(config: ChatTrainConfig) -> dict[str, Any]:
-    """Return the settings that a state goes on with; a resumed run that changed one is refused."""
-    data = config.instructions
-    keys = ("chat_template", "learn", "max_length", "packing", "train_batch_size", "validation_split")
-    return shared_settings(config) | {key: getattr(data, key) for key in keys}
 
 
 def check_family(model_type: str, found: LMConfig) -> None:
@@ -175,7 +168,7 @@ def prepare_instruction_run(
         max_grad_norm=config.optimizer.max_grad_norm,
         base_fingerprint=base.fingerprint,
         average=WeightAverage(lora.parameters(), decay) if (decay := config.saving.ema_decay) else None,
-        settings=instruction_settings(config),
+        settings=resume_keys(config),
         pipeline=pipeline,
     )
 

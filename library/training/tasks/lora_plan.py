@@ -23,20 +23,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from library.config.rules import effective_learning_rate
+from library.config.schema import resume_keys
 from library.errors import UserError
 from library.precision.formats import format_named
 from library.precision.fp8_linear import ddp_ignored_names, device_has_fp8_matmul
 from library.precision.loading import Fp8Loader
 from library.precision.recipe import Fp8Recipe
 from library.training.checkpoint.resume import AUTO
-from library.training.checkpoint.state import check_state, read_position, resume_keys, shared_settings
+from library.training.checkpoint.state import check_state, read_position
 from library.training.optim.factory import check_optimizer, check_rates
 from networks.files.adapters import check_save_format, read_updates
 from networks.network import AdapterNetwork
@@ -219,8 +220,8 @@ def leave_frozen_out_of_ddp(module: nn.Module) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ddp_ignored_names(module))
 
 
-def check_before_loading(config: TrainConfig | ChatTrainConfig, settings: Mapping[str, Any] | None = None) -> None:
-    """Look at what the run is going to need besides models and data; ``settings`` are those of a state, if not usual.
+def check_before_loading(config: TrainConfig | ChatTrainConfig) -> None:
+    """Look at what the run is going to need besides models and data.
 
     Raises:
         UserError: no such optimizer or argument of it, no ``network_weights``, no state to ``resume`` or one of other
@@ -232,7 +233,7 @@ def check_before_loading(config: TrainConfig | ChatTrainConfig, settings: Mappin
     if weights and not Path(weights).exists():
         raise UserError(f"network_weights: {weights} does not exist; check the path")
     if resume and resume != AUTO:
-        read_position(resume, shared_settings(config) if settings is None else settings)
+        read_position(resume, resume_keys(config))
     _check_writable(Path(config.saving.output_dir))
 
 
@@ -250,30 +251,31 @@ def check_against_model(
     if config.parallel.is_tensor_parallel:
         family.split_plan(config.parallel.tp)
     trained_text = text_encoder.fingerprint if plan.text_encoders and config.training.resume else None
-    check_saved(config, plan.targets, family.fingerprint(), resume_keys(config, trained_text), finished_too)
+    trained_on = {} if trained_text is None else {"text_encoders": trained_text}
+    check_saved(config, plan.targets, family.fingerprint(), finished_too, trained_on)
 
 
 def check_saved(
     config: TrainConfig | ChatTrainConfig,
     targets: LoraTargets,
     base: str,
-    settings: Mapping[str, Any],
     finished_too: bool = False,
+    trained_on: Mapping[str, str] | None = None,
 ) -> None:
     """Look at ``network_weights`` and ``resume``; see :func:`check_against_model`.
 
     Args:
         config: sections ``network`` and ``training`` are read.
         targets, base: the base model's row and fingerprint.
-        settings: that a state goes on with.
         finished_too: as for :func:`check_against_model`.
+        trained_on: fingerprints of what else is trained, which a state must have too.
     """
     training = config.training
     if config.network.network_weights:
         read_updates(config.network.network_weights, targets, [] if config.network.allow_partial else None)
     if training.resume:
         steps = training.max_train_steps if training.max_train_epochs is None else None
-        check_state(training.resume, base, settings, steps, finished_too)
+        check_state(training.resume, base, resume_keys(config) | dict(trained_on or {}), steps, finished_too)
 
 
 def _check_writable(folder: Path) -> None:

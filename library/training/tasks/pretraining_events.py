@@ -259,20 +259,6 @@ class PretrainingPosition:
     loss_ema: float = 0.0
 
 
-def resume_keys(config: PretrainConfig) -> dict[str, Any]:
-    """Return the settings that a state goes on with; a resumed run that changed one is refused."""
-    return {
-        "preset": config.model.preset,
-        "context": config.model.context,
-        "optimizer_type": config.optimizer.optimizer_type,
-        "optimizer_args": sorted(config.optimizer.optimizer_args),
-        "learning_rate": config.optimizer.learning_rate,
-        "weight_decay": config.optimizer.weight_decay,
-        "full_bf16": config.training.full_bf16,
-        "seed": config.training.seed,
-    }
-
-
 def save_state(
     folder: Path,
     weights: Mapping[str, torch.Tensor],
