@@ -32,7 +32,7 @@ from library.files import weights_fingerprint
 from library.llm.chat_templates import dialogue_template
 from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import open_lm
-from library.models.registry import model_family
+from library.models.registry import lora_targets, model_family
 from library.processes import one_of_several
 from library.training.checkpoint.export import checked_export, lora_writer, write_config
 from library.training.checkpoint.hub import HubUpload, build_upload
@@ -71,7 +71,6 @@ from library.training.tasks.lora_plan import (
     text_encoder_recipe,
 )
 from library.training.trainer import Trainer
-from networks.targets import TARGETS
 
 
 @exit_on_user_error
@@ -108,7 +107,7 @@ def train(config: TrainConfig) -> RunEvents:
     asked, auto = config, config.training.resume == AUTO
     config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
     family = model_family(config.model)
-    plan = plan_network(config.network, config.optimizer, config.training, TARGETS[family.name])
+    plan = plan_network(config.network, config.optimizer, config.training, lora_targets()[family.name])
     dtype = base_dtype(config.model, config.training)
     image_encoder = family.load_image_encoder(dtype, accelerator.device)
     fp8 = plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)
@@ -161,7 +160,7 @@ def train_language_model(config: ChatTrainConfig) -> RunEvents:
     architecture, weights, _ = open_lm(folder)
     check_family(config.model.model_type, architecture)
     check_split(architecture, config.parallel)
-    plan = plan_network(config.network, config.optimizer, config.training, TARGETS[architecture.family])
+    plan = plan_network(config.network, config.optimizer, config.training, lora_targets()[architecture.family])
     fp8 = plan_fp8(config.precision, weights.fp8, seed, accelerator.device)
     fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
     check_saved(config, plan.targets, fingerprint, finished_too=auto)

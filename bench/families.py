@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
+from library.models.registry import lora_targets
 from networks.options import NetworkOptions, parse_network_args
-from networks.targets import TARGETS
 
 if TYPE_CHECKING:
     from networks.injection import AdapterNetwork
@@ -66,7 +66,7 @@ def tandem_network(family_name: str, transformer: nn.Module, rank: int) -> Adapt
     """Put Tandem's LoRA on the layers it trains by default, its weights in fp32."""
     from networks.injection import inject_lora
 
-    targets = TARGETS[family_name]
+    targets = lora_targets()[family_name]
     return inject_lora(transformer, _options(family_name, rank), targets, seed=0)
 
 
@@ -106,11 +106,11 @@ def default_layers(family_name: str, transformer: nn.Module) -> list[str]:
     """Return the names of the linear layers that :func:`tandem_lora` trains."""
     from networks.injection import select_modules
 
-    return [*select_modules(transformer, _options(family_name, 1), TARGETS[family_name])[0]]
+    return [*select_modules(transformer, _options(family_name, 1), lora_targets()[family_name])[0]]
 
 
 def _options(family_name: str, rank: int) -> NetworkOptions:
-    return parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), TARGETS[family_name])
+    return parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), lora_targets()[family_name])
 
 
 def base_bytes(model: nn.Module) -> int:

@@ -96,7 +96,8 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     from diffusers import FluxTransformer2DModel
     from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
 
-    from library.models.flux.files import bfl_config, bfl_key_map
+    from library.models.flux.files import FLUX_KEYS, FLUX_NORMS, bfl_config
+    from library.models.layer_names import original_key_map
     from library.models.weights import WeightFiles, identity_map, load_into, read_config
 
     dtype = torch.float32 if case.endswith("to fp32") else torch.bfloat16
@@ -110,7 +111,7 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     def tandem_single() -> nn.Module:
         weights = WeightFiles(single)
         config = bfl_config(weights, "")
-        key_map = bfl_key_map(weights, "", config)
+        key_map = original_key_map(weights, "", FLUX_KEYS, FLUX_NORMS)
         return load_into(lambda: FluxTransformer2DModel.from_config(config), weights, key_map, dtype)
 
     def diffusers_folder() -> nn.Module:

@@ -15,14 +15,15 @@ from pathlib import Path
 
 from library.errors import UserError
 from library.files import read_safetensors_header
+from library.models.layer_names import LoraTargets
+from library.models.registry import lora_targets
 from networks.files.lora import best_targets, fitting_targets
 from networks.files.peft import weight_file
-from networks.targets import TARGETS, LoraTargets
 
 _STATED = ("ss_base_model_version", "modelspec.architecture")  # "flux1", "qwen_image"; "flux-1-dev/lora", "Qwen-Image"
 
 
-def lora_targets(paths: Sequence[Path], model_type: str | None = None) -> LoraTargets:
+def targets_of_files(paths: Sequence[Path], model_type: str | None = None) -> LoraTargets:
     """Return the row of the family that LoRA files are of.
 
     Args:
@@ -47,7 +48,7 @@ def _targets_of(path: Path, model_type: str | None) -> LoraTargets:
     if stated and not any(stated.keys is row.keys for row in fitting):
         stated = None  # its keys know better
     if model_type is not None:
-        asked = TARGETS[model_type]
+        asked = lora_targets()[model_type]
         if stated and stated.keys is not asked.keys:
             raise UserError(
                 f"{path}: --model_type {model_type}, but its metadata name {stated.family}; "
@@ -80,10 +81,10 @@ def likely_targets(header: Mapping[str, dict]) -> list[LoraTargets]:
 def stated_targets(metadata: Mapping[str, str]) -> LoraTargets | None:
     """Return the row of the family that a LoRA's metadata name, None if they name none that is known."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
-        return TARGETS[json.loads(metadata["tandem.config"])["model"]["model_type"]]
+        return lora_targets()[json.loads(metadata["tandem.config"])["model"]["model_type"]]
     for key in _STATED:
         said = re.sub(r"[^a-z0-9]", "", metadata.get(key, "").lower())
-        named = [family for family in TARGETS if said.startswith(family.replace("_", ""))]
+        named = [family for family in lora_targets() if said.startswith(family.replace("_", ""))]
         if named:
-            return TARGETS[max(named, key=len)]
+            return lora_targets()[max(named, key=len)]
     return None

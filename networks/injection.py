@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from library.errors import UserError
+from library.models.layer_names import LoraTargets
 from library.randomness import generator
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear, init_from_weights
@@ -29,7 +30,6 @@ from networks.files.adapters import read_updates, take_tensors
 from networks.files.weights import TITLES, AdapterWeights, LoraWeights, names_in_short
 from networks.network import AdapterNetwork, LoraNetwork
 from networks.options import NetworkOptions
-from networks.targets import LoraTargets
 
 __all__ = [
     "AdapterNetwork",

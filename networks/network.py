@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from library.errors import UserError
+from library.models.layer_names import LoraTargets
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import LoRALinear
 from networks.files.adapters import layer_tensors, load_adapter, save_adapter, take_tensors
@@ -26,7 +27,6 @@ from networks.files.lora import load_lora, save_lora
 from networks.files.weights import TITLES, LoraWeights, names_in_short
 from networks.options import NetworkOptions
 from networks.partial_fit import PartialFit
-from networks.targets import LoraTargets
 
 Layer = TypeVar("Layer", bound=AdapterLinear)
 

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field, replace
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
+from library.models.layer_names import LoraTargets
 from networks.adapters.lora import StartName
-from networks.targets import LoraTargets
 
 _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
     "train_blocks": "write train_single_block_indices=none or train_double_block_indices=none",

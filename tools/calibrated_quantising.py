@@ -21,7 +21,7 @@ from rich.table import Table
 
 import tools.calibration_flags as flags
 from library.errors import UserError
-from library.models.registry import model_family
+from library.models.registry import lora_targets, model_family
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.loading import Fp8Loader
 from library.precision.parity.activations import collect_inputs
@@ -30,7 +30,6 @@ from library.precision.recipe import Fp8Recipe
 from library.training.calibration import IMAGES, prepare_calibration
 from networks.files.base import WeightReader, open_base
 from networks.merging.merge_fp8 import Fp8Merge
-from networks.targets import TARGETS
 
 _RANKED_ON = IMAGES  # of the calibration; ranking layers runs the model once more for each of them
 
@@ -66,7 +65,7 @@ def calibrated(
         raise UserError(f"--budget_mb {options.budget_mb:g}: must be more than 0")
     device, dtype = flags.device_and_dtype(options)
     family = model_family(flags.model_config(options, options.model))
-    targets = TARGETS[family.name]
+    targets = lora_targets()[family.name]
     calibration = prepare_calibration(family, flags.calibration_options(options), dtype, device, console)
     transformer = family.load_transformer(dtype, device, fp8=Fp8Loader(recipe, compute="dequant"))
     batches = [*calibration.fit, *calibration.check]

@@ -24,12 +24,13 @@ from rich.table import Table
 
 from library.errors import UserError, exit_on_user_error
 from library.files import read_safetensors_header
-from networks.families import lora_targets
+from library.models.layer_names import LoraTargets
+from library.models.registry import lora_targets
+from networks.families import targets_of_files
 from networks.files.lora import LAYOUTS, PRECISIONS, LoraFile, load_lora, save_lora
 from networks.files.metadata import ADAPTER_METADATA_KEY
 from networks.files.weights import LoraWeights
 from networks.merging.low_rank import relative_difference
-from networks.targets import TARGETS, LoraTargets
 from tools.lora_output import widest_precision
 
 
@@ -110,10 +111,10 @@ def main() -> None:
     parser.add_argument("target", metavar="DST", type=Path, help="the .safetensors file to write")
     parser.add_argument("--save_format", required=True, choices=list(LAYOUTS), help="key layout of the result")
     parser.add_argument("--save_precision", choices=list(PRECISIONS), help="default: the source's")
-    parser.add_argument("--model_type", choices=list(TARGETS), help="architecture family (default: as SRC says)")
+    parser.add_argument("--model_type", choices=list(lora_targets()), help="architecture family (default: as SRC says)")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     options = parser.parse_args()
-    targets = lora_targets([options.source], options.model_type)
+    targets = targets_of_files([options.source], options.model_type)
     read, written, difference = convert(
         options.source, options.target, targets, options.save_format, options.save_precision, options.overwrite
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from networks.families import lora_targets
+from networks.families import targets_of_files
 from networks.files.lora import load_lora
 from networks.merging.average import average_loras, linear_betas, power_betas, training_order
 from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
@@ -38,7 +38,7 @@ def average(options: argparse.Namespace) -> list[tuple[Path, float]]:
         if value is not None and not 0 <= value < 1:
             raise UserError(f"--{name} {value:g}: must be at least 0 and below 1; 0.95 is usual")
     check_output(options.save_to, options.overwrite)
-    targets = lora_targets(options.loras, options.model_type)
+    targets = targets_of_files(options.loras, options.model_type)
     read = [(path, load_lora(path, targets)) for path in options.loras]
     times = list(range(1, len(read) + 1))
     if not options.no_sort:

@@ -27,10 +27,11 @@ from rich.table import Table
 from library import __version__
 from library.errors import UserError, exit_on_user_error
 from library.files import weights_fingerprint
+from library.models.layer_names import LoraTargets
+from library.models.registry import lora_targets
 from networks.files.base import Base, fullest_targets, open_base
 from networks.files.metadata import build_metadata
 from networks.merging.extraction import ExtractedLayer, Extraction, extract_lora
-from networks.targets import TARGETS, LoraTargets
 from tools.lora_output import add_output_arguments, check_output, default_device, write_lora
 from tools.merge_lora import show_progress
 
@@ -82,7 +83,7 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
         raise UserError(f"--energy {options.energy:g}: must be above 0 and at most 1; 0.9 keeps 90 %")
     check_output(options.save_to, options.overwrite)
     original = open_base(options.model_org, "--model_org", fp8=True)
-    targets = TARGETS[options.model_type] if options.model_type else model_targets(original)
+    targets = lora_targets()[options.model_type] if options.model_type else model_targets(original)
     tuned = open_base(options.model_tuned, "--model_tuned", fp8=True)
     found = extract_lora(
         original,

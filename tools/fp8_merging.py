@@ -16,6 +16,7 @@ from rich.console import Console
 import tools.calibration_flags as flags
 from library.errors import UserError
 from library.files import weights_fingerprint
+from library.models.layer_names import LoraTargets
 from library.models.registry import model_family
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.checkpoint_writing import write_fp8_checkpoint
@@ -34,7 +35,6 @@ from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import Fits, LoraSource, partial_notes, plan_updates, unknown_keys
 from networks.merging.merge_fp8 import Fp8Merge, recipe_of_base, rounding_survival
-from networks.targets import LoraTargets
 from tools.parity_tables import survival_table
 
 FP8_PRECISIONS: dict[str, tuple[LayoutKind, Granularity]] = {

@@ -39,7 +39,8 @@ from library.data.cache import TextJob, encode_now
 from library.data.sidecars import ControlSizing
 from library.errors import UserError, exit_on_user_error
 from library.models.family import Family, TextEncoder
-from library.models.registry import FAMILIES, model_family
+from library.models.layer_names import LoraTargets
+from library.models.registry import FAMILIES, lora_targets, model_family
 from library.precision.loading import Fp8Loader
 from library.training.sampling.conditions import PictureRules, check_pictures, encode_pictures, text_jobs
 from library.training.sampling.images import save_picture
@@ -51,7 +52,6 @@ from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource
-from networks.targets import TARGETS, LoraTargets
 from tools.generation.text import add_text_command
 from tools.merge_lora import parse_source
 
@@ -89,7 +89,7 @@ def draw(
     check_pictures(prompts, family.conditioning, family.most_references)
     weights = read_loras(loras, family, console)  # before anything that takes time
     source = " + ".join(str(lora.path) for lora in loras)
-    targets = TARGETS[family.name]
+    targets = lora_targets()[family.name]
     image_encoder = family.load_image_encoder(dtype, device)
     text_encoder = family.load_text_encoder(dtype, device)
     rules = PictureRules(family.conditioning, sizing or ControlSizing(), image_encoder.pixel_multiple)
@@ -129,7 +129,7 @@ def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) ->
     Raises:
         UserError: a file cannot be read.
     """
-    targets = TARGETS[family.name]
+    targets = lora_targets()[family.name]
     read = [(source, load_lora(source.path, targets)) for source in loras]
     here = family.fingerprint() if any("tandem.base_fingerprint" in lora.metadata for _, lora in read) else None
     for source, lora in read:

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from library.errors import UserError
+from library.models.layer_names import LoraTargets
+from library.models.registry import lora_targets
 from networks.files.lora import LAYOUTS, PRECISIONS, save_lora
 from networks.files.metadata import ADAPTER_METADATA_KEY
 from networks.files.weights import LoraWeights
-from networks.targets import TARGETS, LoraTargets
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, precision_default: str = "the source's") -> None:
@@ -21,7 +22,9 @@ def add_output_arguments(parser: argparse.ArgumentParser, precision_default: str
     parser.add_argument("--save_to", required=True, type=Path, help="the .safetensors file to write")
     parser.add_argument("--save_format", choices=list(LAYOUTS), help="key layout (default: the source's, or diffusers)")
     parser.add_argument("--save_precision", choices=list(PRECISIONS), help=f"default: {precision_default}")
-    parser.add_argument("--model_type", choices=list(TARGETS), help="architecture family (default: as the files say)")
+    parser.add_argument(
+        "--model_type", choices=list(lora_targets()), help="architecture family (default: as the files say)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
 
 

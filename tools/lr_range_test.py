@@ -21,14 +21,13 @@ from library.accelerator import build_accelerator
 from library.config import TrainConfig, load_config
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
-from library.models.registry import model_family
+from library.models.registry import lora_targets, model_family
 from library.training.memory.dry_run import Rehearsal, rehearsed
 from library.training.optim.lr_range import RangeTest, as_lines, draw, refuse_own_rates, sweep
 from library.training.report.progress import counting, shown_path
 from library.training.run import prepare_run
 from library.training.tasks.image_lora import base_dtype, cache_data, prepare_networks, read_data
 from library.training.tasks.lora_plan import check_before_loading, plan_fp8, plan_network, text_encoder_recipe
-from networks.targets import TARGETS
 
 
 def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) -> RangeTest:
@@ -44,7 +43,7 @@ def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) ->
     accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
     console = Console(quiet=not accelerator.is_main_process, markup=False)
     family = model_family(config.model)
-    plan = plan_network(config.network, config.optimizer, config.training, TARGETS[family.name])
+    plan = plan_network(config.network, config.optimizer, config.training, lora_targets()[family.name])
     dtype = base_dtype(config.model, config.training)
     image_encoder = family.load_image_encoder(dtype, accelerator.device)
     fp8 = plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)

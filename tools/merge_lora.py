@@ -35,12 +35,13 @@ from rich.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.llm.chat_templates import SOURCES as JINJA_SOURCES
 from library.llm.chat_templates import write_jinja_template
+from library.models.layer_names import LoraTargets
+from library.models.registry import lora_targets
 from library.training.tasks.chat_lora import TEMPLATE, template_of
-from networks.families import language_targets, lora_targets
+from networks.families import language_targets, targets_of_files
 from networks.files.lora import LAYOUTS, PRECISIONS, load_lora
 from networks.merging.low_rank import join_loras
 from networks.merging.merge import LoraSource, MergeReport, merge_loras
-from networks.targets import TARGETS, LoraTargets
 from tools.fp8_merging import FP8_PRECISIONS, add_fp8_arguments, goes_into_fp8, merge_to_fp8
 from tools.lora_output import check_output, widest_precision, write_lora
 
@@ -104,7 +105,7 @@ def merge_into_lora(options: argparse.Namespace) -> str:
         raise UserError(f"--new_rank {options.new_rank}: must be at least 1")
     check_output(options.save_to, options.overwrite)
     sources = [parse_source(text) for text in options.lora]
-    targets = lora_targets([source.path for source in sources], options.model_type)
+    targets = targets_of_files([source.path for source in sources], options.model_type)
     read = [(load_lora(source.path, targets), source.ratio) for source in sources]
     weights, layers = join_loras([(file.weights, ratio) for file, ratio in read], options.new_rank)
     if not weights:
@@ -140,7 +141,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--model_type",
-        choices=list(TARGETS),
+        choices=list(lora_targets()),
         help="architecture family (default: flux; of language models, and of LoRAs alone, as they say)",
     )
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
@@ -154,7 +155,7 @@ def main() -> None:
     lora.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     add_fp8_arguments(parser)
     options = parser.parse_args()
-    targets = TARGETS[options.model_type or "flux"]
+    targets = lora_targets()[options.model_type or "flux"]
     if options.model is not None and options.model_type is None:
         targets = language_targets(parse_source(options.lora[0]).path) or targets
     if goes_into_fp8(options):

@@ -29,8 +29,8 @@ from library.config.schema import TrainConfig
 from library.data.config import DatasetSettings, SubsetSettings
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
+from library.models.registry import lora_targets
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 
 SOURCES = ("train_data_dir", "reg_data_dir", "in_json", "dataset_repeats")  # keys that say where images are
 Tables = dict[str, Any]
@@ -101,7 +101,7 @@ def _toml_value(value: Any) -> str:
 def _without_refused_args(translation: Translation, config: TrainConfig) -> TrainConfig:
     """Take out the network arguments that the LoRA refuses: a run would stop there."""
     kept: list[str] = []
-    targets = TARGETS[config.model.model_type]
+    targets = lora_targets()[config.model.model_type]
     for pair in config.network.network_args:
         try:
             parse_network_args(config.network.model_copy(update={"network_args": [pair]}), targets)

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from networks.families import lora_targets
+from networks.families import targets_of_files
 from networks.files.lora import load_lora
 from networks.merging.low_rank import RANK_RULES, ResizedLayer, resize_lora
 from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
@@ -37,7 +37,7 @@ def resize(options: argparse.Namespace) -> list[ResizedLayer]:
     """
     check_flags(options)
     check_output(options.save_to, options.overwrite)
-    targets = lora_targets([options.model], options.model_type)
+    targets = targets_of_files([options.model], options.model_type)
     source = load_lora(options.model, targets)
     weights, layers = resize_lora(
         source.weights, options.new_rank, options.dynamic_method, options.dynamic_param or 1.0

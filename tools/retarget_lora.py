@@ -32,7 +32,8 @@ from torch import Tensor
 import tools.calibration_flags as flags
 from library.errors import UserError, exit_on_user_error
 from library.models.family import Family
-from library.models.registry import model_family, with_transformer
+from library.models.layer_names import LoraTargets
+from library.models.registry import lora_targets, model_family, with_transformer
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loader
 from library.precision.parity.activations import LayerInputs, collect_inputs
@@ -45,7 +46,6 @@ from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
 from networks.merging.refit import Refit, retarget_layer
-from networks.targets import TARGETS, LoraTargets
 from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
 from tools.parity_tables import refit_table
 
@@ -101,7 +101,7 @@ def open_deployment(base: Family, options: argparse.Namespace) -> Deployment:
     Raises:
         UserError: it is neither a model nor a recipe, or holds nothing in fp8.
     """
-    targets = TARGETS[base.name]
+    targets = lora_targets()[base.name]
     high = _Weights.of(options.base.expanduser(), "--base", targets)
     if base.fp8_layout() is not None:
         raise UserError(f"--base {options.base}: is in fp8; give the bf16 model that the LoRA was trained on")
@@ -165,7 +165,7 @@ def retarget(options: argparse.Namespace, console: Console) -> dict[str, Refit]:
     if options.correction_rank < 0:
         raise UserError(f"--correction_rank {options.correction_rank}: is negative; give 0 or more")
     base = model_family(flags.model_config(options, options.base))
-    targets = TARGETS[base.name]
+    targets = lora_targets()[base.name]
     deployment = open_deployment(base, options)
     source = load_lora(options.lora, targets)
     own, rest = _split(source, targets)

@@ -1,26 +1,37 @@
-"""The model families, a row each."""
+"""The model families by name: their classes, and the rows of what LoRAs call their layers.
+
+Nothing of a family is imported before it is asked for, and the rows (in each family's ``files.py``) need no diffusers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import importlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import Family
-from library.models.flux.spec import FluxFamily, FluxFillFamily, FluxKontextFamily
-from library.models.qwen_image.spec import QwenImageEditFamily, QwenImageEditPlusFamily, QwenImageFamily
-from library.models.z_image.spec import ZImageFamily
+from library.models.layer_names import LoraTargets
 
-FAMILIES: Mapping[str, Callable[[ModelConfig], Family]] = {
-    "flux": FluxFamily,
-    "flux_fill": FluxFillFamily,
-    "flux_kontext": FluxKontextFamily,
-    "qwen_image": QwenImageFamily,
-    "qwen_image_edit": QwenImageEditFamily,
-    "qwen_image_edit_plus": QwenImageEditPlusFamily,
-    "z_image": ZImageFamily,
+FAMILIES: Mapping[str, str] = {  # model_type -> module and class
+    "flux": "library.models.flux.spec:FluxFamily",
+    "flux_fill": "library.models.flux.spec:FluxFillFamily",
+    "flux_kontext": "library.models.flux.spec:FluxKontextFamily",
+    "qwen_image": "library.models.qwen_image.spec:QwenImageFamily",
+    "qwen_image_edit": "library.models.qwen_image.spec:QwenImageEditFamily",
+    "qwen_image_edit_plus": "library.models.qwen_image.spec:QwenImageEditPlusFamily",
+    "z_image": "library.models.z_image.spec:ZImageFamily",
 }
+_LANGUAGE_MODELS = "library.models.llm"
+
+
+def family_class(model_type: str) -> Any:
+    """Return the family's class, of which what needs no files can be asked."""
+    module, _, name = FAMILIES[model_type].partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def model_family(config: ModelConfig) -> Family:
@@ -29,7 +40,24 @@ def model_family(config: ModelConfig) -> Family:
     Raises:
         UserError: a path is missing or leads to another kind of model.
     """
-    return FAMILIES[config.model_type](config)
+    return family_class(config.model_type)(config)
+
+
+@functools.cache
+def lora_targets() -> Mapping[str, LoraTargets]:
+    """Return family -> what LoRAs call its layers; language models included."""
+    folders = dict.fromkeys(path.rpartition(".")[0] for path in FAMILIES.values())
+    modules = [importlib.import_module(f"{folder}.files") for folder in (*folders, _LANGUAGE_MODELS)]
+    return {row.family: row for module in modules for row in module.LORA_TARGETS}
+
+
+def lora_namings() -> list[LoraTargets]:
+    """Return one row for each naming of layers: the first family that has it."""
+    rows: list[LoraTargets] = []
+    for targets in lora_targets().values():
+        if not any(targets.keys is row.keys for row in rows):
+            rows.append(targets)
+    return rows
 
 
 def with_transformer(config: ModelConfig, path: Path) -> ModelConfig:

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import read_safetensors_header, stream_safetensors
+from library.models.layer_names import LoraTargets
 from networks.adapters.base import AdapterLinear, fill
 from networks.adapters.lora import DoRALinear
 from networks.files.lora import LoraFile, find_place, for_file, load_lora, refuse_other_family, text_key
 from networks.files.metadata import ADAPTER_METADATA_KEY, adapter_metadata, hash_metadata, read_alphas
 from networks.files.peft import PEFT_PREFIX, check_layout, save_peft_config, weight_file
 from networks.files.weights import TITLES, AdapterWeights, LoraWeights, names_in_short, non_lora_kind
-from networks.targets import LoraTargets
 
 SAVE_FORMATS = {"dora": ("diffusers", "comfy", "peft"), **dict.fromkeys(("lokr", "loha", "oft", "boft"), ("comfy",))}
 

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import DTYPES, TensorSpecs, read_safetensors_header, shard_names, tensor_bytes, write_text
+from library.models.layer_names import KeyNames, LoraTargets
+from library.models.registry import lora_namings
 from library.precision.checkpoint_layouts import detect_layout
 from library.precision.quantize import dequantize
-from networks.key_names import KeyMap
-from networks.targets import LoraTargets, architectures
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
@@ -220,7 +220,7 @@ class BaseModule:
         return self.rows.stop - self.rows.start, self.columns
 
 
-def find_modules(files: Sequence[BaseFile], keys: KeyMap, model_name: str) -> dict[str, BaseModule]:
+def find_modules(files: Sequence[BaseFile], keys: KeyNames, model_name: str) -> dict[str, BaseModule]:
     """Return diffusers module name -> its place.
 
     Raises:
@@ -238,9 +238,9 @@ def find_modules(files: Sequence[BaseFile], keys: KeyMap, model_name: str) -> di
 
 def fullest_targets(files: Sequence[BaseFile]) -> list[LoraTargets]:
     """Return the row of the architecture most of whose layers lie in ``files``; several if they are equal, or none."""
-    counts = {row.family: len(_held(files, row)) for row in architectures()}
+    counts = {row.family: len(_held(files, row)) for row in lora_namings()}
     most = max(counts.values())
-    return [row for row in architectures() if most and counts[row.family] == most]
+    return [row for row in lora_namings() if most and counts[row.family] == most]
 
 
 def _held(files: Sequence[BaseFile], row: LoraTargets) -> dict[str, BaseModule]:
@@ -250,7 +250,7 @@ def _held(files: Sequence[BaseFile], row: LoraTargets) -> dict[str, BaseModule]:
         return {}
 
 
-def _modules(files: Sequence[BaseFile], keys: KeyMap, model_name: str) -> dict[str, BaseModule]:
+def _modules(files: Sequence[BaseFile], keys: KeyNames, model_name: str) -> dict[str, BaseModule]:
     places: dict[str, BaseModule] = {}
     for file in files:
         for key, (_, shape) in file.tensors.items():

@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 
 from library.errors import UserError
 from library.files import read_safetensors_header
+from library.models.layer_names import LoraTargets
 from networks.families import likely_targets
 from networks.files.adapters import read_updates
 from networks.files.lora import best_targets
 from networks.files.metadata import AlphaTable, read_alphas
 from networks.files.weights import TITLES, AdapterWeights, LoraWeights
 from networks.merging.low_rank import update_norm
-from networks.targets import LoraTargets
 
 _BLOCK = re.compile(r"^(.*?)[._](\d+)[._](.+)$")  # kohya's keys have underscores
 _PAIR = re.compile(

@@ -13,7 +13,7 @@ A family may keep diffusers' names in a layout (``plain_layouts``), where not ev
 diffusers keeps the scale in the metadata key ``lora_adapter_metadata``: the JSON of a PEFT ``LoraConfig``
 whose keys begin with ``transformer.``. Without it a file loads at alpha = rank.
 
-Text encoders' modules go into the same file; ``networks.key_names`` lists their prefixes.
+Text encoders' modules go into the same file; the family's ``files.py`` lists their prefixes.
 
 Layouts of the original checkpoint have one module where diffusers has q, k, v (and the MLP). LoRAs of rank
 r on the parts are written as one of rank n*r, down-projections stacked, up-projections block-diagonal, so
@@ -46,11 +46,11 @@ from torch import Tensor
 
 from library.errors import UserError, did_you_mean
 from library.files import read_safetensors_header, stream_safetensors
+from library.models.layer_names import KeyPlace, KeyRow, LoraTargets, TextEncoderTargets
+from library.models.registry import lora_namings
 from networks.files.metadata import ADAPTER_METADATA_KEY, AlphaTable, adapter_metadata, hash_metadata, read_alphas
 from networks.files.peft import PEFT_PREFIX, check_layout, save_peft_config, weight_file
 from networks.files.weights import ADAPTER_MARKS, TITLES, LoraWeights, names_in_short, non_lora_kind
-from networks.key_names import KeyPlace, KeyRow
-from networks.targets import LoraTargets, TextEncoderTargets, architectures
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -218,7 +218,7 @@ def load_lora(path: str | Path, targets: LoraTargets, left_out: list[str] | None
 def fitting_targets(keys: Iterable[str]) -> list[LoraTargets]:
     """Return the row of each architecture that has a layer for every key of a LoRA (or LoKr, DoRA, ...) file."""
     stems = _stems(keys)
-    return [row for row in architectures() if stems and all(find_place(stem, row) for stem in stems)]
+    return [row for row in lora_namings() if stems and all(find_place(stem, row) for stem in stems)]
 
 
 def refuse_other_family(path: Path, targets: LoraTargets) -> None:
@@ -239,7 +239,7 @@ def refuse_other_family(path: Path, targets: LoraTargets) -> None:
 def best_targets(keys: Iterable[str]) -> LoraTargets:
     """Return the row of the architecture that has a layer for most of a file's keys."""
     stems = _stems(keys)
-    return max(architectures(), key=lambda row: sum(find_place(stem, row) is not None for stem in stems))
+    return max(lora_namings(), key=lambda row: sum(find_place(stem, row) is not None for stem in stems))
 
 
 def _stems(keys: Iterable[str]) -> set[str]:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from library.errors import UserError
 from library.files import write_text
+from library.models.layer_names import LoraTargets
 from networks.files.metadata import peft_config
 from networks.files.weights import LoraWeights
-from networks.targets import LoraTargets
 
 PEFT_PREFIX = "base_model.model."  # of the model that peft wraps
 BASE_MODEL = "tandem.base_model"  # metadata: the base's name, where it is known

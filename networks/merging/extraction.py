@@ -20,12 +20,11 @@ import torch
 from safetensors import safe_open
 
 from library.errors import UserError
+from library.models.layer_names import KeyNames, LoraTargets
 from library.randomness import generator
 from networks.files.base import Base, BaseFile, BaseModule, WeightReader, find_modules
 from networks.files.weights import LoraWeights, names_in_short
-from networks.key_names import KeyMap
 from networks.merging.low_rank import Spectrum, decompose, decompose_to_energy
-from networks.targets import LoraTargets
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def _pair(
     tuned: Base,
     original_files: Sequence[BaseFile],
     tuned_files: Sequence[BaseFile],
-    keys: KeyMap,
+    keys: KeyNames,
     prefix: str,
     model_name: str,
 ) -> _Pair:

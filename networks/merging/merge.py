@@ -32,14 +32,13 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import stream_safetensors, weights_fingerprint
+from library.models.layer_names import KeyNames, LoraTargets
 from networks.files.adapters import read_updates
 from networks.files.base import Base, BaseFile, check_target, find_modules, folder_copy, open_base
 from networks.files.lora import PRECISIONS, LoraFile
 from networks.files.metadata import base_mismatch
 from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
-from networks.key_names import KeyMap
 from networks.partial_fit import PartialFit
-from networks.targets import LoraTargets
 
 Updates = Mapping[str, LoraWeights | AdapterWeights]  # by module name
 Fits = dict[Path, PartialFit]  # by LoRA file
@@ -213,7 +212,7 @@ def _refuse_text_encoder_alone(base: Base, targets: LoraTargets) -> None:
         UserError: with what to give instead.
     """
 
-    def holds(keys: KeyMap) -> bool:
+    def holds(keys: KeyNames) -> bool:
         with suppress(UserError):
             return bool(find_modules(base.files, keys, targets.family))
         return False
@@ -229,7 +228,7 @@ def _refuse_text_encoder_alone(base: Base, targets: LoraTargets) -> None:
 def plan_updates(
     files: Sequence[BaseFile],
     loras: Sequence[tuple[LoraSource, Updates]],
-    keys: KeyMap,
+    keys: KeyNames,
     model_name: str,
     fits: Fits | None = None,
 ) -> dict[str, list[Update]]:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
+from library.models.layer_names import LoraTargets
 from library.precision.checkpoint_layouts import Fp8Layout, LayoutKind, detect_layout
 from library.precision.checkpoint_writing import linear_weights, stored_scale_dtype
 from library.precision.formats import format_of
@@ -33,7 +34,6 @@ from library.precision.recipe import Fp8Recipe
 from networks.files.base import Base, BaseFile, BaseModule, find_modules
 from networks.files.weights import LoraWeights
 from networks.merging.merge import Update, merge_tensor
-from networks.targets import LoraTargets
 
 
 @dataclass(frozen=True)

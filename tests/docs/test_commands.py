@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 
 from library.config.schema import DatasetArguments
 from library.data.dataset import build_dataset
+from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.text import TEMPLATES
 from networks.files.lora import save_lora
 from networks.files.weights import LoraWeights
-from networks.targets import FLUX_TARGETS
 from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline

@@ -19,10 +19,10 @@ from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.data.config import DATASET_KEYS, SUBSET_KEYS, load_dataset_config
 from library.data.file_index import FileIndex
 from library.data.sources import find_sources
+from library.models.registry import lora_targets
 from library.training.optim.factory import check_optimizer
 from library.training.sampling.prompts import read_prompts
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 from tests.fuzz import harmless, share_of_cases
 
 texts = st.text(max_size=20) | st.sampled_from(
@@ -111,7 +111,7 @@ def test_any_training_toml_is_taken_or_refused(folder: Path, data: st.DataObject
     harmless(names_language_model, argv)
     config = harmless(load_config, argv) if script is LORA else harmless(load_for, script, argv)
     if config is not None and script is LORA:
-        harmless(parse_network_args, config.network, TARGETS[config.model.model_type])
+        harmless(parse_network_args, config.network, lora_targets()[config.model.model_type])
         harmless(check_optimizer, config.optimizer)
 
 
@@ -124,7 +124,7 @@ def test_any_network_args_and_optimizer_are_taken_or_refused(data: st.DataObject
     arguments += ["--optimizer_args", *data.draw(st.lists(texts | values.map(lambda v: f"eps={v}"), max_size=2))]
     config = harmless(load_config, arguments)
     if config is not None:
-        harmless(parse_network_args, config.network, TARGETS["flux"])
+        harmless(parse_network_args, config.network, lora_targets()["flux"])
         harmless(check_optimizer, config.optimizer)
 
 

@@ -17,11 +17,11 @@ from safetensors.torch import save
 
 from library.files import DTYPES, read_safetensors_header
 from library.models.inspection import components, weight_sets
+from library.models.registry import lora_targets
 from library.models.weights import Piece, WeightFiles
 from networks.families import likely_targets
 from networks.files.adapters import read_updates
 from networks.files.inspection import inspect_lora
-from networks.targets import TARGETS
 from tests.fuzz import harmless, share_of_cases
 from tests.networks.conftest import inject, make_flux
 
@@ -133,7 +133,7 @@ NETWORK = inject(make_flux(), dim=2)
 @given(
     keys=st.dictionaries(st.tuples(stems, suffixes).map("".join), st.tuples(shapes, dtypes), max_size=5),
     paired=st.lists(st.tuples(stems, st.sampled_from([(32, 32), (96, 32), (32, 128), (160, 32)])), max_size=2),
-    family=st.sampled_from(sorted(TARGETS)),
+    family=st.sampled_from(sorted(lora_targets())),
     metadata=st.dictionaries(
         st.sampled_from(["lora_adapter_metadata", "tandem.config", "x"]), adapter_metadata, max_size=2
     ),
@@ -147,8 +147,8 @@ def test_any_lora_keys_are_taken_or_refused(
         tensors |= {f"{stem}.lora_A.weight": torch.ones(2, columns), f"{stem}.lora_B.weight": torch.ones(rows, 2)}
     path = folder / "lora.safetensors"
     path.write_bytes(save(tensors, metadata or None))  # of {} and {}, safetensors 0.8 makes no JSON
-    harmless(read_updates, path, TARGETS[family])
-    harmless(read_updates, path, TARGETS[family], [])
+    harmless(read_updates, path, lora_targets()[family])
+    harmless(read_updates, path, lora_targets()[family], [])
     harmless(likely_targets, read_safetensors_header(path))
     harmless(inspect_lora, path)
     before = {name: tensor.clone() for name, tensor in NETWORK.state_dict().items()}

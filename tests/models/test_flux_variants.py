@@ -17,13 +17,12 @@ from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.errors import UserError
 from library.models.flux.spec import FluxFamily
-from library.models.registry import model_family
+from library.models.registry import lora_targets, model_family
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.files.lora import LAYOUTS, load_lora, save_lora
 from networks.injection import LoraNetwork, inject_lora
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 from tests.flux_variants import TEXT, VARIANTS, diffusers_forward, tiny_conditions
 from tests.tiny import FLUX_PIPELINES, SingleFiles, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 
@@ -74,7 +73,9 @@ def inputs_of(variant: Variant, batch: int = 2) -> tuple[Tensor, Tensor, dict[st
 def lora_on(transformer: torch.nn.Module, name: str, *network_args: str) -> LoraNetwork:
     """Inject a LoRA that already does something."""
     config = NetworkConfig(network_dim=4, network_alpha=ALPHA, network_args=list(network_args))
-    network = inject_lora(transformer, parse_network_args(config, TARGETS[name]), TARGETS[name], 0, torch.float32)
+    network = inject_lora(
+        transformer, parse_network_args(config, lora_targets()[name]), lora_targets()[name], 0, torch.float32
+    )
     random = torch.Generator().manual_seed(1)
     for layer in network.modules.values():
         layer.lora_B.weight.data.normal_(std=0.05, generator=random)
@@ -146,7 +147,7 @@ def test_a_saved_lora_gives_the_pipeline_our_output(variant: Variant, save_forma
     # diffusers' converters split linear1 at FLUX.1's width only, and drop img_in of both layouts without a word
     options = EMBEDDER if save_format == "diffusers" else ("single_dim=0",)
     network = lora_on(transformer, variant.name, *options)
-    save_lora(tmp_path / "a.safetensors", network.weights(), TARGETS[variant.name], save_format)
+    save_lora(tmp_path / "a.safetensors", network.weights(), lora_targets()[variant.name], save_format)
     pipeline.load_lora_weights(tmp_path / "a.safetensors")
     latents, sigmas, text, conditions = inputs_of(variant)
     with torch.no_grad():
@@ -165,8 +166,8 @@ def test_every_format_keeps_the_first_layers_lora_at_its_width(
     transformer = variant.family().load_transformer(torch.float32)
     weights = lora_on(transformer, variant.name, *EMBEDDER).weights()
     assert weights["x_embedder"].down.shape == (4, 384 if variant.name == "flux_fill" else 64)
-    save_lora(tmp_path / "a.safetensors", weights, TARGETS[variant.name], save_format)
-    read = load_lora(tmp_path / "a.safetensors", TARGETS[variant.name]).weights
+    save_lora(tmp_path / "a.safetensors", weights, lora_targets()[variant.name], save_format)
+    read = load_lora(tmp_path / "a.safetensors", lora_targets()[variant.name]).weights
     assert read.keys() == weights.keys()
     # kohya and comfy fold a fused layer's scale into B: one fp32 rounding
     torch.testing.assert_close(read["x_embedder"].delta(torch.float64), weights["x_embedder"].delta(torch.float64))

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from library.errors import UserError
-from library.models.flux.files import bfl_key_map
+from library.models.flux.files import FLUX_KEYS, FLUX_NORMS
+from library.models.layer_names import original_key_map
 from library.models.vae import load_vae
 from library.models.weights import Piece, WeightFiles, identity_map, load_into
 from tests.tiny import bfl_state_dict, bfl_vae_state_dict, tiny_flux_transformer, tiny_vae
@@ -81,7 +82,7 @@ def test_sharded_folder_is_read_as_one_model(tmp_path: Path) -> None:
     assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in transformer.state_dict().items())
 
 
-def test_bfl_key_map_is_that_of_diffusers_converter(tmp_path: Path) -> None:
+def test_the_key_map_of_bfl_names_is_that_of_diffusers_converter(tmp_path: Path) -> None:
     width, mlp = (
         3072,
         12288,
@@ -95,15 +96,8 @@ def test_bfl_key_map_is_that_of_diffusers_converter(tmp_path: Path) -> None:
     bfl = bfl_state_dict(narrow)
     save_file(bfl, tmp_path / "flux.safetensors")
     weights = WeightFiles(tmp_path / "flux.safetensors")
-    config = {
-        "attention_head_dim": 128,
-        "num_attention_heads": 24,
-        "num_layers": 2,
-        "num_single_layers": 2,
-        "guidance_embeds": True,
-    }
     reference = convert_flux_transformer_checkpoint_to_diffusers(dict(bfl))
-    key_map = bfl_key_map(weights, "", config)
+    key_map = original_key_map(weights, "", FLUX_KEYS, FLUX_NORMS)
     assert set(key_map) == set(reference) == set(narrow)
     for name, pieces in key_map.items():
         assert torch.equal(weights.read(pieces), reference[name]), name

@@ -19,6 +19,7 @@ from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch, Item, collate
 from library.errors import UserError
 from library.models.registry import model_family
+from library.models.z_image.files import Z_IMAGE_TARGETS
 from library.models.z_image.model import optimise_forward
 from library.models.z_image.spec import ZImageFamily
 from library.precision.loading import Fp8Loader
@@ -27,7 +28,6 @@ from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_lora
 from networks.options import parse_network_args
-from networks.targets import Z_IMAGE_TARGETS
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline, tiny_z_transformer
 

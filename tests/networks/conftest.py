@@ -10,10 +10,10 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
+from library.models.flux.files import FLUX_TARGETS
 from networks.injection import inject_lora
 from networks.network import LoraNetwork
 from networks.options import parse_network_args
-from networks.targets import FLUX_TARGETS
 
 
 def make_flux(blocks: int = 2) -> FluxTransformer2DModel:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import load_adapter, read_updates
 from networks.files.lora import load_lora
 from networks.injection import inject_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
-from networks.targets import FLUX_TARGETS
 from tests.networks.comfy_formulas import comfy_weight
 from tests.networks.conftest import make_flux, run_flux
 from tests.tiny import bfl_state_dict

@@ -10,12 +10,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.verify import check_file, distance
 from networks.files.weights import LoraWeights
 from networks.injection import inject_adapter
 from networks.network import AdapterNetwork
 from networks.options import NetworkOptions
-from networks.targets import FLUX_TARGETS
 from tests.tiny import tiny_flux_transformer
 
 

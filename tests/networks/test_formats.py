@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.lora import LAYOUTS, load_lora, save_lora
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
-from networks.targets import FLUX_TARGETS
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 
 

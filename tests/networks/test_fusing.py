@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from library.models.layer_names import KeyRow
 from networks.files.lora import fuse_parts, split_fused
 from networks.files.weights import LoraWeights
-from networks.key_names import KeyRow
 
 QKV = KeyRow("qkv", ("q", "k", "v"), rows=(1, 1, 1))
 LINEAR1 = KeyRow("linear1", ("q", "k", "v", "mlp"), rows=(1, 1, 1, 4))

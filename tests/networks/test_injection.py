@@ -9,11 +9,11 @@ from torch import nn
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from networks.adapters.lora import LoRALinear
 from networks.files.lora import load_lora, save_lora
 from networks.injection import attach_lora, inject_lora
 from networks.options import parse_network_args
-from networks.targets import FLUX_TARGETS
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 
 DOUBLE = 14  # linear layers of a double block in diffusers: 8 attention, 4 MLP, 2 modulation

@@ -6,7 +6,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
 
-from networks.key_names import FLUX_KEYS
+from library.models.flux.files import FLUX_KEYS
 
 
 def original_shapes() -> dict[str, tuple[int, int]]:

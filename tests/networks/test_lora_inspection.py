@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.inspection import inspect_lora
 from networks.files.lora import LAYOUTS, save_lora
 from networks.files.weights import LoraWeights
 from networks.network import LoraNetwork
-from networks.targets import FLUX_TARGETS
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.test_adapter_files import trained
 

@@ -15,11 +15,10 @@ from torch import Tensor
 import networks.files.base
 from library.errors import UserError
 from library.files import weights_fingerprint
+from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS
 from networks.files.lora import save_lora
 from networks.files.weights import LoraWeights
-from networks.key_names import FLUX_KEYS
 from networks.merging.merge import LoraSource, merge_loras
-from networks.targets import FLUX_TARGETS
 from tests.networks.conftest import make_flux, run_flux
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.lora import load_lora, save_lora
 from networks.files.metadata import build_metadata
 from networks.files.weights import LoraWeights
-from networks.targets import FLUX_TARGETS
 
 
 def test_training_facts_and_modelspec_have_kohyas_keys_and_string_values() -> None:

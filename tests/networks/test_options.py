@@ -6,8 +6,8 @@ import pytest
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from networks.options import NetworkOptions, parse_network_args
-from networks.targets import FLUX_TARGETS
 
 
 def parse(*network_args: str, **fields: float) -> NetworkOptions:

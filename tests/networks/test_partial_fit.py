@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from library.config.rules import find_conflicts
 from library.config.schema import NetworkConfig, TrainConfig
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.lora import save_lora
 from networks.injection import inject_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from networks.options import parse_network_args
-from networks.targets import FLUX_TARGETS
 from tests.networks.conftest import inject, make_flux, train_a_little
 
 KEPT, GONE, MISSHAPEN = (f"transformer_blocks.0.attn.to_{part}" for part in "qkv")

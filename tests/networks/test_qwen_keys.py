@@ -15,14 +15,16 @@ from torch import Tensor, nn
 import tools.merge_lora as merge_lora
 from library.config.schema import NetworkConfig
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import pack_latents
+from library.models.qwen_image.files import QWEN_TARGETS
+from library.models.registry import lora_targets
 from networks.files.base import find_modules, fullest_targets, open_base
 from networks.files.lora import load_lora, save_lora
 from networks.files.weights import LoraWeights
 from networks.injection import inject_lora
 from networks.network import LoraNetwork
 from networks.options import parse_network_args
-from networks.targets import FLUX_TARGETS, QWEN_TARGETS, TARGETS
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
 
 EVERYTHING = ("img_mod_dim=3", "txt_mod_dim=2", "img_in_dim=2", "txt_in_dim=2", "time_in_dim=2", "img_mlp_dim=6")
@@ -174,9 +176,9 @@ def test_merging_into_comfyuis_file_gives_the_networks_output(tmp_path: Path, mo
 
 def test_edit_models_have_the_same_row() -> None:
     for family in ("qwen_image_edit", "qwen_image_edit_plus"):
-        assert TARGETS[family].family == family
-        assert TARGETS[family].kinds is QWEN_TARGETS.kinds
-        assert TARGETS[family].kohya_module == "networks.lora_qwen_image"
+        assert lora_targets()[family].family == family
+        assert lora_targets()[family].kinds is QWEN_TARGETS.kinds
+        assert lora_targets()[family].kohya_module == "networks.lora_qwen_image"
 
 
 def test_a_lora_and_a_model_of_another_family_are_named(tmp_path: Path) -> None:

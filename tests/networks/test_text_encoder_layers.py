@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.lora import LAYOUTS, load_lora, save_lora
 from networks.files.weights import LoraWeights
 from networks.merging.merge import LoraSource, merge_loras
-from networks.targets import FLUX_TARGETS
 from tests.tiny import TEXT_WIDTH, save_single_files, tiny_flux_pipeline
 
 CLIP = "text_encoder.encoder.layers.1"

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import tools.merge_lora as merge_lora
 from library.config.schema import NetworkConfig
+from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.lora import load_lora, save_lora
 from networks.files.weights import LoraWeights
 from networks.injection import inject_lora
 from networks.network import LoraNetwork
 from networks.options import parse_network_args
-from networks.targets import Z_IMAGE_TARGETS
 from tests.tiny_z_image import comfy_state_dict, tiny_z_inputs, tiny_z_transformer
 
 BLOCKS = ("mod_dim=3", "refiner_dim=2", "refiner_mod_dim=2", "mlp_dim=6")

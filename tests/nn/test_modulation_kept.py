@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from bench.families import FAMILIES, Sizes, build_transformer
 from library.config.schema import NetworkConfig
+from library.models.registry import lora_targets
 from library.nn.checkpointing import HostOffload, Recomputation
 from networks.injection import inject_lora
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 
 SIZES = Sizes(width=64, head_dim=32, blocks=(2, 2), image_sides=(4, 4), text_tokens=6, batch=2)
 MODULATIONS = {"flux": ("norm1.linear", "norm1_context.linear", "norm.linear"), "qwen_image": ("_mod.1",)}
@@ -34,7 +34,7 @@ def step(family: str, policy: Policy | None, arguments: list[str]) -> tuple[dict
     """Take two steps; return the second's gradients, and how often it ran each modulation layer."""
     row = FAMILIES[family]
     transformer: Any = row.optimise_forward(build_transformer(row, SIZES, torch.float32))
-    targets = TARGETS[family]
+    targets = lora_targets()[family]
     options = parse_network_args(NetworkConfig(network_dim=2, network_alpha=2, network_args=arguments), targets)
     network = inject_lora(transformer, options, targets, seed=0)
     for parameter in network.parameters():

@@ -13,12 +13,11 @@ from peft.utils import get_peft_model_state_dict
 from library.conditions import Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
-from library.models.registry import model_family
+from library.models.registry import lora_targets, model_family
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_lora
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 from tests.tiny_qwen import Kind, tiny_qwen_inputs, tiny_qwen_pipeline
 
 RANK, ALPHA = 4, 3.0
@@ -28,7 +27,7 @@ RANK, ALPHA = 4, 3.0
 def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(kind: str, tmp_path: Path) -> None:
     model_type: Kind = "qwen_image_edit_plus" if kind == "2511" else kind  # type: ignore[assignment]
     base = tiny_qwen_pipeline(tmp_path / "base", model_type, zero_cond_t=kind == "2511")
-    inputs, step, targets = tiny_qwen_inputs(3), 11, TARGETS[model_type]
+    inputs, step, targets = tiny_qwen_inputs(3), 11, lora_targets()[model_type]
     inputs["prompt_embeds_mask"][1, 4:] = False
     references: tuple[torch.Tensor, ...] = ()
     if kind != "qwen_image":

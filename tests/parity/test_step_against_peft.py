@@ -11,12 +11,12 @@ from peft.utils import get_peft_model_state_dict
 
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
+from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import model_family
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.injection import LoraNetwork, inject_lora
 from networks.options import parse_network_args
-from networks.targets import FLUX_TARGETS
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 

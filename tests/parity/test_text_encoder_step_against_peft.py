@@ -11,12 +11,12 @@ from peft import LoraConfig
 
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig, OptimizerConfig, TrainingConfig
 from library.data.batches import Batch
+from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import model_family
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_lora import Networks, prepare_networks
 from library.training.tasks.image_step import FlowStep
 from library.training.tasks.lora_plan import plan_network
-from networks.targets import FLUX_TARGETS
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 

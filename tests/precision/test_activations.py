@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import optimise_forward
 from library.models.flux.spec import pack_latents
 from library.precision.parity.activations import collect_inputs
@@ -12,7 +13,6 @@ from library.precision.parity.layer_errors import Candidate, choose_kept, measur
 from library.precision.recipe import Fp8Recipe, quantize_model
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
-from networks.targets import FLUX_TARGETS
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 
 LAYERS = [

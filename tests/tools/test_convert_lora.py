@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
-from networks.families import lora_targets
+from library.models.flux.files import FLUX_TARGETS
+from library.models.qwen_image.files import QWEN_TARGETS
+from networks.families import targets_of_files
 from networks.files.lora import LAYOUTS, load_lora, save_lora
 from networks.files.weights import LoraWeights
-from networks.targets import FLUX_TARGETS, QWEN_TARGETS
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 from tests.networks.test_formats import output_in_diffusers
 from tools.convert_lora import convert, main
@@ -248,5 +249,5 @@ def test_loras_of_two_families_are_not_taken_together(tmp_path: Path) -> None:
     save_lora(tmp_path / "q", ATTENTION, QWEN_TARGETS, metadata={"ss_base_model_version": "qwen_image"})
     save_lora(tmp_path / "f", ATTENTION, FLUX_TARGETS, metadata={"ss_base_model_version": "flux1"})
     with pytest.raises(UserError, match=r"f: is a LoRA of flux, .*q one of qwen_image; keep one family's"):
-        lora_targets([tmp_path / "q", tmp_path / "f"])
-    assert lora_targets([tmp_path / "f"], "flux_kontext").family == "flux_kontext"  # dev's own names
+        targets_of_files([tmp_path / "q", tmp_path / "f"])
+    assert targets_of_files([tmp_path / "f"], "flux_kontext").family == "flux_kontext"  # dev's own names

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 
 import tools.extract_lora as tool
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
+from library.models.qwen_image.files import QWEN_TARGETS
 from networks.files.base import open_base
 from networks.files.lora import load_lora, save_lora
 from networks.files.weights import LoraWeights
 from networks.merging.extraction import extract_lora
 from networks.merging.low_rank import relative_difference
 from networks.merging.merge import LoraSource, merge_loras
-from networks.targets import FLUX_TARGETS, QWEN_TARGETS
 from tests.networks.conftest import make_flux
 from tests.tiny import bfl_state_dict, tiny_flux_pipeline
 from tests.tiny_qwen import tiny_qwen_transformer

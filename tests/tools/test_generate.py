@@ -13,9 +13,9 @@ from PIL import Image
 import tools.quantize_model as quantize_model
 from library.errors import UserError
 from library.files import write_safetensors
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.lora import save_lora
 from networks.files.weights import LoraWeights
-from networks.targets import FLUX_TARGETS
 from tests.tiny import T5_LENGTH, tiny_flux_pipeline, tiny_flux_transformer
 from tools.generate import image, main, parser
 

@@ -11,9 +11,9 @@ from diffusers import QwenImagePipeline
 from PIL import Image
 
 from library.errors import UserError
+from library.models.qwen_image.files import QWEN_TARGETS
 from networks.files.lora import save_lora
 from networks.files.weights import LoraWeights
-from networks.targets import QWEN_TARGETS
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline, tiny_qwen_transformer
 from tools.generate import image, parser
 

@@ -9,9 +9,9 @@ import torch
 from diffusers import ZImagePipeline
 from PIL import Image
 
+from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.lora import save_lora
 from networks.files.weights import LoraWeights
-from networks.targets import Z_IMAGE_TARGETS
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline, tiny_z_transformer
 from tools.generate import image, parser
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.lora import save_lora
-from networks.targets import FLUX_TARGETS
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.test_adapter_files import trained
 from tests.tiny import tiny_flux_pipeline, tiny_flux_transformer

@@ -17,9 +17,9 @@ from library.llm.chat_templates import Message, dialogue_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer, train_bpe
 from library.models.llm.files import load_lm
+from library.models.registry import lora_targets
 from library.training.tasks.chat_lora import template_of
 from networks.files.lora import load_lora, save_lora
-from networks.targets import TARGETS
 from tests.models.lms import reference
 from tools.generate import parser
 
@@ -91,7 +91,7 @@ def test_a_merge_into_fp8_and_a_lora_of_another_size_are_refused(
 def test_loras_of_language_models_become_one_file_that_peft_knows(tmp_path: Path) -> None:
     peft = write_pair(tmp_path, "llama3")
     merge("--lora", f"{tmp_path / 'lora'}:0.5", f"{tmp_path / 'lora'}:0.5", "--save_to", tmp_path / "both.safetensors")
-    targets = TARGETS["llama"]
+    targets = lora_targets()["llama"]
     save_lora(tmp_path / "folder", load_lora(tmp_path / "both.safetensors", targets).weights, targets, "peft")
     again = PeftModel.from_pretrained(reference("llama3"), tmp_path / "folder")
     torch.testing.assert_close(again(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)

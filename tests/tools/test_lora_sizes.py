@@ -13,9 +13,9 @@ import torch
 import tools.ema_lora as ema_lora
 import tools.merge_lora as merge_lora
 import tools.resize_lora as resize_lora
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.lora import load_lora, save_lora
 from networks.files.weights import LoraWeights
-from networks.targets import FLUX_TARGETS
 
 Q, K, OUT = (f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_out.0"))
 CLIP = "text_encoder.encoder.layers.0.mlp.fc1"

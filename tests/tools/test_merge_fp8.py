@@ -14,9 +14,9 @@ from torch import Tensor
 
 import tools.merge_lora as merge_lora
 import tools.quantize_model as quantize_model
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.lora import load_lora, save_lora
 from networks.files.weights import LoraWeights
-from networks.targets import FLUX_TARGETS
 from tests.runs import ROOT
 from tests.tiny import bfl_state_dict
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from networks.files.lora import save_lora
 from networks.files.weights import LoraWeights
 from networks.merging.merge import LoraSource
-from networks.targets import FLUX_TARGETS
 from tests.forked import run_script
 from tests.processes import run_command
 from tools.merge_lora import parse_source

@@ -20,12 +20,12 @@ import tools.quantize_model as quantize_model
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.files import weights_fingerprint
+from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import model_family
 from library.training.calibration import CalibrationOptions, prepare_calibration
 from networks.files.lora import load_lora, save_lora
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
-from networks.targets import FLUX_TARGETS
 from tests.runs import ROOT, pipeline_forward
 from tests.tiny import bfl_state_dict
 from tools.retarget_lora import parser, retarget

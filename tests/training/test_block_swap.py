@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import library.nn.frozen_linear as frozen_linear
 from library.config.schema import NetworkConfig
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import image_positions, optimise_forward, pack_latents
 from library.precision.recipe import Fp8Recipe, quantize_model
 from library.training.memory.block_swap import RING, BlockSwap, Ring, swap_blocks, swapped_per_kind
 from networks.injection import LoraNetwork, inject_lora
 from networks.options import parse_network_args
-from networks.targets import FLUX_TARGETS
 from tests.runs import lora, run, write_dataset
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline, tiny_flux_transformer
 

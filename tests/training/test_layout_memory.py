@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from library.config.schema import ParallelConfig
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, llama
+from library.models.registry import lora_targets
 from library.training.memory.budget import GIB, Parts
 from library.training.memory.dry_run import measured_parts
 from library.training.memory.estimator import (
@@ -33,7 +34,6 @@ from library.training.memory.estimator import (
 )
 from networks.injection import inject_lora
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 from tests.runs import ROOT, run
 from tests.tiny import save_single_files
 from tests.tiny_qwen import tiny_qwen_pipeline
@@ -75,8 +75,8 @@ def lora_step(checkpointing: bool, tokens: int, text: int) -> Callable[[], None]
     from library.models.flux.model import optimise_forward
 
     model = optimise_forward(FluxTransformer2DModel(**FLUX).to(torch.bfloat16))
-    options = parse_network_args(NetworkConfig(network_dim=8, network_alpha=8), TARGETS["flux"])
-    inject_lora(model, options, TARGETS["flux"], seed=0)
+    options = parse_network_args(NetworkConfig(network_dim=8, network_alpha=8), lora_targets()["flux"])
+    inject_lora(model, options, lora_targets()["flux"], seed=0)
     if checkpointing:
         model.enable_gradient_checkpointing()
     inputs = {

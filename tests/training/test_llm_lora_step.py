@@ -14,12 +14,12 @@ from library.config.schema import NetworkConfig
 from library.llm.chat_batches import Example, collate_windows
 from library.models.llm.files import load_lm
 from library.models.llm.model import TransformerLM, separate_projections
+from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
 from library.training.tasks.chat_lora import InstructionStep
 from networks.injection import inject_lora
 from networks.network import LoraNetwork
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 from tests.models.lms import VOCABULARY, write_reference
 
 
@@ -38,7 +38,7 @@ def model_with_lora(folder: Path) -> tuple[TransformerLM, LoraNetwork]:
     """Return the model in fp32 with a LoRA whose B is filled, so that A gets a gradient too."""
     model = load_lm(folder, torch.float32)
     separate_projections(model)
-    targets = TARGETS[model.config.family]
+    targets = lora_targets()[model.config.family]
     options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3.0), targets)
     network = inject_lora(model, options, targets, seed=0)
     random = torch.Generator().manual_seed(1)

@@ -24,11 +24,11 @@ from library.config.schema import (
 from library.data.batches import Batch
 from library.errors import UserError
 from library.llm.chat_batches import InstructionBatch
+from library.models.registry import lora_targets
 from library.training.parallel.pipeline.schedule import microbatches_of
 from library.training.parallel.pipeline.stages import SplitPoints, outline_of, plan_stages, prepare_stage, share_out
 from networks.injection import inject_lora
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 from tests.worker_group import run_in_group
@@ -78,7 +78,7 @@ def test_pieces_of_a_batch_are_the_batch() -> None:
 
 def whole_model() -> tuple[nn.Module, Any]:
     """Return diffusers' own FLUX with a LoRA that is not zero; the same on every process."""
-    model, targets = tiny_flux_transformer(), TARGETS["flux"]
+    model, targets = tiny_flux_transformer(), lora_targets()["flux"]
     network = inject_lora(model, parse_network_args(NetworkConfig(network_dim=4), targets), targets, seed=1)
     for i, parameter in enumerate(network.parameters()):
         parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(i))

@@ -15,12 +15,11 @@ from library.conditions import Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.models.flux.model import pack_latents
-from library.models.registry import model_family
+from library.models.registry import lora_targets, model_family
 from library.training.flow import noise_for
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_lora
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 from tests.runs import largest_difference, lora, run, write_dataset
 from tests.tiny_qwen import Kind, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 from tests.training.test_host_waits import asked_by_more_steps
@@ -123,7 +122,7 @@ def test_one_image_is_learnt_by_heart(kind: Kind, tmp_path: Path) -> None:
     family = model_family(ModelConfig(model_type=kind, pretrained_model_name_or_path=str(folder)))
     transformer = family.load_transformer(torch.float32)
     transformer.get_parameter("proj_out.weight").mul_(5)  # a random one cannot reach a velocity's size
-    targets = TARGETS[kind]
+    targets = lora_targets()[kind]
     options = parse_network_args(NetworkConfig(network_dim=32, network_alpha=32), targets)
     network = inject_lora(transformer, options, targets, seed=0)
     inputs = tiny_qwen_inputs(1, side=6)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import tools.quantize_model as quantize_model
 from library.config.schema import FlowConfig, ModelConfig
 from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import model_family
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.serving import FakeQuantLinear
@@ -19,7 +20,6 @@ from library.training.flow import add_noise, noise_for, sample_sigmas
 from networks.files.lora import load_lora, save_lora
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
-from networks.targets import FLUX_TARGETS
 from tests.runs import largest_difference, lora, pipeline_forward, run, write_dataset
 
 Settings = dict[str, object]

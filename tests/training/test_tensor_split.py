@@ -27,6 +27,7 @@ from library.config.schema import (
 )
 from library.errors import UserError
 from library.models.family import split_plan
+from library.models.registry import lora_targets
 from library.nn.cross_entropy import token_cross_entropy
 from library.nn.tensor_split import Parts
 from library.precision.fp8_linear import Fp8Linear
@@ -35,7 +36,6 @@ from library.training.parallel.fsdp import share_gradients
 from library.training.parallel.tensor import split_layers
 from networks.injection import inject_lora
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
@@ -108,7 +108,7 @@ def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
         quantised(model, plain=not swap)
     if swap:
         (qwen_attention if case == "qwen" else flux_attention).optimise_forward(model)
-    targets = TARGETS["qwen_image" if case == "qwen" else "flux"]
+    targets = lora_targets()["qwen_image" if case == "qwen" else "flux"]
     config = NetworkConfig(network_dim=4, network_alpha=2, network_args=ARGUMENTS[case])
     network = inject_lora(model, parse_network_args(config, targets), targets, seed=0)
     draws = torch.Generator().manual_seed(1)

@@ -16,11 +16,11 @@ from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.errors import UserError
 from library.models.registry import model_family
+from library.models.z_image.files import Z_IMAGE_TARGETS
 from library.training.flow import noise_for
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_lora
 from networks.options import parse_network_args
-from networks.targets import Z_IMAGE_TARGETS
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 

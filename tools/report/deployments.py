@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import Family, ImageEncoder
-from library.models.registry import model_family, with_transformer
+from library.models.registry import lora_targets, model_family, with_transformer
 from library.nn.rope import MultiAxisRope
 from library.precision.formats import format_of
 from library.precision.fp8_linear import Fp8Linear
@@ -38,7 +38,6 @@ from library.precision.serving import ActivationRounding, rounded_positions, ser
 from library.randomness import derive_seed
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
-from networks.targets import TARGETS
 from tools.calibration_flags import recipe_named
 
 Merge = Literal["nearest", "stochastic"]
@@ -146,7 +145,7 @@ class Models:
         self.deployed_family = model_family(self.deployed_config) if deployed.path else self.family
         if deployed.path is not None and self.deployed_family.fp8_layout() is None:
             raise UserError(f"--deploy {deployed.path}: holds no fp8 weights; give the fp8 file that is served")
-        self.targets = TARGETS[self.family.name]
+        self.targets = lora_targets()[self.family.name]
         self.loras = loras
         self.dtype, self.device = dtype, device
         self.kept: frozenset[str] = frozenset()

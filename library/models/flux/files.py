@@ -26,16 +26,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
+from library.models.layer_names import (
+    KeyNames,
+    KeyRow,
+    LayerGroup,
+    LoraTargets,
+    TextEncoderTargets,
+    count_blocks,
+    original_key_map,
+)
 from library.models.text_encoders import check_t5, clip_positions
 from library.models.vae import vae_config
-from library.models.weights import KeyMap, Piece, WeightFiles, identity_map, read_config
+from library.models.weights import KeyMap, WeightFiles, read_config
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,7 @@ class FluxFiles:
 
     def key_map(self, weights: WeightFiles) -> KeyMap:
         """Return where each transformer parameter lies in ``weights``."""
-        if self.transformer_prefix is None:
-            return identity_map(weights.names)
-        return bfl_key_map(weights, self.transformer_prefix, self.transformer_config)
+        return original_key_map(weights, self.transformer_prefix or "", FLUX_KEYS, FLUX_NORMS)
 
 
 def locate(config: ModelConfig) -> FluxFiles:
@@ -157,43 +163,64 @@ COMFY_PREFIX = "model.diffusion_model."
 _LATENT_CHANNELS = 64  # of a token: 16 latent channels x 2 x 2
 _MASK_CHANNELS = 256  # of a Fill token: 16 x 16 pixels of the mask
 
-# diffusers name -> BFL name, outside the blocks; each with .weight and .bias.
-_TOP = {
-    "x_embedder": "img_in",
-    "context_embedder": "txt_in",
-    "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
-    "time_text_embed.timestep_embedder.linear_2": "time_in.out_layer",
-    "time_text_embed.text_embedder.linear_1": "vector_in.in_layer",
-    "time_text_embed.text_embedder.linear_2": "vector_in.out_layer",
-    "proj_out": "final_layer.linear",
-}
-_GUIDANCE = {
-    "time_text_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
-    "time_text_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
-}
-_DOUBLE = {
-    "norm1.linear": "img_mod.lin",
-    "norm1_context.linear": "txt_mod.lin",
-    "attn.to_out.0": "img_attn.proj",
-    "attn.to_add_out": "txt_attn.proj",
-    "ff.net.0.proj": "img_mlp.0",
-    "ff.net.2": "img_mlp.2",
-    "ff_context.net.0.proj": "txt_mlp.0",
-    "ff_context.net.2": "txt_mlp.2",
-}
-_DOUBLE_NORMS = {
-    "attn.norm_q": "img_attn.norm.query_norm",
-    "attn.norm_k": "img_attn.norm.key_norm",
-    "attn.norm_added_q": "txt_attn.norm.query_norm",
-    "attn.norm_added_k": "txt_attn.norm.key_norm",
-}
-_DOUBLE_QKV = {
-    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-}
-_SINGLE = {"norm.linear": "modulation.lin", "proj_out": "linear2"}
-_SINGLE_NORMS = {"attn.norm_q": "norm.query_norm", "attn.norm_k": "norm.key_norm"}
-_SINGLE_QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
+
+# Norms of queries and keys, as regular expressions: BFL's names against diffusers'.
+FLUX_NORMS = (
+    (r"double_blocks\.(\d+)\.img_attn\.norm\.query_norm\.scale", r"transformer_blocks.\1.attn.norm_q.weight"),
+    (r"double_blocks\.(\d+)\.img_attn\.norm\.key_norm\.scale", r"transformer_blocks.\1.attn.norm_k.weight"),
+    (r"double_blocks\.(\d+)\.txt_attn\.norm\.query_norm\.scale", r"transformer_blocks.\1.attn.norm_added_q.weight"),
+    (r"double_blocks\.(\d+)\.txt_attn\.norm\.key_norm\.scale", r"transformer_blocks.\1.attn.norm_added_k.weight"),
+    (r"single_blocks\.(\d+)\.norm\.query_norm\.scale", r"single_transformer_blocks.\1.attn.norm_q.weight"),
+    (r"single_blocks\.(\d+)\.norm\.key_norm\.scale", r"single_transformer_blocks.\1.attn.norm_k.weight"),
+)
+
+
+def _double(image: str, block: str) -> KeyRow:
+    return KeyRow(f"double_blocks.{{i}}.{image}", (f"transformer_blocks.{{i}}.{block}",))
+
+
+FLUX_KEYS = KeyNames(
+    rows=(
+        KeyRow(
+            "double_blocks.{i}.img_attn.qkv",
+            tuple(f"transformer_blocks.{{i}}.attn.{name}" for name in ("to_q", "to_k", "to_v")),
+            rows=(1, 1, 1),
+        ),
+        KeyRow(
+            "double_blocks.{i}.txt_attn.qkv",
+            tuple(f"transformer_blocks.{{i}}.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
+            rows=(1, 1, 1),
+        ),
+        _double("img_attn.proj", "attn.to_out.0"),
+        _double("txt_attn.proj", "attn.to_add_out"),
+        _double("img_mlp.0", "ff.net.0.proj"),
+        _double("img_mlp.2", "ff.net.2"),
+        _double("txt_mlp.0", "ff_context.net.0.proj"),
+        _double("txt_mlp.2", "ff_context.net.2"),
+        _double("img_mod.lin", "norm1.linear"),
+        _double("txt_mod.lin", "norm1_context.linear"),
+        KeyRow(
+            "single_blocks.{i}.linear1",
+            tuple(
+                f"single_transformer_blocks.{{i}}.{name}"
+                for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+            ),
+            rows=(1, 1, 1, 4),
+        ),
+        KeyRow("single_blocks.{i}.linear2", ("single_transformer_blocks.{i}.proj_out",)),
+        KeyRow("single_blocks.{i}.modulation.lin", ("single_transformer_blocks.{i}.norm.linear",)),
+        KeyRow("img_in", ("x_embedder",)),
+        KeyRow("txt_in", ("context_embedder",)),
+        KeyRow("time_in.in_layer", ("time_text_embed.timestep_embedder.linear_1",)),
+        KeyRow("time_in.out_layer", ("time_text_embed.timestep_embedder.linear_2",)),
+        KeyRow("vector_in.in_layer", ("time_text_embed.text_embedder.linear_1",)),
+        KeyRow("vector_in.out_layer", ("time_text_embed.text_embedder.linear_2",)),
+        KeyRow("guidance_in.in_layer", ("time_text_embed.guidance_embedder.linear_1",)),
+        KeyRow("guidance_in.out_layer", ("time_text_embed.guidance_embedder.linear_2",)),
+        KeyRow("final_layer.linear", ("proj_out",)),
+        KeyRow("final_layer.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
+    )
+)
 
 
 def bfl_prefix(weights: WeightFiles) -> str | None:
@@ -244,8 +271,8 @@ def bfl_config(weights: WeightFiles, prefix: str) -> dict[str, Any]:
         head_dim,
         in_channels=in_channels,
         out_channels=weights.shape(f"{prefix}final_layer.linear.weight")[0],
-        num_layers=_count(weights, f"{prefix}double_blocks."),
-        num_single_layers=_count(weights, f"{prefix}single_blocks."),
+        num_layers=count_blocks(weights, f"{prefix}double_blocks."),
+        num_single_layers=count_blocks(weights, f"{prefix}single_blocks."),
         joint_attention_dim=weights.shape(f"{prefix}txt_in.weight")[1],
         pooled_projection_dim=weights.shape(f"{prefix}vector_in.in_layer.weight")[1],
         guidance_embeds=f"{prefix}guidance_in.in_layer.weight" in weights,
@@ -261,8 +288,8 @@ def diffusers_config(weights: WeightFiles) -> dict[str, Any]:
         head_dim,
         in_channels=in_channels,
         out_channels=weights.shape("proj_out.weight")[0],
-        num_layers=_count(weights, "transformer_blocks."),
-        num_single_layers=_count(weights, "single_transformer_blocks."),
+        num_layers=count_blocks(weights, "transformer_blocks."),
+        num_single_layers=count_blocks(weights, "single_transformer_blocks."),
         joint_attention_dim=weights.shape("context_embedder.weight")[1],
         pooled_projection_dim=weights.shape("time_text_embed.text_embedder.linear_1.weight")[1],
         guidance_embeds="time_text_embed.guidance_embedder.linear_1.weight" in weights,
@@ -319,52 +346,93 @@ def rope_axes(head_dim: int) -> tuple[int, int, int]:
     return (first, (head_dim - first) // 2, (head_dim - first) // 2)
 
 
-def _count(weights: WeightFiles, prefix: str) -> int:
-    """Return 1 + the highest number that follows ``prefix``; a gap shows up as missing tensors."""
-    numbers = [int(name[len(prefix) :].split(".", 1)[0]) for name in weights.names if name.startswith(prefix)]
-    return 1 + max(numbers, default=-1)
+_CLIP_LAYERS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.out_proj",
+    "mlp.fc1",
+    "mlp.fc2",
+)
+_T5_LAYERS = (
+    *(f"layer.0.SelfAttention.{name}" for name in "qkvo"),
+    *(f"layer.1.DenseReluDense.{name}" for name in ("wi_0", "wi_1", "wo")),
+)
 
+CLIP_KEYS = KeyNames(
+    tuple(
+        KeyRow(f"text_model.encoder.layers.{{i}}.{layer}", (f"encoder.layers.{{i}}.{layer}",)) for layer in _CLIP_LAYERS
+    )
+)
+T5_KEYS = KeyNames(
+    tuple(KeyRow(f"encoder.block.{{i}}.{layer}", (f"encoder.block.{{i}}.{layer}",)) for layer in _T5_LAYERS)
+)
 
-def bfl_key_map(weights: WeightFiles, prefix: str, config: dict[str, Any]) -> KeyMap:
-    """Return where each parameter of a diffusers FLUX lies in a BFL-layout file.
+CLIP_PREFIXES = {
+    "diffusers": ("text_encoder.",),
+    "kohya": ("lora_te1_", "lora_te_"),
+    "comfy": ("lora_te1_", "text_encoders.clip_l.transformer."),
+}
+T5_PREFIXES = {
+    "diffusers": ("text_encoder_2.",),
+    "kohya": ("lora_te3_", "lora_te2_"),
+    "comfy": ("lora_te3_", "text_encoders.t5xxl.transformer."),
+}
 
-    Tensors under ``prefix`` that no parameter takes appear in the map under their own name, so that the
-    loader reports them.
-    """
-    width = config["attention_head_dim"] * config["num_attention_heads"]
-    found: dict[str, list[Piece]] = {}
+_CLIP = r"text_encoder\.encoder\.layers\.\d+\."
+_T5 = r"text_encoder_2\.encoder\.block\.\d+\.layer\."
 
-    def whole(name: str, source: str, kinds: Sequence[str] = ("weight", "bias")) -> None:
-        for kind in kinds:
-            found[f"{name}.{kind}"] = [Piece(f"{prefix}{source}.{kind}")]
+FLUX_CLIP = TextEncoderTargets(
+    name="text_encoder",
+    group="text_encoder",
+    kinds=(
+        LayerGroup("clip_attn", _CLIP + r"self_attn\.(q_proj|k_proj|v_proj|out_proj)"),
+        LayerGroup("clip_mlp", _CLIP + r"mlp\.(fc1|fc2)"),
+    ),
+    keys=CLIP_KEYS,
+    prefixes=CLIP_PREFIXES,
+)
+FLUX_T5 = TextEncoderTargets(
+    name="text_encoder_2",
+    group="text_encoder_t5",
+    kinds=(
+        LayerGroup("t5_attn", _T5 + r"0\.SelfAttention\.(q|k|v|o)"),
+        LayerGroup("t5_mlp", _T5 + r"1\.DenseReluDense\.(wi_0|wi_1|wo)"),
+    ),
+    keys=T5_KEYS,
+    prefixes=T5_PREFIXES,
+)
 
-    def split(block: str, names: Sequence[str], source: str, sizes: Sequence[int | None]) -> None:
-        start = 0
-        for name, size in zip(names, sizes, strict=True):
-            for kind in ("weight", "bias"):
-                stop = None if size is None else start + size
-                found[f"{block}.{name}.{kind}"] = [Piece(f"{prefix}{source}.{kind}", start, stop)]
-            start += size or 0
+_DOUBLE = r"transformer_blocks\.\d+\."
+_SINGLE = r"single_transformer_blocks\.\d+\."
 
-    for name, source in (_TOP | (_GUIDANCE if config["guidance_embeds"] else {})).items():
-        whole(name, source)
-    for kind in ("weight", "bias"):  # (shift, scale) -> (scale, shift)
-        source = f"{prefix}final_layer.adaLN_modulation.1.{kind}"
-        found[f"norm_out.linear.{kind}"] = [Piece(source, width, 2 * width), Piece(source, 0, width)]
-    for i in range(config["num_layers"]):
-        ours, theirs = f"transformer_blocks.{i}", f"double_blocks.{i}"
-        for name, source in _DOUBLE.items():
-            whole(f"{ours}.{name}", f"{theirs}.{source}")
-        for name, source in _DOUBLE_NORMS.items():
-            found[f"{ours}.{name}.weight"] = [Piece(f"{prefix}{theirs}.{source}.scale")]
-        for source, names in _DOUBLE_QKV.items():
-            split(ours, names, f"{theirs}.{source}", [width, width, None])
-    for i in range(config["num_single_layers"]):
-        ours, theirs = f"single_transformer_blocks.{i}", f"single_blocks.{i}"
-        for name, source in _SINGLE.items():
-            whole(f"{ours}.{name}", f"{theirs}.{source}")
-        for name, source in _SINGLE_NORMS.items():
-            found[f"{ours}.{name}.weight"] = [Piece(f"{prefix}{theirs}.{source}.scale")]
-        split(ours, (*_SINGLE_QKV, "proj_mlp"), f"{theirs}.linear1", [width, width, width, None])
-    taken = {piece.source for pieces in found.values() for piece in pieces}
-    return found | identity_map(n for n in weights.names if n.startswith(prefix) and n not in taken)
+FLUX_TARGETS = LoraTargets(
+    family="flux",
+    kinds=(
+        LayerGroup("img_attn", _DOUBLE + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
+        LayerGroup("txt_attn", _DOUBLE + r"attn\.(add_q_proj|add_k_proj|add_v_proj|to_add_out)"),
+        LayerGroup("img_mlp", _DOUBLE + r"ff\.net\.(0\.proj|2)"),
+        LayerGroup("txt_mlp", _DOUBLE + r"ff_context\.net\.(0\.proj|2)"),
+        LayerGroup("img_mod", _DOUBLE + r"norm1\.linear"),
+        LayerGroup("txt_mod", _DOUBLE + r"norm1_context\.linear"),
+        LayerGroup("single", _SINGLE + r"(attn\.(to_q|to_k|to_v)|proj_mlp|proj_out)"),
+        LayerGroup("single_mod", _SINGLE + r"norm\.linear"),
+        LayerGroup("img_in", r"x_embedder", default=False),
+        LayerGroup("time_in", r"time_text_embed\.timestep_embedder\.linear_[12]", default=False),
+        LayerGroup("vector_in", r"time_text_embed\.text_embedder\.linear_[12]", default=False),
+        LayerGroup("guidance_in", r"time_text_embed\.guidance_embedder\.linear_[12]", default=False),
+        LayerGroup("txt_in", r"context_embedder", default=False),
+    ),
+    block_options={
+        "train_double_block_indices": r"transformer_blocks\.(\d+)\..*",
+        "train_single_block_indices": r"single_transformer_blocks\.(\d+)\..*",
+    },
+    keys=FLUX_KEYS,
+    dim_lists={"in_dims": ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")},
+    text_encoders=(FLUX_CLIP, FLUX_T5),
+)
+
+# Fill and Kontext have dev's layers; Fill's x_embedder is wider, which no option or key shows.
+FLUX_FILL_TARGETS = replace(FLUX_TARGETS, family="flux_fill")
+FLUX_KONTEXT_TARGETS = replace(FLUX_TARGETS, family="flux_kontext")
+LORA_TARGETS = (FLUX_TARGETS, FLUX_FILL_TARGETS, FLUX_KONTEXT_TARGETS)

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import shard_names, stream_safetensors, write_text
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
 from library.models.llm.model import TransformerLM, resize_vocabulary
 from library.models.llm.sources import Derived, DerivedWeights, TensorFlowFiles, TorchFiles
 from library.models.llm.spec import LMConfig, config_from_hf, config_to_hf, gpt2
@@ -394,3 +395,56 @@ def _beside_each_other(*parts: Tensor) -> Tensor:
 def _in_order(order: Tensor, weight: Tensor) -> Tensor:
     """Put the rows of every head into ``order``."""
     return weight.view(-1, len(order), weight.shape[-1])[:, order].reshape(weight.shape)
+
+
+def _llama_rows() -> Iterator[KeyRow]:
+    """Yield the linear layers of a block: a LoRA trains the parts of joined matrices (``separate_projections``)."""
+    for ours, theirs in _LLAMA_BLOCK:
+        for name in theirs if not ours.endswith("norm") else ():
+            part = f".{name.rpartition('.')[2]}" if len(theirs) > 1 else ""
+            yield KeyRow(f"blocks.{{i}}.{ours}{part}", (f"model.layers.{{i}}.{name}",))
+
+
+_LLAMA_LAYER = r"model\.layers\.\d+\."
+_GPT2_LAYER = r"transformer\.h\.\d+\."
+
+LLAMA_TARGETS = LoraTargets(
+    family="llama",
+    kinds=(
+        *(LayerGroup(name, rf"{_LLAMA_LAYER}self_attn\.{name}") for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *(LayerGroup(name, rf"{_LLAMA_LAYER}mlp\.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
+    ),
+    block_options={"train_block_indices": r"model\.layers\.(\d+)\..*"},
+    keys=KeyNames(tuple(_llama_rows())),
+    file_prefix="language_model",
+    kohya_module="peft",
+    kohya_base="llama",
+    architecture="llama",
+    implementation="https://github.com/huggingface/transformers",
+    own_names=True,
+)
+
+GPT2_TARGETS = LoraTargets(
+    family="gpt2",
+    kinds=(
+        LayerGroup("c_attn", _GPT2_LAYER + r"attn\.c_attn"),
+        LayerGroup("attn_c_proj", _GPT2_LAYER + r"attn\.c_proj"),
+        LayerGroup("c_fc", _GPT2_LAYER + r"mlp\.c_fc"),
+        LayerGroup("mlp_c_proj", _GPT2_LAYER + r"mlp\.c_proj"),
+    ),
+    block_options={"train_block_indices": r"transformer\.h\.(\d+)\..*"},
+    keys=KeyNames(
+        tuple(
+            KeyRow(f"blocks.{{i}}.{ours}", (f"transformer.h.{{i}}.{theirs}",), transposed=True)
+            for ours, theirs, _, is_linear in _GPT2_BLOCK
+            if is_linear
+        )
+    ),
+    file_prefix="language_model",
+    kohya_module="peft",
+    kohya_base="gpt2",
+    architecture="gpt2",
+    implementation="https://github.com/huggingface/transformers",
+    own_names=True,
+)
+LORA_TARGETS = (LLAMA_TARGETS, GPT2_TARGETS)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.flux.files import COMFY_PREFIX, rope_axes
 from library.models.inspection import UNKNOWN, recognise
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks, original_key_map
 from library.models.qwen_image.text import check_qwen_text
 from library.models.qwen_image.vae import qwen_vae_config
-from library.models.weights import KeyMap, Piece, WeightFiles, identity_map, read_config
+from library.models.weights import KeyMap, WeightFiles, read_config
 
 _TOKENIZER = "Qwen/Qwen2.5-VL-7B-Instruct"
 _PIPELINES = {  # the pipelines of a model_type
@@ -53,7 +54,8 @@ class QwenFiles:
 
     def key_map(self, weights: WeightFiles) -> KeyMap:
         """Return where each transformer parameter lies in ``weights``."""
-        return identity_map(weights.names) if self.prefix is None else key_map(weights, self.prefix)
+        found = original_key_map(weights, self.prefix or "", QWEN_KEYS)
+        return {name: pieces for name, pieces in found.items() if name != ZERO_COND_MARKER}
 
 
 def locate(config: ModelConfig) -> QwenFiles:
@@ -197,13 +199,11 @@ def file_config(weights: WeightFiles, prefix: str) -> dict[str, Any]:
     """
     width, in_channels = weights.shape(f"{prefix}img_in.weight")
     head_dim = weights.shape(f"{prefix}transformer_blocks.0.attn.norm_q.weight")[0]
-    start = len(f"{prefix}transformer_blocks.")
-    blocks = {int(n[start:].split(".", 1)[0]) for n in weights.names if n.startswith(f"{prefix}transformer_blocks.")}
     return {
         "patch_size": 2,
         "in_channels": in_channels,
         "out_channels": weights.shape(f"{prefix}proj_out.weight")[0] // 4,
-        "num_layers": 1 + max(blocks),
+        "num_layers": count_blocks(weights, f"{prefix}transformer_blocks."),
         "attention_head_dim": head_dim,
         "num_attention_heads": width // head_dim,
         "joint_attention_dim": weights.shape(f"{prefix}txt_in.weight")[1],
@@ -212,7 +212,47 @@ def file_config(weights: WeightFiles, prefix: str) -> dict[str, Any]:
     }
 
 
-def key_map(weights: WeightFiles, prefix: str) -> KeyMap:
-    """Return where each parameter of the transformer lies; other parts of a whole checkpoint are passed over."""
-    names = [name for name in weights.names if name.startswith(prefix) and name != prefix + ZERO_COND_MARKER]
-    return {name.removeprefix(prefix): [Piece(name)] for name in names}
+_BLOCK = (
+    *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    *(f"{stream}_mlp.net.{layer}" for stream in ("img", "txt") for layer in ("0.proj", "2")),
+    *(f"{stream}_mod.1" for stream in ("img", "txt")),
+)
+_TOP = (
+    "img_in",
+    "txt_in",
+    *(f"time_text_embed.timestep_embedder.linear_{i}" for i in (1, 2)),
+    "norm_out.linear",
+    "proj_out",
+)
+
+QWEN_KEYS = KeyNames(
+    tuple(KeyRow(n, (n,)) for n in (*(f"transformer_blocks.{{i}}.{layer}" for layer in _BLOCK), *_TOP))
+)
+
+_DOUBLE = r"transformer_blocks\.\d+\."
+QWEN_TARGETS = LoraTargets(
+    family="qwen_image",
+    kinds=(
+        LayerGroup("img_attn", _DOUBLE + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
+        LayerGroup("txt_attn", _DOUBLE + r"attn\.(add_q_proj|add_k_proj|add_v_proj|to_add_out)"),
+        LayerGroup("img_mlp", _DOUBLE + r"img_mlp\.net\.(0\.proj|2)"),
+        LayerGroup("txt_mlp", _DOUBLE + r"txt_mlp\.net\.(0\.proj|2)"),
+        LayerGroup("img_mod", _DOUBLE + r"img_mod\.1", default=False),
+        LayerGroup("txt_mod", _DOUBLE + r"txt_mod\.1", default=False),
+        LayerGroup("img_in", r"img_in", default=False),
+        LayerGroup("txt_in", r"txt_in", default=False),
+        LayerGroup("time_in", r"time_text_embed\.timestep_embedder\.linear_[12]", default=False),
+    ),
+    block_options={"train_block_indices": r"transformer_blocks\.(\d+)\..*"},
+    keys=QWEN_KEYS,
+    unused_modules=r"transformer_blocks\.(\d+)\.(attn\.(add_q_proj|to_add_out)|txt_mlp\.net\.(0\.proj|2))",
+    kohya_module="networks.lora_qwen_image",
+    kohya_base="qwen_image",
+    architecture="Qwen-Image",
+    implementation="https://github.com/QwenLM/Qwen-Image",
+)
+
+QWEN_EDIT_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit", architecture="Qwen-Image-Edit")
+QWEN_EDIT_PLUS_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit_plus", architecture="Qwen-Image-Edit-Plus")
+LORA_TARGETS = (QWEN_TARGETS, QWEN_EDIT_TARGETS, QWEN_EDIT_PLUS_TARGETS)

@@ -17,18 +17,12 @@ from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.flux.files import COMFY_PREFIX
 from library.models.inspection import UNKNOWN, recognise
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks, original_key_map
 from library.models.vae import vae_config
-from library.models.weights import KeyMap, Piece, WeightFiles, read_config
+from library.models.weights import KeyMap, WeightFiles, read_config
 from library.models.z_image.text import text_width
 
 _TOKENIZER = "Qwen/Qwen3-4B"
-_COMFY_NAMES = (  # diffusers' names against ComfyUI's
-    ("all_x_embedder.2-1.", "x_embedder."),
-    ("all_final_layer.2-1.", "final_layer."),
-    (".attention.to_out.0.", ".attention.out."),
-    (".attention.norm_q.", ".attention.q_norm."),
-    (".attention.norm_k.", ".attention.k_norm."),
-)
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,8 @@ class ZImageFiles:
 
     def key_map(self, weights: WeightFiles) -> KeyMap:
         """Return where each transformer parameter lies in ``weights``."""
-        return key_map(weights)
+        found = original_key_map(weights, _prefix(weights), Z_IMAGE_KEYS, Z_IMAGE_NORMS)
+        return {name: pieces for name, pieces in found.items() if name != "norm_final.weight"}  # Lumina's, unused
 
 
 def locate(config: ModelConfig) -> ZImageFiles:
@@ -113,8 +108,8 @@ def _file_config(weights: WeightFiles) -> dict[str, Any]:
     return {
         "in_channels": inputs // 4,
         "dim": width,
-        "n_layers": _blocks(weights, f"{prefix}layers."),
-        "n_refiner_layers": _blocks(weights, f"{prefix}noise_refiner."),
+        "n_layers": count_blocks(weights, f"{prefix}layers."),
+        "n_refiner_layers": count_blocks(weights, f"{prefix}noise_refiner."),
         "n_heads": width // head_dim,
         "n_kv_heads": width // head_dim,
         "cap_feat_dim": weights.shape(f"{prefix}cap_embedder.1.weight")[1],
@@ -124,36 +119,8 @@ def _file_config(weights: WeightFiles) -> dict[str, Any]:
     }
 
 
-def key_map(weights: WeightFiles) -> KeyMap:
-    """Return where each parameter of the transformer lies in its file or folder; other parts of a file are passed over.
-
-    Raises:
-        UserError: it is another model.
-    """
-    prefix = _prefix(weights)
-    found: dict[str, list[Piece]] = {}
-    for name in weights.names:
-        bare = name.removeprefix(prefix)
-        if not name.startswith(prefix) or bare == "norm_final.weight":  # Lumina's, of no use here
-            continue
-        if bare.endswith(".attention.qkv.weight"):
-            height = weights.shape(name)[0] // 3
-            for i, part in enumerate("qkv"):
-                found[bare.replace(".qkv.", f".to_{part}.")] = [Piece(name, i * height, (i + 1) * height)]
-            continue
-        for ours, theirs in _COMFY_NAMES if _is_comfy(weights, prefix) else ():
-            bare = bare.replace(theirs, ours)
-        found[bare] = [Piece(name)]
-    return found
-
-
 def _is_comfy(weights: WeightFiles, prefix: str) -> bool:
     return f"{prefix}layers.0.attention.qkv.weight" in weights
-
-
-def _blocks(weights: WeightFiles, prefix: str) -> int:
-    """Return 1 + the highest number that follows ``prefix``; a gap shows up as missing tensors."""
-    return 1 + max((int(n[len(prefix) :].split(".", 1)[0]) for n in weights.names if n.startswith(prefix)), default=-1)
 
 
 def _prefix(weights: WeightFiles) -> str:
@@ -173,3 +140,59 @@ def _prefix(weights: WeightFiles) -> str:
     found = recognise({name.removeprefix(COMFY_PREFIX) for name in weights.names})
     what = "of no known layout (no cap_pad_token)" if found is UNKNOWN else f"a {found.name}"
     raise UserError(f"{weights.path}: {what}, not Z-Image; give a Z-Image transformer, or set model_type")
+
+
+_STACKS = ("layers.{i}", "noise_refiner.{i}", "context_refiner.{i}")
+_SAME = (*(f"feed_forward.w{i}" for i in (1, 2, 3)), "adaLN_modulation.0")
+
+
+def _block(stack: str) -> tuple[KeyRow, ...]:
+    attention = f"{stack}.attention"
+    return (
+        KeyRow(f"{attention}.qkv", tuple(f"{attention}.to_{x}" for x in "qkv"), rows=(1, 1, 1)),
+        KeyRow(f"{attention}.out", (f"{attention}.to_out.0",)),
+        *(KeyRow(f"{stack}.{layer}", (f"{stack}.{layer}",)) for layer in _SAME),
+    )
+
+
+Z_IMAGE_KEYS = KeyNames(
+    rows=(
+        *(row for stack in _STACKS for row in _block(stack)),
+        *(KeyRow(name, (name,)) for name in ("cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2")),
+        KeyRow("x_embedder", ("all_x_embedder.2-1",)),
+        KeyRow("final_layer.linear", ("all_final_layer.2-1.linear",)),
+        KeyRow("final_layer.adaLN_modulation.1", ("all_final_layer.2-1.adaLN_modulation.1",)),
+    )
+)
+
+# Norms of queries and keys, as regular expressions: ComfyUI's names against diffusers'.
+Z_IMAGE_NORMS = (
+    (r"(.*\.attention)\.q_norm\.weight", r"\1.norm_q.weight"),
+    (r"(.*\.attention)\.k_norm\.weight", r"\1.norm_k.weight"),
+)
+
+_Z_LAYER = r"layers\.\d+\."
+_Z_REFINER = r"(noise|context)_refiner\.\d+\."
+_Z_PARTS = (r"attention\.(to_q|to_k|to_v|to_out\.0)", r"feed_forward\.w[123]")
+
+Z_IMAGE_TARGETS = LoraTargets(
+    family="z_image",
+    kinds=(
+        LayerGroup("attn", _Z_LAYER + _Z_PARTS[0]),
+        LayerGroup("mlp", _Z_LAYER + _Z_PARTS[1]),
+        LayerGroup("mod", _Z_LAYER + r"adaLN_modulation\.0", default=False),
+        LayerGroup("refiner", rf"{_Z_REFINER}({_Z_PARTS[0]}|{_Z_PARTS[1]})", default=False),
+        LayerGroup("refiner_mod", _Z_REFINER + r"adaLN_modulation\.0", default=False),
+        LayerGroup("img_in", r"all_x_embedder\.2-1", default=False),
+        LayerGroup("txt_in", r"cap_embedder\.1", default=False),
+        LayerGroup("time_in", r"t_embedder\.mlp\.[02]", default=False),
+    ),
+    block_options={"train_block_indices": r"layers\.(\d+)\..*"},
+    keys=Z_IMAGE_KEYS,
+    kohya_module="networks.lora_zimage",
+    kohya_base="z_image",
+    architecture="Z-Image",
+    implementation="https://github.com/Tongyi-MAI/Z-Image",
+    plain_layouts=("comfy",),
+)
+LORA_TARGETS = (Z_IMAGE_TARGETS,)

@@ -35,13 +35,12 @@ from library.errors import UserError, did_you_mean
 from library.models.llm.files import open_lm
 from library.models.llm.model import TransformerLM, separate_projections
 from library.models.llm.spec import PRESETS, LMConfig
-from library.models.registry import FAMILIES
+from library.models.registry import family_class, lora_targets
 from library.models.weights import WeightFiles, read_config
 from library.precision.recipe import Fp8Recipe
 from library.training.memory.budget import GIB, Parts
 from networks.injection import inject_lora
 from networks.options import parse_network_args
-from networks.targets import TARGETS
 
 Inputs = dict[str, Any]
 _CLASSES = {
@@ -197,7 +196,7 @@ def _cuts(shape: Shape, model: Any) -> tuple[int, bool]:
     """Return into how many shares heads can be dealt out, and whether there can be stages."""
     if isinstance(shape.arguments, LMConfig):
         return math.gcd(shape.arguments.heads, shape.arguments.kv_heads), True
-    family: Any = FAMILIES[shape.name]
+    family: Any = family_class(shape.name)
     heads = model.config.num_attention_heads if family.transformer_class._tp_plan else 1
     return heads, bool(family.behind_blocks)
 
@@ -219,7 +218,7 @@ def _model(shape: Shape, base: torch.dtype, rank: int, shallow: bool) -> tuple[n
         return model, set()
     if isinstance(model, TransformerLM):
         separate_projections(model)
-    targets = TARGETS[shape.name]
+    targets = lora_targets()[shape.name]
     options = parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), targets)
     trained = {id(p) for p in inject_lora(model, options, targets, seed=0).parameters()}
     return model, {name for name, p in model.named_parameters() if id(p) in trained}
@@ -245,7 +244,7 @@ def _blocks(shape: Shape, model: nn.Module) -> list[nn.Module]:
 
 def _without_files(shape: Shape) -> Any:
     """Return the family, of which only what needs no files is asked."""
-    family: Any = FAMILIES[shape.name]
+    family: Any = family_class(shape.name)
     return object.__new__(family)
 
 

@@ -31,6 +31,7 @@ from library.llm.chat_batches import Example, InstructionBatch, InstructionSampl
 from library.models.llm.files import load_lm
 from library.models.llm.model import Block, TransformerLM, lm_split_plan, separate_projections, shard_heads
 from library.models.llm.spec import LMConfig
+from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.loading import Fp8Loader
@@ -50,7 +51,6 @@ from library.training.tasks.lora_plan import NetworkPlan, describe_base, leave_f
 from networks.files.metadata import build_metadata
 from networks.files.peft import BASE_MODEL, weight_file
 from networks.injection import AdapterNetwork, LoraNetwork, attach_file, inject_adapter
-from networks.targets import TARGETS
 
 
 def check_family(model_type: str, found: LMConfig) -> None:
@@ -260,7 +260,7 @@ def put_lora_on(
     if any(hasattr(module, "lora_A") for module in model.modules()):
         raise UserError(f"{path}: the model has a LoRA already; load the model again, or merge the first one into it")
     separate_projections(model)
-    network = attach_file(model, path, TARGETS[model.config.family], dtype or model.embedding.weight.dtype)
+    network = attach_file(model, path, lora_targets()[model.config.family], dtype or model.embedding.weight.dtype)
     if isinstance(network, LoraNetwork):
         network.set_multiplier(strength)
     elif strength != 1.0:

@@ -31,7 +31,7 @@ from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
 from library.data.batches import Batch, collate
 from library.errors import UserError
 from library.files import clear_leftovers, fingerprint, write_safetensors
-from library.models.registry import model_family, with_transformer
+from library.models.registry import lora_targets, model_family, with_transformer
 from library.training.checkpoint.state import Position, read_position
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from library.training.optim.schedules import total_steps
@@ -40,7 +40,6 @@ from library.training.tasks.image_lora import base_dtype
 from library.training.tasks.image_step import Teacher
 from networks.files.lora import load_lora
 from networks.injection import attach_lora
-from networks.targets import TARGETS
 
 if TYPE_CHECKING:
     from library.config.schema import FlowConfig, TrainConfig
@@ -93,7 +92,7 @@ def prepare_teacher(
 def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerator) -> nn.Module:
     dtype, backend = base_dtype(config.model, config.training), config.training.attention
     transformer = family.load_transformer(dtype, accelerator.device, backend)
-    targets = TARGETS[family.name]
+    targets = lora_targets()[family.name]
     weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
     if not weights:
         raise UserError(f"distill_lora: {lora} has nothing for the transformer; give the LoRA that was trained in bf16")

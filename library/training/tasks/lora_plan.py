@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from library.config.rules import effective_learning_rate
 from library.config.schema import resume_keys
 from library.errors import UserError
+from library.models.layer_names import LoraTargets
 from library.precision.formats import format_named
 from library.precision.fp8_linear import ddp_ignored_names, device_has_fp8_matmul
 from library.precision.loading import Fp8Loader
@@ -42,7 +43,6 @@ from library.training.optim.factory import check_optimizer, check_rates
 from networks.files.adapters import check_save_format, read_updates
 from networks.network import AdapterNetwork
 from networks.options import NetworkOptions, parse_network_args
-from networks.targets import LoraTargets
 
 if TYPE_CHECKING:
     from library.config.chat_schema import ChatTrainConfig

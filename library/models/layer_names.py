@@ -1,0 +1,284 @@
+"""What files and LoRAs call a family's layers: the classes of the tables that stand in each family's ``files.py``.
+
+*Names.* A :class:`KeyRow` pairs a module of the original checkpoint (``double_blocks.{i}.img_attn.qkv``) with the
+diffusers modules whose weights are stacked in it (``to_q``, ``to_k``, ``to_v``), ``{i}`` being the block's index.
+Stacking is by output rows, counted in multiples of the module's input columns: (1, 1, 1) for q, k, v.
+``halves_swapped`` marks modulations whose two halves (shift, scale) come in the other order. All rows of a family are
+its :class:`KeyNames`; the base model's loader (:func:`original_key_map`), LoRA files and merging read the same table.
+File formats write names with dots or, like kohya, with underscores; both are found by :meth:`KeyNames.find`.
+
+*LoRA targets.* A :class:`LoraTargets` says which linear layers get a LoRA: the groups they fall into (each with the
+``*_dim`` option that sets its rank), the options that choose blocks, and the names. Code that injects, saves or merges
+takes such a row and knows nothing else about the family. A family's text encoders are rows of their own in it. Where
+LoRAs of several networks are kept together, in a file or in :class:`~networks.network.LoraNetwork`, the transformer's
+modules have their plain names and a text encoder's begin with the component's:
+``text_encoder.encoder.layers.0.mlp.fc1``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from library.models.weights import KeyMap, Piece, WeightFiles
+
+Weights = TypeVar("Weights")
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """One original module and the diffusers modules stacked in it: templates with ``{i}`` for the block.
+
+    Attributes:
+        original: the original module's name. parts: the diffusers modules, in the order of their rows.
+        rows: each part's output rows as a multiple of the input columns; empty where there is one part.
+        halves_swapped: the part's two row halves come in the other order.
+        transposed: published files keep the weight as [in, out] (transformers' Conv1D).
+    """
+
+    original: str
+    parts: tuple[str, ...]
+    rows: tuple[int, ...] = ()
+    halves_swapped: bool = False
+    transposed: bool = False
+
+    def part_rows(self, out_features: int, in_features: int) -> list[int]:
+        """Return how many output rows of the original module belong to each part.
+
+        Raises:
+            ValueError: the parts do not add up to ``out_features``.
+        """
+        rows = [multiple * in_features for multiple in self.rows] or [out_features]
+        if sum(rows) != out_features:
+            raise ValueError(f"{out_features} output rows, {sum(rows)} expected for {in_features} input columns")
+        return rows
+
+    def swap(self, up: Tensor) -> Tensor:
+        """Return ``up`` with its row halves exchanged if the row asks for it; twice is nothing."""
+        return torch.cat(up.chunk(2)[::-1]) if self.halves_swapped else up
+
+
+@dataclass(frozen=True)
+class KeyPlace:
+    """A name found in a :class:`KeyNames`: its row, its block, and the part (None: the original module)."""
+
+    row: KeyRow
+    block: str
+    part: int | None
+
+    @property
+    def original(self) -> str:
+        """Full name of the original module."""
+        return self.row.original.replace("{i}", self.block)
+
+    @property
+    def modules(self) -> list[str]:
+        """Full diffusers names of all parts of the original module."""
+        return [part.replace("{i}", self.block) for part in self.row.parts]
+
+
+@dataclass(frozen=True)
+class KeyNames:
+    """All linear layers of a family in both namings."""
+
+    rows: tuple[KeyRow, ...]
+
+    def find(self, name: str) -> KeyPlace | None:
+        """Return the place of a module name in either naming, with dots or underscores, or None."""
+        normal = name.replace(".", "_")
+        for pattern, row, part in self._patterns:
+            if match := pattern.fullmatch(normal):
+                return KeyPlace(row, match[1] if pattern.groups else "", part)
+        return None
+
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], KeyRow, int | None]]:
+        renamed = [row for row in self.rows if row.original not in row.parts]  # the others' names say the part
+        templates: list[tuple[str, KeyRow, int | None]] = [(row.original, row, None) for row in renamed]
+        templates += [(part, row, index) for row in self.rows for index, part in enumerate(row.parts)]
+        return [
+            (re.compile(re.escape(t.replace(".", "_")).replace(r"\{i\}", r"(\d+)")), row, part)
+            for t, row, part in templates
+        ]
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Linear layers that share a rank option.
+
+    Attributes:
+        name: the kind, ``"img_attn"``; counts are reported under it, its rank option is ``"img_attn_dim"``.
+        pattern: regular expression that matches the whole of each module's name.
+        default: trained with ``network_dim`` unless told otherwise; others only where an option names them.
+    """
+
+    name: str
+    pattern: str
+    default: bool = True
+
+
+@dataclass(frozen=True)
+class TextEncoderTargets:
+    """A text encoder as LoRA sees it.
+
+    Attributes:
+        name: the component as diffusers calls it, the first part of its modules' names.
+        group: its optimizer group; the metrics have ``lr/<group>``.
+        kinds: the linear layers that are trained.
+        keys: names without the component: files' against transformers'.
+        prefixes: layout -> what files put before such a name; the first is written, all are read.
+    """
+
+    name: str
+    group: str
+    kinds: tuple[LayerGroup, ...]
+    keys: KeyNames
+    prefixes: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class LoraTargets:
+    """A model family as LoRA sees it.
+
+    Attributes:
+        family: its name, for messages.
+        kinds: every linear layer that can be trained; a module belongs to the first kind that matches it.
+        block_options: option name -> regular expression whose first group is the block's index.
+        dim_lists: option name -> kinds whose ranks it lists, in order (kohya's ``in_dims``).
+        keys: modules in diffusers' naming against the original checkpoint's.
+        file_prefix: what diffusers' files put before a module's name; the transformer's component.
+        unused_modules: regular expression whose first group is the block's index; in the last block nothing that is
+            computed from these layers is used, so they get no gradient and no LoRA.
+        kohya_module, kohya_base: what kohya's metadata call the network module and the base (``ss_...``).
+        architecture: what ModelSpec calls the base, where the model itself does not say it more closely.
+        implementation: where the base's own code is, for ModelSpec.
+        text_encoders: those that can be trained, in the order of ``text_encoder_lr``.
+        plain_layouts: layouts whose files have diffusers' module names although the original checkpoint has others.
+        own_names: modules of the model have the key map's original names; those in files are transformers'.
+    """
+
+    family: str
+    kinds: tuple[LayerGroup, ...]
+    block_options: Mapping[str, str]
+    keys: KeyNames
+    dim_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    file_prefix: str = "transformer"
+    text_encoders: tuple[TextEncoderTargets, ...] = ()
+    unused_modules: str = ""
+    kohya_module: str = "networks.lora_flux"
+    kohya_base: str = "flux1"
+    architecture: str = "flux-1-dev"
+    implementation: str = "https://github.com/black-forest-labs/flux"
+    plain_layouts: tuple[str, ...] = ()
+    own_names: bool = False
+
+    @property
+    def fan_in_fan_out(self) -> bool:
+        """Whether transformers keeps these layers' weights as [in, out], which PEFT has to be told."""
+        return any(row.transposed for row in self.keys.rows)
+
+    def path_in_model(self, module_name: str) -> str:
+        """Return where the module that files call ``module_name`` is in the model."""
+        place = self.keys.find(module_name) if self.own_names else None
+        return place.original if place else module_name
+
+    def name_of(self, path: str) -> str:
+        """Return what files call the module at ``path`` of the model."""
+        place = self.keys.find(path) if self.own_names else None
+        return place.modules[0] if place else path
+
+    def kind_of(self, module_name: str) -> LayerGroup | None:
+        """Return the kind that ``module_name`` belongs to, or None if it is no target."""
+        encoder = self.text_encoder_of(module_name)
+        kinds = encoder.kinds if encoder else self.kinds
+        return next((kind for kind in kinds if re.fullmatch(kind.pattern, module_name)), None)
+
+    def text_encoder_of(self, module_name: str) -> TextEncoderTargets | None:
+        """Return the text encoder that ``module_name`` lies in, None for the transformer."""
+        component = module_name.split(".", 1)[0]
+        return next((encoder for encoder in self.text_encoders if encoder.name == component), None)
+
+    def component_of(self, module_name: str) -> str:
+        """Return "transformer", or the name of the text encoder that ``module_name`` lies in."""
+        encoder = self.text_encoder_of(module_name)
+        return encoder.name if encoder else self.file_prefix
+
+    def by_component(self, weights: Mapping[str, Weights]) -> dict[str, dict[str, Weights]]:
+        """Return component -> its modules' weights, under the names they had."""
+        parts: dict[str, dict[str, Weights]] = {}
+        for name, module in weights.items():
+            parts.setdefault(self.component_of(name), {})[name] = module
+        return parts
+
+    def dim_options(self) -> dict[str, str]:
+        """Return option name -> kind for every ``*_dim`` option."""
+        listed = {kind for kinds in self.dim_lists.values() for kind in kinds}
+        return {f"{kind.name}_dim": kind.name for kind in self.kinds if kind.name not in listed}
+
+
+def count_blocks(weights: WeightFiles, stack: str) -> int:
+    """Return 1 + the highest number that follows ``stack`` in a tensor's name; a gap shows up as missing tensors."""
+    numbers = [int(name[len(stack) :].split(".", 1)[0]) for name in weights.names if name.startswith(stack)]
+    return 1 + max(numbers, default=-1)
+
+
+def original_key_map(
+    weights: WeightFiles, prefix: str, keys: KeyNames, norms: Sequence[tuple[str, str]] = ()
+) -> KeyMap:
+    """Return where each parameter of a diffusers model lies in a file that has the original names, or diffusers' own.
+
+    Tensors that no row knows appear under their own names, so that the loader reports those it has no use for; a
+    module that a block lacks appears under the name the file would have.
+
+    Args:
+        weights: the file.
+        prefix: before the transformer's names; tensors without it are other parts of a whole checkpoint.
+        keys: the linear layers.
+        norms: regular expressions of other tensors' original names, and what diffusers calls them.
+    """
+    found: dict[str, list[Piece]] = {}
+    for name in weights.names:
+        if not name.startswith(prefix):
+            continue
+        module, _, leaf = name.removeprefix(prefix).rpartition(".")
+        place = keys.find(module)
+        if place is not None and place.part is None:
+            found |= _pieces(weights, prefix + module, leaf, place)
+        else:
+            found[_renamed(name.removeprefix(prefix), norms)] = [Piece(name)]
+    for row in keys.rows:
+        stack, several, _ = (prefix + row.original).partition("{i}")
+        for i in range(count_blocks(weights, stack)) if several and row.original not in row.parts else ():
+            lacking = f"{prefix}{row.original}.weight".replace("{i}", str(i))
+            if lacking not in weights:
+                found.setdefault(f"{row.parts[0]}.weight".replace("{i}", str(i)), [Piece(lacking)])
+    return found
+
+
+def _pieces(weights: WeightFiles, source: str, leaf: str, place: KeyPlace) -> dict[str, list[Piece]]:
+    """Return the diffusers parameters stacked in tensor ``leaf`` of original module ``source``, as pieces of rows."""
+    name, multiples = f"{source}.{leaf}", place.row.rows
+    if place.row.halves_swapped:
+        half = weights.shape(name)[0] // 2
+        return {f"{place.modules[0]}.{leaf}": [Piece(name, half, 2 * half), Piece(name, 0, half)]}
+    if not multiples:
+        return {f"{place.modules[0]}.{leaf}": [Piece(name)]}
+    start, found = 0, {}
+    for module, multiple in zip(place.modules, multiples, strict=True):
+        end = start + multiple * (weights.shape(name)[0] // sum(multiples))
+        found[f"{module}.{leaf}"] = [Piece(name, start, None if module == place.modules[-1] else end)]
+        start = end
+    return found
+
+
+def _renamed(name: str, norms: Sequence[tuple[str, str]]) -> str:
+    for theirs, ours in norms:
+        if match := re.fullmatch(theirs, name):
+            return match.expand(ours)
+    return name
