@@ -38,8 +38,9 @@ from tests.runs import ROOT, run
 from tests.tiny import save_single_files
 from tests.tiny_qwen import tiny_qwen_pipeline
 
-# What a pass holds at its highest point is estimated within these of what torch's profiler counts; found: 0.90 to 1.27.
-LOW, HIGH = 0.85, 1.35
+# What a pass holds at its highest point is estimated within these of what torch's profiler counts; found: 0.95 to 1.04.
+# The profiler also sees the buffers in which oneDNN packs weights, which differ from processor to processor.
+LOW, HIGH = 0.85, 1.15
 FLUX = {
     "guidance_embeds": True,
     "num_layers": 2,
@@ -134,7 +135,7 @@ def test_the_parts_are_those_of_a_prepared_run(base: Path, dataset: Path, tmp_pa
         assert getattr(parts, name) == pytest.approx(getattr(measured, name), rel=2e-3), name
 
 
-BLOCK = Part(4, weights=1000, matrices=800, lora=50, activations=3400, inputs=100, largest=200)
+BLOCK = Part(4, weights=1000, matrices=800, lora=50, activations=3400, inputs=100, temporary=1000)
 MODEL = Footprint("flux", (BLOCK,), Part(1, 400, 0, 0, 500, 0, 0), largest_matrix=300, heads=4, has_stages=True)
 
 

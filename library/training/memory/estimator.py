@@ -18,7 +18,9 @@ allows for both); sampling and validation, and encoders while the cache is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import library.models.flux.files as flux_layout
 import library.models.qwen_image.files as qwen_layout
@@ -72,7 +76,7 @@ class Part:
         lora: numbers of its LoRA.
         activations: bytes kept for the backward pass by a batch of one.
         inputs: bytes of what goes in, kept instead where blocks are recomputed.
-        largest: bytes of the largest tensor kept.
+        temporary: bytes that forward or backward hold at most besides what is kept.
     """
 
     count: int
@@ -81,7 +85,7 @@ class Part:
     lora: int
     activations: int
     inputs: int
-    largest: int
+    temporary: int
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,7 @@ def footprint(shape: Shape, tokens: int, text: int, rank: int, base: torch.dtype
     """
     (whole, lora), (shallow, _) = (_model(shape, base, rank, shallow=only_two) for only_two in (False, True))
     linear = {f"{name}.weight" for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
-    kept = _kept(shallow, _blocks(shape, shallow), lambda device: _inputs(shape, tokens, text, device))
+    kept = _step_bytes(shallow, _blocks(shape, shallow), lambda device: _inputs(shape, tokens, text, device))
     blocks, kinds = _blocks(shape, whole), dict[str, list[nn.Module]]()
     for block in blocks:
         kinds.setdefault(type(block).__name__, []).append(block)
@@ -261,49 +265,83 @@ def _numbers(parameters: Mapping[str, Tensor], lora: set[str], linear: set[str])
     return counts
 
 
-def _kept(model: nn.Module, blocks: list[nn.Module], inputs: Callable[[str], Inputs]) -> dict[str, dict[str, int]]:
-    """Return what a forward pass keeps by kind of block, and under "" outside of them."""
-    found: dict[str, dict[int, Tensor]] = {"": {}}
-    entering: dict[str, int] = {"": 0}
-    counts: dict[str, int] = {"": 1}
-    stack, device = [""], "cpu"
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations have made and that are still there; fake ones take none."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now, self.peak = 0, 0
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage._cdata)
+        return result
+
+    def _freed(self, storage: int) -> None:
+        self.now -= self._sizes.pop(storage)
+
+
+def _step_bytes(
+    model: nn.Module, blocks: list[nn.Module], inputs: Callable[[str], Inputs]
+) -> dict[str, dict[str, int]]:
+    """Return ``activations``, ``inputs`` and ``temporary`` of a :class:`Part` by kind of block, "" for the rest.
+
+    A forward and a backward pass on fake tensors; gradients of weights are there already, as in every step but the
+    first.
+    """
+    device, found, marks = "cpu", {"": Counter[str]()}, list[tuple[str, int]]()  # kind of a block, bytes before it
+
+    def passed(kind: str, lasting: int) -> None:
+        """Note what was there besides ``lasting`` since the last call."""
+        found[kind]["temporary"] = max(found[kind]["temporary"], live.peak - lasting)
+        live.peak = live.now
 
     def enter(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         kind = type(module).__name__
-        stack.append(kind)
-        counts[kind] = counts.get(kind, 0) + 1
         streams = {id(t): t for t in (*arguments, *named.values()) if isinstance(t, Tensor) and t.requires_grad}
-        entering[kind] = max(entering.get(kind, 0), sum(t.numel() * t.element_size() for t in streams.values()))
+        found.setdefault(kind, Counter())["inputs"] = sum(t.numel() * t.element_size() for t in streams.values())
+        marks.append((kind, live.now))
+        live.peak = live.now
 
-    def leave(*_: Any) -> None:
-        stack.pop()
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        kind, before = marks[-1]
+        found[kind]["activations"] = max(found[kind]["activations"], live.now - before)
+        passed(kind, live.now)
+        streams = [t for t in (output if isinstance(output, tuple) else (output,)) if t.requires_grad]
+        torch.autograd.graph.register_multi_grad_hook(streams, lambda _: backward_begins(kind), mode="any")
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        known = any(storage._cdata in group for group in found.values())
-        if storage._cdata not in own and not known:
-            found.setdefault(stack[-1], {})[storage._cdata] = tensor  # kept, or its number is given to another
-        return tensor
+    running = [("", 0)]  # the part whose backward pass runs, and the bytes when it began
+
+    def backward_begins(kind: str) -> None:
+        passed(*running.pop())
+        running.append((kind, live.now))
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         _as_fake(model, device)
-        own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         for block in blocks:
             block.register_forward_pre_hook(enter, with_kwargs=True)
             block.register_forward_hook(leave)
-        saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with saving, torch.autocast(device, torch.bfloat16):
-            result = model.train()(**inputs(device))  # its graph holds what is counted
-        kept = {
-            kind: {
-                "activations": sum(t.untyped_storage().nbytes() for t in group.values()) // counts[kind],
-                "inputs": entering[kind],
-                "largest": max((t.untyped_storage().nbytes() for t in group.values()), default=0),
-            }
-            for kind, group in ((kind, found.get(kind, {})) for kind in counts)
-        }
-        del result
-    return kept
+        given = inputs(device)
+        gradients = (p.grad for p in model.parameters() if p.grad is not None)
+        with _LiveBytes((*model.parameters(), *model.buffers(), *gradients)) as live:
+            with torch.autocast(device, torch.bfloat16):
+                output = tree_leaves(model.train()(**given))[0]
+            loss, kept = output.float().square().mean(), live.now
+            passed("", kept)
+            running[0] = ("", kept)
+            del output
+            loss.backward()
+            backward_begins("")
+    found[""]["activations"] = max(0, kept - sum(found[kind]["activations"] for kind, _ in marks))
+    return {kind: {key: one[key] for key in ("activations", "inputs", "temporary")} for kind, one in found.items()}
 
 
 def _as_fake(model: nn.Module, device: str) -> None:
@@ -364,9 +402,6 @@ RESERVE = int(1.5 * GIB)  # CUDA context, cuBLAS workspaces, NCCL channels: 0.5 
 # Of a block's activations a part is the whole stream on every process of tp and the rest is split: 10 to 24 of 34
 # (Korthikanti et al. 2022, arXiv 2205.05198, equation 3).
 _WHOLE_UNDER_TP = 10 / 34
-# Gradients and temporaries of the block that backward is in, in its largest kept tensors: 4.4 to 5 were measured on
-# CPU in FLUX blocks, with and without recomputation (tests/training/test_layout_memory.py).
-_PASSING = 5
 _ZERO_BUCKET = 32 * 2**20  # of gradients under way (library/training/parallel/zero.py)
 _ZERO_LIVE = 10**9  # weights that stage 3 keeps gathered, DeepSpeed's stage3_max_live_parameters
 _ADAM = 8  # bytes of state for each trained number: two moments in fp32
@@ -482,13 +517,19 @@ def _activations(model: Footprint, own: list[tuple[int, Part]], layout: Parallel
     def of(part: Part) -> float:
         return part.activations * (_WHOLE_UNDER_TP + (1 - _WHOLE_UNDER_TP) / layout.tp)
 
-    lasting, passing = sum(count * of(part) for count, part in own), 0.0
+    lasting = sum(count * of(part) for count, part in own)
+    passing = float(max(part.temporary for _, part in own))
     if options.checkpointing:
-        lasting, passing = float(sum(count * part.inputs for count, part in own)), max(of(part) for _, part in own)
+        lasting = float(sum(count * part.inputs for count, part in own))
+        passing = max(of(part) + part.temporary for _, part in own)
+    casts = (
+        0.0  # of trained weights, which autocast keeps to the end of forward unless they are gathered block by block
+    )
+    if options.full and options.checkpointing and not layout.gathers_weights:
+        casts = sum(count * part.matrices for count, part in own) * 2 / layout.tp / options.batch
+    passing = max(passing, casts + model.outside.temporary)
     pieces = layout.pieces if layout.is_pipelined else 1
     under_way = min(layout.pp, pieces) if layout.schedule == "1f1b" else pieces
     share = under_way / pieces  # of the batch whose activations wait at once
-    outside = model.outside.activations
-    gradients = _PASSING * max(part.largest for _, part in own)
     unpacked = model.largest_matrix * 2 / layout.tp if options.fp8 else 0
-    return options.batch * (lasting * share + (passing + gradients) / pieces + outside) + unpacked
+    return options.batch * (lasting * share + passing / pieces + model.outside.activations) + unpacked
