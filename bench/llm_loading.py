@@ -86,8 +86,7 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     """Return the function that a case measures; everything it imports is imported already."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-    from library.precision.loading import Fp8Loader
-    from library.precision.recipe import Fp8Recipe
+    from library.precision.recipe import Fp8Loader, Fp8Recipe
 
     whole, file, dtype = folder / "whole", folder / "whole/model.safetensors", torch.bfloat16
     config = AutoConfig.from_pretrained(whole)

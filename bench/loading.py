@@ -98,7 +98,8 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
 
     from library.models.flux.files import FLUX_KEYS, FLUX_NORMS, bfl_config
     from library.models.layer_names import original_key_map
-    from library.models.weights import WeightFiles, identity_map, load_into, read_config
+    from library.models.weights import identity_map, load_into, read_config
+    from library.precision.checkpoint_layouts import WeightFiles
 
     dtype = torch.float32 if case.endswith("to fp32") else torch.bfloat16
     single, parts = folder / "flux1.safetensors", folder / "transformer"

@@ -1,38 +1,14 @@
-"""Writing files and folders in one step, and putting right what a killed process left behind.
+"""Files on disk: written in one step, put right after a crash, and recognised again by a fingerprint.
 
 What is written goes to a temporary name in the same folder, ``.<name>.<process>.tmp``, is flushed to the disk and then
 renamed, which the operating system does in one step: a reader sees the old content or the new, never half of one. A
 folder that exists cannot be renamed onto, so the two change places where the file system can do that (Linux'
-``renameat2``), and elsewhere the old one steps aside as ``.<name>.<process>.old`` for a moment. A folder that is to go
-is renamed to ``.<name>.<process>.gone`` first, so that a half-deleted one is never taken for a whole one.
+``renameat2``), and elsewhere the old one steps aside as ``.<name>.<process>.old`` for a moment. A folder that is to be
+deleted is renamed to ``.<name>.<process>.gone`` first, so that a half-deleted one is never taken for a complete one.
 
 ``<process>`` names machine (or container), process and when it began. ``clear_leftovers`` thereby knows whose work in
 progress it must leave alone: that of processes still running, and for ten minutes that of other machines on the same
 disk.
-
-A safetensors file's header, believed only after it has been checked.
-
-The format (https://github.com/huggingface/safetensors#format): eight bytes, the header's length as a little-endian
-u64; the header, JSON; the data. Such files are downloaded from strangers, and some are cut off on the way. So before
-anything is allocated or read by what a header says, this is held against the file:
-
-- the header is no longer than the file, nor than 100 MB, the limit of the safetensors library;
-- no name is there twice (JSON readers keep the last one, others may keep the first), and metadata are strings;
-- shapes are lists of whole numbers, and every tensor has as many bytes as its shape and dtype take;
-- the data of all tensors lie within the file, one after the other: none overlap, and nothing lies between or
-  behind them where something could hide. An offset that is no multiple of the item size is allowed, as it is by
-  the safetensors library: bytes are copied, never addressed in place.
-
-Writing a safetensors file one tensor at a time.
-
-``safetensors.torch.save_file`` wants all tensors at once; a 24 GB model then needs 24 GB of memory. The
-format (https://github.com/huggingface/safetensors#format) allows less: the header only needs dtypes and
-shapes, and the data follows tensor by tensor. Header: a little-endian u64 with its length, then JSON,
-padded with spaces to a multiple of 8. Tensors are ordered by falling item size, then by name, as
-safetensors itself does, so that each begins at a multiple of its item size. Metadata is sorted, so that
-equal content gives equal bytes.
-
-Writing files so that nothing already on disk is lost (see :mod:`library.files`), and recognising them again.
 """
 
 from __future__ import annotations
@@ -40,21 +16,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import json
-import math
 import os
 import platform
 import re
 import shutil
-import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from torch import Tensor
 
 from library.errors import UserError, WriteError
 
@@ -235,176 +204,6 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-MAX_HEADER_BYTES = 100_000_000
-_MAX_DIMENSIONS = 64  # of a tensor in PyTorch
-_BITS = {
-    "F4": 4,
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
-}
-
-
-def read_safetensors_header(path: str | Path, may_be_cut: bool = False) -> dict[str, dict]:
-    """Return a safetensors file's JSON header, read without touching a tensor.
-
-    Args:
-        path: the file.
-        may_be_cut: also of a file whose end is missing; for those who only describe it.
-
-    Raises:
-        UserError: the file does not exist, cannot be read, or its header is not true of it.
-    """
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size - 8:
-                raise ValueError("header longer than the file")
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
-            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_without_repetition)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; check the path") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its rights") from None
-    except (ValueError, struct.error, RecursionError) as error:
-        raise UserError(f"{path}: not a safetensors file ({error}); download or convert it again") from None
-    _check_header(path, header, None if may_be_cut else size - 8 - length)
-    return header
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the header has {twice!r} twice")
-    return found
-
-
-def _check_header(path: str | Path, header: object, data_bytes: int | None) -> None:
-    """Hold every entry of a header against the others, and against the size of the file's data."""
-
-    def refused(reason: str) -> UserError:
-        return UserError(f"{path}: {reason}; download it again")
-
-    if not isinstance(header, dict):
-        raise refused("not a safetensors file (its header is no object)")
-    if header.get("__metadata__", "") is None:  # allowed by the safetensors library
-        del header["__metadata__"]
-    metadata = header.get("__metadata__")
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    ):
-        raise refused("its metadata are not strings by name")
-    spans = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if problem := _entry_problem(entry):
-            raise refused(f"tensor {name!r} {problem}")
-        begin, end = entry["data_offsets"]
-        if data_bytes is not None and end > data_bytes:
-            raise refused(f"the file ends before tensor {name!r}")
-        spans.append((begin, end, name))
-    reached = 0
-    for begin, end, name in sorted(spans):
-        if begin < reached:
-            raise refused(f"tensor {name!r} overlaps another one")
-        if begin > reached:
-            raise refused(f"{begin - reached} bytes before tensor {name!r} belong to none")
-        reached = end
-    if data_bytes is not None and reached < data_bytes:
-        raise refused(f"{data_bytes - reached} bytes behind the last tensor belong to none")
-
-
-def _entry_problem(entry: object) -> str | None:
-    """Return what is wrong with one tensor's entry by itself."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
-        return "has no dtype"
-    shape, offsets = _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
-    if shape is None or offsets is None or len(offsets) != 2:
-        return "has no shape and data_offsets of whole numbers"
-    if len(shape) > _MAX_DIMENSIONS:
-        return f"has {len(shape)} dimensions"
-    begin, end = offsets
-    if end < begin:
-        return f"ends at {end}, before it begins at {begin}"
-    bits = _BITS.get(entry["dtype"])  # of a dtype that is not known here, no tensor is ever read
-    if bits is not None and 8 * (end - begin) != bits * math.prod(shape):
-        return f"has {end - begin} bytes, which are not {shape} of {entry['dtype']}"
-    return None
-
-
-def _sizes(values: object) -> list[int] | None:
-    whole = isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
-    return cast(list[int], values) if whole else None
-
-
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-TensorSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> (dtype, shape)
-
-
-def tensor_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the size of a tensor's data."""
-    return dtype.itemsize * math.prod(shape)
-
-
-def stream_safetensors(
-    path: str | Path,
-    layout: TensorSpecs,
-    produce: Callable[[str], Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write a safetensors file in one step, holding one tensor at a time.
-
-    Args:
-        path: the file.
-        layout: name -> (dtype, shape) of every tensor.
-        produce: called once per name; returns the tensor, on any device.
-        metadata: strings for the header.
-
-    Raises:
-        UserError: the file cannot be written.
-        ValueError: ``produce`` returned another dtype or shape than ``layout`` says.
-    """
-    names = sorted(layout, key=lambda name: (-layout[name][0].itemsize, name))
-    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    end = 0
-    for name in names:
-        dtype, shape = layout[name]
-        start, end = end, end + tensor_bytes(dtype, shape)
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with atomic_path(path) as temporary, open(temporary, "wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
-        for name in names:
-            tensor = produce(name).detach().cpu().contiguous()
-            if (tensor.dtype, tuple(tensor.shape)) != layout[name]:
-                raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, announced as {layout[name]}")
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
 _FINGERPRINT_SLICES = 256  # evenly spaced slices hashed from a weight file ...
 _FINGERPRINT_SLICE_BYTES = 16384  # ... of this many bytes each: 4 MiB read from a file of any size
 
@@ -413,21 +212,6 @@ def write_text(path: str | Path, text: str) -> None:
     """Write ``text`` (UTF-8) to ``path`` in one step."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def write_safetensors(
-    path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write ``tensors`` and string ``metadata`` as a safetensors file in one step; tensors may lie on any device.
-
-    ``safetensors``' own writer takes a temporary name that nobody can recognise after a crash, and leaves files that
-    only their owner may read.
-
-    Raises:
-        WriteError: see :func:`library.files.atomic_path`.
-    """
-    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    stream_safetensors(path, layout, lambda name: tensors[name], metadata)
 
 
 def written_path(text: str, where: str) -> Path:
@@ -445,22 +229,6 @@ def written_path(text: str, where: str) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{where} {text[:80]!r} is no path that can be looked at ({reason}); correct it") from None
     return path
-
-
-def shard_names(index: Path) -> list[str]:
-    """Return the names of the weight files that a ``*.safetensors.index.json`` lists, sorted.
-
-    Raises:
-        UserError: it is no such list, or names a file elsewhere than beside itself.
-    """
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UserError(f"{index}: not a list of weight files; download it again") from None
-    for name in names:
-        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-            raise UserError(f"{index}: lists {name!r}, which is no file beside it; download the model again")
-    return names
 
 
 def fingerprint(path: str | Path) -> str:

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from library.errors import UserError
-from library.files import read_safetensors_header
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
+from library.safetensors_io import read_safetensors_header
 from networks.files.lora import best_targets, fitting_targets
 from networks.files.peft import weight_file
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from library.files import stream_safetensors
+from library.safetensors_io import stream_safetensors
 
 TENSORS = {
     "b.weight": torch.randn(3, 5),

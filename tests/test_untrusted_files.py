@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from library.data.config import refuse_climbing
 from library.data.images import decode, read_size
 from library.errors import UserError
-from library.files import read_safetensors_header, shard_names, written_path
+from library.files import written_path
 from library.models.llm.sources import _outline
-from library.models.weights import WeightFiles
+from library.precision.checkpoint_layouts import WeightFiles
+from library.safetensors_io import read_safetensors_header, shard_names
 
 
 def entry(begin: int, end: int, shape: list | None = None, dtype: str = "F32") -> dict:

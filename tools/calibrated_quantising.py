@@ -23,12 +23,11 @@ import tools.calibration_flags as flags
 from library.errors import UserError
 from library.models.registry import lora_targets, model_family
 from library.precision.checkpoint_layouts import LayoutKind
-from library.precision.loading import Fp8Loader
 from library.precision.parity.activations import collect_inputs
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.calibration import IMAGES, prepare_calibration
-from networks.files.base import WeightReader, open_base
+from networks.files.base import open_base
 from networks.merging.merge_fp8 import Fp8Merge
 
 _RANKED_ON = IMAGES  # of the calibration; ranking layers runs the model once more for each of them
@@ -75,11 +74,11 @@ def calibrated(
         merge = Fp8Merge(base, {}, kind, recipe, targets, Path(spool))
         modules = merge.modules()
         if options.budget_mb is not None:
-            reader, places = WeightReader(base.files), merge.places()
+            places = merge.places()
             shares = measure_contributions(
                 transformer,
                 list(modules.values()),
-                lambda name: reader.read(places[name], device).to(dtype),
+                lambda name: places[name].read(base.weights, device).to(dtype),
                 lambda: calibration.velocities(transformer, batches[:_RANKED_ON]),
             )
             sizes = [sum(places[m].shape[0] * places[m].shape[1] for m in names) for names in modules.values()]

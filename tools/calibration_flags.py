@@ -15,8 +15,7 @@ import torch
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.registry import FAMILIES
-from library.precision.formats import E4M3FN, format_named
-from library.precision.quantize import GRANULARITIES
+from library.precision.quantize import E4M3FN, GRANULARITIES, format_named
 from library.precision.recipe import Fp8Recipe
 from library.training.calibration import IMAGES, SIGMAS, CalibrationOptions
 

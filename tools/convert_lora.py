@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from library.errors import UserError, exit_on_user_error
-from library.files import read_safetensors_header
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
+from library.safetensors_io import read_safetensors_header
 from networks.families import targets_of_files
 from networks.files.lora import LAYOUTS, PRECISIONS, LoraFile, load_lora, save_lora
 from networks.files.metadata import ADAPTER_METADATA_KEY

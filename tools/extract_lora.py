@@ -62,7 +62,7 @@ def model_targets(model: Base) -> LoraTargets:
     Raises:
         UserError: it holds none, or as many of several families.
     """
-    rows = fullest_targets(model.files)
+    rows = fullest_targets(model.weights)
     if len(rows) != 1:
         which = " and ".join(row.family for row in rows) or "no known family"
         raise UserError(f"{model.path}: its layers are those of {which}; set --model_type")
@@ -104,7 +104,7 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
         timestamp=time.time(),
         architecture=targets.architecture,
         implementation=targets.implementation,
-        base_fingerprint=weights_fingerprint(original.weights),
+        base_fingerprint=weights_fingerprint(original.weights_path),
         version=__version__,
     )
     comment = f"extracted from {options.model_tuned.name}"

@@ -20,11 +20,10 @@ from library.models.layer_names import LoraTargets
 from library.models.registry import model_family
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.checkpoint_writing import write_fp8_checkpoint
-from library.precision.loading import Fp8Loader
 from library.precision.parity.activations import collect_inputs
 from library.precision.parity.layer_errors import Survival
 from library.precision.quantize import Granularity
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.calibration import prepare_calibration
 from networks.files.adapters import read_updates
 from networks.files.base import Base, folder_copy, open_base
@@ -102,14 +101,14 @@ def merge_to_fp8(
     fits: Fits | None = {} if options.allow_partial else None
     files = [(source, *read_updates(source.path, targets, unknown_keys(fits, source))) for source in sources]
     read = [(source, targets.by_component(weights)) for source, weights, _ in files]
-    here = weights_fingerprint(base.weights)
+    here = weights_fingerprint(base.weights_path)
     for source, _, file in files:
         if remark := base_mismatch(file.metadata, here):
             console.print(f"note: {source.path}: {remark}")
     if any(set(parts) - {targets.file_prefix} for _, parts in read) and not options.transformer_only:
         raise UserError("--lora: text encoders are not written in fp8; give --transformer_only to leave them out")
     own = [(source, parts.get(targets.file_prefix, {})) for source, parts in read]
-    updates = plan_updates(base.files, own, targets.keys, targets.family, fits)
+    updates = plan_updates(base.weights, own, targets.keys, targets.family, fits)
     for note in partial_notes(fits):
         console.print(f"note: {note}")
     options.save_to.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +209,7 @@ def _are_loras(weights: object) -> bool:
 
 
 def _write(options: argparse.Namespace, merge: Fp8Merge, sources: Sequence[LoraSource], console: Console) -> None:
-    base, files = merge.base, [file.path for file in merge.base.files]
+    base = merge.base
     merged = ", ".join(f"{source.path.name}:{source.ratio:g}" for source in sources)
     place: AbstractContextManager[Path] = nullcontext(options.save_to.parent)
     if base.folder is not None:
@@ -220,7 +219,7 @@ def _write(options: argparse.Namespace, merge: Fp8Merge, sources: Sequence[LoraS
             index.unlink()  # the shards become one file
         target = options.save_to if base.folder is None else folder / "diffusion_pytorch_model.safetensors"
         written = write_fp8_checkpoint(
-            base.path, files, target, merge.kind, merge.recipe, merge=merge, metadata={"tandem.merged_loras": merged}
+            base.weights, target, merge.kind, merge.recipe, merge=merge, metadata={"tandem.merged_loras": merged}
         )
     console.print(f"{options.save_to}: {len(merge.updates)} tensors changed; {written.quantized} in fp8")
 

@@ -41,7 +41,7 @@ from library.errors import UserError, exit_on_user_error
 from library.models.family import Family, TextEncoder
 from library.models.layer_names import LoraTargets
 from library.models.registry import FAMILIES, lora_targets, model_family
-from library.precision.loading import Fp8Loader
+from library.precision.recipe import Fp8Loader
 from library.training.sampling.conditions import PictureRules, check_pictures, encode_pictures, text_jobs
 from library.training.sampling.images import save_picture
 from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts

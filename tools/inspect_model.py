@@ -25,7 +25,7 @@ from rich.console import Console
 import tools.inspection.tables as tables
 from library.errors import UserError, exit_on_user_error
 from library.models.inspection import Component, WeightSet, components, is_lora, weight_sets
-from library.precision.checkpoint_layouts import detect_layout
+from library.precision.checkpoint_layouts import WeightFiles
 from networks.files.inspection import LoraReport, inspect_lora
 from tools.inspection.lora_picture import draw_lora
 
@@ -67,7 +67,7 @@ def _find(weights: WeightSet) -> Finding:
     if is_lora(weights.tensors):
         return Finding(weights, None, lora=inspect_lora(weights.files[0]))
     try:
-        layout = detect_layout(weights.files[0], list(weights.files))
+        layout = WeightFiles(weights.files[0], weights.files).fp8
         fp8 = layout.describe().removeprefix(f"{weights.files[0]}: ") if layout else None
     except UserError as error:  # a quantisation that Tandem does not read is still shown
         fp8 = str(error).removeprefix(f"{weights.files[0]}: ")

@@ -27,12 +27,11 @@ from rich.progress import Progress
 
 from library.errors import UserError, exit_on_user_error
 from library.files import atomic_path
-from library.models.weights import weight_files
-from library.precision.checkpoint_layouts import LayoutKind
+from library.precision.checkpoint_layouts import LayoutKind, WeightFiles
 from library.precision.checkpoint_writing import WrittenFp8, default_granularity, write_fp8_checkpoint
-from library.precision.formats import FORMATS, format_named
-from library.precision.quantize import GRANULARITIES
+from library.precision.quantize import FORMATS, GRANULARITIES, format_named
 from library.precision.recipe import KINDS, Fp8Recipe
+from library.safetensors_io import weight_files
 from tools.calibrated_quantising import add_calibrated_arguments, calibrated
 
 _FILE_IN_FOLDER = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
@@ -98,8 +97,7 @@ def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
     ):
         task = progress.add_task("quantising", total=None)
         written = write_fp8_checkpoint(
-            options.model,
-            weight_files(model),
+            WeightFiles(options.model, weight_files(model)),
             target,
             options.layout,
             recipe,

@@ -34,13 +34,12 @@ from library.errors import UserError, exit_on_user_error
 from library.models.family import Family
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets, model_family, with_transformer
-from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.loading import Fp8Loader
+from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
 from library.precision.parity.activations import LayerInputs, collect_inputs
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.calibration import prepare_calibration
 from library.training.tasks.lora_plan import describe_base
-from networks.files.base import BaseModule, WeightReader, find_modules, open_base
+from networks.files.base import BaseModule, find_modules, open_base
 from networks.files.lora import PRECISIONS, LoraFile, load_lora
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights, names_in_short
@@ -55,16 +54,16 @@ class _Weights:
     """The linear weights of a model on disk, read one at a time."""
 
     places: Mapping[str, BaseModule]
-    reader: WeightReader
+    weights: WeightFiles
 
     @classmethod
     def of(cls, path: Path, option: str, targets: LoraTargets) -> _Weights:
-        files = open_base(path, option, fp8=True).files
-        return cls(find_modules(files, targets.keys, targets.family), WeightReader(files))
+        weights = open_base(path, option, fp8=True).weights
+        return cls(find_modules(weights, targets.keys, targets.family), weights)
 
     def read(self, names: Sequence[str], device: torch.device) -> Tensor:
         """Return the weights of ``names``, one below the other, fp32."""
-        return torch.cat([self.reader.read(self.places[name], device) for name in names])
+        return torch.cat([self.places[name].read(self.weights, device) for name in names])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from PIL import Image
 import dev.figures.numbers as numbers
 from dev.figures.numbers import heavy_tailed_weight
 from library.files import atomic_path
-from library.precision.formats import E4M3FN
+from library.precision.quantize import E4M3FN
 
 COLOURS = {"fp32": "#222222", "bf16": "#1f77b4", "e4m3fn": "#d62728", "e5m2": "#ff9f1c"}
 _MERGE_STYLES = {

@@ -19,11 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from library.precision.formats import E4M3FN, FORMATS
+from library.precision.fake_quantize import ActivationRounding, round_activations
 from library.precision.parity.compensated import merge_into_fp8
 from library.precision.parity.layer_errors import moment_energy, saturated, survival
-from library.precision.quantize import Granularity, Quantized, dequantize, quantize, round_to_nearest
-from library.precision.serving import ActivationRounding, round_activations
+from library.precision.quantize import E4M3FN, FORMATS, Granularity, Quantized, dequantize, quantize, round_to_nearest
 
 SIZE = 512
 RANK = 16

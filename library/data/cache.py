@@ -63,8 +63,8 @@ from library.data.masks import MASKS_VERSION, Mask, generated_mask
 from library.data.samples import Sample
 from library.data.sidecars import Control, checked_bytes
 from library.errors import UserError
-from library.files import read_safetensors_header, write_safetensors
 from library.randomness import python_random
+from library.safetensors_io import read_safetensors_header, write_safetensors
 
 _DECODERS = 4  # threads that decode and resize ahead while the encoder works
 

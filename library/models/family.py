@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.errors import UserError
 from library.files import weights_fingerprint
-from library.models.weights import KeyMap, WeightFiles, load_into
+from library.models.weights import KeyMap, load_into
 from library.nn.attention import Backend
 from library.nn.tensor_split import Parts
-from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.loading import Fp8Loader
-from library.precision.recipe import Fp8Recipe
+from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 
 
 class ImageEncoder(Protocol):

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from library.errors import UserError
-from library.files import read_safetensors_header
-from library.models.weights import weight_files
+from library.safetensors_io import read_safetensors_header, weight_files
 
 
 @dataclass(frozen=True)

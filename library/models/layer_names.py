@@ -26,7 +26,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from library.models.weights import KeyMap, Piece, WeightFiles
+from library.models.weights import KeyMap
+from library.precision.checkpoint_layouts import WeightFiles
+from library.safetensors_io import RowRange
 
 Weights = TypeVar("Weights")
 
@@ -242,7 +244,7 @@ def original_key_map(
         keys: the linear layers.
         norms: regular expressions of other tensors' original names, and what diffusers calls them.
     """
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[RowRange]] = {}
     for name in weights.names:
         if not name.startswith(prefix):
             continue
@@ -251,28 +253,28 @@ def original_key_map(
         if place is not None and place.part is None:
             found |= _pieces(weights, prefix + module, leaf, place)
         else:
-            found[_renamed(name.removeprefix(prefix), norms)] = [Piece(name)]
+            found[_renamed(name.removeprefix(prefix), norms)] = [RowRange(name)]
     for row in keys.rows:
         stack, several, _ = (prefix + row.original).partition("{i}")
         for i in range(count_blocks(weights, stack)) if several and row.original not in row.parts else ():
             lacking = f"{prefix}{row.original}.weight".replace("{i}", str(i))
             if lacking not in weights:
-                found.setdefault(f"{row.parts[0]}.weight".replace("{i}", str(i)), [Piece(lacking)])
+                found.setdefault(f"{row.parts[0]}.weight".replace("{i}", str(i)), [RowRange(lacking)])
     return found
 
 
-def _pieces(weights: WeightFiles, source: str, leaf: str, place: KeyPlace) -> dict[str, list[Piece]]:
+def _pieces(weights: WeightFiles, source: str, leaf: str, place: KeyPlace) -> dict[str, list[RowRange]]:
     """Return the diffusers parameters stacked in tensor ``leaf`` of original module ``source``, as pieces of rows."""
     name, multiples = f"{source}.{leaf}", place.row.rows
     if place.row.halves_swapped:
         half = weights.shape(name)[0] // 2
-        return {f"{place.modules[0]}.{leaf}": [Piece(name, half, 2 * half), Piece(name, 0, half)]}
+        return {f"{place.modules[0]}.{leaf}": [RowRange(name, half, 2 * half), RowRange(name, 0, half)]}
     if not multiples:
-        return {f"{place.modules[0]}.{leaf}": [Piece(name)]}
+        return {f"{place.modules[0]}.{leaf}": [RowRange(name)]}
     start, found = 0, {}
     for module, multiple in zip(place.modules, multiples, strict=True):
         end = start + multiple * (weights.shape(name)[0] // sum(multiples))
-        found[f"{module}.{leaf}"] = [Piece(name, start, None if module == place.modules[-1] else end)]
+        found[f"{module}.{leaf}"] = [RowRange(name, start, None if module == place.modules[-1] else end)]
         start = end
     return found
 

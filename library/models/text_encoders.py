@@ -29,9 +29,10 @@ from transformers import (
 )
 
 from library.errors import UserError
-from library.models.weights import Piece, WeightFiles, load_into, read_config
-from library.precision.loading import Fp8Loader
-from library.precision.recipe import Fp8Recipe
+from library.models.weights import load_into, read_config
+from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.safetensors_io import RowRange
 
 # In clip_l files beside the text model: the projection that FLUX does not use, buffers of old versions.
 _CLIP_UNUSED = re.compile(
@@ -145,7 +146,7 @@ def load_clip(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
     with torch.device("meta"):
         wanted = set(CLIPTextModel(config).state_dict())
     used = [name for name in weights.names if not _CLIP_UNUSED.search(name)]
-    key_map = {_clip_name(name, wanted): [Piece(name)] for name in used}
+    key_map = {_clip_name(name, wanted): [RowRange(name)] for name in used}
     model = load_into(lambda: CLIPTextModel(config), weights, key_map, dtype, device)
     assert isinstance(model, CLIPTextModel)
     return model
@@ -166,7 +167,7 @@ def load_t5(
     config = T5Config(**read_config(path)) if path.is_dir() else _t5_config(weights)
     config.dropout_rate = 0.0  # 0.1 as published, which no one wants under a LoRA with dropouts of its own
     # The embedding is one tensor with two names; files hold one or both.
-    key_map: dict[str, list[Piece]] = {name: [Piece(name)] for name in weights.names}
+    key_map: dict[str, list[RowRange]] = {name: [RowRange(name)] for name in weights.names}
     tied = key_map.pop("encoder.embed_tokens.weight", None)
     if tied and "shared.weight" not in key_map:
         key_map["shared.weight"] = tied

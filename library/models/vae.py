@@ -23,7 +23,9 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import fingerprint
 from library.models.family import dtype_name
-from library.models.weights import KeyMap, Piece, WeightFiles, identity_map, load_into, read_config
+from library.models.weights import KeyMap, identity_map, load_into, read_config
+from library.precision.checkpoint_layouts import WeightFiles
+from library.safetensors_io import RowRange
 
 # BFL's constants, https://github.com/black-forest-labs/flux/blob/main/src/flux/util.py
 FLUX_SCALING, FLUX_SHIFT = 0.3611, 0.1159
@@ -183,7 +185,7 @@ def _describe_file(weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
     }
     if not bfl:
         return config, identity_map(weights.names)
-    return config, {_diffusers_name(name, levels): [Piece(name)] for name in weights.names}
+    return config, {_diffusers_name(name, levels): [RowRange(name)] for name in weights.names}
 
 
 def _count_up(weights: WeightFiles, name: Callable[[int], str]) -> int:

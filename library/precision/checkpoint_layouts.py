@@ -21,25 +21,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from library.errors import UserError
-from library.files import read_safetensors_header
-from library.precision.formats import FORMATS
-from library.precision.quantize import Granularity
+from library.errors import UserError, did_you_mean
+from library.precision.quantize import FORMATS, Granularity, Quantized, dequantize, holds_nan_or_inf
+from library.safetensors_io import RowRange, TensorEntry, read_entries, read_rows, read_tensor, weight_files
 
 LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "musubi"]
 
 _FP8 = {fp8.safetensors_name: fp8 for fp8 in FORMATS}
 _COMFY_FORMATS = {f"float8_{fp8.name}": fp8 for fp8 in FORMATS}
+_WEIGHT_DTYPES = {"F64", "F32", "F16", "BF16", "U8", *_FP8}  # ComfyUI may keep fp8 in U8
 _QUANTISED_DTYPES = {*_FP8, "U8", "I8", "F8_E8M0", "F4"}
 _SCALE_LEAVES = {
     "scale_weight": "weight",
@@ -55,27 +54,82 @@ _TITLES = {
 }
 
 
-class RowRange(Protocol):
-    """Rows ``start:stop`` of the tensor ``source``; all of them where ``stop`` is None."""
+class WeightFiles:
+    """The tensors of a model's safetensors files, known by name and read on request, as stored or as numbers.
+
+    Attributes:
+        path: what errors name.
+        entries: name -> where the tensor lies; fp8 scales and markers are not among them.
+        metadata: the files' strings.
+        fp8: what of it is in fp8, or None.
+    """
+
+    entries: dict[str, TensorEntry]
+    fp8: Fp8Layout | None
+
+    def __init__(self, path: str | Path, files: Sequence[Path] | None = None) -> None:
+        """Read the headers of ``path``: a ``.safetensors`` file, or a folder with one or with shards.
+
+        Args:
+            path: file or folder; with ``files`` only a name for messages.
+            files: the model's files, where they are known already.
+
+        Raises:
+            UserError: ``path`` is missing, is no safetensors file, lacks a shard, or is quantised in a way that
+                is not known.
+        """
+        self.path = Path(path)
+        self.entries, self.metadata = read_entries(weight_files(self.path) if files is None else files)
+        self.fp8 = _Detector(self.path, self.entries, self.metadata).layout()
+        if self.fp8 is not None:
+            self.entries = {name: e for name, e in self.entries.items() if name not in self.fp8.bookkeeping}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
 
     @property
-    def source(self) -> str:
-        """Name in the file."""
+    def names(self) -> list[str]:
+        """Every tensor's name, in file order."""
+        return list(self.entries)
 
-    @property
-    def start(self) -> int:
-        """First row."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of tensor ``name``; raises a UserError if there is none."""
+        if name not in self.entries:
+            hint = did_you_mean(name, self.entries) or "; is this the right file?"
+            raise UserError(f"{self.path}: tensor {name!r} is missing{hint}")
+        return self.entries[name].shape
 
-    @property
-    def stop(self) -> int | None:
-        """Row after the last."""
+    def rows(self, rows: RowRange) -> tuple[int, ...]:
+        """Return the shape of ``rows``."""
+        return rows.of(self.shape(rows.source))
 
+    def read(self, ranges: Sequence[RowRange]) -> Tensor:
+        """Return the rows of ``ranges`` one below the other, in memory of their own, in the file's dtype."""
+        dtype = self.entries[ranges[0].source].dtype
+        if dtype not in _WEIGHT_DTYPES:
+            raise UserError(f"{self.path}: tensor {ranges[0].source!r} has dtype {dtype}; use the bf16 or fp16 file")
+        return read_rows(self.entries, ranges)
 
-@dataclass(frozen=True)
-class _Entry:
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
+    def read_quantized(self, ranges: Sequence[RowRange]) -> Quantized | None:
+        """Return the rows of ``ranges`` as fp8 and their scale; None where they are stored in higher precision.
+
+        Raises:
+            UserError: they hold NaN or infinity, or see :meth:`Fp8Layout.scale_of`.
+        """
+        if self.fp8 is None or not self.fp8.holds(ranges):
+            return None
+        codes = self.read(ranges).view(self.fp8.dtypes[ranges[0].source])  # a uint8 container becomes what it holds
+        if holds_nan_or_inf(codes):
+            raise UserError(f"{self.path}: {ranges[0].source!r} holds NaN or infinity; download it again")
+        return Quantized(codes, self.fp8.scale_of(ranges))
+
+    def read_float(self, rows: RowRange, device: torch.device | str = "cpu") -> Tensor:
+        """Return ``rows`` of a matrix in fp32 on ``device``, dequantised where they are fp8."""
+        quantized = self.read_quantized([rows])
+        if quantized is None:
+            return self.read([rows]).to(device).float()
+        scale = None if quantized.scale is None else quantized.scale.to(device)
+        return dequantize(quantized.codes.to(device), scale, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -96,7 +150,7 @@ class Fp8Layout:
     dtypes: Mapping[str, torch.dtype]
     scales: Mapping[str, str]
     ignored: frozenset[str]
-    _entries: Mapping[str, _Entry]
+    _entries: Mapping[str, TensorEntry]
 
     def describe(self) -> str:
         """Return what the file holds, in a line."""
@@ -110,34 +164,34 @@ class Fp8Layout:
         text += f", {others} in higher precision"
         return text + (f"; {len(self.ignored)} activation scales not used" if self.ignored else "")
 
-    def holds_codes(self, pieces: Sequence[RowRange]) -> bool:
-        """Return whether all of ``pieces`` are fp8 codes."""
-        return all(piece.source in self.dtypes for piece in pieces)
+    def holds(self, ranges: Sequence[RowRange]) -> bool:
+        """Return whether all of ``ranges`` are fp8."""
+        return all(rows.source in self.dtypes for rows in ranges)
 
-    def scale_of(self, pieces: Sequence[RowRange]) -> Tensor | None:
-        """Return the scale of the rows of ``pieces``, one below the other: [1 or rows, blocks] fp32, or None.
+    def scale_of(self, ranges: Sequence[RowRange]) -> Tensor | None:
+        """Return the scale of the rows of ``ranges``, one below the other: [1 or rows, blocks] fp32, or None.
 
         A row's scale goes with its row; a tensor's scale is shared by all its rows.
 
         Raises:
             UserError: a scale has a shape that its weight does not explain, or is not positive and finite.
         """
-        parts = [self._rows_scale(piece) for piece in pieces]
+        parts = [self._rows_scale(rows) for rows in ranges]
         if all(scale is None for scale, _ in parts):
             return None
         scales = [torch.ones(1, 1) if scale is None else scale for scale, _ in parts]
         if all(scale.shape == (1, 1) and torch.equal(scale, scales[0]) for scale in scales):
             return scales[0].clone()
         blocks = max(scale.shape[1] for scale in scales)
-        for piece, scale in zip(pieces, scales, strict=True):
+        for rows, scale in zip(ranges, scales, strict=True):
             if blocks % scale.shape[1]:
                 raise UserError(
-                    f"{self.path}: {self.scales.get(piece.source)!r} has {scale.shape[1]} blocks a row where a layer "
+                    f"{self.path}: {self.scales.get(rows.source)!r} has {scale.shape[1]} blocks a row where a layer "
                     f"joined with it has {blocks}; quantise the model with one block size"
                 )
         wide = [
-            scale.repeat_interleave(blocks // scale.shape[1], dim=1).expand(rows, blocks)
-            for scale, (_, rows) in zip(scales, parts, strict=True)
+            scale.repeat_interleave(blocks // scale.shape[1], dim=1).expand(count, blocks)
+            for scale, (_, count) in zip(scales, parts, strict=True)
         ]
         return torch.cat(wide)
 
@@ -158,18 +212,17 @@ class Fp8Layout:
             raise UserError(f"{self.path}: {weight!r} has scales per {size} inputs; 64 and 128 can be written")
         return found[size]
 
-    def _rows_scale(self, piece: RowRange) -> tuple[Tensor | None, int]:
-        rows = self._entries[piece.source].shape[0] if self._entries[piece.source].shape else 1
-        stop = rows if piece.stop is None else piece.stop
-        if piece.source not in self.scales:
-            return None, stop - piece.start
-        scale = self._read_scale(piece.source)
-        return (scale if scale.shape[0] == 1 else scale[piece.start : stop]), stop - piece.start
+    def _rows_scale(self, rows: RowRange) -> tuple[Tensor | None, int]:
+        """Return the scale of ``rows``, and how many they are."""
+        count = rows.of(self._entries[rows.source].shape)[0]
+        if rows.source not in self.scales:
+            return None, count
+        scale = self._read_scale(rows.source)
+        return (scale if scale.shape[0] == 1 else scale[rows.start : rows.stop]), count
 
     def _read_scale(self, weight: str) -> Tensor:
         name = self.scales[weight]
-        with safe_open(self._entries[name].file, "pt") as file:
-            scale = file.get_tensor(name).float()
+        scale = read_tensor(self._entries, name).float()
         if not (torch.isfinite(scale).all() and (scale > 0).all()):
             raise UserError(f"{self.path}: {name!r} holds a scale that is not positive and finite; download it again")
         return scale.reshape(self._scale_shape(weight))
@@ -196,32 +249,11 @@ class Fp8Layout:
         return "a scale a row" if rows > 1 else "one scale"
 
 
-def detect_layout(path: str | Path, files: Sequence[Path] | None = None) -> Fp8Layout | None:
-    """Return what the safetensors at ``path`` hold in fp8, or None if they hold none; only headers are read.
-
-    Args:
-        path: for messages.
-        files: the file, or the shards of one model; ``path`` itself if None.
-
-    Raises:
-        UserError: a quantisation that is not one of this module's layouts; the message names the tensor.
-    """
-    return _Detector(Path(path), files or [Path(path)]).layout()
-
-
 class _Detector:
     """Sorts the tensors of a checkpoint into weights, scales and markers."""
 
-    def __init__(self, path: Path, files: Iterable[Path]) -> None:
-        self.path = path
-        self.entries: dict[str, _Entry] = {}
-        self.metadata: dict[str, str] = {}
-        for file in files:
-            for name, entry in read_safetensors_header(file).items():
-                if name == "__metadata__":
-                    self.metadata |= entry
-                else:
-                    self.entries[name] = _Entry(file, entry["dtype"], tuple(entry["shape"]))
+    def __init__(self, path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> None:
+        self.path, self.entries, self.metadata = path, entries, metadata
         self.markers = {n for n in self.entries if n.rpartition(".")[2] == "scaled_fp8"}
 
     def layout(self) -> Fp8Layout | None:
@@ -289,15 +321,12 @@ class _Detector:
                 configs |= {self._full_name(layer): dict(config) for layer, config in layers.items()}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise self._refuse("_quantization_metadata", "is not the JSON object ComfyUI writes") from None
-        markers = [name for name in self.entries if name.rpartition(".")[2] == "comfy_quant"]
-        for path in {self.entries[name].file for name in markers}:  # hundreds of markers: each file is opened once
-            with safe_open(path, "pt") as file:
-                for name in (name for name in markers if self.entries[name].file == path):
-                    raw = file.get_tensor(name)
-                    try:
-                        configs[name.rpartition(".")[0]] = dict(json.loads(bytes(raw.tolist())))
-                    except (ValueError, TypeError):
-                        raise self._refuse(name, "is not the JSON object ComfyUI writes") from None
+        for name in (name for name in self.entries if name.rpartition(".")[2] == "comfy_quant"):
+            try:
+                raw = read_tensor(self.entries, name)
+                configs[name.rpartition(".")[0]] = dict(json.loads(bytes(raw.tolist())))
+            except (ValueError, TypeError):
+                raise self._refuse(name, "is not the JSON object ComfyUI writes") from None
         return configs
 
     def _full_name(self, layer: str) -> str:

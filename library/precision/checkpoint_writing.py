@@ -17,23 +17,20 @@ start from a file that is in fp8 already. What it leaves alone in such a file ke
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import DTYPES, read_safetensors_header, stream_safetensors, tensor_bytes
-from library.precision.checkpoint_layouts import Fp8Layout, LayoutKind, detect_layout
-from library.precision.formats import E4M3FN
-from library.precision.quantize import Granularity, Quantized, block_size, fitting_granularity
+from library.precision.checkpoint_layouts import LayoutKind, WeightFiles
+from library.precision.quantize import E4M3FN, Granularity, Quantized, block_size, fitting_granularity
 from library.precision.recipe import Fp8Recipe
+from library.safetensors_io import DTYPES, read_tensor, stream_safetensors, tensor_bytes
 
 _ALLOWED: dict[LayoutKind, tuple[Granularity, ...]] = {
     "plain": ("cast",),
@@ -75,30 +72,6 @@ class _Planned:
     make: Callable[[], Tensor]
 
 
-@dataclass(frozen=True)
-class _Source:
-    name: str
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class StoredTensor(Protocol):
-    """A tensor of a file, by its header."""
-
-    @property
-    def name(self) -> str:
-        """Name in the file."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As it is stored."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As it is stored."""
-
-
 class WeightChanges(Protocol):
     """What a merge does to the weights while they are written."""
 
@@ -110,8 +83,7 @@ class WeightChanges(Protocol):
 
 
 def write_fp8_checkpoint(
-    source: str | Path,
-    files: Sequence[Path],
+    weights: WeightFiles,
     target: str | Path,
     kind: LayoutKind,
     recipe: Fp8Recipe,
@@ -121,11 +93,10 @@ def write_fp8_checkpoint(
     merge: WeightChanges | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> WrittenFp8:
-    """Write the model in ``files`` to ``target`` with its linear weights in fp8.
+    """Write the model ``weights`` to ``target`` with its linear weights in fp8.
 
     Args:
-        source: what the user named, for messages.
-        files: its safetensors file, or the shards.
+        weights: the source.
         target: a ``.safetensors`` path.
         kind: layout.
         recipe: format, scales, what is kept.
@@ -140,12 +111,14 @@ def write_fp8_checkpoint(
             is not finite, a pattern matches nothing.
     """
     _check_layout(kind, recipe)
-    layout = detect_layout(source, files)
+    source, layout = weights.path, weights.fp8
     if layout is not None and merge is None:
         raise UserError(f"{source}: is in fp8 already; quantise the bf16 or fp16 file of the model")
-    sources, strings = _read_headers(source, files)
-    sources = [s for s in sources if layout is None or s.name not in layout.bookkeeping]
-    linears = linear_weights(sources, layout)
+    for name, entry in weights.entries.items():
+        if entry.dtype not in DTYPES:
+            raise UserError(f"{source}: tensor {name!r} has dtype {entry.dtype}; give a bf16 or fp16 file")
+    specs = {name: entry.spec for name, entry in weights.entries.items()}
+    linears = linear_weights(weights)
     if layout is None:
         recipe.check_patterns(linears)
         chosen = {name for name in linears if recipe.kept_as(name) is None}
@@ -154,28 +127,26 @@ def write_fp8_checkpoint(
     if not chosen:
         raise UserError(f"{source}: no linear weight is left to quantise; keep fewer layers high, or give a model file")
     plan: dict[str, _Planned] = {}
-    with ExitStack() as stack:
-        opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}
-        for s in sources:
-            read = partial(opened[s.file].get_tensor, s.name)
-            if s.name.removesuffix(".weight") in chosen and s.name.endswith(".weight"):
-                plan |= _quantized_tensors(s, _rounding(s, read, recipe, kind, merge), kind, recipe, fp8_matmul)
-            else:
-                plan[s.name] = _Planned(s.dtype, s.shape, read if merge is None else partial(merge.high, s.name, read))
-        if kind == "comfy_scaled":
-            plan |= _marker(sources, fp8_matmul)
-        strings |= {"fp8_recipe": recipe.describe(), **(metadata or {})}
-        made = iter(range(1, len(plan) + 1))
+    for name, (dtype, shape) in specs.items():
+        layer, read = name.removesuffix(".weight"), partial(read_tensor, weights.entries, name)
+        if layer in chosen and name.endswith(".weight"):
+            quantized = _rounding(name, read, recipe, stored_scale_dtype(kind, dtype), merge)
+            plan |= _quantized_tensors(name, dtype, shape, quantized, kind, recipe, fp8_matmul)
+        else:
+            plan[name] = _Planned(dtype, shape, read if merge is None else partial(merge.high, name, read))
+    if kind == "comfy_scaled":
+        plan |= _marker(specs, fp8_matmul)
+    strings = weights.metadata | {"fp8_recipe": recipe.describe(), **(metadata or {})}
+    made = iter(range(1, len(plan) + 1))
 
-        def make(name: str) -> Tensor:
-            if progress is not None:
-                progress(next(made), len(plan))
-            return plan[name].make()
+    def make(name: str) -> Tensor:
+        if progress is not None:
+            progress(next(made), len(plan))
+        return plan[name].make()
 
-        specs = {name: (planned.dtype, planned.shape) for name, planned in plan.items()}
-        stream_safetensors(target, specs, make, strings)
-    before = sum(tensor_bytes(s.dtype, s.shape) for s in sources)
-    after = sum(tensor_bytes(dtype, shape) for dtype, shape in specs.values())
+    written = {name: (planned.dtype, planned.shape) for name, planned in plan.items()}
+    stream_safetensors(target, written, make, strings)
+    before, after = (sum(tensor_bytes(*spec) for spec in tensors.values()) for tensors in (specs, written))
     return WrittenFp8(Path(target), len(chosen), len(linears) - len(chosen), before, after)
 
 
@@ -191,46 +162,34 @@ def _check_layout(kind: LayoutKind, recipe: Fp8Recipe) -> None:
         )
 
 
-def _read_headers(source: str | Path, files: Sequence[Path]) -> tuple[list[_Source], dict[str, str]]:
-    sources: list[_Source] = []
-    metadata: dict[str, str] = {}
-    for file in files:
-        for name, entry in read_safetensors_header(file).items():
-            if name == "__metadata__":
-                metadata |= entry
-            elif entry["dtype"] not in DTYPES:
-                raise UserError(f"{source}: tensor {name!r} has dtype {entry['dtype']}; give a bf16 or fp16 file")
-            else:
-                sources.append(_Source(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"])))
-    return sources, metadata
+def linear_weights(weights: WeightFiles) -> list[str]:
+    """Return the linear layers of ``weights``, by name; of an all-in-one file the transformer's alone."""
+    all_in_one = any(name.startswith(_COMFY_PREFIX) for name in weights.entries)
+    in_fp8 = weights.fp8.dtypes if weights.fp8 is not None else {}
+    tables = Fp8Recipe(keep=())
 
+    def is_linear(name: str) -> bool:
+        dtype, shape = weights.entries[name].spec
+        inside = not all_in_one or name.startswith(_COMFY_PREFIX)
+        matrix = name.endswith(".weight") and len(shape) == 2 and (dtype in _HIGH or name in in_fp8)
+        return matrix and inside and tables.kept_as(name.removesuffix(".weight")) is None
 
-def linear_weights(sources: Sequence[StoredTensor], layout: Fp8Layout | None) -> list[str]:
-    """Return the linear layers among ``sources``, by name; of an all-in-one file the transformer's alone."""
-    all_in_one = any(s.name.startswith(_COMFY_PREFIX) for s in sources)
-    in_fp8 = layout.dtypes if layout is not None else {}
-
-    def is_linear(tensor: StoredTensor) -> bool:
-        if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
-            return False
-        inside = not all_in_one or tensor.name.startswith(_COMFY_PREFIX)
-        layer = tensor.name.removesuffix(".weight")
-        return (tensor.dtype in _HIGH or tensor.name in in_fp8) and inside and Fp8Recipe(keep=()).kept_as(layer) is None
-
-    return [s.name.removesuffix(".weight") for s in sources if is_linear(s)]
+    return [name.removesuffix(".weight") for name in weights.entries if is_linear(name)]
 
 
 def _rounding(
-    tensor: _Source, read: Callable[[], Tensor], recipe: Fp8Recipe, kind: LayoutKind, merge: WeightChanges | None
+    name: str,
+    read: Callable[[], Tensor],
+    recipe: Fp8Recipe,
+    scale_dtype: torch.dtype,
+    merge: WeightChanges | None,
 ) -> Callable[[], Quantized]:
-    """Return what makes codes and scale of the weight ``tensor``."""
-    layer = tensor.name.removesuffix(".weight")
-    scale_dtype = stored_scale_dtype(kind, tensor.dtype)
+    """Return what quantises the weight ``name``."""
 
     def make() -> Quantized:
-        if merge is not None and (made := merge.rounded(tensor.name)) is not None:
+        if merge is not None and (made := merge.rounded(name)) is not None:
             return made
-        return recipe.quantize(layer, read(), scale_dtype)
+        return recipe.quantize(name.removesuffix(".weight"), read(), scale_dtype)
 
     return make
 
@@ -243,18 +202,24 @@ def stored_scale_dtype(kind: LayoutKind, weight: torch.dtype) -> torch.dtype:
 
 
 def _quantized_tensors(
-    tensor: _Source, quantized: Callable[[], Quantized], kind: LayoutKind, recipe: Fp8Recipe, fp8_matmul: bool
+    name: str,
+    dtype: torch.dtype,
+    weight_shape: tuple[int, ...],
+    quantized: Callable[[], Quantized],
+    kind: LayoutKind,
+    recipe: Fp8Recipe,
+    fp8_matmul: bool,
 ) -> dict[str, _Planned]:
-    """Return what stands for the weight ``tensor``: codes, scale, marker.
+    """Return what stands for the weight ``name``: codes, scale, marker.
 
     A file holds wide dtypes first, so all scales come before any codes. Each is made from the weight anew, which
     reads the source twice and keeps nothing.
     """
-    layer = tensor.name.removesuffix(".weight")
-    scale_dtype = stored_scale_dtype(kind, tensor.dtype)
-    planned = {tensor.name: _Planned(recipe.fp8.dtype, tensor.shape, lambda: quantized().codes)}
+    layer = name.removesuffix(".weight")
+    scale_dtype = stored_scale_dtype(kind, dtype)
+    planned = {name: _Planned(recipe.fp8.dtype, weight_shape, lambda: quantized().codes)}
     if kind != "plain":
-        shape = _musubi_shape(tensor.shape, recipe.granularity) if kind == "musubi" else ()
+        shape = _musubi_shape(weight_shape, recipe.granularity) if kind == "musubi" else ()
 
         def scale() -> Tensor:
             found = quantized().scale
@@ -280,7 +245,7 @@ def _musubi_shape(weight: tuple[int, ...], granularity: Granularity) -> tuple[in
     return (weight[0], 1) if block is None else (weight[0], weight[1] // block, 1)
 
 
-def _marker(sources: Sequence[_Source], fp8_matmul: bool) -> dict[str, _Planned]:
-    prefix = _COMFY_PREFIX if any(s.name.startswith(_COMFY_PREFIX) for s in sources) else ""
+def _marker(names: Iterable[str], fp8_matmul: bool) -> dict[str, _Planned]:
+    prefix = _COMFY_PREFIX if any(name.startswith(_COMFY_PREFIX) for name in names) else ""
     marker = torch.zeros(0 if fp8_matmul else 2, dtype=E4M3FN.dtype)
     return {f"{prefix}scaled_fp8": _Planned(marker.dtype, tuple(marker.shape), lambda: marker)}

@@ -40,8 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from library.errors import UserError
-from library.precision.formats import E4M3FN, format_of
-from library.precision.quantize import Quantized, dequantize
+from library.precision.quantize import E4M3FN, Quantized, dequantize, format_of
 
 _ALIGNMENT = 16  # rows and columns of the fp8 operands, a rule of cuBLASLt
 

@@ -17,15 +17,25 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from library.errors import UserError, did_you_mean
-from library.precision.formats import E4M3FN, Fp8Format, format_of
+from library.precision.fake_quantize import ActivationRounding, fake_quantize_inputs
 from library.precision.fp8_linear import Fp8Compute, Fp8Linear, Fp8LinearOfHiddenDtype
-from library.precision.quantize import Granularity, Quantized, compute_scale, fitting_granularity, quantize
+from library.precision.quantize import (
+    E4M3FN,
+    Fp8Format,
+    Granularity,
+    Quantized,
+    compute_scale,
+    dequantize,
+    fitting_granularity,
+    format_of,
+    quantize,
+)
 from library.randomness import derive_seed
 
 _ROOT = r"(model\.diffusion_model\.|transformer\.)?"
@@ -222,3 +232,93 @@ def install(
 def _weight_bytes(model: nn.Module) -> int:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+@dataclass
+class Fp8Loader:
+    """How one model's weights are placed, and a count of what was done.
+
+    Attributes:
+        recipe: how bf16 weights become fp8, or None to leave them.
+        compute, fp8_input_gradient: see ``Fp8Linear``.
+        activations: how the inputs of fp8 layers are rounded, see ``fake_quantize``; None: not at all.
+    """
+
+    recipe: Fp8Recipe | None = None
+    compute: Fp8Compute = "auto"
+    fp8_input_gradient: bool = False
+    activations: ActivationRounding | None = None
+    read: int = field(default=0, init=False)
+    quantized: int = field(default=0, init=False)
+    kept: int = field(default=0, init=False)
+
+    def check(self, module: nn.Module) -> None:
+        """Raise a UserError if the recipe has a pattern that no linear layer of ``module`` matches."""
+        if self.recipe is not None:
+            self.recipe.check_patterns(name for name, m in module.named_modules() if type(m) is nn.Linear)
+
+    def load(
+        self, module: nn.Module, name: str, value: Tensor | Quantized, device: torch.device | str
+    ) -> Tensor | None:
+        """Put the parameter ``name`` into ``module`` as fp8; or return it for the caller to cast and assign.
+
+        Args:
+            module: on the meta device or filled; the linear layer's bias stays as it is.
+            name: of the parameter in ``module``.
+            value: what the file holds: a tensor in high precision, or fp8 with its scale.
+            device: where an fp8 weight goes.
+
+        Returns:
+            None if the parameter is in its place, else the tensor, which is no longer fp8.
+
+        Raises:
+            UserError: the weight is not finite, or does not suit ``compute``.
+        """
+        layer, _, leaf = name.rpartition(".")
+        linear = leaf == "weight" and type(module.get_submodule(layer)) is nn.Linear
+        if isinstance(value, Quantized):
+            if not linear:
+                return _upcast(value)
+            quantized = value
+            self.read += 1
+        elif linear and self.recipe is not None and value.is_floating_point():
+            if self.recipe.kept_as(layer) is not None:
+                self.kept += 1
+                return value
+            quantized = self.recipe.quantize(layer, value)
+            self.quantized += 1
+        else:
+            return value
+        scale = None if quantized.scale is None else quantized.scale.to(device)
+        on_device = Quantized(quantized.codes.to(device), scale)
+        bias = module.get_submodule(layer).bias
+        install(module, layer, on_device, None, compute=self.compute, fp8_input_gradient=self.fp8_input_gradient)
+        module.get_submodule(layer).bias = bias  # the caller fills it next
+        return None
+
+    def round_inputs(self, module: nn.Module) -> None:
+        """Let the fp8 layers of a loaded ``module`` round their inputs, if they are to; before a LoRA is put in."""
+        if self.activations is not None:
+            layers = [name for name, layer in module.named_modules() if isinstance(layer, Fp8Linear)]
+            fake_quantize_inputs(module, dict.fromkeys(layers), self.activations)
+
+    def describe(self) -> str:
+        """Return what was done, in a line; empty if nothing was."""
+        parts = []
+        if self.read:
+            parts.append(f"{self.read} linear weights read as fp8")
+        if self.quantized and self.recipe is not None:
+            parts.append(f"{self.quantized} quantised ({self.recipe.describe()})")
+        if self.kept:
+            parts.append(f"{self.kept} kept high")
+        if self.activations is not None:
+            parts.append(f"activations rounded to fp8 ({self.activations})")
+        return ", ".join(parts)
+
+
+def _upcast(quantized: Quantized) -> Tensor:
+    """Return fp32 numbers of codes of any shape; exact without a scale."""
+    codes, scale = quantized.codes, quantized.scale
+    assert format_of(codes.dtype) is not None
+    flat = codes.reshape(codes.shape[0] if codes.ndim else 1, -1)
+    return dequantize(flat, scale, torch.float32).reshape(codes.shape)

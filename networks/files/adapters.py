@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import read_safetensors_header, stream_safetensors
 from library.models.layer_names import LoraTargets
+from library.safetensors_io import read_safetensors_header, stream_safetensors
 from networks.adapters.base import AdapterLinear, fill
 from networks.adapters.lora import DoRALinear
 from networks.files.lora import LoraFile, find_place, for_file, load_lora, refuse_other_family, text_key

@@ -1,13 +1,11 @@
-"""The files of a base model: finding them, describing them, and making room for a changed copy.
+"""A base model's weights on disk: finding them, where each linear layer lies in them, making room for a changed copy.
 
-A base is one safetensors file, or a diffusers folder: a pipeline (weights in ``transformer/``) or a
-transformer alone, in one file or in shards named by an index. Only headers are read here. The copy of a
-folder appears under its final name when it is complete, by renaming.
+A base is one safetensors file, or a diffusers folder: a pipeline (weights in ``transformer/``) or a transformer alone,
+in one file or in shards named by an index. Only headers are read to open it. The copy of a folder appears under its
+final name when it is complete, by renaming.
 
-Where the linear layers of a family lie in the files of a base model, and their weights one at a time.
-
-A module (diffusers' name) is some rows of a tensor: all of them in diffusers' layout, a part of them where the
-original checkpoint stacks several modules (qkv). Weights in fp8 are given back as the numbers they stand for.
+A module (diffusers' name) is some rows of a tensor: all of them in diffusers' layout, a part of them where the original
+checkpoint stacks several modules (qkv). Weights in fp8 are given back dequantised.
 """
 
 from __future__ import annotations
@@ -15,39 +13,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import DTYPES, TensorSpecs, read_safetensors_header, shard_names, tensor_bytes, write_text
+from library.files import write_text
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.registry import lora_namings
-from library.precision.checkpoint_layouts import detect_layout
-from library.precision.quantize import dequantize
+from library.precision.checkpoint_layouts import WeightFiles
+from library.safetensors_io import DTYPES, RowRange, TensorSpecs, shard_names, tensor_bytes
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
-
-
-@dataclass(frozen=True)
-class BaseFile:
-    """One weight file: its path, each tensor's dtype and shape, its metadata."""
-
-    path: Path
-    tensors: TensorSpecs
-    metadata: Mapping[str, str]
-
-    def saved_layout(self, dtype: torch.dtype | None) -> TensorSpecs:
-        """Return name -> (dtype, shape) as written when floats become ``dtype`` (None: stay as they are)."""
-        return {
-            name: (dtype if dtype and own in _FLOATS else own, shape) for name, (own, shape) in self.tensors.items()
-        }
 
 
 @dataclass(frozen=True)
@@ -57,29 +39,25 @@ class Base:
     Attributes:
         path: what the user named.
         folder: the folder with the transformer's weights; None where ``path`` is a single file.
-        files: the transformer's weight files.
+        weights: the transformer's.
         fp8: whether weights in fp8 are let in.
     """
 
     path: Path
     folder: Path | None
-    files: tuple[BaseFile, ...]
+    weights: WeightFiles
     fp8: bool = False
 
     @property
-    def weights(self) -> Path:
+    def weights_path(self) -> Path:
         """The file or folder whose fingerprint stands for the weights."""
         return self.folder or self.path
 
-    def saved_bytes(self, dtype: torch.dtype | None) -> int:
-        """Return the size of all weights as written."""
-        return sum(tensor_bytes(*entry) for file in self.files for entry in file.saved_layout(dtype).values())
-
-    def component(self, name: str) -> tuple[BaseFile, ...]:
-        """Return the weight files of another component of a pipeline (``text_encoder``); none where there is none."""
+    def component(self, name: str) -> WeightFiles | None:
+        """Return the weights of another component of a pipeline (``text_encoder``), if there is one."""
         if self.folder is None or self.folder == self.path or not (self.path / name).is_dir():
-            return ()
-        return _weights_of(self.path / name, "model.safetensors", self.fp8)
+            return None
+        return _open(self.path / name, _weight_files(self.path / name, "model.safetensors"), self.fp8)
 
 
 def open_base(path: Path, option: str = "--model", fp8: bool = False) -> Base:
@@ -89,36 +67,48 @@ def open_base(path: Path, option: str = "--model", fp8: bool = False) -> Base:
         path: file or folder.
         option: that named it, for messages.
         fp8: let in weights in fp8; they are refused otherwise.
-
-    Raises:
-        UserError: nothing is there, no weights or several sets of them, or quantised weights.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; check {option}")
     if path.is_file():
-        return Base(path, None, (_read_base_file(path, fp8),), fp8)
+        return Base(path, None, _open(path, [path], fp8), fp8)
     folder = path / "transformer" if (path / "transformer").is_dir() else path
-    return Base(path, folder, _weights_of(folder, "diffusion_pytorch_model.safetensors", fp8), fp8)
+    files = _weight_files(folder, "diffusion_pytorch_model.safetensors")
+    return Base(path, folder, _open(path, files, fp8), fp8)
 
 
-def _weights_of(folder: Path, usual_name: str, fp8: bool) -> tuple[BaseFile, ...]:
+def _weight_files(folder: Path, usual_name: str) -> list[Path]:
     """Return the weight files of a folder: the shards of its index, or the one that is usual or alone."""
     if index := _index_of(folder):
-        return tuple(_read_base_file(folder / name, fp8) for name in shard_names(index))
+        return [folder / name for name in shard_names(index)]
     found = sorted(folder.glob("*.safetensors"))
     usual = folder / usual_name
     if usual not in found and len(found) != 1:
         raise UserError(f"{folder}: {len(found)} safetensors files and no index; give one file to --model")
-    return (_read_base_file(usual if usual in found else found[0], fp8),)
+    return [usual if usual in found else found[0]]
+
+
+def _open(path: Path, files: list[Path], fp8: bool) -> WeightFiles:
+    weights = WeightFiles(path, files)
+    for name, entry in weights.entries.items():
+        if entry.dtype not in DTYPES or (weights.fp8 is not None and name in weights.fp8.dtypes and not fp8):
+            raise UserError(f"{entry.file}: {name} is stored as {entry.dtype}; merge into the bf16 or fp16 file")
+    return weights
+
+
+def saved_specs(weights: WeightFiles, dtype: torch.dtype | None) -> TensorSpecs:
+    """Return name -> (dtype, shape) as written when floats become ``dtype`` (None: stay as they are)."""
+    specs = {name: entry.spec for name, entry in weights.entries.items()}
+    return {name: (dtype if dtype and stored in _FLOATS else stored, s) for name, (stored, s) in specs.items()}
+
+
+def _saved_bytes(base: Base, dtype: torch.dtype | None) -> int:
+    return sum(tensor_bytes(*spec) for spec in saved_specs(base.weights, dtype).values())
 
 
 def check_target(base: Base, save_to: Path, dtype: torch.dtype | None) -> None:
-    """Refuse a target of the wrong kind, one that would overwrite something, or one without room.
-
-    Raises:
-        UserError: with the reason.
-    """
-    needed = base.saved_bytes(dtype)
+    """Refuse a target of the wrong kind, one that would overwrite something, or one without room."""
+    needed = _saved_bytes(base, dtype)
     if base.folder is None:
         if save_to.suffix != ".safetensors":
             raise UserError(f"{save_to}: the base is one file; end --save_to in .safetensors")
@@ -158,7 +148,7 @@ def folder_copy(
         inside = temporary / base.folder.relative_to(base.path)
         if index := _index_of(base.folder):
             content = json.loads(index.read_text(encoding="utf-8"))
-            content.setdefault("metadata", {})["total_size"] = base.saved_bytes(dtype)
+            content.setdefault("metadata", {})["total_size"] = _saved_bytes(base, dtype)
             write_text(inside / index.name, json.dumps(content, indent=2) + "\n")
         yield inside
         if target.exists():
@@ -168,18 +158,6 @@ def folder_copy(
         raise UserError(f"{target}: cannot be written ({error.strerror}); choose another folder") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _read_base_file(path: Path, fp8: bool) -> BaseFile:
-    header = read_safetensors_header(path)
-    metadata = header.pop("__metadata__", {})
-    tensors: TensorSpecs = {}
-    for name, entry in header.items():
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None or (dtype.is_floating_point and dtype.itemsize == 1 and not fp8):
-            raise UserError(f"{path}: {name} is stored as {entry['dtype']}; merge into the bf16 or fp16 file")
-        tensors[name] = (dtype, tuple(entry["shape"]))
-    return BaseFile(path, tensors, metadata)
 
 
 def _index_of(folder: Path) -> Path | None:
@@ -202,12 +180,11 @@ _LEFT_OUT = "transformer."  # what GPT-2's published file leaves out of transfor
 
 @dataclass(frozen=True)
 class BaseModule:
-    """One module's place: ``rows`` of ``tensor`` in ``file``.
+    """One module's place: ``rows`` of ``tensor``.
 
     ``swapped``: their two halves come in the other order. ``transposed``: the tensor is [in, out], columns are meant.
     """
 
-    file: Path
     tensor: str
     rows: slice
     columns: int
@@ -219,95 +196,67 @@ class BaseModule:
         """Output rows and input columns."""
         return self.rows.stop - self.rows.start, self.columns
 
+    def read(self, weights: WeightFiles, device: torch.device | str = "cpu") -> Tensor:
+        """Return the module's weight, [out, in] fp32 on ``device``, rows in diffusers' order."""
+        if self.transposed:
+            return weights.read_float(RowRange(self.tensor), device).t()[self.rows]
+        return self.swap(weights.read_float(RowRange(self.tensor, self.rows.start, self.rows.stop), device))
 
-def find_modules(files: Sequence[BaseFile], keys: KeyNames, model_name: str) -> dict[str, BaseModule]:
+    def swap(self, rows: Tensor) -> Tensor:
+        """Return ``rows`` with their halves exchanged if they are stored so; twice is nothing."""
+        return torch.cat(rows.chunk(2)[::-1]) if self.swapped else rows
+
+
+def find_modules(weights: WeightFiles, keys: KeyNames, model_name: str) -> dict[str, BaseModule]:
     """Return diffusers module name -> its place.
 
     Raises:
         UserError: the files hold no such model, more of another one, or one whose parts do not add up.
     """
-    places = _modules(files, keys, model_name)
-    fullest = fullest_targets(files)
-    if fullest and len(_held(files, fullest[0])) > len(places):
+    places = _modules(weights, keys, model_name)
+    fullest = fullest_targets(weights)
+    if fullest and len(_held(weights, fullest[0])) > len(places):
         family = fullest[0].family
-        raise UserError(f"{files[0].path}: is a model of {family}, not of {model_name}; set --model_type {family}")
+        raise UserError(f"{weights.path}: is a model of {family}, not of {model_name}; set --model_type {family}")
     if not places:
-        raise UserError(f"{files[0].path}: holds no transformer of {model_name}; give its transformer file")
+        raise UserError(f"{weights.path}: holds no transformer of {model_name}; give its transformer file")
     return places
 
 
-def fullest_targets(files: Sequence[BaseFile]) -> list[LoraTargets]:
-    """Return the row of the architecture most of whose layers lie in ``files``; several if they are equal, or none."""
-    counts = {row.family: len(_held(files, row)) for row in lora_namings()}
+def fullest_targets(weights: WeightFiles) -> list[LoraTargets]:
+    """Return the row of the architecture that ``weights`` hold most layers of; several if they are equal, or none."""
+    counts = {row.family: len(_held(weights, row)) for row in lora_namings()}
     most = max(counts.values())
     return [row for row in lora_namings() if most and counts[row.family] == most]
 
 
-def _held(files: Sequence[BaseFile], row: LoraTargets) -> dict[str, BaseModule]:
+def _held(weights: WeightFiles, row: LoraTargets) -> dict[str, BaseModule]:
     try:
-        return _modules(files, row.keys, row.family)
+        return _modules(weights, row.keys, row.family)
     except UserError:  # the names of another architecture's layers, in other shapes
         return {}
 
 
-def _modules(files: Sequence[BaseFile], keys: KeyNames, model_name: str) -> dict[str, BaseModule]:
+def _modules(weights: WeightFiles, keys: KeyNames, model_name: str) -> dict[str, BaseModule]:
     places: dict[str, BaseModule] = {}
-    for file in files:
-        for key, (_, shape) in file.tensors.items():
-            prefix = next(p for p in _PREFIXES if key.startswith(p))
-            name = key.removeprefix(prefix).removesuffix(".weight")
-            place = keys.find(name) or keys.find(_LEFT_OUT + name)
-            if not key.endswith(".weight") or place is None or len(shape) != 2:
-                continue
-            if place.part is not None:
-                rows, columns = shape[::-1] if place.row.transposed else shape
-                module = BaseModule(file.path, key, slice(0, rows), columns, transposed=place.row.transposed)
-                places[place.modules[place.part]] = module
-                continue
-            try:
-                heights = place.row.part_rows(shape[0], shape[1])
-            except ValueError as error:
-                raise UserError(f"{file.path}: {key}: {error}; not a {model_name} model") from None
-            top = 0
-            for name, height in zip(place.modules, heights, strict=True):
-                part = slice(top, top + height)
-                places[name] = BaseModule(file.path, key, part, shape[1], place.row.halves_swapped)
-                top += height
+    for key, entry in weights.entries.items():
+        prefix = next(p for p in _PREFIXES if key.startswith(p))
+        name = key.removeprefix(prefix).removesuffix(".weight")
+        place = keys.find(name) or keys.find(_LEFT_OUT + name)
+        if not key.endswith(".weight") or place is None or len(entry.shape) != 2:
+            continue
+        height, width = entry.shape
+        if place.part is not None:
+            rows, columns = (width, height) if place.row.transposed else (height, width)
+            module = BaseModule(key, slice(0, rows), columns, transposed=place.row.transposed)
+            places[place.modules[place.part]] = module
+            continue
+        try:
+            heights = place.row.part_rows(height, width)
+        except ValueError as error:
+            raise UserError(f"{entry.file}: {key}: {error}; not a {model_name} model") from None
+        top = 0
+        for name, part in zip(place.modules, heights, strict=True):
+            places[name] = BaseModule(key, slice(top, top + part), width, place.row.halves_swapped)
+            top += part
     return places
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Rows of a tensor, as ``library.precision.checkpoint_layouts`` asks for them."""
-
-    source: str
-    start: int
-    stop: int | None
-
-
-class WeightReader:
-    """Reads the weights of one model's modules, fp8 ones too; nothing is kept.
-
-    Raises:
-        UserError: the files hold a quantisation that is not known.
-    """
-
-    def __init__(self, files: Sequence[BaseFile]) -> None:
-        self._layout = detect_layout(files[0].path, [file.path for file in files])
-
-    def read(self, module: BaseModule, device: torch.device | str = "cpu") -> Tensor:
-        """Return the weight of ``module``, [out, in] fp32 on ``device``, rows in diffusers' order."""
-        with safe_open(module.file, framework="pt") as file:
-            tensor = file.get_slice(module.tensor)
-            rows = (tensor[:].t() if module.transposed else tensor[module.rows]).to(device)
-        piece = _Piece(module.tensor, module.rows.start, module.rows.stop)
-        if self._layout is not None and self._layout.holds_codes([piece]):
-            scale = self._layout.scale_of([piece])
-            codes = rows.view(self._layout.dtypes[module.tensor])
-            rows = dequantize(codes, None if scale is None else scale.to(device), torch.float32)
-        rows = rows.float()
-        return torch.cat(rows.chunk(2)[::-1]) if module.swapped else rows
-
-    def is_bookkeeping(self, name: str) -> bool:
-        """Return whether the tensor ``name`` is a scale or marker of the quantisation."""
-        return self._layout is not None and name in self._layout.bookkeeping

@@ -20,8 +20,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from library.errors import UserError
-from library.files import read_safetensors_header
 from library.models.layer_names import LoraTargets
+from library.safetensors_io import read_safetensors_header
 from networks.families import likely_targets
 from networks.files.adapters import read_updates
 from networks.files.lora import best_targets

@@ -45,9 +45,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from library.errors import UserError, did_you_mean
-from library.files import read_safetensors_header, stream_safetensors
 from library.models.layer_names import KeyPlace, KeyRow, LoraTargets, TextEncoderTargets
 from library.models.registry import lora_namings
+from library.safetensors_io import read_safetensors_header, stream_safetensors
 from networks.files.metadata import ADAPTER_METADATA_KEY, AlphaTable, adapter_metadata, hash_metadata, read_alphas
 from networks.files.peft import PEFT_PREFIX, check_layout, save_peft_config, weight_file
 from networks.files.weights import ADAPTER_MARKS, TITLES, LoraWeights, names_in_short, non_lora_kind

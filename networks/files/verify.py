@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import read_safetensors_header
+from library.safetensors_io import read_safetensors_header
 from networks.files.adapters import layer_tensors, read_updates
 from networks.files.peft import weight_file
 from networks.files.weights import AdapterWeights, LoraWeights, names_in_short

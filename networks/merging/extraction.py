@@ -13,16 +13,17 @@ norms: where those differ too, a note says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from safetensors import safe_open
 
 from library.errors import UserError
 from library.models.layer_names import KeyNames, LoraTargets
+from library.precision.checkpoint_layouts import WeightFiles
 from library.randomness import generator
-from networks.files.base import Base, BaseFile, BaseModule, WeightReader, find_modules
+from library.safetensors_io import read_tensor
+from networks.files.base import Base, BaseModule, find_modules
 from networks.files.weights import LoraWeights, names_in_short
 from networks.merging.low_rank import Spectrum, decompose, decompose_to_energy
 
@@ -49,12 +50,11 @@ class Extraction:
 
 @dataclass(frozen=True)
 class _Pair:
-    """One network of both models: what stands before its modules' names in a LoRA, places and readers."""
+    """One network of both models: its modules' prefix in a LoRA, their places and weights."""
 
     prefix: str
     places: tuple[dict[str, BaseModule], dict[str, BaseModule]]
-    readers: tuple[WeightReader, WeightReader]
-    files: tuple[Sequence[BaseFile], Sequence[BaseFile]]
+    weights: tuple[WeightFiles, WeightFiles]
 
 
 def extract_lora(
@@ -80,12 +80,12 @@ def extract_lora(
     Raises:
         UserError: a layer is in one model only or has another shape, or nothing differs.
     """
-    pairs = [_pair(original, tuned, original.files, tuned.files, targets.keys, "", targets.family)]
+    pairs = [_pair(original, tuned, original.weights, tuned.weights, targets.keys, "", targets.family)]
     for encoder in targets.text_encoders:
-        files = original.component(encoder.name), tuned.component(encoder.name)
-        if files[0] and files[1]:
+        before, after = original.component(encoder.name), tuned.component(encoder.name)
+        if before is not None and after is not None:
             name = f"{targets.family}'s {encoder.name}"
-            pairs.append(_pair(original, tuned, *files, encoder.keys, f"{encoder.name}.", name))
+            pairs.append(_pair(original, tuned, before, after, encoder.keys, f"{encoder.name}.", name))
     total, done = sum(len(pair.places[0]) for pair in pairs), 0
     weights: dict[str, LoraWeights] = {}
     layers: list[ExtractedLayer] = []
@@ -108,14 +108,14 @@ def extract_lora(
 def _pair(
     original: Base,
     tuned: Base,
-    original_files: Sequence[BaseFile],
-    tuned_files: Sequence[BaseFile],
+    original_weights: WeightFiles,
+    tuned_weights: WeightFiles,
     keys: KeyNames,
     prefix: str,
     model_name: str,
 ) -> _Pair:
     """Find the modules of both models, refusing models of different architectures."""
-    before, after = (find_modules(files, keys, model_name) for files in (original_files, tuned_files))
+    before, after = (find_modules(files, keys, model_name) for files in (original_weights, tuned_weights))
     if alone := sorted(before.keys() ^ after.keys()):
         where = original.path if alone[0] in before else tuned.path
         raise UserError(
@@ -128,8 +128,7 @@ def _pair(
             f"{tuned.path}: another architecture than {original.path} ({len(other)} layers have other shapes: "
             f"{other[0]} {shapes}); give two models of one architecture"
         )
-    readers = WeightReader(original_files), WeightReader(tuned_files)
-    return _Pair(prefix, (before, after), readers, (original_files, tuned_files))
+    return _Pair(prefix, (before, after), (original_weights, tuned_weights))
 
 
 def _layer(
@@ -137,11 +136,11 @@ def _layer(
 ) -> Spectrum | None:
     """Return the directions to keep of one layer's difference; None where there is none."""
     before, after = (
-        reader.read(places[name], device) for reader, places in zip(pair.readers, pair.places, strict=True)
+        places[name].read(weights, device) for weights, places in zip(pair.weights, pair.places, strict=True)
     )
     difference = after.sub_(before)
     if not bool(torch.isfinite(difference).all()):
-        raise UserError(f"{pair.places[1][name].file}: {name} holds NaN or infinity; the checkpoint is damaged")
+        raise UserError(f"{pair.weights[1].path}: {name} holds NaN or infinity; the checkpoint is damaged")
     if not bool(difference.any()):
         return None
     draws = generator(0, "extract", pair.prefix + name)
@@ -153,18 +152,14 @@ def _layer(
 def _other_differences(pair: _Pair, tuned: Base) -> list[str]:
     """Return a remark if tensors that a LoRA cannot hold differ; only those of equal name can be compared."""
     held = {place.tensor for places in pair.places for place in places.values()}
-    differing = []
-    tuned_files = {name: file.path for file in pair.files[1] for name in file.tensors}
-    for file in pair.files[0]:
-        with safe_open(file.path, framework="pt") as before:
-            for name in file.tensors:
-                bookkeeping = any(reader.is_bookkeeping(name) for reader in pair.readers)
-                if name in held or bookkeeping or name not in tuned_files:
-                    continue
-                with safe_open(tuned_files[name], framework="pt") as after:
-                    one, other = before.get_tensor(name).float(), after.get_tensor(name).float()
-                if not torch.equal(one, other):
-                    differing.append(name)
+    before, after = (weights.entries for weights in pair.weights)
+    differing = [
+        name
+        for name in before
+        if name not in held
+        and name in after
+        and not torch.equal(read_tensor(before, name).float(), read_tensor(after, name).float())
+    ]
     if not differing:
         return []
     shown = names_in_short(differing, 3)

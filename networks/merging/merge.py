@@ -27,14 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import stream_safetensors, weights_fingerprint
+from library.files import weights_fingerprint
 from library.models.layer_names import KeyNames, LoraTargets
+from library.precision.checkpoint_layouts import WeightFiles
+from library.safetensors_io import read_tensor, stream_safetensors
 from networks.files.adapters import read_updates
-from networks.files.base import Base, BaseFile, check_target, find_modules, folder_copy, open_base
+from networks.files.base import Base, BaseModule, check_target, find_modules, folder_copy, open_base, saved_specs
 from networks.files.lora import PRECISIONS, LoraFile
 from networks.files.metadata import base_mismatch
 from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
@@ -55,23 +56,17 @@ class LoraSource:
 
 @dataclass(frozen=True)
 class Update:
-    """One module's update and the rows of the base tensor it goes to; ``swap`` exchanges their halves.
-
-    ``transposed``: the base tensor is [in, out].
-    """
+    """One module's update, its strength, and where the module lies in the base."""
 
     weights: LoraWeights | AdapterWeights
     ratio: float
-    rows: slice
-    swap: bool
-    transposed: bool = False
+    place: BaseModule
 
-    def apply(self, weight: Tensor) -> Tensor:
-        """Return the rows' new weight, fp32 [rows, in]."""
-        if not self.swap:
-            return self.weights.apply(weight, self.ratio)
-        changed = self.weights.apply(torch.cat(weight.chunk(2)[::-1]), self.ratio)
-        return torch.cat(changed.chunk(2)[::-1])
+    def apply(self, tensor: Tensor) -> None:
+        """Change the module's rows of ``tensor``, the base's tensor in fp32."""
+        own = tensor.t() if self.place.transposed else tensor
+        rows = self.place.rows
+        own[rows] = self.place.swap(self.weights.apply(self.place.swap(own[rows]), self.ratio))
 
 
 @dataclass(frozen=True)
@@ -118,27 +113,27 @@ def merge_loras(
     components = _components(base, loras, targets, transformer_only, fits)
     fitting = partial_notes(fits)
     check_target(base, save_to, dtype)
-    total = sum(len(file.tensors) for component in components for file in component.files)
+    total = sum(len(component.weights.entries) for component in components)
     done = itertools.count(1)
 
     def write(component: _Component, folder: Path) -> None:
+        as_asked = dtype if component.name == targets.file_prefix else None
+        metadata = _merged_metadata(component.weights, sources)
         for file in component.files:
-            path = folder / file.path.name if base.folder else save_to
-            as_asked = dtype if component.name == targets.file_prefix else None
-            metadata = _merged_metadata(file, sources)
-            _write_file(file, path, component.updates, as_asked, metadata, lambda: progress(next(done), total))
+            path = folder / file.name if base.folder else save_to
+            _write_file(component, file, path, as_asked, metadata, lambda: progress(next(done), total))
 
     if base.folder is None:
         write(components[0], save_to.parent)
     else:
-        rewritten = {file.path for component in components[1:] for file in component.files}
+        rewritten = {file for component in components[1:] for file in component.files}
         with folder_copy(base, save_to, dtype, rewritten) as folder:
             write(components[0], folder)
             for component in components[1:]:
                 write(component, folder.parent / component.name)
     notes = [
         *fitting,
-        *_base_notes(base.weights, [(source, file) for source, _, file in read]),
+        *_base_notes(base.weights_path, [(source, file) for source, _, file in read]),
         *(_left_out_notes(loras, targets) if transformer_only else ()),
     ]
     return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
@@ -163,11 +158,16 @@ def partial_notes(fits: Fits | None) -> list[str]:
 
 @dataclass(frozen=True)
 class _Component:
-    """One network of the base: its weight files, and base tensor -> updates."""
+    """One network of the base: its weights, and base tensor -> updates."""
 
     name: str
-    files: Sequence[BaseFile]
+    weights: WeightFiles
     updates: dict[str, list[Update]]
+
+    @property
+    def files(self) -> list[Path]:
+        """Its weight files."""
+        return list(dict.fromkeys(entry.file for entry in self.weights.entries.values()))
 
 
 def _components(
@@ -186,22 +186,22 @@ def _components(
     split = [(source, targets.by_component(weights)) for source, weights in loras]
     name = targets.file_prefix
     own = [(source, parts.get(name, {})) for source, parts in split]
-    updates = plan_updates(base.files, own, targets.keys, targets.family, fits)
-    components = [_Component(name, base.files, updates)]
+    updates = plan_updates(base.weights, own, targets.keys, targets.family, fits)
+    components = [_Component(name, base.weights, updates)]
     for encoder in () if transformer_only else targets.text_encoders:
         concerned = [(source, parts[encoder.name]) for source, parts in split if encoder.name in parts]
         if not concerned:
             continue
-        files = base.component(encoder.name)
-        if not files:
+        inside = base.component(encoder.name)
+        if inside is None:
             raise UserError(
                 f"{concerned[0][0].path}: {len(concerned[0][1])} modules are {encoder.name}'s, which {base.path} does "
                 "not have; give a diffusers pipeline folder, or --transformer_only to leave them out"
             )
         prefix = f"{encoder.name}."
-        inside = [(source, {k.removeprefix(prefix): w for k, w in weights.items()}) for source, weights in concerned]
-        updates = plan_updates(files, inside, encoder.keys, f"{targets.family}'s {encoder.name}", fits)
-        components.append(_Component(encoder.name, files, updates))
+        stripped = [(source, {k.removeprefix(prefix): w for k, w in weights.items()}) for source, weights in concerned]
+        updates = plan_updates(inside, stripped, encoder.keys, f"{targets.family}'s {encoder.name}", fits)
+        components.append(_Component(encoder.name, inside, updates))
     return components
 
 
@@ -214,7 +214,7 @@ def _refuse_text_encoder_alone(base: Base, targets: LoraTargets) -> None:
 
     def holds(keys: KeyNames) -> bool:
         with suppress(UserError):
-            return bool(find_modules(base.files, keys, targets.family))
+            return bool(find_modules(base.weights, keys, targets.family))
         return False
 
     alone = [encoder.name for encoder in targets.text_encoders if holds(encoder.keys)]
@@ -226,7 +226,7 @@ def _refuse_text_encoder_alone(base: Base, targets: LoraTargets) -> None:
 
 
 def plan_updates(
-    files: Sequence[BaseFile],
+    base: WeightFiles,
     loras: Sequence[tuple[LoraSource, Updates]],
     keys: KeyNames,
     model_name: str,
@@ -237,7 +237,7 @@ def plan_updates(
     Raises:
         UserError: a LoRA module has no place in the base or another shape; its name is in the message.
     """
-    places = find_modules(files, keys, model_name)
+    places = find_modules(base, keys, model_name)
     updates: dict[str, list[Update]] = {}
     for source, modules in loras:
         absent = sorted(modules.keys() - places.keys())
@@ -259,9 +259,7 @@ def plan_updates(
                 continue
             if fit is not None:
                 fit.takes(name)
-            updates.setdefault(place.tensor, []).append(
-                Update(weights, source.ratio, place.rows, place.swapped, place.transposed)
-            )
+            updates.setdefault(place.tensor, []).append(Update(weights, source.ratio, place))
         if fit is not None:
             fit.misfits(problems)
         elif problems:
@@ -276,38 +274,37 @@ def merge_tensor(tensor: Tensor, updates: Sequence[Update], dtype: torch.dtype) 
     total = tensor.float()
     total = total.clone() if total is tensor else total
     for update in updates:
-        own = total.t() if update.transposed else total
-        own[update.rows] = update.apply(own[update.rows])
+        update.apply(total)
     return total.to(dtype)
 
 
 def _write_file(
-    file: BaseFile,
+    component: _Component,
+    file: Path,
     path: Path,
-    updates: Mapping[str, list[Update]],
     dtype: torch.dtype | None,
     metadata: Mapping[str, str],
     count: Callable[[], None],
 ) -> None:
     """Merge one weight file into ``path``, tensor by tensor."""
-    layout = file.saved_layout(dtype)
-    with safe_open(file.path, framework="pt") as base:
+    entries = component.weights.entries
+    specs = {name: s for name, s in saved_specs(component.weights, dtype).items() if entries[name].file == file}
 
-        def produce(name: str) -> Tensor:
-            tensor = base.get_tensor(name)
-            merged = merge_tensor(tensor, updates.get(name, ()), layout[name][0])
-            lost = merged.dtype == torch.float16 and not bool(torch.isfinite(merged).all())
-            if lost and bool(torch.isfinite(tensor).all()):
-                raise UserError(f"{path}: {name} leaves the range of fp16; use --save_precision bf16")
-            count()
-            return merged
+    def produce(name: str) -> Tensor:
+        tensor = read_tensor(entries, name)
+        merged = merge_tensor(tensor, component.updates.get(name, ()), specs[name][0])
+        lost = merged.dtype == torch.float16 and not bool(torch.isfinite(merged).all())
+        if lost and bool(torch.isfinite(tensor).all()):
+            raise UserError(f"{path}: {name} leaves the range of fp16; use --save_precision bf16")
+        count()
+        return merged
 
-        stream_safetensors(path, layout, produce, metadata)
+    stream_safetensors(path, specs, produce, metadata)
 
 
-def _merged_metadata(file: BaseFile, sources: Sequence[LoraSource]) -> dict[str, str]:
+def _merged_metadata(base: WeightFiles, sources: Sequence[LoraSource]) -> dict[str, str]:
     """Return the base's metadata without the hashes that no longer hold, plus what was merged."""
-    kept = {key: value for key, value in file.metadata.items() if key not in _STALE_METADATA}
+    kept = {key: value for key, value in base.metadata.items() if key not in _STALE_METADATA}
     merged = [{"lora": source.path.name, "ratio": source.ratio} for source in sources]
     return {"format": "pt", **kept, "tandem.merged_loras": json.dumps(merged)}
 

@@ -17,30 +17,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
-from library.precision.checkpoint_layouts import Fp8Layout, LayoutKind, detect_layout
+from library.precision.checkpoint_layouts import Fp8Layout, LayoutKind
 from library.precision.checkpoint_writing import linear_weights, stored_scale_dtype
-from library.precision.formats import format_of
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
 from library.precision.parity.layer_errors import Survival, fit_low_rank, survival
-from library.precision.quantize import Quantized, fitting_granularity
+from library.precision.quantize import Quantized, fitting_granularity, format_of
 from library.precision.recipe import Fp8Recipe
-from networks.files.base import Base, BaseFile, BaseModule, find_modules
+from library.safetensors_io import RowRange
+from networks.files.base import Base, BaseModule, find_modules
 from networks.files.weights import LoraWeights
 from networks.merging.merge import Update, merge_tensor
-
-
-@dataclass(frozen=True)
-class _Rows:
-    source: str
-    start: int = 0
-    stop: int | None = None
 
 
 @dataclass
@@ -60,21 +52,19 @@ class Fp8Merge:
     recipe: Fp8Recipe
     targets: LoraTargets
     spool: Path
-    layout: Fp8Layout | None = None
-    _files: dict[str, BaseFile] = field(init=False)
     _made: dict[str, Path] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self._files = {name: file for file in self.base.files for name in file.tensors}
-        self.layout = detect_layout(self.base.path, [file.path for file in self.base.files])
+    @property
+    def layout(self) -> Fp8Layout | None:
+        """What of the base is in fp8."""
+        return self.base.weights.fp8
 
     def in_fp8(self) -> list[str]:
         """Return the tensors that will be in fp8."""
         if self.layout is None:
-            entries = [_Entry(name, *file.tensors[name]) for name, file in self._files.items()]
-            linears = linear_weights(entries, None)
+            linears = linear_weights(self.base.weights)
             return [f"{name}.weight" for name in linears if self.recipe.kept_as(name) is None]
-        return [name for name in self.layout.dtypes if len(self._files[name].tensors[name][1]) == 2]
+        return [name for name in self.layout.dtypes if len(self.base.weights.shape(name)) == 2]
 
     def modules(self) -> dict[str, list[str]]:
         """Return tensor in fp8 -> the modules stacked in it; those of unknown modules are left out."""
@@ -86,21 +76,21 @@ class Fp8Merge:
 
     def places(self) -> dict[str, BaseModule]:
         """Return module -> its place in the base."""
-        return find_modules(self.base.files, self.targets.keys, self.targets.family)
+        return find_modules(self.base.weights, self.targets.keys, self.targets.family)
 
     def stored(self, name: str) -> Quantized:
         """Return the codes and scale of an fp8 base."""
-        assert self.layout is not None
-        with safe_open(self._files[name].path, "pt") as file:
-            codes = file.get_tensor(name).view(self.layout.dtypes[name])
-        return Quantized(codes, self.layout.scale_of([_Rows(name)]))
+        quantized = self.base.weights.read_quantized([RowRange(name)])
+        assert quantized is not None
+        return quantized
 
     def weight(self, name: str) -> Tensor:
         """Return a weight of the base, fp32."""
-        if self.layout is not None and name in self.layout.dtypes:
-            return self.stored(name).dequantize(torch.float32)
-        with safe_open(self._files[name].path, "pt") as file:
-            return file.get_tensor(name).float()
+        return self.base.weights.read_float(RowRange(name))
+
+    def scale_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that the scale of a weight is written in."""
+        return stored_scale_dtype(self.kind, self.base.weights.entries[name].spec[0])
 
     def merged(self, name: str) -> Tensor:
         """Return a weight with its updates, fp32, before rounding."""
@@ -117,7 +107,7 @@ class Fp8Merge:
     def compensate(self, name: str, inputs: LayerInputs) -> Survival | None:
         """Round a tensor by its inputs and keep it for the file; return what is left of its update, if it has one."""
         recipe, moment = self.recipe_of(name), inputs.moment
-        scale_dtype = stored_scale_dtype(self.kind, self._files[name].tensors[name][0])
+        scale_dtype = self.scale_dtype(name)
         weight, merged = self.weight(name).to(moment.device), self.merged(name).to(moment.device)
         update = merged - weight
         if self.layout is None:
@@ -140,8 +130,7 @@ class Fp8Merge:
         places = self.places()
         found = {}
         for module in modules:
-            rows = up[places[module].rows]
-            rows = torch.cat(rows.chunk(2)[::-1]) if places[module].swapped else rows
+            rows = places[module].swap(up[places[module].rows])
             found[module] = LoraWeights(down, rows.contiguous(), float(rank))
         return found
 
@@ -154,8 +143,8 @@ class Fp8Merge:
             return self.stored(name)
         if name not in self.updates:
             return None
-        scale_dtype = stored_scale_dtype(self.kind, self._files[name].tensors[name][0])
-        return self.recipe_of(name).quantize(name.removesuffix(".weight"), self.merged(name), scale_dtype)
+        layer = name.removesuffix(".weight")
+        return self.recipe_of(name).quantize(layer, self.merged(name), self.scale_dtype(name))
 
     def high(self, name: str, read: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that stays as it is, with its updates; see ``checkpoint_writing.WeightChanges``."""
@@ -171,20 +160,13 @@ class Fp8Merge:
         self._made[name] = path
 
 
-@dataclass(frozen=True)
-class _Entry:
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 def recipe_of_base(base: Base) -> tuple[LayoutKind, Fp8Recipe] | None:
     """Return the layout and the commonest recipe of a base in fp8, None of one in high precision.
 
     Raises:
         UserError: blocks of a size that cannot be written.
     """
-    layout = detect_layout(base.path, [file.path for file in base.files])
+    layout = base.weights.fp8
     if layout is None:
         return None
     fp8 = [found for dtype in layout.dtypes.values() if (found := format_of(dtype))]

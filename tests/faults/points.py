@@ -81,10 +81,9 @@ class Points:
             self.here(f"{event} {os.path.relpath(path, self.root)}")
 
     def _wrap_flushing(self) -> None:
-        import library.files
-        import library.files as safetensors_stream
+        import library.safetensors_io
 
-        flush, stream = os.fsync, safetensors_stream.stream_safetensors
+        flush, stream = os.fsync, library.safetensors_io.stream_safetensors
 
         def fsync(descriptor: int) -> None:
             self.here(f"os.fsync {os.path.relpath(Path(f'/proc/self/fd/{descriptor}').readlink(), self.root)}")
@@ -101,7 +100,7 @@ class Points:
             stream(path, layout, produce_or_die, metadata)
 
         os.fsync = fsync
-        library.files.stream_safetensors = halfway
+        library.safetensors_io.stream_safetensors = halfway
 
     def _wrap_training(self) -> None:
         from accelerate import Accelerator

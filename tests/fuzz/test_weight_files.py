@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from library.files import DTYPES, read_safetensors_header
 from library.models.inspection import components, weight_sets
 from library.models.registry import lora_targets
-from library.models.weights import Piece, WeightFiles
+from library.precision.checkpoint_layouts import WeightFiles
+from library.safetensors_io import DTYPES, RowRange, read_safetensors_header
 from networks.families import likely_targets
 from networks.files.adapters import read_updates
 from networks.files.inspection import inspect_lora
@@ -72,7 +72,7 @@ def open_all(path: Path) -> None:
         return
     assert header.keys() - {"__metadata__"} == keys
     for name in files.names:
-        harmless(files.read, [Piece(name)])
+        harmless(files.read, [RowRange(name)])
 
 
 @share_of_cases(0.07)

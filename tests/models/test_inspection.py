@@ -16,8 +16,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 from library.errors import UserError
-from library.files import read_safetensors_header
 from library.models.inspection import Component, components, is_known, is_lora, weight_sets
+from library.safetensors_io import read_safetensors_header
 from tests.tiny import (
     bfl_state_dict,
     bfl_vae_state_dict,

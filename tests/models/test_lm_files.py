@@ -18,8 +18,7 @@ from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM, resize_vocabulary
 from library.models.llm.spec import PRESETS, preset
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.loading import Fp8Loader
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 from tests.models.lms import NAMES, VOCABULARY, reference, write_reference
 
 # Counted from the published checkpoints (transformers' model cards and num_parameters()).

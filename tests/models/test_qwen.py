@@ -18,8 +18,7 @@ from library.data.batches import Batch, Item, collate
 from library.errors import UserError
 from library.models.qwen_image.spec import QwenImageFamily
 from library.models.registry import model_family
-from library.precision.loading import Fp8Loader
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.tasks.image_step import FlowStep
 from tests.tiny_qwen import save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.models.registry import model_family
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.loading import Fp8Loader
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 from tests.tiny_qwen import SplitFiles, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 
 FP8 = torch.float8_e4m3fn

@@ -21,7 +21,9 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_KEYS, FLUX_NORMS
 from library.models.layer_names import original_key_map
 from library.models.vae import load_vae
-from library.models.weights import Piece, WeightFiles, identity_map, load_into
+from library.models.weights import identity_map, load_into
+from library.precision.checkpoint_layouts import WeightFiles
+from library.safetensors_io import RowRange
 from tests.tiny import bfl_state_dict, bfl_vae_state_dict, tiny_flux_transformer, tiny_vae
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,11 +48,11 @@ def test_pieces_are_rows_of_the_tensor_in_the_file(tmp_path: Path) -> None:
     tensor = random(6, 3)
     save_file({"a": torch.ones(2), "qkv": tensor, "scalar": torch.tensor(2.5)}, tmp_path / "x.safetensors")
     weights = WeightFiles(tmp_path / "x.safetensors")
-    assert torch.equal(weights.read([Piece("qkv")]), tensor)
-    assert torch.equal(weights.read([Piece("qkv", 2, 4)]), tensor[2:4])
-    assert torch.equal(weights.read([Piece("qkv", 3), Piece("qkv", 0, 3)]), torch.cat([tensor[3:], tensor[:3]]))
-    assert weights.read([Piece("qkv", 2, 4)]).untyped_storage().nbytes() == 2 * 3 * 4  # no view of the whole
-    assert weights.read([Piece("scalar")]).item() == 2.5
+    assert torch.equal(weights.read([RowRange("qkv")]), tensor)
+    assert torch.equal(weights.read([RowRange("qkv", 2, 4)]), tensor[2:4])
+    assert torch.equal(weights.read([RowRange("qkv", 3), RowRange("qkv", 0, 3)]), torch.cat([tensor[3:], tensor[:3]]))
+    assert weights.read([RowRange("qkv", 2, 4)]).untyped_storage().nbytes() == 2 * 3 * 4  # no view of the whole
+    assert weights.read([RowRange("scalar")]).item() == 2.5
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float64])

@@ -22,8 +22,7 @@ from library.models.registry import model_family
 from library.models.z_image.files import Z_IMAGE_TARGETS
 from library.models.z_image.model import optimise_forward
 from library.models.z_image.spec import ZImageFamily
-from library.precision.loading import Fp8Loader
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_lora

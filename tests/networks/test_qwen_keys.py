@@ -187,7 +187,7 @@ def test_a_lora_and_a_model_of_another_family_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a.safetensors: is a LoRA of qwen_image, not of flux; set --model_type qwen"):
         load_lora(tmp_path / "a.safetensors", FLUX_TARGETS)
     tiny_qwen_transformer(1).save_pretrained(tmp_path / "base")  # its attention has FLUX's names
-    files = open_base(tmp_path / "base").files
+    files = open_base(tmp_path / "base").weights
     with pytest.raises(UserError, match=r"is a model of qwen_image, not of flux; set --model_type qwen_image"):
         find_modules(files, FLUX_TARGETS.keys, "flux")
     assert [row.family for row in fullest_targets(files)] == ["qwen_image"]

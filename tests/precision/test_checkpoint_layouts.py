@@ -11,11 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from library.errors import UserError
-from library.models.weights import Piece
-from library.precision.checkpoint_layouts import Fp8Layout, detect_layout
+from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.loading import Fp8Loader
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.safetensors_io import RowRange
 
 F8, F8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -31,7 +30,7 @@ def marker(**config: object) -> Tensor:
 def layout(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Fp8Layout | None:
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata)
-    return detect_layout(path)
+    return WeightFiles(path).fp8
 
 
 NORM = {"norm.scale": torch.ones(8), "a.bias": torch.ones(96)}
@@ -46,8 +45,8 @@ def test_a_plain_cast_has_no_scales(tmp_path: Path) -> None:
     found = layout(tmp_path, tensors)
     assert found is not None
     assert (found.kind, found.bookkeeping) == ("plain", frozenset())
-    assert found.scale_of([Piece("a.weight")]) is None
-    assert found.holds_codes([Piece("b.bias")])
+    assert found.scale_of([RowRange("a.weight")]) is None
+    assert found.holds([RowRange("b.bias")])
     assert found.describe().endswith(": plain cast: 2 e4m3fn, 1 e5m2 tensors, 2 in higher precision")
 
 
@@ -64,7 +63,7 @@ def test_comfyuis_marked_file_has_one_scale_a_tensor(tmp_path: Path) -> None:
     assert found is not None
     assert found.kind == "comfy_scaled"
     assert found.bookkeeping == {f"{prefix}{n}" for n in ("scaled_fp8", "a.scale_weight", "a.scale_input")}
-    scale = found.scale_of([Piece(f"{prefix}a.weight", 10, 20)])
+    scale = found.scale_of([RowRange(f"{prefix}a.weight", 10, 20)])
     assert scale is not None
     assert scale.tolist() == [[0.25]]
     assert "ComfyUI scaled fp8: 1 e4m3fn tensors (1 with one scale), 2 in higher" in found.describe()
@@ -90,7 +89,7 @@ def test_comfyuis_per_layer_file_says_its_formats(tmp_path: Path, where: str, co
     assert found is not None
     assert found.kind == "comfy_quant"
     assert found.dtypes == {f"{prefix}a.weight": F8}
-    scale = found.scale_of([Piece(f"{prefix}a.weight")])
+    scale = found.scale_of([RowRange(f"{prefix}a.weight")])
     assert scale is not None
     assert scale.tolist() == [[0.5]]
 
@@ -103,12 +102,12 @@ def test_musubi_tuners_scales_are_per_tensor_row_or_block(
     found = layout(tmp_path, {"a.weight": codes(), "a.scale_weight": stored} | NORM)
     assert found is not None
     assert found.kind == "musubi"
-    scale = found.scale_of([Piece("a.weight")])
+    scale = found.scale_of([RowRange("a.weight")])
     assert scale is not None
     assert scale.dtype == torch.float32
     assert torch.equal(scale, stored.float().view(expected))
     if expected[0] > 1:
-        cut = found.scale_of([Piece("a.weight", 32, 64)])
+        cut = found.scale_of([RowRange("a.weight", 32, 64)])
         assert cut is not None
         assert torch.equal(cut, scale[32:64])
 
@@ -122,14 +121,14 @@ def test_rows_joined_from_several_weights_bring_their_scales_along(tmp_path: Pat
     }  # fmt: skip
     found = layout(tmp_path, tensors)
     assert found is not None
-    pieces = [Piece("b.weight", 0, 2), Piece("a.weight", 94, None), Piece("c.weight", 3, 4), Piece("d.weight", 0, 1)]
-    scale = found.scale_of(pieces)
+    ranges = [("b.weight", 0, 2), ("a.weight", 94, None), ("c.weight", 3, 4), ("d.weight", 0, 1)]
+    scale = found.scale_of([RowRange(*rows) for rows in ranges])
     assert scale is not None
     a, c = tensors["a.scale_weight"], tensors["c.scale_weight"]
     expected = [[0.25] * 4] * 2 + a[94:, [0, 0, 1, 1], 0].tolist() + c[3:4, :, 0].tolist() + [[1.0] * 4]
     assert scale.tolist() == expected
     # (scale, shift) swapped within one weight: one scale stays one
-    assert found.scale_of([Piece("b.weight", 32, 64), Piece("b.weight", 0, 32)]).shape == (1, 1)
+    assert found.scale_of([RowRange("b.weight", 32, 64), RowRange("b.weight", 0, 32)]).shape == (1, 1)
 
 
 W = {"a.weight": codes()}
@@ -175,7 +174,7 @@ def test_a_broken_header_entry_is_refused(tmp_path: Path) -> None:
 )
 def test_a_scale_that_cannot_be_is_refused(tmp_path: Path, scale: Tensor, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        layout(tmp_path, W | {"a.scale_weight": scale}).scale_of([Piece("a.weight")])
+        layout(tmp_path, W | {"a.scale_weight": scale}).scale_of([RowRange("a.weight")])
 
 
 class Model(nn.Module):
@@ -187,17 +186,11 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(32)
 
 
-def load(
-    model: nn.Module,
-    loading: Fp8Loader,
-    found: Fp8Layout | None,
-    tensors: dict[str, Tensor],
-    key_map: dict[str, list[Piece]],
-) -> None:
+def load(model: nn.Module, loading: Fp8Loader, path: Path, key_map: dict[str, list[RowRange]]) -> None:
     """What a loader does, in four lines."""
-    for name, pieces in key_map.items():
-        joined = torch.cat([tensors[p.source].view(torch.uint8)[p.start : p.stop] for p in pieces])
-        left = loading.place(model, name, joined.view(tensors[pieces[0].source].dtype), pieces, found, "cpu")
+    weights = WeightFiles(path)
+    for name, ranges in key_map.items():
+        left = loading.load(model, name, weights.read_quantized(ranges) or weights.read(ranges), "cpu")
         if left is not None:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(left.float(), requires_grad=False))
@@ -210,10 +203,11 @@ def test_a_fused_weight_is_cut_into_fp8_layers_with_its_codes_unchanged(tmp_path
     }  # fmt: skip
     with torch.device("meta"):
         model = Model()
-    loading, found = Fp8Loader(), layout(tmp_path, tensors)
-    parts = {"q": (0, 32), "k": (32, None)}
-    key_map = {f"{n}.{leaf}": [Piece(f"qk.{leaf}", *rows)] for n, rows in parts.items() for leaf in ("weight", "bias")}
-    load(model, loading, found, tensors, key_map | {"norm.weight": [Piece("norm.weight")]})
+    loading = Fp8Loader()
+    save_file(tensors, tmp_path / "model.safetensors")
+    parts, leaves = {"q": (0, 32), "k": (32, None)}, ("weight", "bias")
+    key_map = {f"{n}.{leaf}": [RowRange(f"qk.{leaf}", *rows)] for n, rows in parts.items() for leaf in leaves}
+    load(model, loading, tmp_path / "model.safetensors", key_map | {"norm.weight": [RowRange("norm.weight")]})
     assert isinstance(model.k, Fp8Linear)
     assert torch.equal(model.k.weight.view(torch.uint8), tensors["qk.weight"].view(torch.uint8)[32:])
     exact = tensors["qk.weight"].float().view(96, 2, 64) * tensors["qk.scale_weight"]
@@ -230,9 +224,10 @@ def test_bf16_weights_become_fp8_as_the_recipe_says_while_they_are_read(tmp_path
     with torch.device("meta"):
         model = Model()
     recipe = Fp8Recipe("row")
-    loading, found = Fp8Loader(recipe), layout(tmp_path, tensors)
+    loading = Fp8Loader(recipe)
+    assert layout(tmp_path, tensors) is None
     for name, tensor in tensors.items():
-        left = loading.place(model, name, tensor, [Piece(name)], found, "cpu")
+        left = loading.load(model, name, tensor, "cpu")
         assert (left is None) == (name != "x_embedder.weight")
     assert torch.equal(
         model.q.dequantized(torch.float32), recipe.quantize("q", tensors["q.weight"]).dequantize(torch.float32)
@@ -244,8 +239,6 @@ def test_nan_codes_are_refused_by_name(tmp_path: Path) -> None:
     broken = codes().view(torch.uint8)
     broken[3, 4] = 0x7F
     tensors = {"q.weight": broken.view(F8)[:32].clone()}
-    with torch.device("meta"):
-        model = Model()
-    found = layout(tmp_path, tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="'q.weight' holds NaN or infinity"):
-        Fp8Loader().place(model, "q.weight", tensors["q.weight"], [Piece("q.weight")], found, "cpu")
+        WeightFiles(tmp_path / "model.safetensors").read_quantized([RowRange("q.weight")])

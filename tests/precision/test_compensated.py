@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from library.precision.formats import E4M3FN, FORMATS, Fp8Format
 from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
 from library.precision.parity.layer_errors import saturated, survival
-from library.precision.quantize import GRANULARITIES, Granularity, quantize
+from library.precision.quantize import E4M3FN, FORMATS, GRANULARITIES, Fp8Format, Granularity, quantize
 from tests.precision.layers import make_layer
 from tests.precision.users_merges import comfyui
 

@@ -8,8 +8,7 @@ import sys
 import pytest
 import torch
 
-from library.precision.formats import E4M3FN, E5M2, Fp8Format
-from library.precision.quantize import by_bits, compiled
+from library.precision.quantize import E4M3FN, E5M2, Fp8Format, by_bits, compiled
 
 SCALES = {"cast": None, "tensor": (1, 1), "row": (48, 1), "block64": (48, 4)}
 KERNELS = [(E4M3FN, kind) for kind in SCALES] + [(E5M2, "row")]  # the rest of e5m2 differs in the cast alone

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from library.precision.formats import FORMATS, Fp8Format
 from library.precision.quantize import (
+    FORMATS,
     GRANULARITIES,
+    Fp8Format,
     Granularity,
     compute_scale,
     dequantize,

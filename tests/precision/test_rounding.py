@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from library.errors import UserError
-from library.precision.formats import E4M3FN, E5M2, FORMATS, Fp8Format, format_named, holds_nan_or_inf
-from library.precision.quantize import round_stochastically, round_to_nearest
+from library.precision.quantize import (
+    E4M3FN,
+    E5M2,
+    FORMATS,
+    Fp8Format,
+    format_named,
+    holds_nan_or_inf,
+    round_stochastically,
+    round_to_nearest,
+)
 
 
 def code_values(fp8: Fp8Format) -> dict[int, float]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from library.precision.fake_quantize import FakeQuantLinear, fake_quantize_inputs, round_activations, timestep_rounding
 from library.precision.fp8_linear import Fp8Linear, scaled_linear
 from library.precision.quantize import quantize
-from library.precision.serving import FakeQuantLinear, round_activations, serve_in_fp8, timestep_rounding
 
 
 def activations() -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_the_gradient_passes_straight_through() -> None:
 
 def test_only_the_named_layers_are_served_and_static_ones_need_a_scale() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    serve_in_fp8(model, {"0": None, "1": torch.tensor(0.5)}, "static")
+    fake_quantize_inputs(model, {"0": None, "1": torch.tensor(0.5)}, "static")
     assert [type(layer) for layer in model] == [nn.Linear, FakeQuantLinear, nn.Linear]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from library.precision.formats import E4M3FN
-from library.precision.quantize import Quantized, round_stochastically
+from library.precision.quantize import E4M3FN, Quantized, round_stochastically
 
 
 def comfyui(weight: Quantized, update: Tensor) -> Quantized:

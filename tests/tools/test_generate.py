@@ -12,8 +12,8 @@ from PIL import Image
 
 import tools.quantize_model as quantize_model
 from library.errors import UserError
-from library.files import write_safetensors
 from library.models.flux.files import FLUX_TARGETS
+from library.safetensors_io import write_safetensors
 from networks.files.lora import save_lora
 from networks.files.weights import LoraWeights
 from tests.tiny import T5_LENGTH, tiny_flux_pipeline, tiny_flux_transformer

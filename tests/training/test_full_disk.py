@@ -15,7 +15,8 @@ import torch
 
 import library.training.checkpoint.saving as keeping
 from library.errors import UserError, WriteError
-from library.files import write_safetensors, write_text
+from library.files import write_text
+from library.safetensors_io import write_safetensors
 from library.training.checkpoint.resume import find_damage
 from library.training.checkpoint.saving import CheckpointWriter
 from library.training.report.metrics import MetricsStream

@@ -14,8 +14,8 @@ from library.config.schema import FlowConfig, ModelConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import model_family
+from library.precision.fake_quantize import FakeQuantLinear
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.serving import FakeQuantLinear
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from networks.files.lora import load_lora, save_lora
 from networks.files.weights import LoraWeights

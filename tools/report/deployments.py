@@ -29,12 +29,10 @@ from library.errors import UserError
 from library.models.family import Family, ImageEncoder
 from library.models.registry import lora_targets, model_family, with_transformer
 from library.nn.rope import MultiAxisRope
-from library.precision.formats import format_of
+from library.precision.fake_quantize import ActivationRounding, fake_quantize_inputs, rounded_positions
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.loading import Fp8Loader
-from library.precision.quantize import Granularity, Quantized, quantize
-from library.precision.recipe import Fp8Recipe
-from library.precision.serving import ActivationRounding, rounded_positions, serve_in_fp8
+from library.precision.quantize import Granularity, Quantized, format_of, quantize
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.randomness import derive_seed
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
@@ -166,7 +164,7 @@ class Models:
         if own and variant.merge is not None:
             self._merge(model, own, variant)
         if variant.activations is not None:
-            serve_in_fp8(model, self._served(variant.activations), variant.activations)
+            fake_quantize_inputs(model, self._served(variant.activations), variant.activations)
         if own and variant.merge is None:
             attach_lora(model, own, self.targets, "the LoRAs").set_multiplier(variant.strength)
         if variant.positions == torch.float32:

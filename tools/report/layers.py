@@ -19,12 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from library.precision.formats import format_of, holds_nan_or_inf
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.parity.activations import LayerInputs, watched
 from library.precision.parity.layer_errors import relative_output_error, survival
 from library.precision.parity.seam import regions
-from library.precision.quantize import Quantized
+from library.precision.quantize import Quantized, format_of, holds_nan_or_inf
 from networks.files.weights import LoraWeights
 from tools.report.deployments import granularity_of, numbers, round_like
 from tools.report.runs import Probe

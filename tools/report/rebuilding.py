@@ -19,9 +19,8 @@ from torch import nn
 
 import tools.quantize_model as quantize_model
 from library.precision.checkpoint_layouts import LayoutKind
-from library.precision.formats import E4M3FN, format_of
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import Granularity
+from library.precision.quantize import E4M3FN, Granularity, format_of
 from tools.report.deployments import DeployedWeights, Models
 
 _LAYOUT_OF_SCALES: dict[Granularity, LayoutKind] = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from library.data.batches import Batch
 from library.models.family import Family, ImageEncoder
-from library.precision.serving import timestep_rounding
+from library.precision.fake_quantize import timestep_rounding
 from library.training.flow import add_noise, flux_mu, noise_for, shift_sigmas
 from tools.report.deployments import Paste, Variant
 

@@ -43,7 +43,8 @@ from library.models.layer_names import (
 )
 from library.models.text_encoders import check_t5, clip_positions
 from library.models.vae import vae_config
-from library.models.weights import KeyMap, WeightFiles, read_config
+from library.models.weights import KeyMap, read_config
+from library.precision.checkpoint_layouts import WeightFiles
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ from library.models.text_encoders import (
     load_t5_tokenizer,
 )
 from library.models.vae import VaeImageEncoder, computed_as, load_vae, vae_config
-from library.models.weights import WeightFiles
 from library.nn.attention import Backend
+from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Recipe
 
 _DEV_TEXT_TOKENS, _SCHNELL_TEXT_TOKENS = 512, 256  # T5 tokens the published models were made with

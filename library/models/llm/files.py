@@ -37,14 +37,16 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import shard_names, stream_safetensors, write_text
+from library.files import write_text
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
 from library.models.llm.model import TransformerLM, resize_vocabulary
 from library.models.llm.sources import Derived, DerivedWeights, TensorFlowFiles, TorchFiles
 from library.models.llm.spec import LMConfig, config_from_hf, config_to_hf, gpt2
-from library.models.weights import KeyMap, Piece, WeightFiles, load_into, read_config
+from library.models.weights import KeyMap, load_into, read_config
 from library.nn.rope import Llama31Scaling, half_split_order
-from library.precision.loading import Fp8Loader
+from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.recipe import Fp8Loader
+from library.safetensors_io import RowRange, shard_names, stream_safetensors
 
 _TIED_ROWS = 1024  # compared to tell a head that repeats the embedding; two trained matrices differ in every row
 
@@ -219,7 +221,7 @@ def _head_repeats_embedding(files: TorchFiles) -> bool:
     names = ("0:output.weight", "0:tok_embeddings.weight")
     if files.shape(names[0]) != files.shape(names[1]):
         return False
-    head, embedding = (files.read([Piece(name, 0, min(_TIED_ROWS, files.shape(name)[0]))]) for name in names)
+    head, embedding = (files.read([RowRange(name, 0, min(_TIED_ROWS, files.shape(name)[0]))]) for name in names)
     return torch.equal(head, embedding)
 
 
@@ -299,7 +301,7 @@ def hf_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMa
         UserError: a GPT-2 in fp8, whose scales belong to the other side of the transposed matrices.
     """
     if config.family == "llama":
-        return files, {ours: [Piece(name) for name, _ in parts] for ours, parts in llama_names(config)}
+        return files, {ours: [RowRange(name) for name, _ in parts] for ours, parts in llama_names(config)}
     if files.fp8 is not None:
         raise UserError(
             f"{files.path}: a GPT-2 stored in fp8 is not supported; load the fp32 or bf16 file with fp8_base"
@@ -311,7 +313,7 @@ def hf_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMa
         if transposed and theirs in files:
             source = f"{theirs}.T"
             derived[source] = Derived(files.shape(theirs)[::-1], [theirs], _transposed)
-        key_map[ours] = [Piece(source)]
+        key_map[ours] = [RowRange(source)]
     return DerivedWeights(files, derived), key_map
 
 
@@ -327,34 +329,34 @@ def openai_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, K
             names[f"blocks.{i}.{ours}.weight"] = f"{weight}.T" if linear else weight
             if linear and weight in files:
                 derived[f"{weight}.T"] = Derived(files.shape(weight)[:0:-1], [weight], _transposed_last)
-    return DerivedWeights(files, derived), {ours: [Piece(name)] for ours, name in names.items()}
+    return DerivedWeights(files, derived), {ours: [RowRange(name)] for ours, name in names.items()}
 
 
 def meta_weights(files: WeightFiles, config: LMConfig, shards: int) -> tuple[WeightFiles, KeyMap]:
     """Return weights and key map of Meta's checkpoint in ``shards`` files, whose names begin with ``0:`` and so on."""
     derived: dict[str, Derived] = {}
-    key_map: dict[str, list[Piece]] = {}
+    key_map: dict[str, list[RowRange]] = {}
     for ours, parts in llama_names(config):
         key_map[ours] = [
-            piece for name, rows in parts for piece in _meta_pieces(files, config, shards, name, rows, derived)
+            each for name, rows in parts for each in _meta_ranges(files, config, shards, name, rows, derived)
         ]
     return DerivedWeights(files, derived), key_map
 
 
-def _meta_pieces(
+def _meta_ranges(
     files: WeightFiles, config: LMConfig, shards: int, hf_name: str, rows: int, derived: dict[str, Derived]
-) -> list[Piece]:
-    """Return the pieces that make the rows of transformers' ``hf_name``; put what must be computed into ``derived``."""
+) -> list[RowRange]:
+    """Return the ranges that make the rows of transformers' ``hf_name``; put what must be computed into ``derived``."""
     name, axis = _meta_name(hf_name)
     sources = [f"{shard}:{name}" for shard in range(1 if axis is None else shards)]
     if any(source not in files for source in sources):
-        return [Piece(source) for source in sources]  # the loader says what is missing
+        return [RowRange(source) for source in sources]  # the loader says what is missing
     shape = files.shape(sources[0])
     if name == "tok_embeddings.weight":  # Llama 2 cuts it by columns, Llama 3 by rows
         axis = 1 if shape[0] == rows else 0
     if len(sources) > 1 and axis == 1:
         derived[name] = Derived((shape[0], shape[1] * shards), sources, _beside_each_other)
-        return [Piece(name)]
+        return [RowRange(name)]
     if hf_name.endswith(("q_proj.weight", "k_proj.weight")):
         # a shard holds whole heads, so each can be put in order by itself
         order = half_split_order(config.head_dim)
@@ -362,8 +364,8 @@ def _meta_pieces(
             derived[f"{source}.half_split"] = Derived(
                 files.shape(source), [source], functools.partial(_in_order, order)
             )
-        return [Piece(f"{source}.half_split") for source in sources]
-    return [Piece(source) for source in sources]
+        return [RowRange(f"{source}.half_split") for source in sources]
+    return [RowRange(source) for source in sources]
 
 
 def _meta_name(hf_name: str) -> tuple[str, int | None]:

@@ -43,9 +43,9 @@ from library.nn.kv_cache import KVCache
 from library.nn.norms import RMSNorm
 from library.nn.rope import RopeTables, Table, rotate_half_split, turn_token, whole_head
 from library.nn.tensor_split import Parts
+from library.precision.fake_quantize import FakeQuantLinear
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import Quantized
-from library.precision.serving import FakeQuantLinear
 
 _INIT_STD = 0.02  # of both papers' published code
 

@@ -33,8 +33,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from library.errors import UserError
-from library.files import DTYPE_NAMES
-from library.models.weights import Piece, Stored, WeightFiles
+from library.precision.checkpoint_layouts import WeightFiles
+from library.safetensors_io import DTYPE_NAMES, RowRange, TensorEntry
 
 
 class TorchFiles(WeightFiles):
@@ -46,8 +46,7 @@ class TorchFiles(WeightFiles):
         Raises:
             UserError: a file cannot be read, or holds something else than a dict of whole tensors.
         """
-        self.path, self.fp8 = path, None
-        self._tensors: dict[str, Stored] = {}
+        self.path, self.fp8, self.entries = path, None, {}
         for prefix, file in files:
             for name, tensor in _outline(file).items():
                 if not isinstance(tensor, Tensor):
@@ -56,7 +55,7 @@ class TorchFiles(WeightFiles):
                 if not tensor.is_contiguous() or offset is None or tensor.dtype not in DTYPE_NAMES:
                     raise UserError(f"{file}: tensor {name!r} is stored in pieces; save it again with safetensors")
                 start = offset + int(tensor.storage_offset()) * tensor.element_size()
-                self._tensors[prefix + name] = Stored(file, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start)
+                self.entries[prefix + name] = TensorEntry(file, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start)
 
 
 def _outline(file: Path) -> dict[str, Tensor]:
@@ -103,19 +102,19 @@ class DerivedWeights(WeightFiles):
         """Return the shape of tensor ``name``; raises a UserError if there is none."""
         return self._derived[name].shape if name in self._derived else self._base.shape(name)
 
-    def read(self, pieces: Sequence[Piece]) -> Tensor:
-        """Return the rows of ``pieces`` one below the other, in memory of their own, in the file's dtype."""
-        if not any(piece.source in self._derived for piece in pieces):
-            return self._base.read(pieces)
-        parts = [self._part(piece) for piece in pieces]
+    def read(self, ranges: Sequence[RowRange]) -> Tensor:
+        """Return the rows of ``ranges`` one below the other, in memory of their own, in the file's dtype."""
+        if not any(rows.source in self._derived for rows in ranges):
+            return self._base.read(ranges)
+        parts = [self._rows(rows) for rows in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _part(self, piece: Piece) -> Tensor:
-        derived = self._derived.get(piece.source)
+    def _rows(self, rows: RowRange) -> Tensor:
+        derived = self._derived.get(rows.source)
         if derived is None:
-            return self._base.read([piece])
-        whole = derived.make(*(self._base.read([Piece(source)]) for source in derived.sources))
-        return whole[piece.start : piece.stop].contiguous()
+            return self._base.read([rows])
+        tensor = derived.make(*(self._base.read([RowRange(source)]) for source in derived.sources))
+        return tensor[rows.start : rows.stop].contiguous()
 
 
 _MAGIC = 0xDB4775248B80FB57
@@ -131,8 +130,7 @@ class TensorFlowFiles(WeightFiles):
         Raises:
             UserError: a file is missing, damaged, compressed, or cut off.
         """
-        self.path, self.fp8 = index, None
-        self._tensors: dict[str, Stored] = {}
+        self.path, self.fp8, self.entries = index, None, {}
         data = index.read_bytes()
         try:
             entries = dict(_table(data))
@@ -155,7 +153,7 @@ class TensorFlowFiles(WeightFiles):
         offset, size, count = numbers.get(4, 0), numbers.get(5, 0), width * math.prod(shape)
         if not file.is_file() or file.stat().st_size < offset + size or size != count:
             raise UserError(f"{file}: missing or cut off (tensor {name!r}); download it again")
-        self._tensors[name] = Stored(file, dtype, shape, offset)
+        self.entries[name] = TensorEntry(file, dtype, shape, offset)
 
 
 def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -29,7 +29,8 @@ from library.models.inspection import UNKNOWN, recognise
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks, original_key_map
 from library.models.qwen_image.text import check_qwen_text
 from library.models.qwen_image.vae import qwen_vae_config
-from library.models.weights import KeyMap, WeightFiles, read_config
+from library.models.weights import KeyMap, read_config
+from library.precision.checkpoint_layouts import WeightFiles
 
 _TOKENIZER = "Qwen/Qwen2.5-VL-7B-Instruct"
 _PIPELINES = {  # the pipelines of a model_type

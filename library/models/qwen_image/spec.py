@@ -50,8 +50,8 @@ from library.models.qwen_image.text import (
 )
 from library.models.qwen_image.vae import QwenVaeImageEncoder, load_qwen_vae, qwen_vae_config
 from library.models.vae import computed_as
-from library.models.weights import WeightFiles
 from library.nn.attention import Backend
+from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Recipe
 
 

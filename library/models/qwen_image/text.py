@@ -40,9 +40,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from library.errors import UserError
 from library.models.text_encoders import load_tokenizer
-from library.models.weights import Piece, WeightFiles, load_into, read_config
-from library.precision.loading import Fp8Loader
-from library.precision.recipe import Fp8Recipe
+from library.models.weights import load_into, read_config
+from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.safetensors_io import RowRange
 
 MOST_TOKENS = 1024  # of a caption without pictures; longer ones are cut, as in the pipeline
 _PICTURE = "<|image_pad|>"
@@ -229,7 +230,7 @@ def load_qwen_text(
     if not pictures:
         inside = "language_model."
         names = {name.removeprefix(inside): source for name, source in names.items() if name.startswith(inside)}
-    key_map = {name: [Piece(source)] for name, source in names.items()}
+    key_map = {name: [RowRange(source)] for name, source in names.items()}
 
     def build() -> Any:
         model: Any = Qwen2_5_VLModel(config) if pictures else Qwen2_5_VLTextModel(config.text_config)

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.vae import LazyVae
-from library.models.weights import KeyMap, Piece, WeightFiles, identity_map, load_into, read_config
+from library.models.weights import KeyMap, identity_map, load_into, read_config
+from library.precision.checkpoint_layouts import WeightFiles
+from library.safetensors_io import RowRange
 
 _DEFAULTS = {
     name: parameter.default for name, parameter in inspect.signature(AutoencoderKLQwenImage.__init__).parameters.items()
@@ -99,7 +101,7 @@ def _describe(weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
         return config, identity_map(weights.names)
     if "decoder.conv1.weight" in weights and "encoder.downsamples.0.residual.2.weight" in weights:
         per_level = _residuals(weights, "encoder.downsamples.{}.resample.1.weight") + 2
-        key_map: KeyMap = {_diffusers_name(name, per_level): [Piece(name)] for name in weights.names}
+        key_map: KeyMap = {_diffusers_name(name, per_level): [RowRange(name)] for name in weights.names}
     elif "decoder.conv_in.weight" in weights and "encoder.down_blocks.0.conv1.weight" in weights:
         key_map = identity_map(weights.names)
     else:

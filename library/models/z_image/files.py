@@ -19,8 +19,9 @@ from library.models.flux.files import COMFY_PREFIX
 from library.models.inspection import UNKNOWN, recognise
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks, original_key_map
 from library.models.vae import vae_config
-from library.models.weights import KeyMap, WeightFiles, read_config
+from library.models.weights import KeyMap, read_config
 from library.models.z_image.text import text_width
+from library.precision.checkpoint_layouts import WeightFiles
 
 _TOKENIZER = "Qwen/Qwen3-4B"
 

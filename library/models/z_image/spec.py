@@ -29,11 +29,11 @@ from library.models.family import (
     unwrapped,
 )
 from library.models.vae import VaeImageEncoder, computed_as, load_vae, vae_config
-from library.models.weights import WeightFiles
 from library.models.z_image.files import ZImageFiles, locate
 from library.models.z_image.model import optimise_forward
 from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder, load_z_image_text, load_z_image_tokenizer
 from library.nn.attention import Backend
+from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Recipe
 
 

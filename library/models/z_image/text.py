@@ -21,9 +21,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from library.errors import UserError
 from library.models.text_encoders import load_tokenizer
-from library.models.weights import Piece, WeightFiles, load_into, read_config
-from library.precision.loading import Fp8Loader
-from library.precision.recipe import Fp8Recipe
+from library.models.weights import load_into, read_config
+from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.safetensors_io import RowRange
 
 MOST_TOKENS = 512  # of a caption with its template; longer ones are cut, as in the pipeline
 _TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -81,7 +82,7 @@ def load_z_image_text(
     weights = WeightFiles(path)
     config = _config(weights)
     unused = ("lm_head.", "norm.", f"layers.{config.num_hidden_layers}.")
-    names = {name.removeprefix("model."): [Piece(name)] for name in weights.names}
+    names = {name.removeprefix("model."): [RowRange(name)] for name in weights.names}
     key_map = {name: pieces for name, pieces in names.items() if not name.startswith(unused)}
 
     def build() -> Qwen3Model:

@@ -28,9 +28,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from library.precision.formats import E4M3FN, Fp8Format, format_of
 from library.precision.parity.layer_errors import damped, survival
-from library.precision.quantize import Granularity, Quantized, compute_scale, fitting_granularity, round_to_nearest
+from library.precision.quantize import (
+    E4M3FN,
+    Fp8Format,
+    Granularity,
+    Quantized,
+    compute_scale,
+    fitting_granularity,
+    format_of,
+    round_to_nearest,
+)
 
 DAMPING = 0.01
 _BLOCK = 128  # columns between two products over all later ones, as in GPTQ's code

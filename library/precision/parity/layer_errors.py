@@ -51,9 +51,8 @@ import torch
 from torch import Tensor, nn
 
 from library.nn.frozen_linear import FrozenLinear
-from library.precision.formats import Fp8Format, format_of
 from library.precision.parity.activations import LayerInputs, replace_module
-from library.precision.quantize import Quantized
+from library.precision.quantize import Fp8Format, Quantized, format_of
 from library.precision.recipe import Fp8Recipe
 from library.randomness import generator
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 from accelerate.utils import broadcast_object_list
 
 from library.errors import UserError
-from library.files import clear_leftovers, read_safetensors_header
+from library.files import clear_leftovers
+from library.safetensors_io import read_safetensors_header
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

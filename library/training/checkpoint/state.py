@@ -29,7 +29,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import atomic_folder, write_safetensors, write_text
+from library.files import atomic_folder, write_text
+from library.safetensors_io import write_safetensors
 from library.training.parallel.fsdp import scatter_like
 
 

@@ -40,7 +40,8 @@ from library.models.llm.files import open_lm
 from library.models.llm.model import TransformerLM, separate_projections
 from library.models.llm.spec import PRESETS, LMConfig
 from library.models.registry import family_class, lora_targets
-from library.models.weights import WeightFiles, read_config
+from library.models.weights import read_config
+from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Recipe
 from library.training.memory.budget import GIB, Parts
 from networks.injection import inject_lora

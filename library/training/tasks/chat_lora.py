@@ -26,7 +26,6 @@ from library.config.chat_schema import ChatDataConfig, ChatTrainConfig, Instruct
 from library.config.rules import effective_learning_rate
 from library.config.schema import ParallelConfig, resume_keys
 from library.errors import UserError
-from library.files import read_safetensors_header
 from library.llm.chat_batches import Example, InstructionBatch, InstructionSampler, Windows, collate_windows
 from library.models.llm.files import load_lm
 from library.models.llm.model import Block, TransformerLM, lm_split_plan, separate_projections, shard_heads
@@ -34,7 +33,8 @@ from library.models.llm.spec import LMConfig
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
 from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.loading import Fp8Loader
+from library.precision.recipe import Fp8Loader
+from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import save_facts, without_folders
 from library.training.checkpoint.state import Position
 from library.training.memory.budget import recompute_blocks
@@ -101,7 +101,7 @@ def prepare_base(
     folder = Path(config.model.pretrained_model_name_or_path).expanduser()
     model = load_lm(folder, dtype, device, fp8=fp8)
     separate_projections(model)
-    fp8.serve(model)
+    fp8.round_inputs(model)
     precision = describe_base(layout, fp8, dtype)
     if layout is not None or fp8.recipe is not None:
         console.print(f"base: {precision}")

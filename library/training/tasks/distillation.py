@@ -30,8 +30,9 @@ from torch import nn
 from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
 from library.data.batches import Batch, collate
 from library.errors import UserError
-from library.files import clear_leftovers, fingerprint, write_safetensors
+from library.files import clear_leftovers, fingerprint
 from library.models.registry import lora_targets, model_family, with_transformer
+from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import Position, read_position
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from library.training.optim.schedules import total_steps

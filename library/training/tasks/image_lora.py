@@ -28,9 +28,9 @@ from library.data.batches import Bucket, CachedDataset, EpochBatchSampler, colla
 from library.data.dataset import TrainingData, build_dataset
 from library.data.lint import check, summarise
 from library.errors import UserError
-from library.files import read_safetensors_header
 from library.precision.fp8_linear import make_cpu_kernels
-from library.precision.loading import Fp8Loader
+from library.precision.recipe import Fp8Loader
+from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.resume import tidy
 from library.training.guard.signals import ignore_signals
 from library.training.memory.block_swap import swap_blocks
@@ -209,7 +209,7 @@ def prepare_networks(
     fp8, layout = fp8 or Fp8Loader(), family.fp8_layout()
     loaded_to = torch.device("cpu") if training.blocks_to_swap or to_be_split else device
     transformer, text_encoders = family.load_transformer(dtype, loaded_to, training.attention, fp8=fp8), None
-    fp8.serve(transformer)
+    fp8.round_inputs(transformer)
     if device.type == "cpu":
         make_cpu_kernels(transformer, dtype)
     base_precision = describe_base(layout, fp8, dtype)

@@ -33,10 +33,9 @@ from library.config.rules import effective_learning_rate
 from library.config.schema import resume_keys
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
-from library.precision.formats import format_named
 from library.precision.fp8_linear import ddp_ignored_names, device_has_fp8_matmul
-from library.precision.loading import Fp8Loader
-from library.precision.recipe import Fp8Recipe
+from library.precision.quantize import format_named
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.checkpoint.resume import AUTO
 from library.training.checkpoint.state import check_state, read_position
 from library.training.optim.factory import check_optimizer, check_rates

@@ -28,12 +28,13 @@ from torch.optim import Optimizer
 from library.accelerator import is_model_parallel
 from library.config.pretrain_schema import LLMSamplingConfig, LLMSavingConfig, PretrainConfig
 from library.errors import UserError
-from library.files import atomic_folder, write_safetensors, write_text
+from library.files import atomic_folder, write_text
 from library.llm.generation import SamplingSettings
 from library.llm.token_batches import TokenShards, held_out_batches
 from library.llm.tokenizers import Tokenizer
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
+from library.safetensors_io import write_safetensors
 from library.training.checkpoint.saving import CheckpointWriter, fallback_folder
 from library.training.checkpoint.state import Stateful, read_state, write_state
 from library.training.guard.signals import NOTHING, SignalHandler

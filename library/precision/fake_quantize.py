@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from library.nn.rope import Table
-from library.precision.formats import E4M3FN
-from library.precision.quantize import dequantize
+from library.precision.quantize import E4M3FN, dequantize
 
 ActivationRounding = Literal["row", "tensor", "unit", "static"]
 _TINY = 1e-12  # an input of zeros has scale 1e-12 instead of 0
@@ -82,7 +81,7 @@ class FakeQuantLinear(nn.Module):
         return self.base(x + (rounded - x).detach() if x.requires_grad else rounded)
 
 
-def serve_in_fp8(
+def fake_quantize_inputs(
     model: nn.Module,
     names: Mapping[str, Tensor | None],
     how: ActivationRounding,

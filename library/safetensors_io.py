@@ -1,0 +1,357 @@
+"""Safetensors files: headers that are checked before they are believed, tensors read by rows, written one at a time.
+
+The format (https://github.com/huggingface/safetensors#format): eight bytes, the header's length as a little-endian u64;
+the header, JSON, name -> dtype, shape, place; then the data.
+
+*Checking.* Such files are downloaded from strangers, and some are cut off on the way. So before anything is allocated
+or read by what a header says, this is compared with the file:
+
+- the header is no longer than the file, nor than 100 MB, the limit of the safetensors library;
+- no name is there twice (JSON readers keep the last one, others may keep the first), and metadata are strings;
+- shapes are lists of whole numbers, and every tensor has as many bytes as its shape and dtype take;
+- the data of all tensors lie within the file, one after the other: none overlap, and nothing lies between or
+  behind them where something could hide. An offset that is no multiple of the item size is allowed, as it is by
+  the safetensors library: bytes are copied, never addressed in place.
+
+*Reading.* A :class:`TensorEntry` says where a tensor lies, a :class:`RowRange` which of its rows are meant, and
+:func:`read_rows` copies them into memory of their own. Mapping the file (``mmap``) would cost the same only as long as
+no cast follows; with one, the mapped pages stay resident beside the copies (`bench/loading.py`: 1.7 times the model).
+Mapped rows of a fused qkv would also keep all of it alive, and a file that is overwritten during training would take
+the weights with it.
+
+*Writing.* ``safetensors.torch.save_file`` wants all tensors at once; a 24 GB model then needs 24 GB of memory. The
+format allows less: the header only needs dtypes and shapes, and the data follows tensor by tensor, ordered by falling
+item size, then by name, as safetensors itself does, so that each begins at a multiple of its item size. Metadata is
+sorted, so that equal content gives equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from library.errors import UserError
+from library.files import atomic_path
+
+MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 64  # of a tensor in PyTorch
+_BITS = {
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+TensorSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> (dtype, shape)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: ``dtype`` as headers write it, ``offset`` of its first byte in ``file``."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def spec(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Its dtype and shape as :func:`stream_safetensors` takes them; KeyError for a dtype torch does not have."""
+        return DTYPES[self.dtype], self.shape
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows ``start:stop`` of the tensor ``source``; all of them where ``stop`` is None."""
+
+    source: str
+    start: int = 0
+    stop: int | None = None
+
+    def of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of these rows of a tensor of ``shape``; a scalar counts as one row."""
+        stop = self.stop if self.stop is not None else (shape[0] if shape else 1)
+        return (stop - self.start, *shape[1:])
+
+
+def read_entries(files: Iterable[Path]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return name -> entry of all tensors in ``files``, in file order, and the files' metadata; headers alone are read.
+
+    Raises:
+        UserError: as :func:`read_safetensors_header`.
+    """
+    entries: dict[str, TensorEntry] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        header, data_start = _read_header(file)
+        metadata |= header.pop("__metadata__", {})
+        for name, entry in header.items():
+            begin = data_start + entry["data_offsets"][0]
+            entries[name] = TensorEntry(Path(file), entry["dtype"], tuple(entry["shape"]), begin)
+    return entries, metadata
+
+
+def read_rows(entries: Mapping[str, TensorEntry], ranges: Sequence[RowRange]) -> Tensor:
+    """Return the rows of ``ranges`` one below the other, in memory of their own, in the file's dtype.
+
+    Raises:
+        UserError: the dtype is none that torch has.
+    """
+    first = entries[ranges[0].source]
+    if first.dtype not in DTYPES:
+        raise UserError(f"{first.file}: tensor {ranges[0].source!r} has dtype {first.dtype}; use the bf16 or fp16 file")
+    dtype = DTYPES[first.dtype]
+    shapes = [each.of(entries[each.source].shape) for each in ranges]
+    total = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if first.shape else ()
+    tensor = torch.empty(total, dtype=dtype)
+    buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # it is one
+    filled = 0
+    for each, shape in zip(ranges, shapes, strict=True):
+        entry = entries[each.source]
+        row_bytes = math.prod(entry.shape[1:]) * dtype.itemsize
+        count = shape[0] * row_bytes
+        with open(entry.file, "rb", buffering=0) as file:
+            file.seek(entry.offset + each.start * row_bytes)
+            _read_exactly(file, buffer[filled : filled + count])
+        filled += count
+    return tensor
+
+
+def read_tensor(entries: Mapping[str, TensorEntry], name: str) -> Tensor:
+    """Return the tensor ``name``; see :func:`read_rows`."""
+    return read_rows(entries, [RowRange(name)])
+
+
+def _read_exactly(file: RawIOBase, view: memoryview) -> None:
+    """Fill ``view`` from ``file``; a single read gives at most 2 GiB on Linux."""
+    done = 0
+    while done < len(view):
+        got = file.readinto(view[done:])
+        if not got:
+            raise OSError(f"{getattr(file, 'name', 'file')} became shorter while it was read")
+        done += got
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files behind ``path``: itself, or those of a diffusers or transformers folder.
+
+    Raises:
+        UserError: nothing there, another file format, or a shard that its index names is missing.
+    """
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise UserError(f"{path}: weights are read from .safetensors files only; convert it or download that file")
+        return [path]
+    if not path.is_dir():
+        raise UserError(f"{path}: no such file or folder; check the path")
+    for index in sorted(path.glob("*.safetensors.index.json")):
+        shards = [path / name for name in shard_names(index)]
+        for shard in shards:
+            if not shard.is_file():
+                raise UserError(f"{shard}: missing, but {index.name} lists it; download it again")
+        return shards
+    for name in ("diffusion_pytorch_model.safetensors", "model.safetensors"):
+        if (path / name).is_file():
+            return [path / name]
+    raise UserError(f"{path}: no .safetensors weights in this folder; download the model with its safetensors files")
+
+
+def shard_names(index: Path) -> list[str]:
+    """Return the names of the weight files that a ``*.safetensors.index.json`` lists, sorted.
+
+    Raises:
+        UserError: it is no such list, or names a file elsewhere than beside itself.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(f"{index}: not a list of weight files; download it again") from None
+    for name in names:
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise UserError(f"{index}: lists {name!r}, which is no file beside it; download the model again")
+    return names
+
+
+def read_safetensors_header(path: str | Path, may_be_cut: bool = False) -> dict[str, dict]:
+    """Return a safetensors file's JSON header, read without touching a tensor.
+
+    Args:
+        path: the file.
+        may_be_cut: also of a file whose end is missing; for those who only describe it.
+
+    Raises:
+        UserError: the file does not exist, cannot be read, or its header is not true of it.
+    """
+    return _read_header(path, may_be_cut)[0]
+
+
+def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, dict], int]:
+    """Return the header and where the data begins."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size - 8:
+                raise ValueError("header longer than the file")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
+            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_without_repetition)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; check the path") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its rights") from None
+    except (ValueError, struct.error, RecursionError) as error:
+        raise UserError(f"{path}: not a safetensors file ({error}); download or convert it again") from None
+    _check_header(path, header, None if may_be_cut else size - 8 - length)
+    return header, 8 + length
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the header has {twice!r} twice")
+    return found
+
+
+def _check_header(path: str | Path, header: object, data_bytes: int | None) -> None:
+    """Hold every entry of a header against the others, and against the size of the file's data."""
+
+    def refused(reason: str) -> UserError:
+        return UserError(f"{path}: {reason}; download it again")
+
+    if not isinstance(header, dict):
+        raise refused("not a safetensors file (its header is no object)")
+    if header.get("__metadata__", "") is None:  # allowed by the safetensors library
+        del header["__metadata__"]
+    metadata = header.get("__metadata__")
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
+        raise refused("its metadata are not strings by name")
+    spans = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if problem := _entry_problem(entry):
+            raise refused(f"tensor {name!r} {problem}")
+        begin, end = entry["data_offsets"]
+        if data_bytes is not None and end > data_bytes:
+            raise refused(f"the file ends before tensor {name!r}")
+        spans.append((begin, end, name))
+    reached = 0
+    for begin, end, name in sorted(spans):
+        if begin < reached:
+            raise refused(f"tensor {name!r} overlaps another one")
+        if begin > reached:
+            raise refused(f"{begin - reached} bytes before tensor {name!r} belong to none")
+        reached = end
+    if data_bytes is not None and reached < data_bytes:
+        raise refused(f"{data_bytes - reached} bytes behind the last tensor belong to none")
+
+
+def _entry_problem(entry: object) -> str | None:
+    """Return what is wrong with one tensor's entry by itself."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return "has no dtype"
+    shape, offsets = _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
+        return "has no shape and data_offsets of whole numbers"
+    if len(shape) > _MAX_DIMENSIONS:
+        return f"has {len(shape)} dimensions"
+    begin, end = offsets
+    if end < begin:
+        return f"ends at {end}, before it begins at {begin}"
+    bits = _BITS.get(entry["dtype"])  # of a dtype that is not known here, no tensor is ever read
+    if bits is not None and 8 * (end - begin) != bits * math.prod(shape):
+        return f"has {end - begin} bytes, which are not {shape} of {entry['dtype']}"
+    return None
+
+
+def _sizes(values: object) -> list[int] | None:
+    whole = isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    return cast(list[int], values) if whole else None
+
+
+def tensor_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the size of a tensor's data."""
+    return dtype.itemsize * math.prod(shape)
+
+
+def stream_safetensors(
+    path: str | Path,
+    layout: TensorSpecs,
+    produce: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file in one step, holding one tensor at a time.
+
+    Args:
+        path: the file.
+        layout: name -> (dtype, shape) of every tensor.
+        produce: called once per name; returns the tensor, on any device.
+        metadata: strings for the header.
+
+    Raises:
+        UserError: the file cannot be written.
+        ValueError: ``produce`` returned another dtype or shape than ``layout`` says.
+    """
+    names = sorted(layout, key=lambda name: (-layout[name][0].itemsize, name))
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name in names:
+        dtype, shape = layout[name]
+        start, end = end, end + tensor_bytes(dtype, shape)
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for name in names:
+            tensor = produce(name).detach().cpu().contiguous()
+            if (tensor.dtype, tuple(tensor.shape)) != layout[name]:
+                raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, announced as {layout[name]}")
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def write_safetensors(
+    path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write ``tensors`` and string ``metadata`` as a safetensors file in one step; tensors may lie on any device.
+
+    ``safetensors``' own writer takes a temporary name that nobody can recognise after a crash, and leaves files that
+    only their owner may read.
+
+    Raises:
+        WriteError: see :func:`library.files.atomic_path`.
+    """
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    stream_safetensors(path, layout, lambda name: tensors[name], metadata)
