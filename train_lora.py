@@ -39,6 +39,7 @@ from library.training.checkpoint.hub import HubUpload, build_upload
 from library.training.checkpoint.resume import AUTO, resolve_resume
 from library.training.checkpoint.state import OutputNames, Position
 from library.training.events import HeldOut, RunEvents, Sampler, SaveLora, run_summary
+from library.training.flow import resolve_sampling
 from library.training.guard.nonfinite import FaultPolicy, advice
 from library.training.guard.signals import resume_hint
 from library.training.memory.attention_choice import attention_of_run
@@ -107,6 +108,7 @@ def train(config: TrainConfig) -> RunEvents:
     asked, auto = config, config.training.resume == AUTO
     config = resolve_resume(config, accelerator, partial(console.print, soft_wrap=True))
     family = model_family(config.model)
+    config = config.model_copy(update={"flow": resolve_sampling(config.flow, family)})
     plan = plan_network(config.network, config.optimizer, config.training, lora_targets()[family.name])
     dtype = base_dtype(config.model, config.training)
     image_encoder = family.load_image_encoder(dtype, accelerator.device)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from library.config.model_types import LANGUAGE_MODELS
 from library.config.schema import (
     MUST_MATCH,
     AccelerateConfig,
@@ -27,7 +28,6 @@ from library.config.schema import (
     TrainingConfig,
 )
 
-LANGUAGE_MODELS = ("llama", "gpt2")
 IMAGE_ONLY_KEYS = frozenset(
     {
         "attention",
@@ -47,7 +47,9 @@ IMAGE_ONLY_KEYS = frozenset(
 class LanguageModelConfig(Section):
     """The base model."""
 
-    model_type: Literal["llama", "gpt2"] = Field(description="architecture family: Llama 2 to 3.2, or GPT-2")
+    model_type: Literal[LANGUAGE_MODELS] = Field(  # type: ignore[valid-type]
+        description="architecture family: Llama 2 to 3.2, or GPT-2"
+    )
     pretrained_model_name_or_path: str = Field(
         description="folder of the model, in any published layout (docs/llm.md); its weights may be fp8"
     )

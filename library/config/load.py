@@ -30,9 +30,10 @@ import toml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from library.config.chat_schema import LANGUAGE_MODELS, ChatTrainConfig
+from library.config.chat_schema import ChatTrainConfig
 from library.config.kohya.flags import FLAGS
 from library.config.kohya.translate import Note, is_known, translate
+from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES
 from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import TrainConfig
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
@@ -288,8 +289,8 @@ def _problem(item: Any, origins: dict[str, str]) -> str:
     expected = item.get("ctx", {}).get("expected")
     if expected:
         words = re.findall(r"'([^']*)'", expected)
-        if key == "model_type" and "flux" in words:  # the first word of which schema a configuration has
-            words += LANGUAGE_MODELS
+        if key == "model_type":  # which schema a configuration has hangs on it, so it has been read as that of images
+            words = list(MODEL_TYPES)
             message += f", or of a language model {' or '.join(map(repr, LANGUAGE_MODELS))}"
         nearest = did_you_mean(str(item["input"]), words)
     return f"{origins.get(key, key)}: {item['input']!r} does not fit: should be {message}{nearest}"

@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from library.config.chat_schema import ChatDataConfig, ChatTrainConfig
+from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import (
     FlowConfig,
@@ -78,24 +79,21 @@ def shared_conflicts(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     yield from find_optimizer_conflicts(config.optimizer)
 
 
-_FLUX_KEYS = ("ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "t5xxl_max_token_length")
-_QWEN_KEYS = ("vae", "text_encoder", "qwen_tokenizer", "zero_cond_t")
-
-
 def model_conflicts(model: ModelConfig) -> Iterator[str]:
     """Yield a complaint for each file or setting that belongs to another family than ``model_type``."""
-    kind = model.model_type
-    flux, edits = kind.startswith("flux"), kind == "qwen_image_edit_plus"
-    yield from unused(model, _FLUX_KEYS, not flux, f'with model_type = "{kind}", whose files are vae and text_encoder')
-    yield from unused(model, _QWEN_KEYS, flux, f'with model_type = "{kind}", whose files are ae, clip_l and t5xxl')
-    yield from unused(model, ("zero_cond_t",), not flux and not edits, f'with model_type = "{kind}"')
+    own = MODEL_TYPES[model.model_type]
+    others = {key for row in MODEL_TYPES.values() for key in row.keys} - set(own.keys)
+    *first, last = own.files
+    files = f"{', '.join(first)} and {last}"
+    reason = f'with model_type = "{model.model_type}", whose files are {files}'
+    yield from unused(model, tuple(key for key in type(model).model_fields if key in others), True, reason)
 
 
 def _model(config: TrainConfig) -> Iterator[str]:
     yield from model_conflicts(config.model)
     kind = config.model.model_type
     reason = f'with model_type = "{kind}", which takes no guidance'
-    yield from unused(config.flow, ("guidance_scale",), not kind.startswith("flux"), reason)
+    yield from unused(config.flow, ("guidance_scale",), not MODEL_TYPES[kind].takes_guidance, reason)
 
 
 def _precision(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
@@ -199,7 +197,7 @@ def _flow(config: TrainConfig) -> Iterator[str]:
     yield from unused(
         flow,
         ("sigmoid_scale",),
-        sampling not in ("sigmoid", "shift", "flux_shift", "qwen_shift"),
+        sampling in ("uniform", "sigma"),
         f'with timestep_sampling = "{sampling}" (sigmoid and the shifts use it)',
     )
     yield from unused(
@@ -288,7 +286,7 @@ def trains_text_encoders(config: TrainConfig | ChatTrainConfig) -> bool:
 def saves_with_base_weights(config: TrainConfig | ChatTrainConfig) -> bool:
     """Whether saving takes the base's weights, not only what is trained: DoRA in the other programs' layouts."""
     is_dora, save_format = config.network.network_type == "dora", config.saving.save_format
-    of_images = config.model.model_type not in ("llama", "gpt2")  # theirs is peft's whatever the key says
+    of_images = config.model.model_type in IMAGE_MODELS  # of the others it is peft's whatever the key says
     return is_dora and of_images and save_format not in ("diffusers", "peft")
 
 
@@ -553,7 +551,7 @@ def pipeline_conflicts(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
     yield from _pp_conflicts(
         config.parallel,
         {
-            "model_type": (kind == "z_image", lengths),
+            "model_type": (MODEL_TYPES[kind].texts_differ_in_length, lengths),
             "save_format": (
                 saves_with_base_weights(config),
                 f"{config.saving.save_format}'s DoRA is made with base weights that other stages have; set "
@@ -568,7 +566,7 @@ def pipeline_conflicts(config: TrainConfig | ChatTrainConfig) -> Iterator[str]:
                 "text encoders are not cut into stages; remove one of them",
             ),
         },
-        splits=kind not in ("llama", "gpt2"),
+        splits=kind in IMAGE_MODELS,
     )
 
 

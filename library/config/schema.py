@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from library.config.model_types import IMAGE_MODELS, by_title
 from library.errors import UserError
 
 
@@ -106,8 +107,8 @@ class MemoryKeys(RecomputationKeys):
 
     blocks_to_swap: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="blocks whose frozen weights stay in host memory and are copied in as they run; at most 35 of "
-        "FLUX, 58 of Qwen-Image, 28 of Z-Image",
+        description="blocks whose frozen weights stay in host memory and are copied in as they run; at most "
+        + by_title("swappable_blocks"),
     )
     memory: Literal["manual", "auto"] = Field(
         "manual",
@@ -264,9 +265,9 @@ def refused(options: dict[str, tuple[object, str]]) -> Iterator[str]:
 class ModelConfig(Section):
     """The base model and where its parts lie."""
 
-    model_type: Literal[
-        "flux", "flux_fill", "flux_kontext", "qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "z_image"
-    ] = Field("flux", description="architecture family; flux: FLUX.1 dev and schnell")
+    model_type: Literal[IMAGE_MODELS] = Field(  # type: ignore[valid-type]
+        "flux", description="architecture family; flux: FLUX.1 dev and schnell"
+    )
     pretrained_model_name_or_path: str = Field(
         description="diffusers folder, or a transformer file: BFL's flux1-dev.safetensors or ComfyUI's split file"
     )
@@ -499,10 +500,10 @@ class TrainingConfig(MemoryKeys):
 class FlowConfig(Section):
     """Timesteps, weighting and loss of the rectified flow."""
 
-    timestep_sampling: Literal["uniform", "sigmoid", "shift", "flux_shift", "qwen_shift", "sigma"] = Field(
-        "flux_shift",
+    timestep_sampling: Literal["auto", "uniform", "sigmoid", "shift", "flux_shift", "qwen_shift", "sigma"] = Field(
+        "auto",
         description="how sigmas are drawn; flux_shift and qwen_shift follow the size, as these models' samplers do; "
-        "Qwen-Image has qwen_shift unless another is set",
+        "auto: as the sampler of the model does (Z-Image: shift of 3)",
     )
     sigmoid_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="spread of sigmoid and of the shifts")
     discrete_flow_shift: Annotated[float, Field(gt=0)] = Field(
@@ -644,12 +645,3 @@ class TrainConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     accelerate: AccelerateConfig = AccelerateConfig()
     parallel: ParallelConfig = ParallelConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _shift_of_the_model(cls, values: Any) -> Any:
-        """Give Qwen-Image its own shift by resolution where no timestep_sampling is asked for."""
-        model, flow = values.get("model"), values.get("flow", {})
-        if isinstance(model, dict) and isinstance(flow, dict) and str(model.get("model_type")).startswith("qwen_image"):
-            return values | {"flow": {"timestep_sampling": "qwen_shift"} | flow}
-        return values

@@ -95,6 +95,8 @@ class Family(Protocol):
     latent_channels: int
     conditioning: ConditionKind  # what every sample must bring besides its caption
     most_references: int | None  # pictures that an edit model takes at most; None: any number
+    timestep_sampling: str  # how training draws sigmas where ``timestep_sampling = "auto"``
+    discrete_flow_shift: float  # the shift of that, where it has one
     guidance_input: bool  # whether the transformer is told a guidance scale
     sample_guidance: float  # of pictures drawn with the guidance input, unless told otherwise
     masks_padding: bool  # whether texts of different lengths in a batch are padded, and their padding masked
@@ -206,6 +208,8 @@ class TransformerFiles:
 
     transformer_class: Any
     masks_padding = False
+    timestep_sampling: str
+    discrete_flow_shift = 3.0
     _files: LocatedFiles
     _dtype: torch.dtype | None = None  # of the transformer that was loaded last
 

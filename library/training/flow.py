@@ -21,8 +21,17 @@ from library.randomness import generator
 
 if TYPE_CHECKING:
     from library.config.schema import FlowConfig
+    from library.models.family import Family
 
 _SMALLEST_SIGMA = 1e-4  # keeps 1/sigma^2 weights finite; a tenth of the finest step of the 1000-step schedule
+
+
+def resolve_sampling(flow: FlowConfig, family: Family) -> FlowConfig:
+    """Return ``flow`` with the family's own way to draw sigmas where it asks for ``auto``."""
+    if flow.timestep_sampling != "auto":
+        return flow
+    own = {"timestep_sampling": family.timestep_sampling, "discrete_flow_shift": family.discrete_flow_shift}
+    return flow.model_copy(update=own)
 
 
 def noise_for(latents: Tensor, sample_ids: Tensor, *key: int | str) -> Tensor:
@@ -41,7 +50,7 @@ def sample_sigmas(flow: FlowConfig, sample_ids: Tensor, tokens: int, *key: int |
     """Draw a sigma for each sample.
 
     Args:
-        flow: distribution and its parameters.
+        flow: distribution and its parameters; ``auto`` is resolved before (:func:`resolve_sampling`).
         sample_ids: [B] int64.
         tokens: image tokens of the batch (h/2 * w/2), which flux_shift and qwen_shift depend on.
         key: (seed, step).
@@ -63,6 +72,8 @@ def _raw_sigmas(flow: FlowConfig, normal: Tensor, uniform: Tensor, tokens: int) 
         return uniform
     if flow.timestep_sampling == "sigma":
         return shift_sigmas(1 - _density(flow, normal, uniform), flow.discrete_flow_shift)
+    if flow.timestep_sampling == "auto":
+        raise ValueError("timestep_sampling: auto stands for what a family says; call resolve_sampling first")
     sigmas = torch.sigmoid(flow.sigmoid_scale * normal)
     if flow.timestep_sampling == "shift":
         return shift_sigmas(sigmas, flow.discrete_flow_shift)

@@ -40,13 +40,6 @@ def test_a_key_is_read_under_any_heading_or_none(tmp_path: Path) -> None:
     assert config.network.network_args == ["a=1"]
 
 
-def test_qwen_image_has_its_own_shift_unless_another_is_set() -> None:
-    assert load_config(["--model_type", "qwen_image", *REQUIRED]).flow.timestep_sampling == "qwen_shift"
-    argv = ["--model_type", "qwen_image", "--timestep_sampling", "sigmoid"]
-    assert load_config([*argv, *REQUIRED]).flow.timestep_sampling == "sigmoid"
-    assert load_config([*REQUIRED]).flow.timestep_sampling == "flux_shift"
-
-
 def test_a_flag_wins_over_the_toml_file(tmp_path: Path) -> None:
     path = _toml(tmp_path, "[network]\nnetwork_dim = 8\n[training]\ngradient_checkpointing = true\n")
     config = load_config(["--config_file", path, "--network_dim", "32", "--no-gradient_checkpointing", *REQUIRED])
@@ -118,7 +111,7 @@ def test_all_that_is_wrong_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         """
     path = _toml(tmp_path, text)
     problem = _problem(["--config_file", path, "--dataset_config", "d.toml", "--foo", "3", "--netwrk_dim=4"])
-    sampling = 'timestep_sampling = "flux_shift"'
+    sampling = 'timestep_sampling = "auto"'
     assert problem.splitlines() == [
         f"{path}:1: pretrained_modl_name_or_path: unknown key; did you mean 'pretrained_model_name_or_path'?",
         f"{path}:3: save_evry_n_steps: unknown key; did you mean 'save_every_n_steps'?",

@@ -50,7 +50,7 @@ def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(tmp_path: Path) -
     transformer = family.load_transformer(torch.float32)
     options = parse_network_args(NetworkConfig(network_dim=RANK, network_alpha=ALPHA), FLUX_TARGETS)
     network = _filled(inject_lora(transformer, options, FLUX_TARGETS, seed=0, dtype=torch.float32))
-    flow = FlowConfig(guidance_scale=3.5)
+    flow = FlowConfig(timestep_sampling="flux_shift", guidance_scale=3.5)
     loss, _ = FlowStep(family, flow, seed=9).loss(transformer.train(), batch, step)
     loss.backward()
 

@@ -35,7 +35,9 @@ def _prepared(base: Path, console: object, checkpointing: bool) -> tuple[FlowSte
     random = torch.Generator().manual_seed(1)
     for layer in networks.adapters.lora.modules.values():  # so that lora_A gets a gradient too
         layer.lora_B.weight.data.normal_(std=0.05, generator=random)
-    return FlowStep(family, FlowConfig(guidance_scale=3.5), 9, networks.text_encoders), networks
+    return FlowStep(
+        family, FlowConfig(timestep_sampling="flux_shift", guidance_scale=3.5), 9, networks.text_encoders
+    ), networks
 
 
 class _Silent:

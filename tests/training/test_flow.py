@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
+from library.config.model_types import MODEL_TYPES
 from library.config.schema import FlowConfig
 from library.training.flow import (
     add_noise,
@@ -16,6 +20,7 @@ from library.training.flow import (
     loss_weights,
     noise_for,
     qwen_mu,
+    resolve_sampling,
     sample_losses,
     sample_sigmas,
     shift_sigmas,
@@ -23,6 +28,11 @@ from library.training.flow import (
 from tests.tiny_qwen import tiny_qwen_scheduler
 
 IDS = torch.arange(20000)
+
+
+def family_class(model_type: str) -> Any:
+    module, name = MODEL_TYPES[model_type].family.split(":")
+    return getattr(import_module(module), name)
 
 
 def _sigmas(**settings: object) -> torch.Tensor:
@@ -44,7 +54,7 @@ def test_noise_and_sigmas_are_functions_of_seed_step_and_sample_alone() -> None:
     assert torch.equal(together, alone[[1, 2, 0]])
     assert not torch.equal(together, noise_for(latents, ids, 7, 6))
     assert not torch.equal(together, noise_for(latents, ids, 8, 5))
-    flow = FlowConfig()
+    flow = FlowConfig(timestep_sampling="flux_shift")
     assert torch.equal(sample_sigmas(flow, ids, 256, 7, 5)[1:], sample_sigmas(flow, ids[1:], 256, 7, 5))
 
 
@@ -69,7 +79,27 @@ def test_flux_shift_uses_the_pipelines_own_mu() -> None:
     plain = torch.sigmoid(torch.randn(20000, generator=torch.Generator().manual_seed(2)))
     mu = calculate_shift(4096, 256, 4096, 0.5, 1.15)
     reference = math.exp(mu) / (math.exp(mu) + (1 / plain - 1))  # FlowMatchEulerDiscreteScheduler.time_shift
-    assert _same_distribution(sample_sigmas(FlowConfig(), IDS, 4096, 0, 0), reference)
+    assert _same_distribution(sample_sigmas(FlowConfig(timestep_sampling="flux_shift"), IDS, 4096, 0, 0), reference)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sampling"),
+    [("flux_fill", "flux_shift"), ("qwen_image_edit", "qwen_shift"), ("z_image", "shift")],
+)
+def test_auto_is_the_familys_own_sampling(model_type: str, sampling: str) -> None:
+    own = resolve_sampling(FlowConfig(sigmoid_scale=0.7), family_class(model_type))
+    assert own.timestep_sampling == sampling
+    asked = FlowConfig(timestep_sampling="sigmoid")
+    assert resolve_sampling(asked, family_class(model_type)) is asked
+
+
+def test_z_images_own_shift_is_its_schedulers_at_every_size() -> None:
+    flow = resolve_sampling(FlowConfig(), family_class("z_image"))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)  # Z-Image-Turbo's scheduler_config.json
+    plain = torch.sigmoid(torch.randn(20000, generator=torch.Generator().manual_seed(3)))
+    reference = scheduler.shift * plain / (1 + (scheduler.shift - 1) * plain)
+    for tokens in (256, 1024, 4096):
+        assert _same_distribution(sample_sigmas(flow, IDS, tokens, 0, 0), reference)
 
 
 @pytest.mark.parametrize("tokens", [256, 1024, 4096, 6889])

@@ -119,6 +119,7 @@ class _Zero:
     """A family whose network says zero, so that the pointwise loss is the squared target."""
 
     patch_size = 2
+    timestep_sampling, discrete_flow_shift = "uniform", 1.0
 
     def predict_velocity(self, model: object, noisy: Tensor, *_: object) -> Tensor:
         return torch.zeros_like(noisy)

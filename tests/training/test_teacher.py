@@ -58,7 +58,8 @@ def test_the_answers_are_the_bf16_models_at_the_runs_own_noise(
             item = events.run.loader.dataset[index]
             sample = torch.tensor([item.sample_id])
             latents = item.latents[None]
-            sigmas = sample_sigmas(FlowConfig(), sample, latents.shape[-1] * latents.shape[-2] // 4, 3, step)
+            flow = FlowConfig(timestep_sampling="flux_shift")
+            sigmas = sample_sigmas(flow, sample, latents.shape[-1] * latents.shape[-2] // 4, 3, step)
             noisy, _ = add_noise(latents, noise_for(latents, sample, 3, step), sigmas)
             text = {name: tensor[None] for name, tensor in item.text.items()}
             with torch.no_grad():

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from library.config.kohya.flags import FLAGS, Tool
 from library.config.kohya.values import DEFAULTS
+from library.config.model_types import MODEL_TYPES
 from library.config.rules import estimates_step_size
 
 Known = Mapping[str, tuple[str, FieldInfo]]  # the schema: key -> (section, field)
@@ -123,8 +124,8 @@ def _model(result: Translation, known: Known) -> None:
 
 def _vae(result: Translation, known: Known) -> None:
     """Qwen-Image's VAE is vae; FLUX's is ae, also where sd-scripts' common option vae names it."""
-    qwen = str(result.values.get("model_type", "")).startswith("qwen")
-    if result.tool == "sd-scripts" and "vae" in result.values and not qwen:
+    row = MODEL_TYPES.get(str(result.values.get("model_type", known["model_type"][1].default)))
+    if result.tool == "sd-scripts" and "vae" in result.values and not (row and "vae" in row.files):
         path = result.take("vae")
         if "ae" in result.values:
             result.note("vae", "left out", "ae is set too and counts")

@@ -21,7 +21,8 @@ from typing import Any, get_args
 
 from library.config.kohya.flags import FLAGS, Flag, Tool
 from library.config.kohya.rules import RULES, Known, Note, Outcome, Translation, is_off
-from library.config.kohya.values import DEFAULTS, FAMILIES, INERT, REFUSED_VALUES, SAME_AS
+from library.config.kohya.values import DEFAULTS, INERT, REFUSED_VALUES, SAME_AS
+from library.config.model_types import MODEL_TYPES, kohya_model_type
 from library.config.rules import estimates_step_size
 from library.errors import UserError
 
@@ -38,8 +39,9 @@ def find_tool(values: Mapping[str, Any]) -> Tool | None:
     module = values.get("network_module")
     if module is None and "dit" not in values:
         return None
-    model_type = FAMILIES.get(str(module), ("",))[0]
-    return "musubi-tuner" if "dit" in values or model_type in ("qwen_image", "z_image") else "sd-scripts"
+    model_type = kohya_model_type(str(module))
+    musubi = "dit" in values or (model_type and MODEL_TYPES[model_type].kohya_tool == "musubi-tuner")
+    return "musubi-tuner" if musubi else "sd-scripts"
 
 
 def translate(
@@ -95,15 +97,15 @@ def _check_family(result: Translation, known: Known) -> None:
     """Stop at a model family that is not there: nothing else in the configuration matters then."""
     default = "networks.lora_qwen_image" if result.tool == "musubi-tuner" else ""
     module = str(result.values.get("network_module", default))
-    model_type, name = FAMILIES.get(module, ("", ""))
-    if not model_type:
+    model_type = kohya_model_type(module)
+    if model_type is None:
         return
     families = choices(known, "model_type")
     if model_type not in families:
         where = result.origins.get("network_module" if "network_module" in result.values else "dit", module)
         raise UserError(
-            f"{where}: {name} is not a model family of this version, which has: {', '.join(families)}; "
-            f"train this configuration with {result.tool}"
+            f"{where}: {MODEL_TYPES[model_type].title} is not a model family of this version, which has: "
+            f"{', '.join(families)}; train this configuration with {result.tool}"
         )
     if result.tool == "musubi-tuner":
         result.values.setdefault("model_type", model_type)
@@ -196,7 +198,8 @@ def _tell(result: Translation, known: Known) -> None:
             result.note("model_prediction_type", "told", "unset, so sigma_scaled in sd-scripts; here it is always raw")
         return
     text = "modulation is left out, as musubi-tuner means to and does not; img_mod_dim and txt_mod_dim train it"
-    if str(result.values["model_type"]).startswith("qwen_image"):
+    row = MODEL_TYPES.get(str(result.values["model_type"]))
+    if row and row.kohya_module == "networks.lora_qwen_image":
         result.note("network_args", "told", text)
     if "mixed_precision" not in result.values:
         result.note("mixed_precision", "told", "unset, so that of accelerate launch in musubi-tuner; here it is no")

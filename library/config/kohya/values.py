@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from library.config.kohya.flags import Tool
+from library.config.model_types import MODEL_TYPES
 
 _BOTH: Mapping[str, Any] = {
     "network_dim": 4,
@@ -37,12 +38,6 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     },
     "musubi-tuner": {**_BOTH, "discrete_flow_shift": 1.0, "guidance_scale": 1.0},
 }  # what an unset key means there, where training or its result depends on it (their parsers' defaults)
-
-FAMILIES: Mapping[str, tuple[str, str]] = {  # network_module -> (model_type, its name)
-    "networks.lora_flux": ("flux", "FLUX.1"),
-    "networks.lora_qwen_image": ("qwen_image", "Qwen-Image"),
-    "networks.lora_zimage": ("z_image", "Z-Image"),
-}
 
 SAME_AS: Mapping[tuple[str, str], str] = {  # (key, value there) -> value here
     ("weighting_scheme", "uniform"): "none",
@@ -78,8 +73,8 @@ class Inert:
 
 INERT: tuple[Inert, ...] = (
     Inert(("discrete_flow_shift",), "timestep_sampling", ("shift", "sigma")),
-    Inert(("sigmoid_scale",), "timestep_sampling", ("sigmoid", "shift", "flux_shift", "qwen_shift")),
-    Inert(("guidance_scale",), "model_type", ("flux", "flux_fill", "flux_kontext")),
+    Inert(("sigmoid_scale",), "timestep_sampling", ("auto", "sigmoid", "shift", "flux_shift", "qwen_shift")),
+    Inert(("guidance_scale",), "model_type", tuple(name for name, row in MODEL_TYPES.items() if row.takes_guidance)),
     Inert(("logit_mean", "logit_std"), "weighting_scheme", ("logit_normal",)),
     Inert(("mode_scale",), "weighting_scheme", ("mode",)),
     Inert(("huber_c",), "loss_type", ("huber", "smooth_l1")),

@@ -88,6 +88,7 @@ class FluxFamily(TransformerFiles):
     """FLUX.1 from a diffusers folder, BFL's files or ComfyUI's; see ``library.models.flux.files``."""
 
     name = "flux"
+    timestep_sampling = "flux_shift"
     conditioning: ConditionKind = "none"
     most_references: int | None = None
     sample_guidance = 3.5  # what pictures are drawn with unless told otherwise; the published pipelines' default

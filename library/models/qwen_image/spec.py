@@ -59,6 +59,7 @@ class QwenImageFamily(TransformerFiles):
     """Qwen-Image from a diffusers folder or ComfyUI's split files; see ``library.models.qwen_image.files``."""
 
     name = "qwen_image"
+    timestep_sampling = "qwen_shift"
     modelspec_architecture = "Qwen-Image"
     conditioning: ConditionKind = "none"
     most_references: int | None = None

@@ -41,6 +41,7 @@ class ZImageFamily(TransformerFiles):
     """Z-Image from a diffusers folder or ComfyUI's split files; see ``library.models.z_image.files``."""
 
     name = "z_image"
+    timestep_sampling = "shift"  # static, by discrete_flow_shift, as Z-Image-Turbo's scheduler_config.json
     modelspec_architecture = "Z-Image"
     conditioning: ConditionKind = "none"
     most_references: int | None = None

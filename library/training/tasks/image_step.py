@@ -30,7 +30,7 @@ from torch.nn.functional import avg_pool2d, max_pool2d
 
 from library.data.batches import Batch
 from library.errors import UserError
-from library.training.flow import add_noise, loss_weights, noise_for, sample_losses, sample_sigmas
+from library.training.flow import add_noise, loss_weights, noise_for, resolve_sampling, sample_losses, sample_sigmas
 
 if TYPE_CHECKING:
     from library.config.schema import FlowConfig
@@ -84,7 +84,8 @@ class FlowStep:
             step: part of the key of noise and sigmas.
         """
         tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // self.family.patch_size**2
-        sigmas = sample_sigmas(self.flow, batch.sample_ids, tokens, self.seed, step)
+        flow = resolve_sampling(self.flow, self.family)
+        sigmas = sample_sigmas(flow, batch.sample_ids, tokens, self.seed, step)
         noise = noise_for(batch.latents, batch.sample_ids, self.seed, step)
         losses = self._losses(model, batch, self.text(batch), noise, sigmas, region_weights(self.flow, batch), step)
         weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
