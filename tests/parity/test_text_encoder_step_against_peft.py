@@ -33,7 +33,7 @@ def _prepared(base: Path, console: object, checkpointing: bool) -> tuple[FlowSte
     cpu = torch.device("cpu")
     networks = prepare_networks(family, encoder, plan, network, training, torch.float32, cpu, console)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(1)
-    for layer in networks.adapters.lora.modules.values():  # so that lora_A gets a gradient too
+    for layer in networks.lora.modules.values():  # so that lora_A gets a gradient too
         layer.lora_B.weight.data.normal_(std=0.05, generator=random)
     return FlowStep(
         family, FlowConfig(timestep_sampling="flux_shift", guidance_scale=3.5), 9, networks.text_encoders
@@ -67,7 +67,7 @@ def test_gradients_of_text_encoder_loras_equal_peft(tmp_path: Path, checkpointin
     for component, module in theirs.items():
         module.requires_grad_(False)
         prefix = f"{component}." if component else ""
-        names = networks.adapters.lora.component(component or "transformer").modules
+        names = networks.lora.component(component or "transformer").modules
         targets = [name.removeprefix(prefix) for name in names]
         module.add_adapter(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets))
     named = {
@@ -75,7 +75,7 @@ def test_gradients_of_text_encoder_loras_equal_peft(tmp_path: Path, checkpointin
         for component, module in theirs.items()
         for name, parameter in module.named_parameters()
     }
-    for name, tensor in networks.adapters.lora.state_dict().items():
+    for name, tensor in networks.lora.state_dict().items():
         named[name.replace(".weight", ".default.weight")].data.copy_(tensor)
     clip_ids, t5_ids = (
         tokenizer(
@@ -95,7 +95,7 @@ def test_gradients_of_text_encoder_loras_equal_peft(tmp_path: Path, checkpointin
     their_loss.backward()
 
     torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
-    for name, layer in networks.adapters.lora.modules.items():
+    for name, layer in networks.lora.modules.items():
         for part in ("lora_A", "lora_B"):
             ours = getattr(layer, part).weight.grad
             peft = named[f"{name}.{part}.default.weight"].grad

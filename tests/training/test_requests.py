@@ -65,9 +65,9 @@ def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_with_the_same_bits(
 def test_a_second_signal_ends_it_at_once() -> None:
     code = (
         "import os, signal, types, pathlib\n"
-        "from library.training.guard.signals import Requests\n"
+        "from library.training.guard.signals import SignalHandler\n"
         "alone = types.SimpleNamespace(is_main_process=True, num_processes=1)\n"
-        "requests = Requests(pathlib.Path('.'), alone, 0.0)\n"
+        "requests = SignalHandler(pathlib.Path('.'), alone, 0.0)\n"
         "with requests.listening():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print(requests.look(1).stop, requests.look(1).exit_code, flush=True)\n"

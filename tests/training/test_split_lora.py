@@ -126,7 +126,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_names_the_image(runs: Path) 
         ({"optimizer__optimizer_type": "AdamW8bit"}, "optimizer_type"),
         ({"network__network_type": "dora"}, "network_type"),
         ({"saving__ema_decay": 0.9}, "ema_decay"),
-        ({"training__nonfinite": "skip"}, "on_nan"),
+        ({"training__on_nan": "skip"}, "on_nan"),
     ],
 )
 def test_what_is_not_made_for_a_split_lora_is_refused(settings: dict[str, object], key: str) -> None:
