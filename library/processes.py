@@ -23,14 +23,11 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from accelerate.utils import gather_object
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from library.errors import UserError, one_line
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # heavy: a script imports them when its configuration is complete
     from accelerate import Accelerator
+    from torch.distributed import Store
 
 GRACE = 10.0  # seconds in which a process may end by itself after another has
 # what gloo and NCCL say when the other end of a connection is gone
@@ -49,6 +46,8 @@ def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             main()
             return
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
         handler = get_error_handler()
         handler.initialize()
         if os.environ.get("RANK", "0") != "0":  # what one says is enough
@@ -95,8 +94,10 @@ def _is_said_already(message: str) -> bool:
         return False
 
 
-def _store() -> dist.Store | None:
+def _store() -> Store | None:
     """Return what the processes can leave notes in: that of their group, or before there is one torchrun's."""
+    import torch.distributed as dist
+
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -114,6 +115,8 @@ def watched(accelerator: Accelerator) -> Iterator[None]:
     if accelerator.num_processes == 1 or not hasattr(os, "pidfd_open"):
         yield
         return
+    from accelerate.utils import gather_object
+
     machine, own = _machine(), (accelerator.process_index, os.getpid())
     everyone = gather_object([(machine, *own)])
     others = {rank: pid for where, rank, pid in everyone if where == machine and (rank, pid) != own}
