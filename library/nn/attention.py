@@ -1,18 +1,15 @@
-"""Scaled dot-product attention, once: diffusion transformers and language models call :func:`attend`.
+"""Scaled dot-product attention, once for diffusion transformers and language models.
 
-Tensors come and go as [B, S, H, D], the layout that projections produce. PyTorch's
-``scaled_dot_product_attention`` wants [B, H, S, D]; the transposes are views and its kernels read strides, so
-nothing is copied. Grouped-query attention (fewer key and value heads) goes to the kernel as such.
+Tensors come and go as [B, S, H, D], the layout that projections produce. PyTorch's ``scaled_dot_product_attention``
+wants [B, H, S, D]; the transposes are views and its kernels read strides, so nothing is copied. Grouped-query attention
+(fewer key and value heads) goes to the kernel as such.
 
-Which kernel runs (flash, memory-efficient, cuDNN, plain math) PyTorch decides from device, dtype and shapes; large
-full attention on a CPU goes to ``library.nn.cpu_attention``.
-``backend`` forces one for this call, :func:`chosen_backend` reports the decision. There is no process-wide
-setting: whoever builds a model says which backend its attention uses.
+    attend             the one call; PyTorch picks the kernel (flash, memory-efficient, cuDNN, plain math) from device,
+                       dtype and shapes, ``backend`` forces one for this call, ``chosen_backend`` reports the choice
+    attend_jointly     text and image tokens among one another, with rotary positions (MM-DiT, arXiv 2403.03206)
+    document_mask      causal attention within each of several documents packed into one window: block diagonal
 
-Several documents in one window: positions that begin anew, and attention that stays within a document.
-
-``documents`` [B, S] numbers the document of every token; equal numbers stand side by side. Attention is then causal in
-blocks along the diagonal. The mask is one byte for each pair of tokens of a window, made once and used by all layers.
+There is no process-wide setting: whoever builds a model says which backend its attention uses.
 """
 
 from __future__ import annotations
@@ -25,9 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import library.nn.cpu_attention as cpu_attention
 from library.errors import UserError, did_you_mean
-from library.nn.cpu_attention import Stream
 from library.nn.rope import Table, rotate_interleaved
 
 Backend = Literal["auto", "flash", "efficient", "cudnn", "math"]
@@ -56,20 +51,15 @@ def attend(
         query: [B, Sq, H, D].
         key: [B, Sk, Hkv, D], H a multiple of Hkv.
         value: [B, Sk, Hkv, D].
-        mask: boolean (true = attended to) or additive; [B, Sk] for padding, or broadcastable to [B, H, Sq,
-        Sk].
-        causal: a token sees itself and what is before it. With Sq < Sk the queries are the *last* Sq
-        positions, as
-            in decoding with a cache (PyTorch's ``is_causal`` would take them for the first).
+        mask: boolean (true = attended to) or additive; [B, Sk] for padding, or broadcastable to [B, H, Sq, Sk].
+        causal: a token sees itself and what is before it. With Sq < Sk the queries are the *last* Sq positions, as in
+            decoding with a cache (PyTorch's ``is_causal`` would take them for the first).
         scale: factor on the scores; default 1/sqrt(D).
         backend: kernel to force; "auto" lets PyTorch choose.
 
     Raises:
         UserError: ``backend`` is unknown, or cannot run these tensors on this device.
     """
-    alone = [Stream(query, key, value)]
-    if backend == "auto" and mask is None and not causal and cpu_attention.fits(alone):
-        return cpu_attention.attend_on_cpu(alone, scale=scale)
     heads, kv_heads = query.shape[2], key.shape[2]
     if query.shape[1] == 1 and heads != kv_heads and (mask is None or mask.shape[1] == 1 or mask.ndim == 2):
         # One token: the heads of a group are as many queries to one head of keys, which needs no copy of them.
@@ -96,55 +86,34 @@ def attend(
     return output.transpose(1, 2).to(query.dtype)
 
 
-def attend_together(
-    streams: Sequence[Stream], rope: Table | None, *, mask: Tensor | None = None, backend: Backend = "auto"
+def attend_jointly(
+    streams: Sequence[tuple[Tensor, Tensor, Tensor]],
+    rope: Table | None,
+    *,
+    mask: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Return attention of all streams' tokens among one another, [B, sum of S, H, D].
 
     Args:
-        streams: queries and keys as projected; each is normalised by its stream's norms.
-        rope: cos and sin [sum of S, D/2] that turn neighbouring pairs of normalised queries and keys; or None.
+        streams: query, key and value of the text, of the image, ..., [B, S, H, D] each, S differing between streams.
+        rope: cos and sin [sum of S, D/2] that turn neighbouring pairs of queries and keys; or None.
         mask, backend: as for :func:`attend`.
     """
-    if backend == "auto" and mask is None and cpu_attention.fits(streams):
-        return cpu_attention.attend_on_cpu(streams, rope)
-    query = _joined([s.query_norm(s.query) if s.query_norm else s.query for s in streams])
-    key = _joined([s.key_norm(s.key) if s.key_norm else s.key for s in streams])
+    query, key, value = (
+        torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in zip(*streams, strict=True)
+    )
     if rope is not None:
         query, key = rotate_interleaved(query, rope), rotate_interleaved(key, rope)
-    return attend(query, key, _joined([s.value for s in streams]), mask=mask, backend=backend)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+    return attend(query, key, value, mask=mask, backend=backend)
 
 
 def chosen_backend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    compiled: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, causal: bool = False
 ) -> str:
-    """Return the name of the kernel ``attend(..., backend="auto")`` runs for these tensors.
-
-    "own" is ``library.nn.cpu_attention``; ``compiled`` tells of code that torch.compile has made, which has it not.
-    """
-    if mask is None and not causal and not compiled and cpu_attention.fits([Stream(query, key, value)]):
-        return "own"
-    (q, k, v), options = _kernel_arguments(query, key, value, mask, causal, None)
-    choice = torch._fused_sdp_choice(
-        q,
-        k,
-        v,
-        attn_mask=options["attn_mask"],
-        dropout_p=0.0,
-        is_causal=options["is_causal"],
-        scale=None,
-        enable_gqa=options["enable_gqa"],
-    )
+    """Return the name of the kernel that ``attend(..., backend="auto")`` runs for these tensors."""
+    tensors, options = _kernel_arguments(query, key, value, mask, causal, None)
+    choice = torch._fused_sdp_choice(*tensors, **options)
     names = {int(kernel.value): name for name, kernel in _KERNELS.items()}
     return names.get(int(choice), "math")
 

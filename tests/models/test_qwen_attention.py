@@ -10,7 +10,6 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 
-import library.nn.cpu_attention as cpu_attention
 from library.models.flux.model import pack_latents
 from library.models.qwen_image.model import optimise_forward
 from library.nn.norms import RMSNorm
@@ -66,19 +65,6 @@ def test_fp32_output_and_input_gradients_are_those_of_diffusers(case: str, check
     ):
         # The same operations in the same order; 1e-6 leaves room for kernels that split sums by thread.
         torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-6)
-
-
-def test_the_fast_cpu_path_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, ours = pair()
-    monkeypatch.setattr(cpu_attention, "_LARGE", 0)  # as for sequences of thousands of tokens
-    monkeypatch.setattr(cpu_attention, "blas_suits", lambda: False)  # as on a processor that is not Intel's
-    used: list[int] = []
-    run = cpu_attention.attend_on_cpu
-    monkeypatch.setattr(cpu_attention, "attend_on_cpu", lambda *args, **kwargs: used.append(1) or run(*args, **kwargs))
-    sigmas = tiny_qwen_inputs()["sigmas"]
-    for mine, reference in zip(forward(ours, sigmas), forward(theirs, sigmas), strict=True):
-        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)  # softmax summed in another order
-    assert len(used) == 2  # both blocks: without padded rows there is no mask
 
 
 def test_bf16_agrees_within_rounding() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import library.nn.cpu_attention as cpu_attention
 from library.errors import UserError
 from library.nn.attention import attend, chosen_backend
 
@@ -65,21 +64,6 @@ def test_forced_math_backend_agrees_and_the_choice_is_reported() -> None:
     q, k, v = random(1, 5, 2, 16), random(1, 5, 2, 16, seed=1), random(1, 5, 2, 16, seed=2)
     assert_formula(attend(q, k, v, backend="math"), formula(q, k, v))
     assert chosen_backend(q, k, v) in {"flash", "efficient", "cudnn", "math"}
-
-
-@pytest.mark.parametrize("suits", [False, True])
-def test_our_own_attention_is_reported_where_it_runs(suits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("library.nn.cpu_attention.blas_suits", lambda: suits)
-    ran: list[bool] = []
-    kept = cpu_attention.attend_on_cpu
-    monkeypatch.setattr(cpu_attention, "attend_on_cpu", lambda *a, **k: ran.append(True) or kept(*a, **k))
-    for tokens, mask in ((16, None), (512, None), (512, torch.ones(1, 512, dtype=torch.bool))):
-        q = random(1, tokens, 1, 64)
-        ran.clear()
-        attend(q, q, q, mask=mask)
-        assert (chosen_backend(q, q, q, mask=mask) == "own") == bool(ran)
-        assert chosen_backend(q, q, q, mask=mask, compiled=True) != "own"
-    assert bool(ran) is False  # masks go to PyTorch's kernels
 
 
 def test_unknown_backend_names_the_nearest() -> None:

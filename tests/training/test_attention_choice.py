@@ -55,12 +55,13 @@ def test_a_kernel_is_taken_or_refused_as_pytorch_can(asked: str) -> None:
 
 
 def test_padded_texts_are_told_where_they_change_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("library.nn.cpu_attention.blas_suits", lambda: False)
-    large = AttentionShape(heads=1, head_dim=64, tokens=1024, padded=True)
-    of_masks = choose_attention("auto", SHAPE, torch.float32, CPU)  # too small for our own: one kernel for both
-    assert of_masks in kernels(torch.float32, True)
-    assert choose_attention("auto", large, torch.float32, CPU) == f"own; {of_masks} where texts are padded"
-    assert choose_attention("auto", large, torch.float32, CPU, compiled=True) == of_masks
+    assert SHAPE.padded
+    assert choose_attention("auto", SHAPE, torch.float32, CPU) in kernels(torch.float32, True)  # one for both, here
+    monkeypatch.setattr(
+        "library.training.memory.attention_choice.chosen_backend",
+        lambda query, key, value, mask: "flash" if mask is None else "efficient",
+    )
+    assert choose_attention("auto", SHAPE, torch.float32, CPU) == "flash; efficient where texts are padded"
 
 
 def test_a_run_computes_with_the_kernel_it_was_asked_for(base: Path, dataset: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from library.nn.attention import Backend, Stream, attend_together
+from library.nn.attention import Backend, attend_jointly
 from library.nn.frozen_linear import project_recomputed, project_together
 from library.nn.norms import Kept, RMSNorm, gelu, modulated, once, tokens, within_fp16
 from library.nn.rope import MultiAxisRope, Table
@@ -286,10 +286,12 @@ class FluxAttentionProcessor:
             text: q, k, v of the text stream, each [B, L, W], or None.
             rope, mask: as in a call.
         """
-        streams = [Stream(*_heads(image, attn.head_dim), attn.norm_q, attn.norm_k)]
+        query, key, value = _heads(image, attn.head_dim)
+        streams = [(attn.norm_q(query), attn.norm_k(key), value)]
         if text is not None:
-            streams.insert(0, Stream(*_heads(text, attn.head_dim), attn.norm_added_q, attn.norm_added_k))
-        return attend_together(streams, rope, mask=mask, backend=self.backend).flatten(2)
+            query, key, value = _heads(text, attn.head_dim)
+            streams.insert(0, (attn.norm_added_q(query), attn.norm_added_k(key), value))
+        return attend_jointly(streams, rope, mask=mask, backend=self.backend).flatten(2)
 
 
 def _heads(projected: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

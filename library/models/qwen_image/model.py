@@ -38,7 +38,7 @@ from diffusers.models.transformers import transformer_qwenimage as diffusers_qwe
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor, nn
 
-from library.nn.attention import Backend, Stream, attend_together
+from library.nn.attention import Backend, attend_jointly
 from library.nn.frozen_linear import project_recomputed, project_together
 from library.nn.norms import Kept, RMSNorm, gelu, modulated, modulated_norm, once, tokens, within_fp16
 from library.nn.rope import Table, make_room
@@ -204,14 +204,16 @@ class QwenAttentionProcessor:
     ) -> Tensor:
         """Return attention over text and image, [B, L + S, W], of projected q, k and v; arguments as in a call."""
         head_dim = attn.inner_dim // attn.heads
+        query, key, value = _heads(image, head_dim)
+        text_query, text_key, text_value = _heads(text, head_dim)
         streams = [
-            Stream(*_heads(text, head_dim), attn.norm_added_q, attn.norm_added_k),
-            Stream(*_heads(image, head_dim), attn.norm_q, attn.norm_k),
+            (attn.norm_added_q(text_query), attn.norm_added_k(text_key), text_value),
+            (attn.norm_q(query), attn.norm_k(key), value),
         ]
         mask = None
         if text_mask is not None:
             mask = torch.cat([text_mask, text_mask.new_ones(image[0].shape[:2])], dim=1)
-        return attend_together(streams, rope, mask=mask, backend=self.backend).flatten(2)
+        return attend_jointly(streams, rope, mask=mask, backend=self.backend).flatten(2)
 
 
 def _heads(projected: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

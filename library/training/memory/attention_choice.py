@@ -1,7 +1,7 @@
 """Which kernel a run's attention takes, said at its start; one that was asked for is tried, and refused where it fails.
 
-PyTorch chooses from device, dtype, sizes, and whether there is a mask; on a CPU ``library.nn.cpu_attention`` may take
-over. What it chooses is asked of PyTorch itself, for tensors of the largest bucket's size.
+PyTorch chooses from device, dtype, sizes, and whether there is a mask. What it chooses is asked of PyTorch itself, for
+tensors of the largest bucket's size.
 """
 
 from __future__ import annotations
@@ -50,13 +50,11 @@ def attention_of_run(
     shape = AttentionShape(*family.attention_heads(), tokens, family.masks_padding and batch > 1)
     precision = config.training.mixed_precision
     computed_in = dtype if precision == "no" else torch.bfloat16 if precision == "bf16" else torch.float16
-    return choose_attention(config.training.attention, shape, computed_in, device, config.accelerate.torch_compile)
+    return choose_attention(config.training.attention, shape, computed_in, device)
 
 
-def choose_attention(
-    asked: Backend, shape: AttentionShape, dtype: torch.dtype, device: torch.device, compiled: bool = False
-) -> str:
-    """Return in words which kernel attention takes: "flash", "own"; another one where texts are padded is added.
+def choose_attention(asked: Backend, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str:
+    """Return in words which kernel attention takes: "flash"; another one where texts are padded is added.
 
     Raises:
         UserError: the kernel that was asked for cannot run here.
@@ -66,13 +64,13 @@ def choose_attention(
         for masked in masks:
             _try(asked, shape, dtype, device, masked)
         return f"{asked}, as asked"
-    plain, *others = (_chosen(shape, dtype, device, masked, compiled) for masked in masks)
+    plain, *others = (_chosen(shape, dtype, device, masked) for masked in masks)
     return f"{plain}; {others[0]} where texts are padded" if others and others[0] != plain else plain
 
 
-def _chosen(shape: AttentionShape, dtype: torch.dtype, device: torch.device, masked: bool, compiled: bool) -> str:
+def _chosen(shape: AttentionShape, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
     query, key, value, mask = _tensors(shape, shape.tokens, dtype, device, masked)
-    return chosen_backend(query, key, value, mask=mask, compiled=compiled)
+    return chosen_backend(query, key, value, mask=mask)
 
 
 def _try(asked: Backend, shape: AttentionShape, dtype: torch.dtype, device: torch.device, masked: bool) -> None:
