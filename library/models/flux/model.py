@@ -43,7 +43,6 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from library.nn.attention import Backend, attend_jointly
 from library.nn.frozen_linear import project_recomputed, project_together
@@ -192,29 +191,7 @@ def _feedforward(stream: Tensor, norm: nn.Module, feedforward: Any, modulation: 
 
 def _beside_gelu(attended: Tensor, wide: Tensor) -> Tensor:
     """Return ``attended`` [B, S, W] and GELU of ``wide`` [B, S, M] side by side, [B, S, W + M]."""
-    if torch.compiler.is_compiling():
-        return torch.cat([attended, gelu(wide)], dim=-1)
-    return _BesideGelu.apply(attended, wide)
-
-
-class _BesideGelu(torch.autograd.Function):
-    """GELU written where it belongs: the widest tensors of a block are made once, not twice."""
-
-    @staticmethod
-    def forward(ctx: Any, attended: Tensor, wide: Tensor) -> Tensor:
-        ctx.save_for_backward(wide)
-        width = attended.shape[-1]
-        both = wide.new_empty(*wide.shape[:-1], width + wide.shape[-1])
-        both[..., :width] = attended
-        torch.ops.aten.gelu.out(wide, approximate="tanh", out=both[..., width:])
-        return both
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        (wide,) = ctx.saved_tensors
-        of_attended, of_gelu = gradients[0].tensor_split([gradients[0].shape[-1] - wide.shape[-1]], dim=-1)
-        return of_attended, torch.ops.aten.gelu_backward(of_gelu, wide, approximate="tanh")
+    return torch.cat([attended, gelu(wide)], dim=-1)
 
 
 def optimise_forward(transformer: FluxTransformer2DModel, backend: Backend = "auto") -> FluxTransformer2DModel:
