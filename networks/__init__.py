@@ -1,0 +1,1 @@
+"""LoRA and other adapters: layers, injection into a model, files, merging."""

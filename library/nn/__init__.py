@@ -1,0 +1,1 @@
+"""Attention, RoPE, norms, frozen linears, checkpointing: written once, knowing no model."""

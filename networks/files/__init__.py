@@ -1,0 +1,1 @@
+"""Adapter files in every published layout, and their metadata."""

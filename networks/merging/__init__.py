@@ -1,0 +1,1 @@
+"""Adapters merged into a base, refitted, resized, averaged, extracted."""

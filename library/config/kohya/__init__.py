@@ -1,0 +1,1 @@
+"""kohya's and musubi-tuner's configurations and command lines, translated key by key."""

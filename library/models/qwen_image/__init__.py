@@ -1,0 +1,1 @@
+"""Qwen-Image and its edit models."""

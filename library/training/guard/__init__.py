@@ -1,0 +1,1 @@
+"""Against what ends a run badly: steps that are not finite, signals, requests from outside."""

@@ -1,0 +1,1 @@
+"""Metrics, the progress line and the curves of a run."""

@@ -1,0 +1,1 @@
+"""Samples during training: prompts, their control images, images and answers."""

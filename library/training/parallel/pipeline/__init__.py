@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, the messages between them, schedules."""
