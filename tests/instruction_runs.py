@@ -15,7 +15,7 @@ from library.config.load import load_language_config
 from library.llm.tokenizers import train_bpe
 from library.training.events import RunEvents
 from tests.curves import without_curves
-from train_lora import train_language_model
+from train_lora import train
 
 SPREAD = {"initializer_range": 0.2}  # the usual 0.02 leaves a frozen head of width 32 next to nothing to say
 ANSWERS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -73,7 +73,7 @@ def train_flags(flags: list[str]) -> RunEvents:
     """Train, in this process or as a job of a worker group."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
     with without_curves():
-        return train_language_model(load_language_config(flags))
+        return train(load_language_config(flags))
 
 
 def adapter(folder: Path) -> dict[str, Tensor]:

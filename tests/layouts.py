@@ -11,7 +11,7 @@ import pytest
 
 from library.config import load_config
 from library.config.load import load_language_config
-from train_lora import train, train_language_model
+from train_lora import train
 
 # A LoRA's run that clips, saves a state in the middle and samples there.
 SETTINGS: dict[str, object] = {
@@ -46,7 +46,7 @@ def train_one(flags: list[str]) -> None:
 
 
 def chat_one(flags: list[str]) -> None:
-    train_language_model(load_language_config(flags))
+    train(load_language_config(flags))
 
 
 def lines(folder: Path) -> list[dict]:

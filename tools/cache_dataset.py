@@ -25,7 +25,8 @@ from library.errors import exit_on_user_error
 from library.models.registry import model_family
 from library.training.sampling.conditions import check_pictures
 from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
-from library.training.tasks.image_lora import base_dtype, cache_data, read_data
+from library.training.tasks.image_lora import cache_data, read_data
+from library.training.tasks.lora import base_dtype
 from library.training.tasks.lora_plan import text_encoder_recipe
 
 

@@ -15,19 +15,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 
-from library.accelerator import build_accelerator
 from library.config import TrainConfig, load_config
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
-from library.models.registry import lora_targets, model_family
-from library.training.memory.dry_run import Rehearsal, rehearsed
 from library.training.optim.lr_range import RangeTest, as_lines, draw, refuse_own_rates, sweep
 from library.training.report.progress import counting, shown_path
-from library.training.run import prepare_run
-from library.training.tasks.image_lora import base_dtype, cache_data, prepare_networks, read_data
-from library.training.tasks.lora_plan import check_before_loading, plan_fp8, plan_network, text_encoder_recipe
+from library.training.tasks.image_lora import ImageLora
 
 
 def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) -> RangeTest:
@@ -39,27 +33,11 @@ def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) ->
     refuse_own_rates(config.optimizer)
     if config.training.resume:
         raise UserError("resume: a range test begins anew; remove it, or start from network_weights")
-    check_before_loading(config)
-    accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
-    console = Console(quiet=not accelerator.is_main_process, markup=False)
-    family = model_family(config.model)
-    plan = plan_network(config.network, config.optimizer, config.training, lora_targets()[family.name])
-    dtype = base_dtype(config.model, config.training)
-    image_encoder = family.load_image_encoder(dtype, accelerator.device)
-    fp8 = plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)
-    text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
-    data = read_data(
-        config.dataset, config.training, config.flow, image_encoder, accelerator, console, family.conditioning,
-        family.most_references,
-    )  # fmt: skip
-    config = rehearsed(Rehearsal(config, family, plan, text_encoder, dtype, accelerator, data), console)
-    cache_data(data, config.dataset, image_encoder, text_encoder, accelerator, [], console)
-    networks = prepare_networks(
-        family, text_encoder, plan, config.network, config.training, dtype, accelerator.device, console, fp8
-    )
-    run = prepare_run(config, family, plan, networks, data, accelerator)
-    with counting(console) as start:
-        return sweep(run, lr_from, lr_to, steps, start("learning rates", steps))
+    task = ImageLora(config)
+    task.open()
+    task.prepare()
+    with counting(task.console) as start:
+        return sweep(task, lr_from, lr_to, steps, start("learning rates", steps))
 
 
 @exit_on_user_error

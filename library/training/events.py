@@ -6,103 +6,75 @@ optimizers keep two sets of weights; whatever looks at the LoRA from outside loo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 from library.accelerator import is_model_parallel
+from library.errors import UserError
 from library.files import atomic_folder
 from library.training.checkpoint.hub import HubUpload
 from library.training.checkpoint.saving import CheckpointWriter, fallback_folder, remove_old
 from library.training.checkpoint.state import OutputNames, Position, save_training_state
-from library.training.guard.signals import NOTHING, SignalHandler, StopRequest
+from library.training.guard.signals import NOTHING, SignalHandler, StopRequest, resume_hint
 from library.training.report.metrics import MetricsStream, peak_memory_bytes
 from library.training.report.plots import plot_runs
-from library.training.report.progress import TrainingProgress, duration, shown_path
-from library.training.run import Run
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from torch import nn
-
-    from library.config.chat_schema import InstructionSamplingConfig, InstructionValidationConfig
-    from library.config.schema import SamplingConfig, SavingConfig, ValidationConfig
+from library.training.report.progress import TrainingProgress, duration, print_summary, shown_path
+from library.training.tasks.task import Task
 
 
-SaveLora = Callable[[Path, Position], None]
+class RunEvents:
+    """Saves, samples and validates when it is due.
 
+    Attributes:
+        stopped: whether training is to end before its last step.
+        stop_request: from outside, that stopped the run.
+        val_losses: every validation loss so far.
+    """
 
-class Sampler(Protocol):
-    """What shows how the model does: ``library.training.sampling.images.Sampler`` draws pictures, others write text."""
-
-    drawn: dict[int, list[Path]]  # by step
-
-    def sample(self, transformer: nn.Module, step: int) -> list[Path]: ...
-
-    def recall(self, last_step: int) -> None: ...
-
-    def write_sheets(self) -> list[Path]: ...
-
-
-class HeldOut(Protocol):
-    """What a run is validated on: ``library.training.tasks.image_lora.HeldOut``, or a language model's."""
+    def __init__(
+        self, task: Task, metrics: MetricsStream, progress: TrainingProgress, upload: HubUpload | None
+    ) -> None:
+        self.task, self.metrics, self.progress, self.upload = task, metrics, progress, upload
+        self.names, config = task.names, task.config
+        self.saving, self.sampling, self.validation = config.saving, config.sampling, config.validation
+        self.stopped = False
+        self.stop_request: StopRequest = NOTHING
+        self.val_losses: list[float] = []
+        self._validated_at: int | None = None
+        self._sampled_at: int | None = None
+        fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
+        self.writer = CheckpointWriter(self.names.folder, fallback, self.saving.save_retries, progress.note)
+        self.requests = SignalHandler(
+            self.names.folder, task.accelerator, task.begun, is_owed=lambda: self.writer.is_due
+        )
 
     @property
-    def config(self) -> ValidationConfig | InstructionValidationConfig: ...
-
-    def loss(self, model: nn.Module, accelerator: Accelerator) -> float: ...
-
-
-@dataclass
-class RunEvents:
-    """Saves, samples and validates when it is due; ``val_loss`` is the last validation loss."""
-
-    run: Run
-    names: OutputNames
-    saving: SavingConfig
-    sampling: SamplingConfig | InstructionSamplingConfig
-    save_lora: SaveLora
-    metrics: MetricsStream
-    progress: TrainingProgress
-    sampler: Sampler | None
-    held_out: HeldOut | None
-    upload: HubUpload | None
-    begun: float  # seconds since 1970
-    save_states_to_hub: bool = False
-    stopped: bool = False
-    stop_request: StopRequest = NOTHING  # that stopped the run
-    val_loss: float | None = None
-    _validated_at: int | None = None
-    _sampled_at: int | None = None
-
-    def __post_init__(self) -> None:
-        fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
-        self.writer = CheckpointWriter(self.names.folder, fallback, self.saving.save_retries, self.progress.note)
-        self.requests = SignalHandler(
-            self.names.folder, self.run.accelerator, self.begun, is_owed=lambda: self.writer.is_due
-        )
+    def val_loss(self) -> float | None:
+        """The last validation loss."""
+        return self.val_losses[-1] if self.val_losses else None
 
     def at_start(self, position: Position) -> None:
         """Look at the untrained network: validation loss and samples before the first step."""
         if position.step == 0:
-            position.val_loss_before = self._validate(position.step)
+            if self.task.validates_first:
+                position.val_loss_before = self._validate(position.step)
             if self.sampling.sample_at_first:
                 self._sample(position.step)
             return
-        if self.sampler is not None:
-            self.sampler.recall(position.step)
-        self.run.accelerator.wait_for_everyone()  # all know the same samples before one draws what is missing
+        if self.task.sampler is not None:
+            self.task.sampler.recall(position.step)
+        self.task.accelerator.wait_for_everyone()  # all know the same samples before one draws what is missing
         self._catch_up(position)
 
     def _catch_up(self, position: Position) -> None:
         """Do what the run that wrote the state did not get to: look at the weights, delete old files, end."""
         step = position.step
-        every = self.held_out.config.validate_every_n_steps if self.held_out else None
-        if _due(step, every) and position.validated_at != step:
+        if _due(step, self._validates_every()) and position.validated_at != step:
             self._compare(position)
-        if _due(step, self.sampling.sample_every_n_steps) and self.sampler and step not in self.sampler.drawn:
+        if _due(step, self.sampling.sample_every_n_steps) and self.task.sampler and step not in self.task.sampler.drawn:
             self._sample(step)
         if _due(step, self.saving.save_every_n_steps):
             self._rotate(step=step)
@@ -114,26 +86,25 @@ class RunEvents:
         """Return whether :meth:`after_step` is going to look at the weights."""
         if self.requests.look(position.step):
             return True
-        validation = self.held_out.config.validate_every_n_steps if self.held_out else None
-        counts = (validation, self.sampling.sample_every_n_steps, self.saving.save_every_n_steps)
+        counts = (self._validates_every(), self.sampling.sample_every_n_steps, self.saving.save_every_n_steps)
         return any(_due(position.step, every) for every in counts)
 
     def save_before_fault(self, position: Position) -> str | None:
-        """Save LoRA and state as they are before a step that cannot be taken; return the LoRA's path, if any."""
+        """Save weights and state as they are before a step that cannot be taken; return the weights' path, if any."""
         if position.step == 0:
             return None
         stem = self.names.stem(step=position.step)
         self._save(stem, position, with_state=True, last=lambda: self.requests.signalled)
-        return shown_path(self.names.lora(stem))
+        return shown_path(self.names.weights(stem))
 
     def after_step(self, position: Position) -> None:
         """Do what is due after an optimizer step."""
         step = position.step
         stop_request = self.requests.look(step)
-        if stop_request.stop is not None and step < self.run.total_steps:
+        if stop_request.stop is not None and step < self.task.total_steps:
             self._stop(stop_request, position)
             return
-        if _due(step, self.held_out.config.validate_every_n_steps if self.held_out else None):
+        if _due(step, self._validates_every()):
             self._compare(position)
             self._stop_if_stale(position)
         if _due(step, self.sampling.sample_every_n_steps) or stop_request.sample:
@@ -154,7 +125,7 @@ class RunEvents:
     def after_epoch(self, position: Position) -> None:
         """Do what is due after an epoch; ``position.epoch`` is the number of epochs done."""
         epoch = position.epoch
-        if _due(epoch, self.held_out.config.validate_every_n_epochs if self.held_out else None):
+        if self.task.validates and _due(epoch, self.validation.validate_every_n_epochs):
             self._compare(position)
             self._stop_if_stale(position)
         if _due(epoch, self.sampling.sample_every_n_epochs):
@@ -175,33 +146,35 @@ class RunEvents:
         if self.sampling.sample_at_end and self._sampled_at != position.step:
             self._sample(position.step)
 
-    def draw(self) -> list[Path]:
-        """Draw the learning rate curves and the sheets of samples; return the pictures (main process only)."""
-        if not self.run.accelerator.is_main_process:
-            return []
-        pictures: list[Path] = []
+    def _plot(self) -> list[Path]:
+        """Plot the learning rate curves and write the sheets of samples; return the images (main process only)."""
+        images: list[Path] = []
 
         def plot() -> None:
             plot_runs([self.names.folder], self.names.folder / "lr.png")
-            pictures.append(self.names.folder / "lr.png")
+            images.append(self.names.folder / "lr.png")
 
         self.writer.tolerate(plot)
-        if self.sampler is not None:
-            sheets = self.sampler.write_sheets
-            self.writer.tolerate(lambda: pictures.extend(sheets()))
-        return pictures
+        if self.task.sampler is not None:
+            sheets = self.task.sampler.write_sheets
+            self.writer.tolerate(lambda: images.extend(sheets()))
+        return images
+
+    def _validates_every(self) -> int | None:
+        return self.validation.validate_every_n_steps if self.task.validates else None
 
     def _validate(self, step: int) -> float | None:
-        if self.held_out is None:
+        if not self.task.validates:
             return None
         with self._looking("validate"):
-            loss = self.held_out.loss(self.run.model, self.run.accelerator)
-        self.metrics.write({"step": step, "val_loss": loss})
-        self.val_loss, self._validated_at = loss, step
+            loss = self.task.validate()
+        self.metrics.write({"step": step, "val_loss": loss, **self.task.describe_validation(loss)})
+        self.val_losses.append(loss)
+        self._validated_at = step
         return loss
 
     def _compare(self, position: Position) -> None:
-        """Validate, and keep the best LoRA so far."""
+        """Validate, and save the best weights so far."""
         loss = self._validate(position.step)
         if loss is None or position.validated_at == position.step:
             return
@@ -220,27 +193,27 @@ class RunEvents:
             self.stopped = True
 
     def _rotate(self, step: int | None = None, epoch: int | None = None) -> None:
-        if self.run.accelerator.is_main_process:
+        if self.task.accelerator.is_main_process:
             remove_old(self.names.folder, self.names.name, self.saving, step, epoch)
 
     def _sample(self, step: int) -> None:
-        if self.sampler is None:
+        if self.task.sampler is None:
             return
         self._sampled_at = step
         with self._looking("sample"):
-            if self.run.accelerator.is_main_process or is_model_parallel(self.run.accelerator):
-                sampler, transformer = self.sampler, self.run.transformer
+            if self.task.accelerator.is_main_process or is_model_parallel(self.task.accelerator):
+                sampler, transformer = self.task.sampler, self.task.transformer
                 self.writer.tolerate(lambda: sampler.sample(transformer, step))
-            self.run.accelerator.wait_for_everyone()
+            self.task.accelerator.wait_for_everyone()
 
     def _save(self, stem: str, position: Position, with_state: bool, last: Callable[[], bool] | None = None) -> bool:
-        """Save the LoRA, and a state; return on the main process whether that could be done.
+        """Save the weights, and a state; return on the main process whether that could be done.
 
         ``last`` is given when there is no later: it tells whether the process is about to be ended.
         """
         saved: list[Path] | None = None
-        with self.progress.phase("save"), self.run.whole(with_state):
-            if self.run.accelerator.is_main_process:
+        with self.progress.phase("save"), self.task.gathered(with_state):
+            if self.task.accelerator.is_main_process:
 
                 def write(folder: Path) -> list[Path]:
                     return self._write(replace(self.names, folder=folder), stem, position, with_state)
@@ -249,53 +222,80 @@ class RunEvents:
                 if self.upload is not None:
                     for path in saved or []:
                         self.upload.push(path)
-            self.run.accelerator.wait_for_everyone()
+            self.task.accelerator.wait_for_everyone()
         return saved is not None
 
     def _write(self, names: OutputNames, stem: str, position: Position, with_state: bool) -> list[Path]:
-        """Write the LoRA, and a state; return what is to be uploaded."""
-        saved = [names.lora(stem)]
-        with self.run.deployed_weights(), nullcontext(saved[0]) if names.suffix else atomic_folder(saved[0]) as target:
-            self.save_lora(target, position)
+        """Write the weights, and a state; return what is to be uploaded."""
+        task, saved = self.task, [names.weights(stem)]
+        with task.deployed_weights(), nullcontext(saved[0]) if names.suffix else atomic_folder(saved[0]) as target:
+            task.save(target, position)
         if with_state:
             folder = names.state(stem)
-            saved += [folder] if self.save_states_to_hub else []
+            saved += [folder] if self.task.config.hub.save_state_to_huggingface else []
             if self.upload is not None:
                 self.upload.note(saved)  # a run that goes on from this state uploads them, should this one be killed
-            weights, base = self.run.network.state_dict(), self.run.base_fingerprint
-            save_training_state(folder, weights, self.run.parts(), position, base, self.run.settings)
+            save_training_state(folder, task.weights(), task.state(), position, task.base_fingerprint, task.settings)
         return saved
 
     @contextmanager
     def _looking(self, phase: str) -> Iterator[None]:
         """Name the phase and show the averaged weights while the block runs."""
-        with self.progress.phase(phase), self.run.deployed_weights():
+        with self.progress.phase(phase), self.task.deployed_weights():
             yield
+
+    def finish(self, position: Position) -> None:
+        """Show what the run did, and compare what it saved with the live weights.
+
+        Raises:
+            UserError: what is on disk is not what was trained, or lies elsewhere.
+        """
+        task, main, wrong, checked = self.task, self.task.accelerator.is_main_process, None, None
+        with task.gathered(with_state=False):
+            if main and self.stop_request.stop is None and not self.writer.rescued:
+                try:
+                    checked = task.verify(self.names.weights(self.names.stem()))
+                except UserError as error:
+                    wrong = error
+        if main:
+            rows = [*self._summary(position), *task.summary.items()]
+            rows += [("LoRA file checked", checked)] if checked is not None else []
+            print_summary(task.console, rows)
+            if self.stop_request.stop is not None:
+                state = self.names.state(self.names.stem(step=position.step))
+                task.console.print(resume_hint(self.stop_request, position.step, state), soft_wrap=True)
+        # a process that leaves early takes the process group from under the others
+        task.accelerator.wait_for_everyone()
+        self.metrics.close()
+        self.writer.report()
+        if wrong is not None:
+            raise wrong
+
+    def _summary(self, position: Position) -> list[tuple[str, str]]:
+        """Return the rows of the run's summary: what it did, how well, and where its files are."""
+        before, after, folder = position.val_loss_before, self.val_loss, self.names.folder
+        rows = [
+            ("steps", f"{position.step} in {duration(time.time() - self.task.begun)}"),
+            ("loss", f"{position.loss_ema:.4f} (mean of the last steps)"),
+            *self.progress.summary(),
+            ("peak memory", f"{peak_memory_bytes() / 2**30:.2f} GiB"),
+        ]
+        if before is not None and after is not None:
+            change = (after / before - 1) * 100
+            rows.insert(2, ("validation loss", f"{before:.4f} before -> {after:.4f} after ({change:+.1f} %)"))
+        elif after is not None:
+            rows.insert(2, ("validation loss", f"{after:.4f} after"))
+        if self.stop_request.stop is not None:
+            rows.append(("stopped", f"by {self.stop_request.stop} before step {self.task.total_steps}"))
+        elif self.stopped:
+            rows.append(("stopped early", f"no lower validation loss since {position.best_val_loss:.4f}"))
+        if self.upload and (failed := self.upload.finish()):
+            rows.append(("not uploaded", ", ".join(shown_path(path) for path in failed)))
+        images = self._plot()
+        stem = self.names.stem() if self.stop_request.stop is None else self.names.stem(step=position.step)
+        files = [self.names.weights(stem), *images, folder / "metrics.jsonl"]
+        return rows + [(path.stem if path in images else path.name, shown_path(path)) for path in files]
 
 
 def _due(count: int, every: int | None) -> bool:
     return every is not None and count % every == 0
-
-
-def run_summary(events: RunEvents, position: Position, seconds: float) -> list[tuple[str, str]]:
-    """Draw the run and return the rows of its summary: what it did, how well, and where its files are."""
-    before, after = position.val_loss_before, events.val_loss
-    rows = [
-        ("steps", f"{position.step} in {duration(seconds)}"),
-        ("loss", f"{position.loss_ema:.4f} (mean of the last steps)"),
-        *events.progress.summary(),
-        ("peak memory", f"{peak_memory_bytes() / 2**30:.2f} GiB"),
-    ]
-    if before is not None and after is not None:
-        change = (after / before - 1) * 100
-        rows.insert(2, ("validation loss", f"{before:.4f} before -> {after:.4f} after ({change:+.1f} %)"))
-    if events.stop_request.stop is not None:
-        rows.append(("stopped", f"by {events.stop_request.stop} before step {events.run.total_steps}"))
-    elif events.stopped:
-        rows.append(("stopped early", f"no lower validation loss since {position.best_val_loss:.4f}"))
-    if events.upload and (failed := events.upload.finish()):
-        rows.append(("not uploaded", ", ".join(shown_path(path) for path in failed)))
-    pictures = events.draw()
-    stem = events.names.stem() if events.stop_request.stop is None else events.names.stem(step=position.step)
-    files = [events.names.lora(stem), *pictures, events.names.folder / "metrics.jsonl"]
-    return rows + [(path.stem if path in pictures else path.name, shown_path(path)) for path in files]

@@ -125,7 +125,7 @@ class Place:
             train_llm.train(load_llm_config(pretraining_flags(corpus / "tokens", self.output, **_PRETRAINING)))
         elif self.scenario == "conversations":
             flags = instruction_flags(self.root.parent / "talks", self.output, **_CONVERSATIONS)
-            train_lora.train_language_model(load_language_config(flags))
+            train_lora.train(load_language_config(flags))
         else:
             train_lora.train(load_config(self.flags()))
 

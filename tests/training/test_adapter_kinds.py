@@ -63,7 +63,7 @@ def losses(output: Path) -> list[float]:
 
 
 def trained_output(events: RunEvents) -> Tensor:
-    return forward(events.run.transformer.eval())
+    return forward(events.task.transformer.eval())
 
 
 def forward(transformer: torch.nn.Module) -> Tensor:
@@ -97,7 +97,7 @@ def test_comfyui_reads_the_file_as_the_trained_weights(trained: tuple[str, Path,
     for key, tensor in lora(output).items():
         stem, _, rest = key.partition(".")
         stems.setdefault(stem, {})[rest] = tensor
-    modules = events.run.network.modules
+    modules = events.task.network.modules
     assert len(stems) == len(modules) > 20
     for name, layer in modules.items():
         # SimpleTuner's naming, which ComfyUI's model_lora_keys_unet maps to the rows of the original weight
@@ -120,7 +120,7 @@ def test_a_resumed_run_gives_the_same_file(
 def test_network_weights_go_on_from_a_file(files: tuple[Path, Path], trained: tuple[str, Path, RunEvents]) -> None:
     _, output, events = trained
     fresh = FluxTransformer2DModel.from_pretrained(files[0] / "transformer").eval()
-    network = inject_adapter(fresh, events.run.network.options, FLUX_TARGETS, seed=99)
+    network = inject_adapter(fresh, events.task.network.options, FLUX_TARGETS, seed=99)
     assert network.load_file(output / "lora.safetensors").endswith(f"{len(network.modules)} modules loaded")
     # comfy's dora_scale is made of the magnitudes and back again: fp32 rounding
     torch.testing.assert_close(forward(fresh), trained_output(events), rtol=1e-4, atol=1e-4)
@@ -161,7 +161,7 @@ def test_a_start_from_the_weights_learns_and_is_saved_as_a_plain_lora(
     transformer.load_lora_adapter(tmp_path / "run", weight_name="lora.safetensors", prefix="transformer")
     assert (forward(transformer.eval()) - trained_output(events)).abs().max() < 1e-4  # fp32
     assert (before - trained_output(events)).abs().max() > 0.01
-    with events.run.network.disabled():
+    with events.task.network.disabled():
         assert (before - trained_output(events)).abs().max() < 1e-5  # the base was never touched
     if start == "pissa":  # the start itself is in the state: a decomposition may differ from one machine to another
         train(files, tmp_path / "rest", "lora", **settings, resume=tmp_path / "run" / "lora-step00000002-state")
@@ -172,7 +172,7 @@ def test_rslora_is_saved_with_the_alpha_that_every_program_understands(
     files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     events = train(files, tmp_path / "run", "lora", use_rslora=True, save_format="kohya")
-    assert events.run.network.modules["transformer_blocks.0.attn.to_out.0"].scale == 3 / math.sqrt(6)
+    assert events.task.network.modules["transformer_blocks.0.attn.to_out.0"].scale == 3 / math.sqrt(6)
     alpha = lora(tmp_path / "run")["lora_unet_double_blocks_0_img_attn_proj.alpha"]
     assert float(alpha) == pytest.approx(3 * math.sqrt(6), rel=1e-6)  # alpha / rank is the scale; stored in fp32
     merged = merged_output(files[0], tmp_path / "run" / "lora.safetensors", tmp_path / "merged")

@@ -66,7 +66,7 @@ def test_padded_texts_are_told_where_they_change_the_kernel(monkeypatch: pytest.
 
 def test_a_run_computes_with_the_kernel_it_was_asked_for(base: Path, dataset: Path, tmp_path: Path) -> None:
     done = run(base, dataset, tmp_path / "out", attention="math", max_train_steps=1)
-    used = [m.processor.backend for m in done.run.transformer.modules() if hasattr(m, "processor")]
+    used = [m.processor.backend for m in done.task.transformer.modules() if hasattr(m, "processor")]
     assert set(used) == {"math"}
 
 

@@ -46,7 +46,7 @@ def test_a_fill_model_trains_on_generated_masks_and_paints_into_its_prompts(tmp_
         "sample_prompts": prompts, "sample_at_first": True,
     }  # fmt: skip
     events = run(base, toml, tmp_path / "run", **keys)
-    assert events.run.step.flow.masked_loss
+    assert events.task.step.flow.masked_loss
     assert any(tensor.abs().max() > 0 for name, tensor in lora(tmp_path / "run").items() if "lora_B" in name)
     assert len(list((tmp_path / "data" / "images" / ".tandem_cache" / "conditions").iterdir())) == 4 * 4
     with Image.open(tmp_path / "run" / "samples" / "before_after.png") as sheet:
@@ -116,6 +116,6 @@ def test_the_edit_pipelines_load_what_was_trained(
     with torch.no_grad():
         plain = theirs(**batch)[0]
         pipeline(None, None, None, None, None, theirs).load_lora_weights(tmp_path / "run" / "lora.safetensors")
-        loaded, ours = theirs(**batch)[0], events.run.transformer.eval()(**batch)[0]
+        loaded, ours = theirs(**batch)[0], events.task.transformer.eval()(**batch)[0]
     torch.testing.assert_close(loaded, ours, rtol=1e-4, atol=1e-5)  # fp32 sums in another order
     assert (loaded - plain).abs().max() > 1e-3

@@ -39,10 +39,10 @@ def test_a_dispatched_run_gives_the_same_lora(base: Path, tmp_path: Path, monkey
     one = run(base, images, tmp_path / "one", **settings)
     monkeypatch.setattr(train_lora, "devices_to_fill", lambda parallel, _: TWICE if parallel.device_map else [])
     two = run(base, images, tmp_path / "two", **settings, device_map="balanced")
-    blocks = [*two.run.transformer.transformer_blocks, *two.run.transformer.single_transformer_blocks]
+    blocks = [*two.task.transformer.transformer_blocks, *two.task.transformer.single_transformer_blocks]
     assert all(hasattr(block, "_hf_hook") for block in blocks)
     # what is outside of the blocks gets what the last of them gives, from another device
-    assert all(hasattr(two.run.transformer.get_submodule(name), "_hf_hook") for name in ("norm_out", "proj_out"))
+    assert all(hasattr(two.task.transformer.get_submodule(name), "_hf_hook") for name in ("norm_out", "proj_out"))
     assert two.val_loss == one.val_loss
     assert all(torch.equal(a, b) for a, b in zip(lora(tmp_path / "one").values(), lora(tmp_path / "two").values()))
     picture = "samples/step000003_00.png"

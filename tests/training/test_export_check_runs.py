@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import library.training.checkpoint.export as export
+import library.training.tasks.lora as export
 from library.errors import UserError
 from tests.runs import run
 
@@ -25,7 +25,7 @@ def test_the_summary_says_that_the_file_is_what_was_trained(
 ) -> None:
     events = run(base, dataset, tmp_path, max_train_steps=2, **settings)
     told = " ".join(capsys.readouterr().out.split())
-    assert f"LoRA file checked {len(events.run.network.modules)} layers, largest difference " in told
+    assert f"LoRA file checked {len(events.task.network.modules)} layers, largest difference " in told
     assert f"every key as {settings['save_format']} programs read it" in told
 
 

@@ -103,7 +103,7 @@ def test_every_kind_of_base_trains_and_says_what_it_is(
     prompts.write_text("a disc --w 64 --h 64 --s 2\n")
     settings = bases[kind] | {"mixed_precision": "bf16", "sample_prompts": prompts}
     events = run(pipeline, dataset, tmp_path / "out", **settings)
-    linears = [module for module in events.run.transformer.modules() if isinstance(module, Fp8Linear)]
+    linears = [module for module in events.task.transformer.modules() if isinstance(module, Fp8Linear)]
     assert len(linears) == (34 if kind == "fp8_scaled" else LINEARS)
     assert all(tensor.abs().sum() > 0 for name, tensor in lora(tmp_path / "out").items() if "lora_B" in name)
     said, kept = capsys.readouterr().out, metadata(tmp_path / "out")["tandem.base_precision"]
@@ -169,7 +169,7 @@ def test_the_deployed_file_and_lora_are_what_the_trainer_saw(
 ) -> None:
     settings = bases[layout] | {"mixed_precision": "bf16", "learning_rate": 3e-2, "network_alpha": 4}
     events = run(pipeline, dataset, tmp_path, **settings)
-    model = events.run.transformer.eval()
+    model = events.task.transformer.eval()
 
     path = Path(str(settings["pretrained_model_name_or_path"]))
     if LAYOUTS[layout] == "diffusers":
@@ -264,7 +264,7 @@ def test_a_t5_in_fp8_has_caches_of_its_own_and_can_be_trained_on(pipeline: Path,
     assert largest_difference(lora(tmp_path / "fp8"), lora(tmp_path / "high")) > 1e-5
     both = {"text_encoder_lr": [1e-3, 1e-3], "network_args": ["train_t5xxl=True"], "fp8_text_encoder": True}
     events = run(pipeline, dataset, tmp_path / "trained", **settings, **both)
-    encoders = events.run.step.text_encoders
+    encoders = events.task.step.text_encoders
     assert encoders is not None
     assert sum(isinstance(module, Fp8Linear) for module in encoders.modules()) == 14  # T5's; CLIP stays
 

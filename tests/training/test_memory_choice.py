@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,9 +30,8 @@ class Device:
     def __init__(self, size: int, kind: str = "cuda", compiled: bool = False) -> None:
         self.limit, self.tried = size * MIB, list[TrainingConfig]()
         self.what = "1 at 64x64"
-        self.accelerator = type("A", (), {"device": torch.device(kind)})
-        accelerate = type("C", (), {"torch_compile": compiled})
-        self.config = type("R", (), {"training": TrainingConfig(), "accelerate": accelerate})
+        config = SimpleNamespace(training=TrainingConfig(), accelerate=SimpleNamespace(torch_compile=compiled))
+        self.task = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(kind)), config=config)
 
     def trial(self, training: TrainingConfig) -> Trial:
         self.tried.append(training)
@@ -39,7 +39,7 @@ class Device:
         activations -= 100 * training.cpu_offload_checkpointing
         weights = 800 - 40 * training.blocks_to_swap
         parts = Parts(weights * MIB, 0, 0, 0, 0, activations * MIB, block=40 * MIB)
-        swappable = 18 if self.accelerator.device.type == "cuda" else 0
+        swappable = 18 if self.task.accelerator.device.type == "cuda" else 0
         return Trial(parts, parts.total <= self.limit, 20, swappable)
 
     refuse = rehearsal.Rehearsal.refuse

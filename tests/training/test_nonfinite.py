@@ -103,7 +103,7 @@ def test_when_the_host_asks_changes_nothing(
     metrics = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("each", "once")]
     assert all('"updates_dropped": 1' in text for text in metrics)
     assert "NaN" not in metrics[0]
-    assert each.run.lr_schedule.last_epoch == once.run.lr_schedule.last_epoch == 7  # dropped updates do not count
+    assert each.task.lr_schedule.last_epoch == once.task.lr_schedule.last_epoch == 7  # dropped updates do not count
 
 
 def test_samples_left_out_stay_out_after_a_resume(base: Path, clean: Path, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_weight_made_infinite_from_outside_ends_the_run_without_a_save(
     def poke(self: RunEvents, position: object) -> None:
         after_step(self, position)  # type: ignore[arg-type]
         with torch.no_grad():
-            self.run.network.parameters()[3].view(-1)[0] = math.inf
+            self.task.network.parameters()[3].view(-1)[0] = math.inf
 
     monkeypatch.setattr(RunEvents, "after_step", poke)
     with pytest.raises(UserError, match=r"the LoRA's \S+ is not finite before the step"):

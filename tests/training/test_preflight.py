@@ -58,7 +58,7 @@ def test_a_state_without_text_encoders_does_not_mind_others(base: Path, states: 
         other, write_dataset(tmp_path / "data"), tmp_path / "out", resume=states / "plain" / "lora-state",
         max_train_steps=3,
     )  # fmt: skip
-    assert events.run.total_steps == 3
+    assert events.task.total_steps == 3
 
 
 def test_a_state_that_is_finished_or_damaged(base: Path, states: Path, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_it_tells_what_the_largest_batch_takes(base: Path, tmp_path: Path, capsy
     told = " ".join(capsys.readouterr().out.split())
     assert "preflight: a step of 1 at 256x256 takes " in told
     # what the LoRA takes is known from its shapes
-    mib = sum(p.numel() for p in events.run.network.parameters()) * 4 / 2**20
+    mib = sum(p.numel() for p in events.task.network.parameters()) * 4 / 2**20
     assert f"LoRA {mib:.0f} MiB, gradients {mib:.0f} MiB, optimizer {2 * mib:.0f} MiB" in told
 
 

@@ -18,7 +18,7 @@ from library.files import atomic_folder, atomic_path, clear_leftovers, discard
 from library.training.checkpoint.resume import find_damage, newest_state
 from library.training.checkpoint.state import Position, save_training_state
 from tests.runs import arguments, largest_difference, lora, run, train_flags, write_dataset
-from tests.training.test_checkpoint import _parts
+from tests.training.test_checkpoint import _states
 from tests.training.test_processes import SAME_IN_FP32
 from tests.worker_group import run_in_group
 
@@ -26,7 +26,7 @@ DEAD = f"{atomic._machine()}-{os.getpid()}-1"  # a process of this number that b
 
 
 def _state(folder: Path, name: str, step: int) -> Path:
-    save_training_state(folder / name, {"a": torch.ones(1)}, _parts(), Position(step=step), "base")
+    save_training_state(folder / name, {"a": torch.ones(1)}, _states(), Position(step=step), "base")
     return folder / name
 
 

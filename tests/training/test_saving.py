@@ -72,9 +72,9 @@ def test_the_saved_lora_is_the_average_and_the_run_goes_on_from_the_weights(
         decay, weights = (1 + t) / (10 + t), lora(tmp_path / "plain", f"lora-step{t + 1:08d}")
         expected = {name: decay * value + (1 - decay) * weights[name] for name, value in expected.items()}
     assert largest_difference(lora(tmp_path / "averaged"), expected) < 1e-6
-    for name, weight in plain.run.network.state_dict().items():
-        assert torch.equal(weight, averaged.run.network.state_dict()[name])
-    assert initial.run.average is None
+    for name, weight in plain.task.network.state_dict().items():
+        assert torch.equal(weight, averaged.task.network.state_dict()[name])
+    assert initial.task.average is None
 
 
 def test_a_resumed_run_has_the_same_average(base: Path, dataset: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_the_answers_are_the_bf16_models_at_the_runs_own_noise(
     family = model_family(ModelConfig(pretrained_model_name_or_path=str(base)))
     teacher = family.load_transformer(torch.float32)
     attach_lora(teacher, load_lora(liked, FLUX_TARGETS).weights, FLUX_TARGETS, "liked")
-    batches = events.run.batches
+    batches = events.task.batches
     plan = []
     for epoch in range(2):  # of two batches each
         batches.set_position(epoch)
@@ -55,7 +55,7 @@ def test_the_answers_are_the_bf16_models_at_the_runs_own_noise(
     assert len(answers) == sum(map(len, plan[:4]))
     for step in range(2):
         for index in (index for items in plan[2 * step : 2 * step + 2] for index in items):
-            item = events.run.loader.dataset[index]
+            item = events.task.loader.dataset[index]
             sample = torch.tensor([item.sample_id])
             latents = item.latents[None]
             flow = FlowConfig(timestep_sampling="flux_shift")
@@ -106,8 +106,8 @@ def test_a_second_run_and_a_resumed_one_find_the_answers(
 
 def test_activations_are_rounded_in_training_as_the_server_will(base: Path, dataset: Path, tmp_path: Path) -> None:
     events = run(base, dataset, tmp_path, **FP8, fp8_activations="row", max_train_steps=2)
-    served = [module for module in events.run.transformer.modules() if isinstance(module, FakeQuantLinear)]
-    fp8 = [module for module in events.run.transformer.modules() if isinstance(module, Fp8Linear)]
+    served = [module for module in events.task.transformer.modules() if isinstance(module, FakeQuantLinear)]
+    fp8 = [module for module in events.task.transformer.modules() if isinstance(module, Fp8Linear)]
     assert len(served) == len(fp8) == 36
     run(base, dataset, tmp_path / "plain", **FP8, max_train_steps=2)
     assert largest_difference(lora(tmp_path), lora(tmp_path / "plain")) > 1e-3  # it is another forward pass

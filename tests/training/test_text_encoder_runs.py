@@ -32,7 +32,7 @@ def _rates(output: Path) -> dict[str, float]:
 
 @torch.no_grad()
 def _running(events: RunEvents) -> dict[str, torch.Tensor]:
-    encoders = events.run.step.text_encoders
+    encoders = events.task.step.text_encoders
     assert encoders is not None
     return encoders.eval()([PROMPT])
 
@@ -151,7 +151,7 @@ def test_samples_and_validation_see_the_trained_encoder(base: Path, tmp_path: Pa
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     first, last = [line["val_loss"] for line in lines if "val_loss" in line]
     assert first != last
-    with events.run.network.disabled():
+    with events.task.network.disabled():
         assert _running(events)["pooled_prompt_embeds"].equal(
             _encoded(FluxPipeline.from_pretrained(base))[1]
         )  # without its LoRA the running encoder is the base's, bit for bit
@@ -159,18 +159,18 @@ def test_samples_and_validation_see_the_trained_encoder(base: Path, tmp_path: Pa
 
 def test_batches_carry_the_captions_their_cached_text_was_made_from(base: Path, tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", text="batch_size = 4", shuffle_caption=True, caption_dropout_rate=0.4)
-    run_ = run(base, data, tmp_path / "out", **BOTH, max_train_steps=1).run
-    run_.batches.set_position(5, 0)
-    batches = list(run_.loader)
+    task = run(base, data, tmp_path / "out", **BOTH, max_train_steps=1).task
+    task.batches.set_position(5, 0)
+    batches = list(task.loader)
     captions = [caption for batch in batches for caption in batch.captions]
     assert len(captions) == 8
     assert "" in captions
     assert len(set(captions)) > 3
-    assert run_.step.text_encoders is not None
-    run_.step.text_encoders.eval()
-    with torch.no_grad(), run_.network.disabled():
+    assert task.step.text_encoders is not None
+    task.step.text_encoders.eval()
+    with torch.no_grad(), task.network.disabled():
         for batch in batches:
-            for name, rows in run_.step.text(batch).items():
+            for name, rows in task.step.text(batch).items():
                 # the same products; batches of another size round differently
                 torch.testing.assert_close(rows, batch.text[name], atol=1e-5, rtol=1e-5)
 
@@ -184,7 +184,7 @@ def test_network_weights_of_the_transformer_alone_leave_the_encoder_to_start(
         network_weights=tmp_path / "first" / "lora.safetensors",
     )  # fmt: skip
     assert "nothing of text_encoder in it" in " ".join(capsys.readouterr().out.split())
-    assert len(events.run.network.component("text_encoder").modules) == 12
+    assert len(events.task.network.component("text_encoder").modules) == 12
     with pytest.raises(UserError, match=r"not trained here: text_encoder.*; set text_encoder_lr to train them too"):
         run(base, dataset, tmp_path / "third", network_weights=tmp_path / "second" / "lora.safetensors")
 

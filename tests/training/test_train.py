@@ -55,7 +55,7 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
     with Image.open(out / "samples" / "over_time.png") as sheet:
         assert sheet.width > 3 * 96  # a column for each of steps 0, 2 and 4
     again = run(base, dataset, tmp_path / "again", config_file=out / "config.toml", output_dir=tmp_path / "again")
-    assert events.run.total_steps == again.run.total_steps
+    assert events.task.total_steps == again.task.total_steps
     assert all(torch.equal(a, b) for a, b in zip(lora(out).values(), lora(tmp_path / "again").values(), strict=True))
 
 
@@ -66,7 +66,7 @@ def test_the_saved_lora_gives_diffusers_the_output_of_the_running_network(
         base, dataset, tmp_path, network_dim=4, network_alpha=3, learning_rate=1e-2, network_args=["single_dim=6"]
     )
     pipeline = FluxPipeline.from_pretrained(base)
-    ours, plain = _output(events.run.transformer.eval()), _output(pipeline.transformer)
+    ours, plain = _output(events.task.transformer.eval()), _output(pipeline.transformer)
     pipeline.load_lora_weights(tmp_path / "lora.safetensors")
     theirs = _output(pipeline.transformer)
     assert (ours - plain).abs().max() > 1e-2  # the LoRA does something
@@ -86,7 +86,7 @@ def test_every_save_format_loads_in_diffusers(base: Path, dataset: Path, tmp_pat
     )
     pipeline = FluxPipeline.from_pretrained(base)
     pipeline.load_lora_weights(tmp_path / "lora.safetensors")
-    ours, theirs = _output(events.run.transformer.eval()), _output(pipeline.transformer)
+    ours, theirs = _output(events.task.transformer.eval()), _output(pipeline.transformer)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -99,7 +99,7 @@ def test_metadata_says_how_the_lora_was_made(base: Path, dataset: Path, tmp_path
     assert metadata["ss_num_train_images"] == "8"
     assert metadata["modelspec.architecture"] == "flux-1-dev/lora"
     assert metadata["modelspec.description"] == "für mich"
-    assert metadata["tandem.base_fingerprint"] == events.run.base_fingerprint
+    assert metadata["tandem.base_fingerprint"] == events.task.base_fingerprint
     assert json.loads(metadata["tandem.config"])["training"]["seed"] == 3
 
 
@@ -162,7 +162,7 @@ def test_epochs_win_over_steps_and_buckets_survive_them(base: Path, tmp_path: Pa
     write_dataset(tmp_path / "wide", images=3, size=(128, 64))
     data.write_text(data.read_text() + f'[[datasets.subsets]]\nimage_dir = "{tmp_path / "wide" / "images"}"\n')
     events = run(base, data, tmp_path / "out", max_train_epochs=2)
-    assert events.run.total_steps == 2 * (3 + 2)
+    assert events.task.total_steps == 2 * (3 + 2)
     assert _metrics(tmp_path / "out")[-1]["epoch"] == 1
 
 
@@ -171,7 +171,7 @@ def test_training_goes_on_from_network_weights(base: Path, dataset: Path, tmp_pa
     weights = tmp_path / "first" / "lora.safetensors"
     events = run(base, dataset, tmp_path / "second", network_weights=weights, learning_rate=0.0)
     assert largest_difference(lora(tmp_path / "second"), lora(tmp_path / "first")) < 1e-6
-    assert events.run.total_steps == 4
+    assert events.task.total_steps == 4
 
 
 @pytest.mark.parametrize(

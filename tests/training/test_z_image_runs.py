@@ -73,7 +73,7 @@ def test_a_run_leaves_a_lora_that_gives_diffusers_the_output_of_the_running_netw
     with Image.open(out / "samples" / "step000004_01.png") as image:
         assert image.size == (96, 64)
     pipeline = ZImagePipeline.from_pretrained(base)
-    ours, plain = _output(events.run.transformer.eval()), _output(pipeline.transformer)
+    ours, plain = _output(events.task.transformer.eval()), _output(pipeline.transformer)
     pipeline.load_lora_weights(out / "lora.safetensors")
     torch.testing.assert_close(_output(pipeline.transformer), ours, rtol=1e-4, atol=1e-5)
     assert (ours - plain).abs().max() > 1e-3

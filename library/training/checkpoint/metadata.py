@@ -31,7 +31,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
-from library.accelerator import dp_rank_and_size
 from library.config.rules import effective_learning_rate
 from library.data.buckets import Bucketing
 from library.data.config import Dataset, Subset
@@ -45,7 +44,6 @@ from library.training.optim.factory import describe_optimizer
 
 if TYPE_CHECKING:
     from library.config.schema import TrainConfig
-    from library.training.run import Run
 
 
 _OFF: dict[str, object] = {  # sd-scripts' own values for what is not used
@@ -71,17 +69,18 @@ _OFF: dict[str, object] = {  # sd-scripts' own values for what is not used
 _FLUX: dict[str, object] = {"model_type": "flux", "model_prediction_type": "raw", "apply_t5_attn_mask": False}
 
 
-def training_facts(config: TrainConfig, run: Run, data: TrainingData, begun: float) -> dict[str, object]:
+def training_facts(
+    config: TrainConfig, data: TrainingData, begun: float, total_steps: int, batches_per_epoch: int, processes: int
+) -> dict[str, object]:
     """Return the facts that hold for every file of a run.
 
     Args:
         config: the whole configuration.
-        run: its length and processes.
         data: the images.
         begun: when training began, seconds since 1970; names the session too.
+        total_steps, batches_per_epoch: of the run; batches over all ``processes`` that have batches of their own.
     """
-    (_, processes), accumulated = dp_rank_and_size(run.accelerator), config.training.gradient_accumulation_steps
-    batches = run.batches.batches_per_epoch() // processes
+    accumulated, batches = config.training.gradient_accumulation_steps, batches_per_epoch // processes
     memory = data.text_folder / "file_hashes.json"
     return {
         **_OFF,
@@ -92,9 +91,9 @@ def training_facts(config: TrainConfig, run: Run, data: TrainingData, begun: flo
         **model_file_facts("vae", config.model.ae or config.model.vae, memory),
         "session_id": derive_seed("session", config.training.seed, str(begun)) % 2**32,
         "training_started_at": begun,
-        "max_train_steps": run.total_steps,
+        "max_train_steps": total_steps,
         "num_batches_per_epoch": batches,
-        "num_epochs": math.ceil(run.total_steps * accumulated / batches),
+        "num_epochs": math.ceil(total_steps * accumulated / batches),
     }
 
 

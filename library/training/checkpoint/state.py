@@ -71,7 +71,7 @@ class Stateful(Protocol):
 def save_training_state(
     folder: Path,
     weights: Mapping[str, Tensor],
-    parts: Mapping[str, Stateful],
+    states: Mapping[str, Any],
     position: Position,
     base: str,
     settings: Mapping[str, Any] | None = None,
@@ -81,7 +81,7 @@ def save_training_state(
     Args:
         folder: where.
         weights: the trained parameters by name.
-        parts: optimizer, schedule, scaler by name.
+        states: state dicts of optimizer, schedule, scaler by name.
         position: where the run stands.
         base: the base model's fingerprint, checked when resuming.
         settings: of ``resume_keys``, checked when resuming.
@@ -93,8 +93,8 @@ def save_training_state(
     about = asdict(position.at_last_step()) | {"base": base, "settings": dict(settings or {}), "saved": time.time()}
     with atomic_folder(folder) as temporary:
         write_safetensors(temporary / "lora.safetensors", weights)
-        for name, part in parts.items():
-            write_state(temporary / name, part.state_dict())
+        for name, state in states.items():
+            write_state(temporary / name, state)
         write_text(temporary / "position.json", json.dumps(about))
 
 
@@ -230,8 +230,8 @@ class OutputNames:
             return f"{self.name}-step{step:08d}"
         return f"{self.name}-{epoch:06d}" if epoch is not None else self.name
 
-    def lora(self, stem: str) -> Path:
-        """Return the path of a LoRA."""
+    def weights(self, stem: str) -> Path:
+        """Return the path of what is saved to be used: a LoRA, a model."""
         return self.folder / f"{stem}{self.suffix}"
 
     def state(self, stem: str) -> Path:

@@ -1,11 +1,11 @@
 """No update that is not a number reaches the weights, and nobody waits for the device to find out.
 
 Whether a step's loss and gradients are finite is known on the device; asking for it there would make the host wait in
-every step. So the device decides by itself, and the host asks when it reads the loss anyway (``settle``: at steps that
+every step. So the device decides by itself, and the host asks when it reads the loss anyway (``commit``: at steps that
 are logged, and before anything looks at the weights).
 
-1. A loss that is not finite multiplies its gradients by NaN (``poisoned``). Gradients are summed over the batches of a
-   step and averaged over processes, so after that their norm is NaN on every process: all decide alike, and no
+1. A loss that is not finite multiplies its gradients by NaN (``nan_if_bad``). Gradients are summed over the batches of
+   a step and averaged over processes, so after that their norm is NaN on every process: all decide alike, and no
    collective is added. What remains is one question: is the gradient norm finite?
 2. Before the optimizer runs, weights and what it keeps are copied. It steps on gradients that are set to zero where
    the answer is no. Then, for each tensor, the device takes the new values if gradients and new weights are finite and
@@ -14,7 +14,7 @@ are logged, and before anything looks at the weights).
 3. The flag stays down once it is down: what follows a bad step changes nothing until the host has asked. A count of
    the good steps tells it which step was the first bad one.
 4. What lives on the host (``k`` and ``d`` of Prodigy, step counts, learning rates, the schedule) is remembered at each
-   step's beginning; ``settle`` puts the bad step's back. The run then stands exactly before that step, whatever
+   step's beginning; ``commit`` puts the bad step's back. The run then stands exactly before that step, whatever
    ``log_every_n_steps`` is, and the loop goes on from there as the policy says.
 
 What it costs: the copies, 4 bytes a weight and what the optimizer keeps (8 for AdamW), while the optimizer runs; no
@@ -29,7 +29,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +38,7 @@ from torch.distributed.tensor import DTensor
 from library.training.checkpoint.state import Position
 from library.training.optim.factory import drop_gradients, unwrapped
 from library.training.parallel.gather import everywhere, to_local
-
-if TYPE_CHECKING:
-    from library.training.run import Run
+from library.training.tasks.task import Task
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -59,19 +57,19 @@ class StepSnapshot:
 
 
 @dataclass
-class UpdateGuard:
+class RollbackGuard:
     """Takes the updates of a run; see the module's text."""
 
-    run: Run
-    _marks: list[StepSnapshot] = field(default_factory=list)
+    task: Task
+    _snapshots: list[StepSnapshot] = field(default_factory=list)
     _open: bool = False
 
     def __post_init__(self) -> None:
-        self._device = self.run.network.parameters()[0].device
+        self._device = self.task.parameters()[0].device
         self._reset()
 
     def _reset(self) -> None:
-        self._marks.clear()
+        self._snapshots.clear()
         self._good = torch.ones((), dtype=torch.bool, device=self._device)
         self._done = torch.zeros((), dtype=torch.int64, device=self._device)
         self._loss_bad = torch.zeros((), device=self._device)
@@ -81,8 +79,8 @@ class UpdateGuard:
         """Remember where a step begins; the further batches of the same step change nothing."""
         if self._open:
             return
-        optimizer = unwrapped(self.run.optimizer)
-        self._marks.append(
+        optimizer = unwrapped(self.task.optimizer)
+        self._snapshots.append(
             StepSnapshot(
                 position=_copied(position),
                 end=position,
@@ -93,13 +91,13 @@ class UpdateGuard:
                     for p, s in optimizer.state.items()
                     if isinstance(s, dict)
                 },
-                schedule=copy.deepcopy(self.run.lr_schedule.state_dict()),
-                average=self.run.average.updates if self.run.average is not None else None,
+                schedule=copy.deepcopy(self.task.lr_schedule.state_dict()),
+                average=self.task.average.updates if self.task.average is not None else None,
             )
         )
         self._open = True
 
-    def poisoned(self, loss: Tensor) -> Tensor:
+    def nan_if_bad(self, loss: Tensor) -> Tensor:
         """Return ``loss`` with gradients that are NaN where it is not finite itself; else the same, bit for bit."""
         finite = loss.detach().isfinite()
         self._loss_bad = self._loss_bad + ~finite
@@ -110,7 +108,7 @@ class UpdateGuard:
         self._good = self._good & self._is_finite(torch.as_tensor(grad_norm, device=self._device))
         before = self._tensors()
         kept = {key: tensor.detach().clone() for key, tensor in before.items()}
-        gradients = [to_local(p.grad) for p in self.run.network.parameters() if p.grad is not None]
+        gradients = [to_local(p.grad) for p in self.task.parameters() if p.grad is not None]
         _zero_unless(self._good, gradients)
         try:
             take_step()
@@ -119,7 +117,7 @@ class UpdateGuard:
                 before[key].copy_(old)
             raise
         after = self._tensors()
-        weights = self.run.network.parameters()
+        weights = self.task.parameters()
         self._good = self._good & self._everywhere(all_finite([to_local(p) for p in weights]), weights)
         pairs = [(after[key], old) for key, old in kept.items() if key in after and after[key].shape == old.shape]
         _take_unless(self._good, pairs)
@@ -127,39 +125,45 @@ class UpdateGuard:
 
     def end(self, position: Position) -> None:
         """Note that the step is over and where the run stands."""
-        self._marks[-1].end, self._open = _copied(position), False
+        self._snapshots[-1].end, self._open = _copied(position), False
 
-    def settle(self, position: Position) -> StepSnapshot | None:
-        """Ask the device; return the first bad step's mark with run and ``position`` put back to it, or None."""
-        closed = len(self._marks) - self._open
+    found = False  # only the device knows
+
+    def commit(self, position: Position, before_saving: bool = False) -> StepSnapshot | None:
+        """Ask the device; return the first bad step's beginning with run and ``position`` put back to it, or None."""
+        closed = len(self._snapshots) - self._open
         done = int(self._done)  # the one point where the host waits
         if done < closed:
-            mark = self._marks[done]
-            mark.position.nonfinite_in_row *= not done
-            self._put_back(mark)
-            vars(position).update(vars(_copied(mark.position)))
+            snapshot = self._snapshots[done]
+            snapshot.position.nonfinite_in_row *= not done
+            self._put_back(snapshot)
+            vars(position).update(vars(_copied(snapshot.position)))
             self._reset()
-            return mark
+            return snapshot
         if closed:
             position.nonfinite_in_row = 0
-        opened = self._marks[closed:]
+        opened = self._snapshots[closed:]
         self._reset()
-        self._marks, self._open = opened, bool(opened)
+        self._snapshots, self._open = opened, bool(opened)
         return None
 
-    def abandon(self, position: Position) -> None:
-        """Put run and ``position`` back to the beginning of a step that cannot be finished, or of a bad one before."""
-        opened = self._marks[-1] if self._open else None
-        if self.settle(position) is None and opened is not None:
+    def rollback(self, position: Position) -> bool:
+        """Put run and ``position`` back to the beginning of a step that cannot be finished, or of a bad one before.
+
+        Return whether the weights are those from before it.
+        """
+        opened = self._snapshots[-1] if self._open else None
+        if self.commit(position) is None and opened is not None:
             self._put_back(opened)
             vars(position).update(vars(_copied(opened.position)))
         self._reset()
+        return True
 
     def _is_finite(self, grad_norm: Tensor) -> Tensor:
-        scaler, finite = self.run.accelerator.scaler, grad_norm.isfinite().all()
+        scaler, finite = self.task.accelerator.scaler, grad_norm.isfinite().all()
         if scaler is None:
             return finite
-        bad_losses = self.run.accelerator.reduce(self._loss_bad, reduction="sum")  # the scaler forgives a NaN norm
+        bad_losses = self.task.accelerator.reduce(self._loss_bad, reduction="sum")  # the scaler forgives a NaN norm
         self._loss_bad = torch.zeros_like(self._loss_bad)
         scale = scaler._scale if scaler._scale is not None else torch.ones((), device=self._device)
         return (bad_losses == 0) & (finite | (scale > 1))
@@ -172,20 +176,20 @@ class UpdateGuard:
 
     def _tensors(self) -> dict[tuple[int, str], Tensor]:
         """Everything on the device that a step changes, by its place."""
-        optimizer = unwrapped(self.run.optimizer)
+        optimizer = unwrapped(self.task.optimizer)
         found: dict[tuple[int, str], Tensor] = {}
-        for i, parameter in enumerate(self.run.network.parameters()):
+        for i, parameter in enumerate(self.task.parameters()):
             found[i, "weight"] = parameter.data
-        for i, part in enumerate(getattr(self.run.optimizer, "parts", ())):  # ZeRO steps on these
+        for i, part in enumerate(getattr(self.task.optimizer, "parts", ())):  # ZeRO steps on these
             found[i, "part"] = part.data
         for i, group in enumerate(optimizer.param_groups):
             found |= {(i, f"group {k}"): v for k, v in group.items() if isinstance(v, Tensor)}
         for key, own in optimizer.state.items():
             if isinstance(own, dict):
                 found |= {(id(key), k): v for k, v in own.items() if isinstance(v, Tensor)}
-        if self.run.average is not None:
-            found |= {(i, "average"): tensor for i, tensor in enumerate(self.run.average.averages)}
-        scaler = self.run.accelerator.scaler
+        if self.task.average is not None:
+            found |= {(i, "average"): tensor for i, tensor in enumerate(self.task.average.averages)}
+        scaler = self.task.accelerator.scaler
         if scaler is not None and scaler._scale is not None:
             found |= {(0, "scale"): scaler._scale, (0, "growth"): scaler._growth_tracker}
         shared = {
@@ -195,7 +199,7 @@ class UpdateGuard:
 
     def _everywhere(self, flag: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """``flag``, or where processes have rows of ``weights``, whether it is set on all of them."""
-        return everywhere(flag, self.run.accelerator) if isinstance(weights[0], DTensor) else flag
+        return everywhere(flag, self.task.accelerator) if isinstance(weights[0], DTensor) else flag
 
     def _is_there(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the device, or with ``device_map`` on another of its kind, and not on the host."""
@@ -206,26 +210,93 @@ class UpdateGuard:
         held = isinstance(now, Tensor) and isinstance(then, Tensor) and self._is_there(then)
         return held and now.device == then.device and now.shape == then.shape
 
-    def _put_back(self, mark: StepSnapshot) -> None:
-        """Give the host's part of the state the values it had at ``mark``; forget gradients of a step half done."""
-        run, optimizer = self.run, unwrapped(self.run.optimizer)
-        for group, old in zip(optimizer.param_groups, mark.groups, strict=True):
+    def _put_back(self, snapshot: StepSnapshot) -> None:
+        """Give the host's part of the state the values it had at ``snapshot``; forget gradients of a step half done."""
+        task, optimizer = self.task, unwrapped(self.task.optimizer)
+        for group, old in zip(optimizer.param_groups, snapshot.groups, strict=True):
             for key in [key for key in group if key != "params" and key not in old]:
                 del group[key]
             group.update({k: v for k, v in old.items() if not self._is_back(group.get(k), v)})
-        for parameter in [p for p in optimizer.state if p not in mark.states]:
+        for parameter in [p for p in optimizer.state if p not in snapshot.states]:
             del optimizer.state[parameter]
-        for parameter, values in mark.states.items():
+        for parameter, values in snapshot.states.items():
             own = optimizer.state[parameter]
             for key in [key for key in own if key not in values]:
                 del own[key]
             own.update({k: v for k, v in values.items() if not self._is_back(own.get(k), v)})
-        run.lr_schedule.load_state_dict(mark.schedule)
-        if run.average is not None:
-            assert mark.average is not None
-            run.average.updates = mark.average
-        run.accelerator.step = 0  # accelerate's count of batches, from which it knows where a step ends
-        drop_gradients(run.optimizer)
+        task.lr_schedule.load_state_dict(snapshot.schedule)
+        if task.average is not None:
+            assert snapshot.average is not None
+            task.average.updates = snapshot.average
+        task.accelerator.step = 0  # accelerate's count of batches, from which it knows where a step ends
+        drop_gradients(task.optimizer)
+
+
+class StopGuard:
+    """For training in full, where a copy of weights and optimizer state would double the memory: nothing is undone.
+
+    So the host reads the gradients' norm before the optimizer steps, and a step that is not finite is not taken: the
+    run stands before it, can be saved, and stops. Weights that a step has made infinite are found by the next step, or
+    before anything is saved.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.found = False  # a step that is not finite
+        self._snapshot: tuple[Position, Tensor | None] | None = None
+        self._updating = False
+
+    def begin(self, position: Position, loss_ema: Tensor | None) -> None:
+        """As ``RollbackGuard.begin``."""
+        self._snapshot = self._snapshot or (_copied(position), loss_ema)
+
+    def nan_if_bad(self, loss: Tensor) -> Tensor:
+        """As ``RollbackGuard.nan_if_bad``: then the norm is NaN on every process."""
+        return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+
+    def update(self, grad_norm: Tensor, take_step: Callable[[], None]) -> None:
+        """Run ``take_step`` if ``grad_norm`` is finite; waits for the device."""
+        self.found = not bool(torch.as_tensor(grad_norm).isfinite())
+        if not self.found:
+            self._updating = True
+            take_step()
+            self._updating = False
+
+    def end(self, position: Position) -> None:
+        """As ``RollbackGuard.end``."""
+        if not self.found:
+            self._snapshot = None
+
+    def commit(self, position: Position, before_saving: bool = False) -> StepSnapshot | None:
+        """As ``RollbackGuard.commit``; ``before_saving`` looks at the weights too, on all processes."""
+        if self.found:
+            return self._back(position)
+        if before_saving:
+            local = [tensor for p in self.task.parameters() if (tensor := to_local(p)).numel()]
+            if not everywhere(all_finite(local), self.task.accelerator):
+                self._snapshot = (_copied(position), None)
+                return self._back(position)
+        return None
+
+    def rollback(self, position: Position) -> bool:
+        """Put ``position`` back to the step's beginning; return whether the weights are still those from before it."""
+        if self._snapshot is not None:
+            self._back(position)
+        return not self._updating
+
+    def _back(self, position: Position) -> StepSnapshot:
+        assert self._snapshot is not None
+        end = _copied(position)
+        (before, loss_ema), self._snapshot, self.found = self._snapshot, None, False
+        vars(position).update(vars(_copied(before)))
+        self.task.accelerator.step = 0
+        drop_gradients(self.task.optimizer)
+        return StepSnapshot(before, end, loss_ema, [], {}, {}, None)
+
+
+def build_guard(task: Task) -> RollbackGuard | StopGuard:
+    """Return what keeps updates that are not finite from the weights of ``task``."""
+    return RollbackGuard(task) if task.rolls_back else StopGuard(task)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

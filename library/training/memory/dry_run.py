@@ -22,36 +22,29 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from rich.console import Console
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, Conditions
+from library.config.schema import TrainConfig, TrainingConfig
 from library.data.batches import Batch, Bucket
 from library.data.cache import TextJob
+from library.data.dataset import TrainingData
 from library.data.samples import Sample
 from library.errors import UserError
+from library.models.family import Family, TextEncoder
 from library.randomness import generator
 from library.training.checkpoint.state import Position
-from library.training.guard.update_guard import UpdateGuard
+from library.training.guard.update_guard import build_guard
 from library.training.memory.block_swap import kinds_of, most_swapped
 from library.training.memory.budget import Parts, available_bytes, in_words, is_out_of_memory, release, tensor_bytes
 from library.training.optim.factory import unwrapped
-from library.training.run import Run, prepare_run
-from library.training.tasks.image_lora import Networks, prepare_networks
-from library.training.tasks.lora_plan import plan_fp8
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from library.config.schema import TrainConfig, TrainingConfig
-    from library.data.dataset import TrainingData
-    from library.models.family import Family, TextEncoder
-    from library.training.tasks.lora_plan import NetworkPlan
-
+from library.training.tasks.task import Task
 
 Stub = dict[str, Tensor]
 _SHARES = (4, 2)  # the first steps have so many times shorter sides
@@ -77,33 +70,35 @@ class Trial:
         return self.fits and self.parts is not None and self.parts.total <= share * limit
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """Takes steps ahead of a run, at its largest bucket.
-
-    Attributes:
-        config, family, plan, text_encoder, dtype, accelerator, data: of the run.
-    """
+class ImageTask(Protocol):
+    """``library.training.tasks.image_lora.ImageLora``, with its data read and nothing loaded."""
 
     config: TrainConfig
-    family: Family
-    plan: NetworkPlan
-    text_encoder: TextEncoder
-    dtype: torch.dtype
     accelerator: Accelerator
+    family: Family
+    text_encoder: TextEncoder
     data: TrainingData
+
+    def trial(self, training: TrainingConfig) -> Task: ...
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Takes steps ahead of a run, at its largest bucket."""
+
+    task: ImageTask
 
     @cached_property
     def limit(self) -> int:
         """Bytes that there are, for this and every other process."""
-        device = self.accelerator.device
+        device = self.task.accelerator.device
         limits = torch.tensor([available_bytes(device)], dtype=torch.int64, device=device)
-        return int(self.accelerator.gather(limits).min())  # all processes decide alike
+        return int(self.task.accelerator.gather(limits).min())  # all processes decide alike
 
     @cached_property
     def bucket(self) -> tuple[Sample, int]:
         """A sample of the largest bucket, and the batch size there."""
-        return largest(self.data, self.family)
+        return largest(self.task.data, self.task.family)
 
     @property
     def what(self) -> str:
@@ -114,40 +109,35 @@ class Rehearsal:
 
     @cached_property
     def _text(self) -> Stub:
-        return _text(self.text_encoder, self.data, self.bucket[0])
+        return _text(self.task.text_encoder, self.task.data, self.bucket[0])
 
     def trial(self, training: TrainingConfig) -> Trial:
         """Take real steps under the memory policy of ``training``; everything is let go of again."""
-        config, family, data, accelerator = self.config, self.family, self.data, self.accelerator
+        family, data, accelerator = self.task.family, self.task.data, self.task.accelerator
         device, (sample, size) = accelerator.device, self.bucket
-        config = config.model_copy(update={"training": training})
         parts: Parts | None = None
         with _unnoticed(accelerator):
             try:
                 text = self._text
-                fp8 = plan_fp8(config.precision, family.fp8_layout(), training.seed, device)
-                networks = prepare_networks(
-                    family, self.text_encoder, self.plan, config.network, training, self.dtype, device,
-                    Console(quiet=True), fp8,
-                )  # fmt: skip
-                run = prepare_run(config, family, self.plan, networks, data, accelerator)
+                task = self.task.trial(training)
+                blocks = family.blocks(task.transformer)
                 small, parts = (
-                    _measured(run, family, networks, _batch(data, family, sample, text, size, share))
-                    for share in _SHARES
+                    _measured(task, blocks, _batch(data, family, sample, text, size, share)) for share in _SHARES
                 )
                 parts = replace(parts, activations=_extrapolated(data, family, sample, small, parts))
                 # a GPU says itself when it is full
                 fits = parts.total <= self.limit * (1.2 if device.type == "cuda" else 1.0)
                 if fits:
-                    parts = _measured(run, family, networks, _batch(data, family, sample, text, size, 1))
+                    parts = _measured(task, blocks, _batch(data, family, sample, text, size, 1))
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 fits = False
-            blocks = family.blocks(networks.transformer) if parts is not None else []
+            if parts is None:
+                blocks = []
             swappable = most_swapped([len(kind) for kind in kinds_of(blocks)]) if device.type != "cpu" else 0
             trial = Trial(parts, fits, len(blocks), swappable)
-            run = networks = blocks = None  # type: ignore[assignment]
+            task = blocks = None  # type: ignore[assignment]
         return trial
 
     def refuse(self, trial: Trial, remedy: str) -> UserError:
@@ -167,7 +157,7 @@ def preflight(rehearsal: Rehearsal, console: Console) -> None:
     Raises:
         UserError: they do not fit; it names the settings that would, by estimate.
     """
-    config, limit = rehearsal.config, rehearsal.limit
+    config, limit = rehearsal.task.config, rehearsal.limit
     trial = rehearsal.trial(config.training)
     parts = trial.parts
     if parts is None:
@@ -259,27 +249,27 @@ def _batch(data: TrainingData, family: Family, sample: Sample, text: Stub, size:
     return Batch(latents(height, width), batched, torch.ones(size), masks, ids, captions, conditions)
 
 
-def _measured(run: Run, family: Family, networks: Networks, batch: Batch) -> Parts:
+def _measured(task: Task, blocks: list[nn.Module], batch: Batch) -> Parts:
     """Take two steps on ``batch``; return what they take."""
-    device, position, guard = run.accelerator.device, Position(), UpdateGuard(run)
+    device, position, guard = task.accelerator.device, Position(), build_guard(task)
     batch = batch.to(device)
     activations = 0
-    for model in run.models:
+    for model in task.models:
         model.train()
     for _ in range(2):
         guard.begin(position, None)
-        for _ in range(min(2, run.accelerator.gradient_accumulation_steps)):
+        for _ in range(min(2, task.accelerator.gradient_accumulation_steps)):
             with _held(device) as held:
-                loss, _ = run.step.loss(run.model, batch, position.step)
-                run.accelerator.backward(guard.poisoned(loss))
+                loss, _ = task.loss(task.models[0], batch, position.step)
+                task.accelerator.backward(guard.nan_if_bad(loss))
             activations = max(activations, held())
             del loss
-        norm = run.accelerator.clip_grad_norm_(run.network.parameters(), run.max_grad_norm or float("inf"))
-        guard.update(norm, run.optimizer.step)
-        run.optimizer.zero_grad()
+        limit = task.config.optimizer.max_grad_norm or float("inf")
+        guard.update(task.accelerator.clip_grad_norm_(task.parameters(), limit), task.optimizer.step)
+        task.optimizer.zero_grad()
         position.step += 1
         guard.end(position)
-    return measured_parts(run, family.blocks(networks.transformer), activations, device)
+    return measured_parts(task, blocks, activations, device)
 
 
 @contextlib.contextmanager
@@ -344,7 +334,7 @@ def rehearsed(rehearsal: Rehearsal, console: Console) -> TrainConfig:
     Raises:
         UserError: a step does not fit, whatever is chosen.
     """
-    config = rehearsal.config
+    config = rehearsal.task.config
     if config.training.memory == "auto":
         chosen, trial = choose(rehearsal)
         assert trial.parts is not None
@@ -352,7 +342,7 @@ def rehearsed(rehearsal: Rehearsal, console: Console) -> TrainConfig:
         takes = f"{trial.parts.describe()}, of {in_words(rehearsal.limit)}"
         console.print(f"memory: {said}; a step of {rehearsal.what} takes {takes}", soft_wrap=True)
         return config.model_copy(update={"training": chosen})
-    asked, on_gpu = config.training.preflight, rehearsal.accelerator.device.type == "cuda"
+    asked, on_gpu = config.training.preflight, rehearsal.task.accelerator.device.type == "cuda"
     if asked or (asked is None and on_gpu and not config.parallel.splits_model):
         preflight(rehearsal, console)
     return config
@@ -364,7 +354,7 @@ def choose(rehearsal: Rehearsal) -> tuple[TrainingConfig, Trial]:
     Raises:
         UserError: none does.
     """
-    training, limit = rehearsal.config.training, rehearsal.limit
+    training, limit = rehearsal.task.config.training, rehearsal.limit
     whole = rehearsal.trial(training)
     if whole.within(_ROOM, limit):
         return training, whole
@@ -388,7 +378,7 @@ def _keeping(
     room = int(_ROOM * rehearsal.limit) - least.parts.total
     if whole.parts is not None:
         room = min(room, whole.parts.activations - least.parts.activations)
-    compiled = rehearsal.config.accelerate.torch_compile  # a compiled block does not show what it keeps
+    compiled = rehearsal.task.config.accelerate.torch_compile  # a compiled block does not show what it keeps
     if room >= _WORTH_KEEPING and not compiled:
         keeping = _with(recomputing, activation_budget_mb=room // 2**20)
         trial = rehearsal.trial(keeping)
@@ -399,12 +389,12 @@ def _keeping(
 
 def _on_the_host(rehearsal: Rehearsal, recomputing: TrainingConfig, least: Trial) -> Iterator[TrainingConfig]:
     """Yield policies that use host memory, if that is another memory than the device's; the fastest first."""
-    if rehearsal.accelerator.device.type == "cpu":
+    if rehearsal.task.accelerator.device.type == "cpu":
         return
     offloading = _with(recomputing, cpu_offload_checkpointing=True)
     yield offloading
     most = least.swappable
-    if least.parts is None or not least.parts.block or not most or rehearsal.config.accelerate.torch_compile:
+    if least.parts is None or not least.parts.block or not most or rehearsal.task.config.accelerate.torch_compile:
         return
     over = least.parts.total - _ROOM * rehearsal.limit
     swapped = max(1, -(-int(over) // least.parts.block))
@@ -430,23 +420,23 @@ def _toml(value: Any) -> str:
     return str(value).lower()
 
 
-def measured_parts(run: Run, blocks: list[nn.Module], activations: int, device: torch.device) -> Parts:
+def measured_parts(task: Task, blocks: list[nn.Module], activations: int, device: torch.device) -> Parts:
     """Return what a run's parts take after a step; gradients count as when they are there."""
-    trained = run.network.parameters()
+    trained = task.parameters()
     ids = {id(p) for p in trained}
-    models = [run.transformer, *([run.step.text_encoders] if run.step.text_encoders is not None else [])]
+    models = [task.transformer, *task.models[1:]]
     frozen = [
         t
         for model in models
         for t in (*model.parameters(), *model.buffers())
         if id(t) not in ids and t.device.type == device.type
     ]
-    optimizer = unwrapped(run.optimizer)
+    optimizer = unwrapped(task.optimizer)
     state = [v for s in optimizer.state.values() if isinstance(s, Mapping) for v in s.values() if isinstance(v, Tensor)]
     lora, kept = tensor_bytes(trained), tensor_bytes(state)
     block = [t for t in (blocks[0].parameters() if blocks else ()) if id(t) not in ids]
     linears = [p for b in blocks for p in b.parameters() if id(p) not in ids and p.ndim == 2 and p.dtype.itemsize > 1]
-    average = tensor_bytes(run.average.averages) if run.average is not None else 0
+    average = tensor_bytes(task.average.averages) if task.average is not None else 0
     return Parts(
         weights=tensor_bytes(frozen),
         lora=lora,

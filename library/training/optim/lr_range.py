@@ -31,8 +31,7 @@ from library.files import atomic_path
 from library.randomness import derive_seed
 from library.training.optim.factory import parse_optimizer_args
 from library.training.report.plots import STYLE
-from library.training.run import Run
-from library.training.tasks.image_step import FlowStep
+from library.training.tasks.image_lora import ImageLora
 
 RULE = "a tenth of the rate at the lowest loss (fastai's lr_find; Gugger 2018)"
 _PROBE_SIGMAS = (0.2, 0.5, 0.8)
@@ -85,23 +84,22 @@ def refuse_own_rates(config: OptimizerConfig) -> None:
         )
 
 
-def sweep(run: Run, lr_from: float, lr_to: float, steps: int, advance: Callable[[int], None]) -> RangeTest:
+def sweep(task: ImageLora, lr_from: float, lr_to: float, steps: int, advance: Callable[[int], None]) -> RangeTest:
     """Train ``steps`` steps on the run's own batches while the rate rises from ``lr_from`` to ``lr_to``.
 
     Groups whose rate differs (LoRA+, text encoders) keep their proportion. The weights are left as they end up.
     """
-    assert isinstance(run.step, FlowStep)
-    step, optimizer = run.step, run.optimizer
+    step, optimizer, seed = task.step, task.optimizer, task.config.training.seed
     base = optimizer.param_groups[0]["initial_lr"] or 1.0
     shares = [group["initial_lr"] / base for group in optimizer.param_groups]
-    batches = _for_ever(run)
+    batches = _for_ever(task)
     probe = next(batches)
 
     def probe_loss() -> float:
-        for model in run.models:
+        for model in task.models:
             model.eval()
-        loss = float(step.validation_losses(run.model, probe, _PROBE_SIGMAS).mean())
-        for model in run.models:
+        loss = float(step.validation_losses(task.models[0], probe, _PROBE_SIGMAS).mean())
+        for model in task.models:
             model.train()
         return loss
 
@@ -111,10 +109,10 @@ def sweep(run: Run, lr_from: float, lr_to: float, steps: int, advance: Callable[
         rate = lr_from * growth**number
         for group, share in zip(optimizer.param_groups, shares, strict=True):
             group["lr"] = rate * share
-        torch.manual_seed(derive_seed(step.seed, "range test", number))
-        loss, _ = step.loss(run.model, batch, number)
-        run.accelerator.backward(loss)
-        run.accelerator.clip_grad_norm_(run.network.parameters(), run.max_grad_norm or math.inf)
+        torch.manual_seed(derive_seed(seed, "range test", number))
+        loss, _ = step.loss(task.models[0], batch, number)
+        task.accelerator.backward(loss)
+        task.clip_gradients(number)
         optimizer.step()
         optimizer.zero_grad()
         advance(1)
@@ -126,10 +124,10 @@ def sweep(run: Run, lr_from: float, lr_to: float, steps: int, advance: Callable[
     return test
 
 
-def _for_ever(run: Run) -> Iterator[Any]:
+def _for_ever(task: ImageLora) -> Iterator[Any]:
     for epoch, _ in enumerate(repeat(None)):
-        run.batches.set_position(epoch, 0)
-        yield from run.loader
+        task.batches.set_position(epoch, 0)
+        yield from task.loader
 
 
 def draw(test: RangeTest, save_to: Path) -> list[Path]:

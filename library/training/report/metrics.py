@@ -23,19 +23,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import toml
 import torch
+from accelerate import Accelerator
 from numpy.typing import NDArray
+from pydantic import BaseModel
 
+from library import __version__
+from library.config.schema import LoggingConfig
 from library.errors import UserError
 from library.files import write_text
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from library.config.schema import LoggingConfig
 
 
 class MetricsStream:
@@ -88,6 +87,14 @@ class MetricsStream:
         if self._waiting:
             self._append()
         self._accelerator.end_training()
+
+
+def write_config(folder: Path, config: BaseModel, accelerator: Accelerator) -> None:
+    """Write the configuration beside what it makes, as TOML that runs again (main process only)."""
+    if accelerator.is_main_process:
+        sections = config.model_dump(exclude_unset=True, exclude_none=True)
+        text = toml.dumps({name: keys for name, keys in sections.items() if keys})
+        write_text(folder / "config.toml", f"# Tandem {__version__}: the settings of this run\n\n{text}")
 
 
 def _step_of(line: str) -> float:

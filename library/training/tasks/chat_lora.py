@@ -1,232 +1,231 @@
-"""From the configuration to a prepared run: the base with its LoRA, optimizer, schedule, batches, and the writer.
+"""A LoRA for a language model, learnt from chats.
 
-A trained LoRA on a loaded language model.
-
-One training step's forward pass on conversations, and the same on those held out.
+The model is read with its frozen weights as they lie in its folder, fp8 among them; the LoRA goes beside its linear
+layers. The loss is the mean over the tokens that are learnt, of a whole optimizer step; validation is the same over
+chats that are held out. What comes out is an adapter folder of PEFT's.
 """
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import Accelerator
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from library import __version__
-from library.accelerator import dp_rank_and_size, expect_many_shapes, is_tensor_parallel
-from library.config.chat_schema import ChatDataConfig, ChatTrainConfig, InstructionValidationConfig
+from library.accelerator import dp_rank_and_size, is_tensor_parallel
+from library.config.chat_schema import ChatTrainConfig
 from library.config.rules import effective_learning_rate
-from library.config.schema import ParallelConfig, resume_keys
+from library.config.schema import resume_keys
 from library.errors import UserError
+from library.files import weights_fingerprint
 from library.llm.chat_batches import Example, InstructionBatch, InstructionSampler, Windows, collate_windows
-from library.models.llm.files import load_lm
+from library.llm.chat_templates import DialogueTemplate, dialogue_template
+from library.llm.tokenizers import load_tokenizer
+from library.models.llm.files import load_lm, open_lm
 from library.models.llm.model import Block, TransformerLM, lm_split_plan, separate_projections, shard_heads
 from library.models.llm.spec import LMConfig
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
 from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.recipe import Fp8Loader
 from library.safetensors_io import read_safetensors_header
-from library.training.checkpoint.metadata import save_facts, without_folders
-from library.training.checkpoint.state import Position
 from library.training.memory.budget import recompute_blocks
-from library.training.optim.ema import WeightAverage
-from library.training.optim.factory import build_optimizer, describe_optimizer
-from library.training.optim.schedules import build_schedule, total_steps
+from library.training.optim.factory import describe_optimizer
 from library.training.parallel.fsdp import lockstep_batches
-from library.training.parallel.parallelize import ParallelizableModel, parallelize
+from library.training.parallel.parallelize import ParallelizableModel
 from library.training.parallel.pipeline.stages import language_outline
-from library.training.run import Run
-from library.training.tasks.chat_data import InstructionData
-from library.training.tasks.image_lora import attached_lora, base_remark
-from library.training.tasks.lora_plan import NetworkPlan, describe_base, leave_frozen_out_of_ddp
-from networks.files.metadata import build_metadata
+from library.training.sampling.answers import answer_sampler
+from library.training.tasks.chat_data import prepare_dialogues
+from library.training.tasks.lora import (
+    LoraTask,
+    attached_lora,
+    base_dtype,
+    describe_loaded_base,
+    leave_frozen_out_of_ddp,
+    start_from_file,
+)
+from library.training.tasks.lora_plan import plan_fp8, plan_network
 from networks.files.peft import BASE_MODEL, weight_file
 from networks.injection import AdapterNetwork, LoraNetwork, attach_file, inject_adapter
 
 
-def check_family(model_type: str, found: LMConfig) -> None:
-    """Raise a UserError if the model's folder holds another family than ``model_type``."""
-    if model_type != found.family:
-        raise UserError(f'model_type: {model_type}, but the folder holds a {found.family}; set "{found.family}"')
+class ChatLora(LoraTask):
+    """See the module's text.
+
+    Attributes:
+        sizes: the model's.
+        template: how chats are written.
+        held_out: chats to validate on, in batches of similar length, the same on every process.
+        step: the forward pass.
+    """
+
+    metric: ClassVar[str] = "learnt_tokens"
+
+    config: ChatTrainConfig
+    transformer: TransformerLM
+    sizes: LMConfig
+    template: DialogueTemplate
+    held_out: Sequence[InstructionBatch] = ()
+    step: InstructionStep
+
+    def open(self) -> None:
+        config, device, seed = self.config, self.accelerator.device, self.config.training.seed
+        folder = self.folder = Path(config.model.pretrained_model_name_or_path).expanduser()
+        self.sizes, weights, _ = open_lm(folder)
+        if config.model.model_type != self.sizes.family:
+            raise UserError(
+                f"model_type: {config.model.model_type}, but the folder holds a {self.sizes.family}; "
+                f'set "{self.sizes.family}"'
+            )
+        if config.parallel.is_tensor_parallel:
+            lm_split_plan(self.sizes, config.parallel.tp, separate=True)
+        self.plan = plan_network(config.network, config.optimizer, config.training, lora_targets()[self.sizes.family])
+        self.layout: Fp8Layout | None = weights.fp8
+        plan_fp8(config.precision, self.layout, seed, device)
+        self.base_fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
+        self.settings = resume_keys(config)
+        self.check_saved()
+        tokenizer = Path(config.model.tokenizer or folder).expanduser()
+        self.template = dialogue_template(config.instructions.chat_template, load_tokenizer(tokenizer), tokenizer)
+        samples = self.names.folder / "samples"
+        self.sampler = answer_sampler(
+            config.sampling, self.template, config.instructions.system_prompt, self.sizes, seed, samples,
+            self.accelerator, self.console,
+        )  # fmt: skip
+
+    def prepare(self) -> None:
+        config, console, (_, processes) = self.config, self.console, dp_rank_and_size(self.accelerator)
+        training, chat = config.training, config.instructions
+        data = prepare_dialogues(chat, self.template, self.sizes, training.seed, console)
+        console.print("\n".join(data.remarks), soft_wrap=True)
+        accumulation = training.gradient_accumulation_steps
+        self.load_network()
+        size = chat.train_batch_size
+        self.batches = InstructionSampler(data.windows, size, training.seed, processes, accumulation)
+        self.loader = DataLoader(
+            Windows(data.windows),
+            batch_sampler=self.batches,
+            collate_fn=collate_windows,
+            pin_memory=self.accelerator.device.type == "cuda",
+        )
+        self.wrap(many_shapes=True)  # a batch is as long as its longest window
+        if is_tensor_parallel(self.accelerator):
+            shard_heads(self.transformer, config.parallel.tp)
+        self.step = InstructionStep(training.seed, accumulation * processes)
+        self.held_out = held_out_batches(data.held_out[: config.validation.max_validation_conversations], size)
+        self.validates = bool(self.held_out)
+        self.facts = self._facts()
+        base = Path(config.model.pretrained_model_name_or_path)
+        shown = base.name if base.is_absolute() or str(base).startswith("~") else str(base)
+        self.own_metadata = {BASE_MODEL: shown, TEMPLATE: self.template.name}
+
+    def load_network(self) -> None:
+        """Load the model, put the LoRA in, set the memory policy.
+
+        Raises:
+            UserError: the LoRA's options do not suit the model, or ``network_weights`` do not; a file is damaged.
+        """
+        config, console, device = self.config, self.console, self.loaded_to()
+        training, network, plan = config.training, config.network, self.plan
+        lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
+        dtype = base_dtype(config.model, training)
+        fp8 = plan_fp8(config.precision, self.layout, training.seed, self.accelerator.device)
+        self.transformer = model = load_lm(self.folder, dtype, device, fp8=fp8)
+        separate_projections(model)
+        fp8.round_inputs(model)
+        self.base_precision = describe_loaded_base(self.layout, fp8, dtype, console)
+        if network.dim_from_weights:
+            self.network = attached_lora(model, network, plan, lora_dtype, console)
+        else:
+            self.network = inject_adapter(model, plan.options, plan.targets, training.seed, lora_dtype)
+        start_from_file(self.network, network, self.base_fingerprint, console)
+        recompute_blocks(model, model.config.layers, training, device)
+        leave_frozen_out_of_ddp(model)
+
+    def parallelizable(self) -> ParallelizableModel:
+        model = self.transformer
+        return ParallelizableModel(
+            model,
+            self.network,
+            lambda: language_outline(model),
+            [Block.__name__],
+            lambda processes: lm_split_plan(model.config, processes, separate=True),
+            ["next_logits"],  # what samples are made with
+        )
+
+    def _facts(self) -> dict[str, object]:
+        config = self.config
+        network, optimizer, targets = config.network, config.optimizer, self.plan.targets
+        return {
+            "network_module": targets.kohya_module,
+            "base_model_version": targets.kohya_base,
+            "network_dim": "Dynamic" if network.dim_from_weights else network.network_dim,
+            "network_alpha": "Dynamic" if network.dim_from_weights else network.network_alpha,
+            "learning_rate": effective_learning_rate(optimizer),
+            "optimizer": describe_optimizer(optimizer),
+            "lr_scheduler": optimizer.lr_scheduler,
+            "gradient_accumulation_steps": config.training.gradient_accumulation_steps,
+            "mixed_precision": config.training.mixed_precision,
+            "seed": config.training.seed,
+            "max_train_steps": self.total_steps,
+            "training_started_at": self.begun,
+            "training_comment": config.saving.training_comment,
+        }
+
+    def loss(self, model: nn.Module, batch: InstructionBatch, step: int) -> tuple[Tensor, Tensor]:
+        return self.step.loss(model, batch, step)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Return the mean cross-entropy over all learnt tokens; dropout is off while this runs."""
+        sums, model = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device), self.models[0]
+        training = model.training
+        model.eval()
+        rank, count = dp_rank_and_size(self.accelerator)
+        for batch in lockstep_batches(iter(self.held_out[rank::count]), self.accelerator):
+            own = (batch or self.held_out[0]).to(self.accelerator.device)
+            learnt = (own.targets != IGNORED).sum() * (batch is not None)  # one that is left with none takes part
+            sums += torch.stack([model(own.tokens, own.targets).double() * learnt, learnt.double()])
+        model.train(training)
+        total, learnt = self.accelerator.reduce(sums, reduction="sum").tolist()
+        return total / learnt
+
+    def sample_names(self, batch: Any) -> list[str]:
+        return ["a batch of conversations"]
 
 
-def check_split(architecture: LMConfig, parallel: ParallelConfig) -> None:
-    """Raise a UserError if ``tp`` processes cannot have the model together."""
-    if parallel.is_tensor_parallel:
-        lm_split_plan(architecture, parallel.tp, separate=True)
+def held_out_batches(examples: Sequence[Example], size: int) -> list[InstructionBatch]:
+    """Return chats in batches of similar length."""
+    chosen = sorted(examples, key=lambda example: len(example.tokens))
+    rows = [[((example,), 1) for example in chosen[i : i + size]] for i in range(0, len(chosen), size)]
+    return [collate_windows(row) for row in rows]
 
 
 @dataclass(frozen=True)
-class Base:
-    """The model with its LoRA, not yet wrapped.
+class InstructionStep:
+    """What a forward pass needs besides the batch.
 
     Attributes:
-        model, network: the language model and the LoRA in it.
-        fingerprint, precision: of the frozen weights.
+        seed: of the run.
+        batches_in_step: batches of an optimizer step, over all processes.
     """
 
-    model: TransformerLM
-    network: AdapterNetwork
-    fingerprint: str
-    precision: str
+    seed: int
+    batches_in_step: int
 
+    def loss(self, model: nn.Module, batch: InstructionBatch, step: int) -> tuple[Tensor, Tensor]:
+        """Return the batch's loss (a scalar with gradient), and the number of tokens that it counts, [1].
 
-def prepare_base(
-    config: ChatTrainConfig,
-    plan: NetworkPlan,
-    fp8: Fp8Loader,
-    layout: Fp8Layout | None,
-    fingerprint: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    console: Console,
-) -> Base:
-    """Load the model, put the LoRA in, set the memory policy.
-
-    ``fingerprint`` is its weights', as ``weights_fingerprint`` gives it.
-
-    Raises:
-        UserError: see ``load_lm``, ``inject_adapter`` and ``load_file`` of its network.
-    """
-    network, lora_dtype = config.network, torch.bfloat16 if config.training.full_bf16 else torch.float32
-    folder = Path(config.model.pretrained_model_name_or_path).expanduser()
-    model = load_lm(folder, dtype, device, fp8=fp8)
-    separate_projections(model)
-    fp8.round_inputs(model)
-    precision = describe_base(layout, fp8, dtype)
-    if layout is not None or fp8.recipe is not None:
-        console.print(f"base: {precision}")
-    lora: AdapterNetwork
-    if network.dim_from_weights:
-        lora = attached_lora(model, network, plan, lora_dtype, console)
-    else:
-        lora = inject_adapter(model, plan.options, plan.targets, config.training.seed, lora_dtype)
-    console.print(lora.describe())
-    if remark := base_remark(network.network_weights, fingerprint):
-        console.print(remark)
-    if network.network_weights and not network.dim_from_weights:
-        console.print(lora.load_file(network.network_weights, network.allow_partial))
-    recompute_blocks(model, model.config.layers, config.training, device)
-    leave_frozen_out_of_ddp(model)
-    return Base(model, lora, fingerprint, precision)
-
-
-def prepare_instruction_run(
-    config: ChatTrainConfig, plan: NetworkPlan, base: Base, data: InstructionData, accelerator: Accelerator
-) -> Run:
-    """Build optimizer, schedule and batches, and let accelerate wrap and compile the model."""
-    training, lora, (_, world) = config.training, base.network, dp_rank_and_size(accelerator)
-    optimizer = build_optimizer(config.optimizer, plan.parameter_groups(lora), training.full_bf16, training.seed)
-    accumulation = training.gradient_accumulation_steps
-    size = config.instructions.train_batch_size
-    batches = InstructionSampler(data.windows, size, training.seed, world, accumulation)
-    on_gpu = accelerator.device.type == "cuda"
-    loader: DataLoader[Any] = DataLoader(
-        Windows(data.windows), batch_sampler=batches, collate_fn=collate_windows, pin_memory=on_gpu
-    )
-    steps = total_steps(training, batches.batches_per_epoch() // world)
-    lr_schedule = build_schedule(config.optimizer, optimizer, steps)
-    parallelizable = ParallelizableModel(
-        base.model,
-        lora,
-        lambda: language_outline(base.model),
-        [Block.__name__],
-        lambda processes: lm_split_plan(base.model.config, processes, separate=True),
-        ["next_logits"],  # what samples are made with
-    )
-    shared = parallelize(
-        accelerator, config.parallel, parallelizable, config.optimizer.max_grad_norm, optimizer, loader
-    )
-    if shared is not None:
-        model, optimizer, loader, pipeline = shared
-        if is_tensor_parallel(accelerator):
-            shard_heads(base.model, config.parallel.tp)
-    else:
-        pipeline = None
-        expect_many_shapes(accelerator)  # a batch is as long as its longest window
-        model, optimizer, loader = accelerator.prepare(base.model, optimizer, loader)
-    return Run(
-        accelerator=accelerator,
-        step=InstructionStep(training.seed, accumulation * world),
-        transformer=base.model,
-        model=model,
-        network=lora,
-        optimizer=optimizer,
-        lr_schedule=lr_schedule,
-        loader=loader,
-        batches=batches,
-        total_steps=steps,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        base_fingerprint=base.fingerprint,
-        average=WeightAverage(lora.parameters(), decay) if (decay := config.saving.ema_decay) else None,
-        settings=resume_keys(config),
-        pipeline=pipeline,
-    )
-
-
-def adapter_writer(
-    config: ChatTrainConfig, run: Run, base_precision: str, template: str, begun: float
-) -> Callable[[Path, Position], None]:
-    """Return a function that writes the network's present weights as a folder of PEFT's.
-
-    Args:
-        config: goes into the metadata, whole and in kohya's ``ss_*`` keys.
-        run: whose network's weights are written.
-        base_precision: of the base's weights as trained on, in words.
-        template: the name of the chat template.
-        begun: when training began, seconds since 1970.
-    """
-    saving, network, optimizer, targets = config.saving, config.network, config.optimizer, run.network.targets
-    precision = saving.save_precision or ("bf16" if config.training.full_bf16 else "fp32")
-    base = Path(config.model.pretrained_model_name_or_path)
-    facts: dict[str, object] = {
-        "network_module": targets.kohya_module,
-        "base_model_version": targets.kohya_base,
-        "network_dim": "Dynamic" if network.dim_from_weights else network.network_dim,
-        "network_alpha": "Dynamic" if network.dim_from_weights else network.network_alpha,
-        "learning_rate": effective_learning_rate(optimizer),
-        "optimizer": describe_optimizer(optimizer),
-        "lr_scheduler": optimizer.lr_scheduler,
-        "gradient_accumulation_steps": config.training.gradient_accumulation_steps,
-        "mixed_precision": config.training.mixed_precision,
-        "seed": config.training.seed,
-        "max_train_steps": run.total_steps,
-        "training_started_at": begun,
-        "training_comment": saving.training_comment,
-    }
-    own = {
-        BASE_MODEL: base.name if base.is_absolute() or str(base).startswith("~") else str(base),
-        TEMPLATE: template,
-    }
-    config_json = json.dumps(without_folders(config.model_dump(exclude_none=True)))
-
-    def write(path: Path, position: Position) -> None:
-        now = time.time()
-        metadata = build_metadata(
-            facts | save_facts(position, run.total_steps, now),
-            title=saving.output_name,
-            timestamp=now,
-            architecture=targets.architecture,
-            implementation=targets.implementation,
-            resolution=None,
-            description=saving.training_comment,
-            base_fingerprint=run.base_fingerprint,
-            base_precision=base_precision,
-            config_json=config_json,
-            version=__version__,
-        )
-        run.network.save(path, "peft", precision, own | metadata)
-
-    return write
+        The optimizer gets the mean over the batches of a step and over processes. Each batch is therefore weighed by
+        its share of what the step learns, so that this mean is the mean over tokens, and not one in which the tokens of
+        short answers count more.
+        """
+        learnt = (batch.targets != IGNORED).sum() * batch.pieces
+        mean = model(batch.tokens, batch.targets, documents=batch.documents)
+        return mean * (learnt * (self.batches_in_step / batch.learnt_in_step)), learnt[None].float()
 
 
 TEMPLATE = "tandem.chat_template"  # metadata: how the conversations were written that it was trained on
@@ -266,65 +265,3 @@ def put_lora_on(
     elif strength != 1.0:
         raise UserError(f"{path}: a DoRA rescales whole rows and has no strength; leave it at 1")
     return network
-
-
-@dataclass(frozen=True)
-class InstructionStep:
-    """What a forward pass needs besides the batch.
-
-    Attributes:
-        seed: of the run.
-        batches_in_step: batches of an optimizer step, over all processes.
-    """
-
-    seed: int
-    batches_in_step: int
-    figure: ClassVar[str] = "learnt_tokens"
-    text_encoders: ClassVar[None] = None
-
-    def loss(self, model: nn.Module, batch: InstructionBatch, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch's loss (a scalar with gradient), and the number of tokens that it counts, [1].
-
-        The optimizer gets the mean over the batches of a step and over processes. Each batch is therefore weighed by
-        its share of what the step learns, so that this mean is the mean over tokens, and not one in which the tokens of
-        short answers count more.
-        """
-        learnt = (batch.targets != IGNORED).sum() * batch.pieces
-        mean = model(batch.tokens, batch.targets, documents=batch.documents)
-        return mean * (learnt * (self.batches_in_step / batch.learnt_in_step)), learnt[None].float()
-
-
-@dataclass(frozen=True)
-class HeldOutDialogues:
-    """Conversations to validate on, in batches, and when."""
-
-    batches: Sequence[InstructionBatch]
-    config: InstructionValidationConfig
-
-    @torch.no_grad()
-    def loss(self, model: nn.Module, accelerator: Accelerator) -> float:
-        """Return the mean cross-entropy over all learnt tokens; dropout is off while this runs."""
-        sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-        training = model.training
-        model.eval()
-        rank, count = dp_rank_and_size(accelerator)
-        share = self.batches[rank::count]
-        for batch in lockstep_batches(iter(share), accelerator):
-            own = (batch or self.batches[0]).to(accelerator.device)
-            learnt = (own.targets != IGNORED).sum() * (batch is not None)  # one that is left with none takes part
-            sums += torch.stack([model(own.tokens, own.targets).double() * learnt, learnt.double()])
-        model.train(training)
-        total, learnt = accelerator.reduce(sums, reduction="sum").tolist()
-        return total / learnt
-
-
-def held_out_dialogues(
-    examples: Sequence[Example], data: ChatDataConfig, config: InstructionValidationConfig
-) -> HeldOutDialogues | None:
-    """Return the first held-out conversations in batches of similar length; None where nothing is held out."""
-    if not examples:
-        return None
-    size = data.train_batch_size
-    chosen = sorted(examples[: config.max_validation_conversations], key=lambda example: len(example.tokens))
-    rows = [[((example,), 1) for example in chosen[i : i + size]] for i in range(0, len(chosen), size)]
-    return HeldOutDialogues([collate_windows(row) for row in rows], config)

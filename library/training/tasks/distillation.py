@@ -37,8 +37,8 @@ from library.training.checkpoint.state import Position, read_position
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from library.training.optim.schedules import total_steps
 from library.training.report.progress import counting
-from library.training.tasks.image_lora import base_dtype
 from library.training.tasks.image_step import Teacher
+from library.training.tasks.lora import base_dtype
 from networks.files.lora import load_lora
 from networks.injection import attach_lora
 

@@ -1,73 +1,303 @@
-"""From files to something that can be trained: data with its caches, and the networks with their LoRA.
+"""A LoRA for a diffusion transformer, learnt from images.
 
 The order is the memory plan. First the VAE encodes what is not cached yet and leaves; then the text encoders; only
 then is the transformer loaded, so the peak is the largest of the three and not their sum. A text encoder that is
 trained comes back beside the transformer, and what it gave the cache is computed anew in every step. Each step after
 loading is a function on the model: inject the LoRA, set the memory policy, and let accelerate compile and wrap it.
 
-Loss on held-out images at fixed noise and fixed sigmas: the one loss that can be compared between steps.
+Validation is the loss on held-out images at fixed noise and fixed sigmas: the one loss that can be compared between
+steps.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from library.accelerator import dp_rank_and_size
-from library.data.batches import Bucket, CachedDataset, EpochBatchSampler, collate
+from library.conditions import ConditionKind
+from library.config.schema import DatasetArguments, FlowConfig, TrainConfig, TrainingConfig, resume_keys
+from library.data.batches import Batch, Bucket, CachedDataset, EpochBatchSampler, collate
 from library.data.dataset import TrainingData, build_dataset
 from library.data.lint import check, summarise
 from library.errors import UserError
+from library.models.family import Family, ImageEncoder, TextEncoder
+from library.models.registry import lora_targets, model_family
 from library.precision.fp8_linear import make_cpu_kernels
-from library.precision.recipe import Fp8Loader
-from library.safetensors_io import read_safetensors_header
+from library.training.checkpoint.metadata import training_facts
 from library.training.checkpoint.resume import tidy
+from library.training.flow import resolve_sampling
 from library.training.guard.signals import ignore_signals
+from library.training.memory.attention_choice import attention_of_run
 from library.training.memory.block_swap import swap_blocks
 from library.training.memory.budget import recompute_blocks
-from library.training.parallel.device_map import place_blocks
+from library.training.memory.dry_run import Rehearsal, rehearsed
+from library.training.parallel.device_map import devices_to_fill, place_blocks
 from library.training.parallel.fsdp import lockstep_batches
+from library.training.parallel.parallelize import ParallelizableModel
+from library.training.parallel.pipeline.stages import check_pieces, outline_of
 from library.training.report.progress import counting
-from library.training.sampling.conditions import PictureRules, text_jobs
-from library.training.tasks.image_step import FlowStep, TrainingStep, check_seam
-from library.training.tasks.lora_plan import NetworkPlan, describe_base, leave_frozen_out_of_ddp
-from networks.files.lora import load_lora
-from networks.files.metadata import base_mismatch
-from networks.files.peft import weight_file
-from networks.injection import AdapterNetwork, attach_lora, inject_adapter
-
-if TYPE_CHECKING:
-    from library.conditions import ConditionKind
-    from library.config.chat_schema import LanguageModelConfig
-    from library.config.schema import (
-        DatasetArguments,
-        FlowConfig,
-        ModelConfig,
-        NetworkConfig,
-        TrainingConfig,
-        ValidationConfig,
-    )
-    from library.models.family import Family, ImageEncoder, TextEncoder
-    from library.training.sampling.prompts import SamplePrompt
+from library.training.sampling.conditions import PictureRules, check_pictures, text_jobs
+from library.training.sampling.images import build_sampler
+from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
+from library.training.tasks.distillation import prepare_teacher
+from library.training.tasks.image_step import FlowStep, Teacher, check_seam
+from library.training.tasks.lora import (
+    LoraTask,
+    attached_lora,
+    base_dtype,
+    describe_loaded_base,
+    leave_frozen_out_of_ddp,
+    start_from_file,
+)
+from library.training.tasks.lora_plan import plan_fp8, plan_network, text_encoder_recipe
+from networks.injection import AdapterNetwork, inject_adapter
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+class ImageLora(LoraTask):
+    """See the module's text.
 
+    Attributes:
+        family: the model's.
+        dtype: of the frozen weights.
+        image_encoder, text_encoder: located; their weights are read when they are needed.
+        data: the images, and those held out.
+        attention: the kernel that it takes, in words.
+        step: the forward pass.
+    """
 
-def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfig) -> torch.dtype:
-    """Return the dtype of the frozen weights: as asked, or the dtype of the forward pass."""
-    name = model.base_dtype
-    return _DTYPES[{"no": "fp32"}.get(training.mixed_precision, training.mixed_precision) if name == "auto" else name]
+    metric: ClassVar[str] = "sigma_mean"
+    suffix: ClassVar[str] = ".safetensors"
+
+    config: TrainConfig
+    family: Family
+    dtype: torch.dtype
+    image_encoder: ImageEncoder
+    text_encoder: TextEncoder
+    data: TrainingData
+    attention: str
+    step: FlowStep
+    teacher: Teacher | None = None
+
+    def open(self) -> None:
+        accelerator = self.accelerator
+        self.devices = devices_to_fill(self.config.parallel, accelerator)
+        self.family = family = model_family(self.config.model)
+        config = self.config.model_copy(update={"flow": resolve_sampling(self.config.flow, family)})
+        self.config = config
+        self.plan = plan_network(config.network, config.optimizer, config.training, lora_targets()[family.name])
+        self.dtype = base_dtype(config.model, config.training)
+        self.image_encoder = family.load_image_encoder(self.dtype, accelerator.device)
+        plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)
+        recipe = text_encoder_recipe(config.precision)
+        self.text_encoder = family.load_text_encoder(self.dtype, accelerator.device, recipe=recipe)
+        usual = SamplePrompt("", guidance=family.sample_guidance)
+        multiple, seed = self.image_encoder.pixel_multiple, config.training.seed
+        self.prompts = read_prompts(config.sampling.sample_prompts, seed, multiple, usual)
+        for remark in check_steering(self.prompts, family.guidance_input, family.sample_guidance):
+            self.console.print(f"note: {remark}")
+        check_pictures(self.prompts, family.conditioning, family.most_references)
+        if config.parallel.is_tensor_parallel:
+            family.split_plan(config.parallel.tp)
+        self.base_fingerprint = family.fingerprint()
+        self.text_fingerprint = self.text_encoder.fingerprint if self.plan.text_encoders else None
+        trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
+        self.settings = resume_keys(config) | trained_text
+        self.check_saved()
+
+    def prepare(self) -> None:
+        self.read_data()
+        config, console = self.config, self.console
+        self.attention = attention_of_run(config, self.family, self.data, self.dtype, self.accelerator.device)
+        console.print(f"attention: {self.attention}")
+        self.summary["attention"] = self.attention
+        self.config = config = rehearsed(Rehearsal(self), console)
+        # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
+        encoders = self.image_encoder, self.text_encoder
+        cache_data(self.data, config.dataset, *encoders, self.accelerator, self.prompts, console)
+        self.teacher = prepare_teacher(config, self.data, self.accelerator, console)
+        self.load_networks()
+        self.wrap_networks()
+        self._hold_out()
+        samples, writes = self.names.folder / "samples", self.accelerator.is_main_process
+        self.sampler = build_sampler(
+            self.family, self.prompts, self.image_encoder, self.data, samples, self.text_encoders, writes
+        )
+        per_epoch = self.batches.batches_per_epoch()
+        if writes:  # others write no files
+            self.facts = training_facts(config, self.data, self.begun, self.total_steps, per_epoch, self.batch_stride)
+        targets = self.plan.targets
+        module = targets.kohya_module if config.network.network_type in ("lora", "dora") else "lycoris.kohya"
+        self.facts = {**self.facts, "network_module": module, "base_model_version": targets.kohya_base}
+
+    def read_data(self) -> None:
+        """Read the dataset; nothing is encoded yet."""
+        config, family = self.config, self.family
+        self.data = read_data(
+            config.dataset, config.training, config.flow, self.image_encoder, self.accelerator, self.console,
+            family.conditioning, family.most_references,
+        )  # fmt: skip
+
+    def load_networks(self) -> None:
+        """Load what takes part in a step, put the LoRA in, set the memory policy.
+
+        Raises:
+            UserError: the LoRA's options do not suit the model, or ``network_weights`` do not; an fp8 file is damaged.
+        """
+        config, family, plan, device = self.config, self.family, self.plan, self.accelerator.device
+        training, network = config.training, config.network
+        lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
+        layout = family.fp8_layout()
+        fp8 = plan_fp8(config.precision, layout, training.seed, device)
+        loaded_to = torch.device("cpu") if training.blocks_to_swap else self.loaded_to()
+        self.transformer = transformer = family.load_transformer(self.dtype, loaded_to, training.attention, fp8=fp8)
+        fp8.round_inputs(transformer)
+        if device.type == "cpu":
+            make_cpu_kernels(transformer, self.dtype)
+        if layout is not None:
+            self.console.print(layout.describe())
+        self.base_precision = describe_loaded_base(layout, fp8, self.dtype, self.console)
+        loras: list[AdapterNetwork] = []
+        if network.dim_from_weights:
+            loras.append(attached_lora(transformer, network, plan, lora_dtype, self.console))
+        elif plan.trains_transformer:
+            loras.append(inject_adapter(transformer, plan.options, plan.targets, training.seed, lora_dtype))
+        if plan.text_encoders:
+            self.text_encoders = self.text_encoder.load_modules(plan.text_encoders)
+            options = plan.options.for_text_encoders()
+            loras.append(inject_adapter(self.text_encoders, options, plan.targets, training.seed, lora_dtype))
+        self.network = functools.reduce(AdapterNetwork.joined, loras)
+        start_from_file(self.network, network, family.fingerprint(), self.console)
+        if plan.options.train_t5xxl:
+            self.console.print("note: diffusers passes over T5's part of a LoRA file; ComfyUI and sd-scripts load it")
+        blocks = family.blocks(transformer)
+        recompute_blocks(transformer, len(blocks), training, device)
+        if training.gradient_checkpointing and self.text_encoders is not None:
+            self.text_encoders.enable_gradient_checkpointing()  # type: ignore[operator]
+        if training.blocks_to_swap:
+            self.console.print(swap_blocks(transformer, blocks, training.blocks_to_swap, device).describe())
+        if self.devices:
+            self.console.print(place_blocks(transformer, blocks, self.devices))
+        for module in filter(None, (transformer, self.text_encoders)):
+            leave_frozen_out_of_ddp(module)
+
+    def parallelizable(self) -> ParallelizableModel:
+        family, transformer = self.family, self.transformer
+        return ParallelizableModel(
+            transformer,
+            self.network,
+            lambda: outline_of(transformer, family.blocks(transformer), family.behind_blocks),
+            family.repeated_blocks,
+            family.split_plan,
+        )
+
+    def wrap_networks(self) -> None:
+        """Let the engine wrap the loaded networks, with optimizer, schedule and batches."""
+        sizes, config = self.data.train.batch_sizes, self.config
+        check_pieces(config.parallel, max(sizes.values()))
+        self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator)
+        self.wrap(many_shapes=len(sizes) > 1)
+        self.step = FlowStep(self.family, config.flow, config.training.seed, self.text_encoders, self.teacher)
+
+    def trial(self, training: TrainingConfig) -> ImageLora:
+        """Return this task with its networks loaded under another memory policy: what a dry run takes steps with."""
+        trial = copy.copy(self)
+        trial.config = self.config.model_copy(update={"training": training})
+        trial.console = Console(quiet=True)
+        trial.load_networks()
+        trial.wrap_networks()
+        return trial
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        return self.step.loss(model, batch, step)
+
+    def _hold_out(self) -> None:
+        """Find the images to validate on.
+
+        Raises:
+            UserError: validation was asked for and there is nothing to validate on.
+        """
+        config = self.config.validation
+        if self.data.validation is not None:
+            self.validates, self.held_out = True, held_out_loader(self.data.validation, config.max_validation_images)
+        elif config.model_fields_set:
+            key = sorted(config.model_fields_set)[0]
+            raise UserError(f"{key}: no images are held out; set validation_split in the dataset TOML, or remove {key}")
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Return the mean loss over the held-out images and the sigmas of ``validation_sigmas``.
+
+        Every process takes its share of the batches; the sums are added up before the division, so the loss does not
+        depend on the number of processes.
+        """
+        accelerator, batches, sigmas = self.accelerator, self.held_out, self.config.validation.validation_sigmas
+        total = torch.zeros(2, device=accelerator.device, dtype=torch.float64)  # sum of losses, number of them
+        were_training = [model.training for model in self.models]
+        for model in self.models:
+            model.eval()
+        rank, world = dp_rank_and_size(accelerator)
+        for own in lockstep_batches(islice(iter(batches), rank, None, world), accelerator):
+            batch = (next(iter(batches)) if own is None else own).to(accelerator.device)
+            losses = self.step.validation_losses(self.models[0], batch, sigmas)
+            if own is None:  # only to take part
+                continue
+            total += torch.stack([losses.double().sum(), torch.tensor(float(len(losses)), device=losses.device)])
+        for model, was_training in zip(self.models, were_training, strict=True):
+            model.train(was_training)
+        total = accelerator.reduce(total, reduction="sum")
+        return float(total[0] / total[1])
+
+    @property
+    def save_format(self) -> str:  # type: ignore[override]
+        return self.config.saving.save_format
+
+    @property
+    def architecture(self) -> str:
+        return self.family.modelspec_architecture
+
+    def describe_file(self) -> dict[str, Any]:
+        return {
+            "resolution": self.data.config.datasets[0].resolution,
+            "text_encoder_fingerprint": self.text_fingerprint,
+            "attention": self.attention,
+        }
+
+    def memory_advice(self) -> str:
+        swapped = self.config.training.blocks_to_swap
+        swap = f"raise blocks_to_swap from {swapped}" if swapped else "set blocks_to_swap"
+        return ", or ".join([*super().memory_advice().split(", or "), swap][:3])
+
+    def describe_batch(self, batch: Batch) -> str:
+        height, width = (side * self.data.latent_factor for side in batch.latents.shape[-2:])
+        names = ", ".join(self.sample_names(batch)[:4])
+        return f"the batch of {len(batch.sample_ids)} at {width}x{height} ({names})"
+
+    def sample_names(self, batch: Batch) -> list[str]:
+        return [sample.image.path for sample in self.data.train.samples_of(batch.sample_ids.tolist())]
+
+    def sample_identity(self, batch: Batch) -> str:
+        return self.data.train.samples_of(batch.sample_ids.tolist())[0].identity
+
+    def single_samples(self, batch: Batch) -> list[Batch]:
+        return [batch.only(i) for i in range(len(batch.sample_ids))]
+
+    def exclude(self, identities: Iterable[str]) -> None:
+        self.batches.exclude(self.data.train.items_of(set(identities)))
+
+    def bad_input(self, batch: Batch) -> str | None:
+        tensors = {"latents": batch.latents, **batch.text}
+        broken = [name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()]
+        return f"the cached {broken[0]}" if broken else None
 
 
 def read_data(
@@ -164,113 +394,6 @@ def check_references(data: TrainingData, most: int | None) -> None:
                 raise UserError(f"{sample.image.path}: {found}, this model takes {most}; remove the others")
 
 
-@dataclass(frozen=True)
-class Networks:
-    """The networks of a run with their LoRA, not yet wrapped.
-
-    Attributes:
-        transformer: takes part in every run; without a LoRA where only text encoders are trained.
-        text_encoders: those that are trained, as one module; None where none is.
-        lora: the LoRA of both.
-        base_precision: of the transformer's frozen weights, in words.
-        text_fingerprint: of the text encoders, their precision and token lengths; None where none is trained.
-    """
-
-    transformer: nn.Module
-    text_encoders: nn.Module | None
-    lora: AdapterNetwork
-    base_precision: str
-    text_fingerprint: str | None
-
-
-def prepare_networks(
-    family: Family,
-    text_encoder: TextEncoder,
-    plan: NetworkPlan,
-    network: NetworkConfig,
-    training: TrainingConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    console: Console,
-    fp8: Fp8Loader | None = None,
-    to_be_split: bool = False,
-    devices: Sequence[torch.device] = (),
-) -> Networks:
-    """Load what takes part in a step, put the LoRA in, set the memory policy.
-
-    ``fp8`` says which of the transformer's weights become fp8. ``to_be_split`` leaves it in host memory; its blocks are
-    dealt out to ``devices``, if there are any.
-
-    Raises:
-        UserError: see ``inject_adapter`` and ``load_file`` of its network; an fp8 file is damaged, or does not suit
-            ``fp8``.
-    """
-    lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
-    fp8, layout = fp8 or Fp8Loader(), family.fp8_layout()
-    loaded_to = torch.device("cpu") if training.blocks_to_swap or to_be_split else device
-    transformer, text_encoders = family.load_transformer(dtype, loaded_to, training.attention, fp8=fp8), None
-    fp8.round_inputs(transformer)
-    if device.type == "cpu":
-        make_cpu_kernels(transformer, dtype)
-    base_precision = describe_base(layout, fp8, dtype)
-    if layout is not None:
-        console.print(layout.describe())
-    if layout is not None or fp8.recipe is not None:
-        console.print(f"base: {base_precision}")
-    loras: list[AdapterNetwork] = []
-    if network.dim_from_weights:
-        loras.append(attached_lora(transformer, network, plan, lora_dtype, console))
-    elif plan.trains_transformer:
-        loras.append(inject_adapter(transformer, plan.options, plan.targets, training.seed, lora_dtype))
-    if plan.text_encoders:
-        text_encoders = text_encoder.load_modules(plan.text_encoders)
-        options = plan.options.for_text_encoders()
-        loras.append(inject_adapter(text_encoders, options, plan.targets, training.seed, lora_dtype))
-    lora = functools.reduce(AdapterNetwork.joined, loras)
-    console.print(lora.describe())
-    if remark := base_remark(network.network_weights, family.fingerprint()):
-        console.print(remark)
-    if network.network_weights and not network.dim_from_weights:
-        console.print(lora.load_file(network.network_weights, network.allow_partial))
-    if plan.options.train_t5xxl:
-        console.print("note: diffusers passes over T5's part of a LoRA file; ComfyUI and sd-scripts load it")
-    recompute_blocks(transformer, len(family.blocks(transformer)), training, device)
-    if training.gradient_checkpointing and text_encoders is not None:
-        text_encoders.enable_gradient_checkpointing()  # type: ignore[operator]
-    if training.blocks_to_swap:
-        swap = swap_blocks(transformer, family.blocks(transformer), training.blocks_to_swap, device)
-        console.print(swap.describe())
-    if devices:
-        console.print(place_blocks(transformer, family.blocks(transformer), devices))
-    for module in filter(None, (transformer, text_encoders)):
-        leave_frozen_out_of_ddp(module)
-    fingerprint = text_encoder.fingerprint if plan.text_encoders else None
-    return Networks(transformer, text_encoders, lora, base_precision, fingerprint)
-
-
-def base_remark(network_weights: str | None, base: str) -> str | None:
-    """Return what to say if the LoRA to go on from was trained on another base than that with fingerprint ``base``."""
-    if network_weights is None:
-        return None
-    metadata = read_safetensors_header(weight_file(Path(network_weights))).get("__metadata__") or {}
-    return f"note: {network_weights}: {remark}" if (remark := base_mismatch(metadata, base)) else None
-
-
-def attached_lora(
-    transformer: nn.Module, network: NetworkConfig, plan: NetworkPlan, dtype: torch.dtype, console: Console
-) -> AdapterNetwork:
-    """Put the transformer's part of ``network_weights`` in, layer by layer as the file has it, to be trained on."""
-    source = network.network_weights
-    assert source is not None, "the config's rules ask for one"
-    parts = plan.targets.by_component(load_lora(source, plan.targets).weights)
-    own = parts.pop(plan.targets.file_prefix, {})
-    if not own:
-        raise UserError(f"dim_from_weights: {source} has nothing for the transformer; give a LoRA that has")
-    if parts:
-        console.print(f"note: {source}: its layers of {' and '.join(sorted(parts))} are not trained and not saved")
-    return attach_lora(transformer, own, plan.targets, source, dtype)
-
-
 def training_loader(
     data: TrainingData, arguments: DatasetArguments, accelerator: Accelerator
 ) -> tuple[EpochBatchSampler, DataLoader[Any]]:
@@ -289,34 +412,6 @@ def training_loader(
     return sampler, loader
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """The held-out images and how they are looked at."""
-
-    batches: DataLoader[Any]  # of Batch
-    step: FlowStep
-    config: ValidationConfig
-
-    def loss(self, model: nn.Module, accelerator: Accelerator) -> float:
-        """Return the validation loss of ``model`` as it is; see :func:`validation_loss`."""
-        return validation_loss(model, self.batches, self.step, self.config.validation_sigmas, accelerator)
-
-
-def hold_out(data: TrainingData, step: TrainingStep, config: ValidationConfig) -> HeldOut | None:
-    """Return the held-out images, or None where the dataset holds none out.
-
-    Raises:
-        UserError: validation was asked for and there is nothing to validate on.
-    """
-    if data.validation is None:
-        if config.model_fields_set:
-            key = sorted(config.model_fields_set)[0]
-            raise UserError(f"{key}: no images are held out; set validation_split in the dataset TOML, or remove {key}")
-        return None
-    assert isinstance(step, FlowStep)
-    return HeldOut(held_out_loader(data.validation, config.max_validation_images), step, config)
-
-
 def held_out_loader(images: CachedDataset, most: int) -> DataLoader[Any]:
     """Return the first ``most`` held-out images in batches of one bucket each, always in the same order."""
     by_bucket: dict[Bucket, list[tuple[int, int]]] = {}
@@ -328,37 +423,3 @@ def held_out_loader(images: CachedDataset, most: int) -> DataLoader[Any]:
         for i in range(0, len(items), images.batch_sizes[bucket])
     ]
     return DataLoader(images, batch_sampler=batches, collate_fn=collate)
-
-
-@torch.no_grad()
-def validation_loss(
-    model: nn.Module, batches: DataLoader[Any], step: FlowStep, sigmas: Sequence[float], accelerator: Accelerator
-) -> float:
-    """Return the mean loss over the held-out images and ``sigmas``.
-
-    Every process takes its share of the batches; the sums are added up before the division, so the figure does
-    not depend on the number of processes.
-
-    Args:
-        model: the prepared network; dropout is off while this runs.
-        batches: held-out batches, the same on every process, each of one bucket.
-        step: the forward pass.
-        sigmas: noise levels in (0, 1).
-        accelerator: gives device, rank and reduction.
-    """
-    total = torch.zeros(2, device=accelerator.device, dtype=torch.float64)  # sum of losses, number of them
-    modules = [model] if step.text_encoders is None else [model, step.text_encoders]
-    were_training = [module.training for module in modules]
-    for module in modules:
-        module.eval()
-    rank, world = dp_rank_and_size(accelerator)
-    for own in lockstep_batches(islice(iter(batches), rank, None, world), accelerator):
-        batch = (next(iter(batches)) if own is None else own).to(accelerator.device)
-        losses = step.validation_losses(model, batch, sigmas)
-        if own is None:  # only to take part
-            continue
-        total += torch.stack([losses.double().sum(), torch.tensor(float(len(losses)), device=losses.device)])
-    for module, was_training in zip(modules, were_training, strict=True):
-        module.train(was_training)
-    total = accelerator.reduce(total, reduction="sum")
-    return float(total[0] / total[1])

@@ -11,43 +11,25 @@ The ``[precision]`` section, decided: which weights of the base become fp8, and 
 A file that holds fp8 is the file that will be deployed, so it is trained on as it is: options that would quantise the
 rest of it are refused, except ``fp8_base``, by which the kohya trainers ask for just that. What has no effect on the
 files and the device at hand is refused before anything is loaded.
-
-What can be refused at once: before an hour of caching, and before a model of 24 GB is read.
-
-Each of these would be found later too, where it is used; here only the looking is done early.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from library.config.rules import effective_learning_rate
-from library.config.schema import resume_keys
+from library.config.schema import NetworkConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
-from library.precision.fp8_linear import ddp_ignored_names, device_has_fp8_matmul
+from library.precision.checkpoint_layouts import Fp8Layout
+from library.precision.fp8_linear import device_has_fp8_matmul
 from library.precision.quantize import format_named
 from library.precision.recipe import Fp8Loader, Fp8Recipe
-from library.training.checkpoint.resume import AUTO
-from library.training.checkpoint.state import check_state, read_position
-from library.training.optim.factory import check_optimizer, check_rates
-from networks.files.adapters import check_save_format, read_updates
+from library.training.optim.factory import check_rates
 from networks.network import AdapterNetwork
 from networks.options import NetworkOptions, parse_network_args
-
-if TYPE_CHECKING:
-    from library.config.chat_schema import ChatTrainConfig
-    from library.config.schema import NetworkConfig, OptimizerConfig, PrecisionConfig, TrainConfig, TrainingConfig
-    from library.models.family import Family, TextEncoder
-    from library.precision.checkpoint_layouts import Fp8Layout
 
 
 @dataclass(frozen=True)
@@ -208,78 +190,3 @@ def describe_base(layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype) 
     if layout is not None:
         return f"{layout.kind} fp8 file, {fp8.describe()}, others {high}"
     return f"{fp8.describe()}, others {high}" if fp8.recipe is not None else high
-
-
-def leave_frozen_out_of_ddp(module: nn.Module) -> None:
-    """Tell DDP, which will wrap ``module``, to handle trained parameters only.
-
-    Every process has read the same frozen weights from the same files; broadcasting them takes time, and gloo cannot
-    broadcast fp8.
-    """
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ddp_ignored_names(module))
-
-
-def check_before_loading(config: TrainConfig | ChatTrainConfig) -> None:
-    """Look at what the run is going to need besides models and data.
-
-    Raises:
-        UserError: no such optimizer or argument of it, no ``network_weights``, no state to ``resume`` or one of other
-            settings, an ``output_dir`` that cannot be written to.
-    """
-    check_optimizer(config.optimizer)
-    check_save_format(config.network.network_type, config.saving.save_format)
-    weights, resume = config.network.network_weights, config.training.resume
-    if weights and not Path(weights).exists():
-        raise UserError(f"network_weights: {weights} does not exist; check the path")
-    if resume and resume != AUTO:
-        read_position(resume, resume_keys(config))
-    _check_writable(Path(config.saving.output_dir))
-
-
-def check_against_model(
-    config: TrainConfig, family: Family, plan: NetworkPlan, text_encoder: TextEncoder, finished_too: bool = False
-) -> None:
-    """Look at the files a run goes on from, now that headers tell which model it is; no weights of it are read.
-
-    ``finished_too`` allows a state at the run's last step.
-
-    Raises:
-        UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` is damaged, was trained on
-            another base or with other text encoders, or has nothing left to train; ``tp`` cannot split the model.
-    """
-    if config.parallel.is_tensor_parallel:
-        family.split_plan(config.parallel.tp)
-    trained_text = text_encoder.fingerprint if plan.text_encoders and config.training.resume else None
-    trained_on = {} if trained_text is None else {"text_encoders": trained_text}
-    check_saved(config, plan.targets, family.fingerprint(), finished_too, trained_on)
-
-
-def check_saved(
-    config: TrainConfig | ChatTrainConfig,
-    targets: LoraTargets,
-    base: str,
-    finished_too: bool = False,
-    trained_on: Mapping[str, str] | None = None,
-) -> None:
-    """Look at ``network_weights`` and ``resume``; see :func:`check_against_model`.
-
-    Args:
-        config: sections ``network`` and ``training`` are read.
-        targets, base: the base model's row and fingerprint.
-        finished_too: as for :func:`check_against_model`.
-        trained_on: fingerprints of what else is trained, which a state must have too.
-    """
-    training = config.training
-    if config.network.network_weights:
-        read_updates(config.network.network_weights, targets, [] if config.network.allow_partial else None)
-    if training.resume:
-        steps = training.max_train_steps if training.max_train_epochs is None else None
-        check_state(training.resume, base, resume_keys(config) | dict(trained_on or {}), steps, finished_too)
-
-
-def _check_writable(folder: Path) -> None:
-    """Check the nearest folder that exists; nothing is made yet."""
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        reason = "cannot be written to" if nearest.is_dir() else "is a file"
-        raise UserError(f"output_dir: {folder}: {nearest} {reason}; choose another folder")

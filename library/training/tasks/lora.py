@@ -1,0 +1,244 @@
+"""What a LoRA on any model has: checks before loading, the network in the model, its optimizer, its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from library import __version__
+from library.accelerator import dp_rank_and_size, expect_many_shapes
+from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
+from library.config.schema import ModelConfig, NetworkConfig, TrainConfig, TrainingConfig, resume_keys
+from library.errors import UserError
+from library.precision.checkpoint_layouts import Fp8Layout
+from library.precision.fp8_linear import ddp_ignored_names
+from library.precision.recipe import Fp8Loader
+from library.safetensors_io import read_safetensors_header
+from library.training.checkpoint.metadata import save_facts, without_folders
+from library.training.checkpoint.resume import AUTO
+from library.training.checkpoint.state import Position, check_state, read_position
+from library.training.optim.ema import WeightAverage
+from library.training.optim.factory import build_optimizer, check_optimizer
+from library.training.optim.schedules import build_schedule, total_steps
+from library.training.parallel.gather import SplitOptimizer
+from library.training.parallel.parallelize import ParallelizableModel, parallelize
+from library.training.parallel.zero import ZeroOptimizer
+from library.training.tasks.lora_plan import NetworkPlan, describe_base
+from library.training.tasks.task import Task
+from networks.files.adapters import check_save_format, read_updates
+from networks.files.lora import load_lora
+from networks.files.metadata import base_mismatch, build_metadata
+from networks.files.peft import weight_file
+from networks.files.verify import check_file
+from networks.injection import AdapterNetwork, attach_lora
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LoraTask(Task):
+    """A LoRA, or another adapter, in a frozen model.
+
+    Attributes:
+        plan: what is trained, at which rates.
+        network: the LoRA, of all trained models together.
+        text_encoders: those that are trained, as one module; None where none is.
+        base_precision: of the frozen weights, in words.
+        facts: of the run, for the file's metadata, under kohya's names.
+    """
+
+    config: TrainConfig | ChatTrainConfig
+    plan: NetworkPlan
+    network: AdapterNetwork
+    text_encoders: nn.Module | None = None
+    base_precision: str
+    facts: Mapping[str, object] = {}
+
+    def __init__(self, config: TrainConfig | ChatTrainConfig) -> None:
+        super().__init__(config)
+        self.on_nan, self.on_nan_limit = config.training.on_nan, config.training.on_nan_limit
+
+    def check(self, config: TrainConfig | ChatTrainConfig) -> None:
+        check_optimizer(config.optimizer)
+        check_save_format(config.network.network_type, config.saving.save_format)
+        weights, resume = config.network.network_weights, config.training.resume
+        if weights and not Path(weights).exists():
+            raise UserError(f"network_weights: {weights} does not exist; check the path")
+        if resume and resume != AUTO:
+            read_position(resume, resume_keys(config))
+        _check_writable(Path(config.saving.output_dir))
+
+    def check_saved(self) -> None:
+        """Look at the files a run goes on from, now that headers tell which model it is; no weights of it are read.
+
+        Raises:
+            UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` is damaged, was trained on
+                another base, or has nothing left to train.
+        """
+        training, network = self.config.training, self.config.network
+        if network.network_weights:
+            read_updates(network.network_weights, self.plan.targets, [] if network.allow_partial else None)
+        if training.resume:
+            steps = training.max_train_steps if training.max_train_epochs is None else None
+            check_state(training.resume, self.base_fingerprint, self.settings, steps, self.resumes_finished)
+
+    def loaded_to(self) -> torch.device:
+        """Where the model is read to: host memory, where processes get parts of it."""
+        return torch.device("cpu") if self.config.parallel.splits_model else self.accelerator.device
+
+    @abstractmethod
+    def parallelizable(self) -> ParallelizableModel:
+        """Return the loaded model with what is known of sharing it out."""
+
+    def wrap(self, many_shapes: bool) -> None:
+        """Build optimizer and schedule, and let the engine wrap and compile the loaded networks.
+
+        ``many_shapes``: batches differ in size.
+        """
+        config, training, (_, processes) = self.config, self.config.training, dp_rank_and_size(self.accelerator)
+        groups = self.plan.parameter_groups(self.network)
+        optimizer = build_optimizer(config.optimizer, groups, training.full_bf16, training.seed)
+        self.total_steps = total_steps(training, self.batches.batches_per_epoch() // processes)
+        self.lr_schedule = build_schedule(config.optimizer, optimizer, self.total_steps)
+        clip, loader = config.optimizer.max_grad_norm, self.loader
+        shared = parallelize(self.accelerator, config.parallel, self.parallelizable(), clip, optimizer, loader)
+        if shared is not None:  # the configuration's rules leave it no text encoders to train
+            model, self.optimizer, self.loader, self.pipeline = shared
+        else:
+            if many_shapes:
+                expect_many_shapes(self.accelerator)
+            trained = self.transformer if self.plan.trains_transformer else None
+            # The transformer lies where it was loaded to; with blocks_to_swap that is not the device alone.
+            model, self.text_encoders, self.optimizer, self.loader = self.accelerator.prepare(
+                trained, self.text_encoders, optimizer, loader, device_placement=[False, True, True, True]
+            )
+            if model is None:  # DDP refuses a network with nothing to train
+                model = self.accelerator.prepare_model(self.transformer, device_placement=False, evaluation_mode=True)
+        self.models = [model] if self.text_encoders is None else [model, self.text_encoders]
+        self.batch_stride = processes
+        self.average = WeightAverage(self.parameters(), decay) if (decay := config.saving.ema_decay) else None
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self.network.parameters()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        layers = self.network.modules.items()
+        return {f"{name}.{part}": parameter for name, layer in layers for part, parameter in layer.trained().items()}
+
+    def gathered(self, with_state: bool) -> Any:
+        if isinstance(self.optimizer, SplitOptimizer | ZeroOptimizer):
+            return self.optimizer.gathered(with_state)
+        return nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.network.state_dict()
+
+    save_format = "peft"
+    own_metadata: Mapping[str, str] = {}
+
+    @property
+    def architecture(self) -> str:
+        """The base's name in ModelSpec."""
+        return self.plan.targets.architecture
+
+    def describe_file(self) -> dict[str, Any]:
+        """Return further arguments of ``build_metadata``."""
+        return {"resolution": None}
+
+    def save(self, path: Path, position: Position) -> None:
+        saving, now = self.config.saving, time.time()
+        metadata = build_metadata(
+            {**self.facts, **save_facts(position, self.total_steps, now)},
+            title=saving.output_name,
+            timestamp=now,
+            architecture=self.architecture,
+            implementation=self.plan.targets.implementation,
+            description=saving.training_comment,
+            base_fingerprint=self.base_fingerprint,
+            base_precision=self.base_precision,
+            config_json=json.dumps(without_folders(self.config.model_dump(exclude_none=True))),
+            version=__version__,
+            **self.describe_file(),
+        )
+        precision = saving.save_precision or ("bf16" if self.config.training.full_bf16 else "fp32")
+        self.network.save(path, self.save_format, precision, {**self.own_metadata, **metadata})
+
+    def verify(self, path: Path) -> str:
+        with self.deployed_weights():
+            return str(check_file(path, self.network, self.save_format))
+
+    def memory_advice(self) -> str:
+        training, precision = self.config.training, self.config.precision
+        options = [] if training.gradient_checkpointing else ["set gradient_checkpointing = true"]
+        options.append("lower batch_size (train_batch_size) or resolution")
+        if not (precision.fp8_base or precision.fp8_scaled):
+            options.append("set fp8_scaled = true")
+        return ", or ".join(options)
+
+
+def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfig) -> torch.dtype:
+    """Return the dtype of the frozen weights: as asked, or the dtype of the forward pass."""
+    name = model.base_dtype
+    return _DTYPES[{"no": "fp32"}.get(training.mixed_precision, training.mixed_precision) if name == "auto" else name]
+
+
+def describe_loaded_base(layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype, console: Console) -> str:
+    """Return the precision of the base that was loaded, in words; print it where some of it is in fp8."""
+    precision = describe_base(layout, fp8, dtype)
+    if layout is not None or fp8.recipe is not None:
+        console.print(f"base: {precision}")
+    return precision
+
+
+def start_from_file(lora: AdapterNetwork, network: NetworkConfig, base: str, console: Console) -> None:
+    """Read ``network_weights`` into ``lora``, if they are given; say if they were trained on another base."""
+    console.print(lora.describe())
+    if network.network_weights is None:
+        return
+    metadata = read_safetensors_header(weight_file(Path(network.network_weights))).get("__metadata__") or {}
+    if remark := base_mismatch(metadata, base):
+        console.print(f"note: {network.network_weights}: {remark}")
+    if not network.dim_from_weights:
+        console.print(lora.load_file(network.network_weights, network.allow_partial))
+
+
+def attached_lora(
+    transformer: nn.Module, network: NetworkConfig, plan: NetworkPlan, dtype: torch.dtype, console: Console
+) -> AdapterNetwork:
+    """Put the transformer's part of ``network_weights`` in, layer by layer as the file has it, to be trained on."""
+    source = network.network_weights
+    assert source is not None, "the config's rules ask for one"
+    parts = plan.targets.by_component(load_lora(source, plan.targets).weights)
+    own = parts.pop(plan.targets.file_prefix, {})
+    if not own:
+        raise UserError(f"dim_from_weights: {source} has nothing for the transformer; give a LoRA that has")
+    if parts:
+        console.print(f"note: {source}: its layers of {' and '.join(sorted(parts))} are not trained and not saved")
+    return attach_lora(transformer, own, plan.targets, source, dtype)
+
+
+def leave_frozen_out_of_ddp(module: nn.Module) -> None:
+    """Tell DDP, which will wrap ``module``, to handle trained parameters only.
+
+    Every process has read the same frozen weights from the same files; broadcasting them takes time, and gloo cannot
+    broadcast fp8.
+    """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ddp_ignored_names(module))
+
+
+def _check_writable(folder: Path) -> None:
+    """Check the nearest folder that exists; nothing is made yet."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = "cannot be written to" if nearest.is_dir() else "is a file"
+        raise UserError(f"output_dir: {folder}: {nearest} {reason}; choose another folder")

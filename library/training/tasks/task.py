@@ -1,0 +1,249 @@
+"""What is trained: one object for each kind of training, which ``library.training.trainer`` takes to its end.
+
+A ``Task`` is made from a configuration: that looks at what can be refused at once, starts accelerate and finds the
+state to resume. ``open`` looks at the model's files. ``prepare`` loads data and model and lets the engine wrap them;
+from then on the attributes below are there. Then the trainer asks for losses, and between steps to validate, to sample
+and to save. What all kinds have in common is here; ``LoraTask`` is what a LoRA on any model has.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor, nn
+
+from library.accelerator import build_accelerator, dp_rank_and_size
+from library.errors import UserError
+from library.training.checkpoint.resume import AUTO, resolve_resume
+from library.training.checkpoint.state import OutputNames, Position, Stateful, load_training_state, refuse_finished
+from library.training.optim.ema import WeightAverage
+from library.training.optim.factory import averaged_weights
+from library.training.parallel.fsdp import full_tensor, share_gradients
+from library.training.parallel.pipeline.schedule import Pipeline
+
+
+class Batches(Protocol):
+    """What orders the batches of an epoch, such as ``library.data.batches.EpochBatchSampler``."""
+
+    def set_position(self, epoch: int, first_batch: int = 0) -> None: ...
+
+    def batches_per_epoch(self, epoch: int | None = None) -> int: ...
+
+
+class Sampler(Protocol):
+    """What shows how the model does: ``library.training.sampling.images.Sampler`` makes images, others write text."""
+
+    @property
+    def drawn(self) -> dict[int, list[Path]]: ...  # by step
+
+    def sample(self, transformer: nn.Module, step: int) -> list[Path]: ...
+
+    def recall(self, last_step: int) -> None: ...
+
+    def write_sheets(self) -> list[Path]: ...
+
+
+class Task(ABC):
+    """One kind of training, and one run of it.
+
+    Attributes:
+        asked, config: the settings as given, and with what a resume and a dry run made of them.
+        metric: what the metrics call the mean of the second value of :meth:`loss`.
+        throughput: the metric of speed, and how many of its units a sample counts.
+        rolls_back: whether there is memory for a copy of what is trained, to undo a step that is not finite.
+        transformer: the network itself, out of any wrapper.
+        models: what the engine runs forward and backward; the first is ``transformer``.
+        loader, batches: of training batches, and what orders them.
+        batch_stride: by how much a batch of every process moves ``Position.batches``.
+        settings: that a state must have been trained with.
+        sampler: None where nothing is sampled.
+        summary: rows for the table at the end of the run.
+    """
+
+    metric: ClassVar[str | None] = None
+    throughput: tuple[str, int] = ("samples_per_s", 1)
+    rolls_back: ClassVar[bool] = True
+    suffix: ClassVar[str] = ""  # of what is saved, a folder without one
+    trained: ClassVar[str] = "LoRA"  # what is, in words
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    on_nan_limit: int = 1
+
+    transformer: nn.Module
+    models: list[nn.Module]
+    optimizer: Any
+    lr_schedule: torch.optim.lr_scheduler.LRScheduler
+    loader: Any
+    batches: Any  # Batches
+    total_steps: int
+    batch_stride: int
+    settings: Mapping[str, Any]
+    pipeline: Pipeline | None = None
+    average: WeightAverage | None = None
+    sampler: Sampler | None = None
+    validates: bool = False
+    validates_first: bool = True  # before the first step
+    base_fingerprint: str = ""
+
+    def __init__(self, config: Any) -> None:
+        self.begun = time.time()
+        self.asked = config
+        self.check(config)
+        self.accelerator = self.build_accelerator(config)
+        self.console = Console(quiet=not self.accelerator.is_main_process, markup=False, highlight=False)
+        self.resumes_finished = config.training.resume == AUTO  # a finished run too, whose end may be yet to come
+        self.config = resolve_resume(config, self.accelerator, partial(self.console.print, soft_wrap=True))
+        self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)
+        self.summary: dict[str, str] = {}
+
+    @abstractmethod
+    def check(self, config: Any) -> None:
+        """Refuse what can be refused before anything is loaded."""
+
+    def build_accelerator(self, config: Any) -> Accelerator:
+        return build_accelerator(config.accelerate, config.training, config.saving, config.logging, config.parallel)
+
+    @abstractmethod
+    def open(self) -> None:
+        """Look at the model's files, prompts and state: what is wrong there is told before anything is encoded."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Load data and model, and let the engine wrap them."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any, step: int) -> tuple[Tensor, Tensor]:
+        """Return the batch's loss [] with gradient, and a value a sample, [B] or [1], whose mean ``metric`` is."""
+
+    def forward_backward(
+        self, batch: Any, step: int, checked: Callable[[Tensor], Tensor] = lambda loss: loss
+    ) -> tuple[Tensor, Tensor]:
+        """Add a batch's gradients to those of the optimizer step ``step``; return its loss [] and its values.
+
+        ``checked`` is put around every loss before its gradients are made.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(batch, partial(self.loss, self.models[0], step=step), checked)
+        loss, values = self.loss(self.models[0], batch, step)
+        self.accelerator.backward(checked(loss))
+        return loss.detach(), values
+
+    @abstractmethod
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return what is trained, in the model's order; of split weights the part that lies here."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.named_parameters().values())
+
+    def clip_gradients(self, step: int) -> Tensor:
+        """Scale the gradients of ``step`` to the norm they are limited to; return their norm before that, []."""
+        share_gradients(self.accelerator, self.parameters())
+        limit = self.config.optimizer.max_grad_norm or float("inf")  # with inf the norm is measured, not changed
+        return full_tensor(self.accelerator.clip_grad_norm_(self.parameters(), limit))
+
+    def next_epoch(self, position: Position) -> None:
+        """Move ``position``, at the end of an epoch's batches, to the next one's beginning."""
+        position.epoch, position.batches = position.epoch + 1, 0
+
+    def validate(self) -> float:
+        """Return the loss on what is held out."""
+        raise NotImplementedError
+
+    def describe_validation(self, loss: float) -> dict[str, float]:
+        """Return further metrics of a validation loss."""
+        return {}
+
+    def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
+        """Return a training line's metrics, from those that every task has."""
+        return values
+
+    @abstractmethod
+    def save(self, path: Path, position: Position) -> None:
+        """Write the weights as they are deployed, within :meth:`gathered` and on the main process."""
+
+    def verify(self, path: Path) -> str | None:
+        """Read back what was saved last and compare it with the live weights; return the outcome in words."""
+        return None
+
+    @abstractmethod
+    def memory_advice(self) -> str:
+        """Return which settings to change when a step does not fit, those first that cost least."""
+
+    def describe_batch(self, batch: Any) -> str:
+        """Return what a batch holds, for errors: ``the batch of 4 at 512x512 (a.png, b.png)``."""
+        return f"the batch ({', '.join(self.sample_names(batch)[:4])})"
+
+    @abstractmethod
+    def sample_names(self, batch: Any) -> list[str]:
+        """Return the names of a batch's samples; of batches without, what is known of them."""
+
+    def sample_identity(self, batch: Any) -> str | None:
+        """Return by what a batch's one sample is known to :meth:`exclude`; None where samples cannot be left out."""
+        return None
+
+    def single_samples(self, batch: Any) -> Iterable[Any]:
+        """Return ``batch`` as batches of one sample each, where that can be."""
+        return [batch]
+
+    def exclude(self, identities: Iterable[str]) -> None:
+        """Let other samples take the places of these from now on."""
+        raise NotImplementedError
+
+    def bad_input(self, batch: Any) -> str | None:
+        """Return which of a batch's own tensors is not finite."""
+        return None
+
+    def parts(self) -> dict[str, Stateful]:
+        """Return what has a state to save besides the weights."""
+        parts: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self.lr_schedule}
+        if self.accelerator.scaler is not None:
+            parts["scaler"] = self.accelerator.scaler
+        if self.average is not None:
+            parts["average"] = self.average
+        return parts
+
+    @abstractmethod
+    def gathered(self, with_state: bool) -> Any:
+        """Return a context in which the main process holds the full weights, and with ``with_state`` :meth:`state`.
+
+        Every process enters it.
+        """
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """Return the trained weights by name, full ones within :meth:`gathered`."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state dicts of :meth:`parts` as one process would have them."""
+        return {name: part.state_dict() for name, part in self.parts().items()}
+
+    def resume(self, folder: str) -> Position:
+        """Put a saved state back; return where training goes on.
+
+        Raises:
+            UserError: it is no state, or one of another model, or has nothing left to train, or was saved where this
+                number of processes cannot divide the batches that are left of the epoch.
+        """
+        position = load_training_state(folder, self.weights(), self.parts(), self.base_fingerprint, self.settings)
+        refuse_finished(folder, position, self.total_steps, self.resumes_finished)
+        _, processes = dp_rank_and_size(self.accelerator)
+        if position.batches % processes:
+            raise UserError(
+                f"resume: {folder} was saved after batch {position.batches} of its epoch, which "
+                f"{processes} processes cannot divide; go on with as many as it was trained with"
+            )
+        return position
+
+    @contextmanager
+    def deployed_weights(self) -> Iterator[None]:
+        """Inside the block the model holds the weights to save and look at: averaged ones, where the run averages."""
+        with averaged_weights(self.optimizer), self.average.shown() if self.average else nullcontext():
+            yield
