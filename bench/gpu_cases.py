@@ -107,21 +107,21 @@ def build(case: GpuCase, device: torch.device, tiny: bool) -> LoraStep:
     else:
         trained = _tandem(case, transformer, device, tiny)
     if case.checkpointing:
-        transformer.enable_gradient_checkpointing(_recomputation(case, transformer, device))
+        transformer.enable_gradient_checkpointing(_checkpointing(case, transformer, device))
     if case.compiled:
         transformer.compile_repeated_blocks(backend="eager" if tiny else "inductor")
     return LoraStep(transformer, trained, call_transformer, family.inputs(sizes, device), autocast=True)
 
 
-def _recomputation(case: GpuCase, transformer: Any, device: torch.device) -> Any:
+def _checkpointing(case: GpuCase, transformer: Any, device: torch.device) -> Any:
     """Return what calls the blocks; None for what diffusers does."""
     if case.trainer == "peft":
         return None
-    from library.nn.checkpointing import HostOffload, Recomputation
+    from library.nn.checkpointing import ActivationCheckpointing, HostOffload
 
     blocks = len(FAMILIES[case.family].blocks(transformer))
     offload = HostOffload(device) if case.offloaded else None
-    return Recomputation(blocks, case.every, case.kept_mb * 2**20, offload)
+    return ActivationCheckpointing(blocks, case.every, case.kept_mb * 2**20, offload)
 
 
 def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -> list[torch.nn.Parameter]:

@@ -25,7 +25,7 @@ from bench.measure import time_steps
 from library.accelerator import build_accelerator
 from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
 from library.models.family import split_plan
-from library.nn.checkpointing import Recomputation
+from library.nn.checkpointing import ActivationCheckpointing
 from library.training.parallel.device_map import place_blocks
 from library.training.parallel.fsdp import prepare_lora, share_gradients
 from library.training.parallel.pipeline.schedule import Pipeline
@@ -100,7 +100,7 @@ def _measure_device_map(family_name: str, device: torch.device, tiny: bool) -> d
     transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(devices[0]))
     network = tandem_network(family_name, family.optimise_forward(transformer), RANK)
     blocks = family.blocks(transformer)
-    transformer.enable_gradient_checkpointing(Recomputation(len(blocks)))
+    transformer.enable_gradient_checkpointing(ActivationCheckpointing(len(blocks)))
     placed = place_blocks(transformer, blocks, devices)
     inputs = family.inputs(sizes, devices[0])
     step = LoraStep(transformer, network.parameters(), call_transformer, inputs, autocast=True)
@@ -122,7 +122,7 @@ def _step_of(
         transformer.to("cpu")  # made faster on the GPU, but a run splits what lies in host memory
     network = tandem_network(family_name, family.optimise_forward(transformer), RANK)
     blocks = family.blocks(transformer)
-    transformer.enable_gradient_checkpointing(Recomputation(len(blocks)))
+    transformer.enable_gradient_checkpointing(ActivationCheckpointing(len(blocks)))
     trained = network.parameters()
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     inputs = family.inputs(sizes, device)

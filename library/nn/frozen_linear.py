@@ -1,33 +1,22 @@
-"""The matrix products of a frozen linear layer, forward and backward, keeping nothing in between.
+"""Linear layers with frozen weights: nothing is saved for backward, and several of them share one input.
 
-``y = x W^T + b`` with W and b fixed needs neither x nor W from autograd: the input gradient is ``dy W``, and the
-layer holds W already. The functions here ask the *layer* for its weight when they need it, in backward again. So
+``y = x W^T + b`` with W and b fixed needs neither x nor W from autograd: the input gradient is ``dy W``, and the layer
+holds W already. :class:`FrozenLinear` asks the *layer* for its weight when it needs it, in backward again. So
 
 * under autocast no cast copy of a weight lives from forward to backward;
 * a weight may lie elsewhere between the two (``library.training.memory.block_swap`` moves it): autograd, which would
-keep a view of the memory where the weight lay in forward, never sees it.
+  hold a view of the memory where the weight lay in forward, never sees it.
 
-On CPUs that are not Intel's fp32 products go to oneDNN instead of the BLAS that PyTorch was built with. Its kernels are
-generated for the processor at hand; MKL picks slow ones on AMD (640 x 3072 x 3072 on one EPYC core: 53 ms against 123
-ms; on a Xeon 94 against 101, and for an input gradient 189 against 98). Both sum in fp32, in another order. Small
-products are left where they are.
+Attention projects q, k and v from the same hidden states. Three frozen base matrices stay three products, but the
+low-rank layers around them can share one: a wrapper that can (``networks.adapters.lora.LoRALinear``) offers
+``forward_together``, found here by name, so that this layer of the code knows nothing of LoRA. What precedes a linear
+layer (its *prologue*: norm with modulation, an activation) is cheap to compute and wide to save; such a wrapper saves
+the prologue's inputs instead and recomputes it in backward: :func:`project_recomputed`.
 
-Several linear layers on one input.
-
-Attention computes q, k and v from the same hidden states. Three frozen base matrices stay three matrix
-products, but the low-rank layers around them can share one: a wrapper that knows how
-(``networks.adapters.lora.LoRALinear``) offers ``forward_together``, found here by name, so that this layer of the
-code needs to know nothing about LoRA.
-
-What stands before a linear layer is often cheap to make and wide to keep: a norm with modulation, an activation. A
-wrapper may keep what it is made of instead, if it is told how: :func:`project_recomputed`.
-
-Which matrix kernels suit the processor.
-
-PyTorch's builds for x86 multiply fp32 matrices through MKL, which is Intel's: fast on Intel's processors, and on AMD's
-half as fast as oneDNN, whose kernels are generated for the processor at hand (``library.nn.frozen_linear``). PyTorch's
-attention kernels for CPUs are built on the same BLAS. The maker decides and not a stop watch, so that a run gives the
-same bits each time.
+Large fp32 products go to oneDNN on CPUs that are not Intel's: MKL, which PyTorch's builds for x86 use, picks slow
+kernels there (640 x 3072 x 3072 on one EPYC core: 53 ms against 123; on a Xeon 94 against 101, but an input gradient
+189 against 98). ``make demo`` trains 15 % faster by it on an EPYC. Both sum in fp32, in another order. The CPU's vendor
+decides and not a stop watch, so that a run gives the same bits each time.
 """
 
 from __future__ import annotations
@@ -43,13 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_PIECE = 1 << 21  # weights copied at once: 8 MiB
+_CHUNK = 1 << 21  # weights copied at once: 8 MiB
 _LARGE = 1 << 24  # multiplications; below that a product takes less than half a millisecond either way
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``; [n, in] and [out, in] give [n, out]. Not recorded by autograd."""
-    if _goes_to_onednn(x, weight):
+    if _use_onednn(x, weight):
         # oneDNN falls back to a loop a thousand times slower for an x that is stored by columns.
         return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
@@ -87,9 +76,9 @@ def add_input_gradient(layer: Any, gradient: Tensor, into: Tensor) -> Tensor:
     if hasattr(layer, "input_gradient"):
         return into.add_(layer.input_gradient(gradient))
     weight = layer.weight.to(gradient.dtype)
-    if not _goes_to_onednn(gradient, weight.t()):
+    if not _use_onednn(gradient, weight.t()):
         return into.addmm_(gradient, weight)
-    step = max(64, _PIECE // weight.shape[1] // 64 * 64)
+    step = max(64, _CHUNK // weight.shape[1] // 64 * 64)
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
         into += product(gradient[:, rows], weight[rows].t())
@@ -130,10 +119,10 @@ class _FrozenProduct(torch.autograd.Function):
         return input_gradient(ctx.layer, gradients[0]), None
 
 
-def _goes_to_onednn(x: Tensor, weight: Tensor) -> bool:
+def _use_onednn(x: Tensor, weight: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
-    large = x.numel() * weight.shape[0] >= _LARGE and not blas_suits()
+    large = x.numel() * weight.shape[0] >= _LARGE and not mkl_is_fast()
     return large and x.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
@@ -158,29 +147,25 @@ def project_together(linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     return [outputs[i] if i in outputs else linear(x) for i, linear in enumerate(linears)]
 
 
-def project_recomputed(linears: Sequence[nn.Module], make: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """Return :func:`project_together` of ``make(*inputs)``, which is made again in backward where the layers can.
+def project_recomputed(linears: Sequence[nn.Module], prologue: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """Return :func:`project_together` of ``prologue(*inputs)``, recomputed in backward where the layers can.
 
     Args:
         linears: as there.
-        make: cheap and differentiable, drawing no random numbers.
-        inputs: its arguments; these are kept for backward.
+        prologue: cheap and differentiable, drawing no random numbers.
+        inputs: its arguments; these are saved for backward.
     """
     kind = type(linears[0])
     if hasattr(kind, "forward_together") and all(type(linear) is kind for linear in linears):
-        return kind.forward_together(linears, *inputs, make=make)
-    return project_together(linears, make(*inputs))
+        return kind.forward_together(linears, *inputs, prologue=prologue)
+    return project_together(linears, prologue(*inputs))
 
 
 @functools.cache
-def blas_suits() -> bool:
-    """Return whether PyTorch's BLAS is at home on this processor."""
-    return torch.backends.mkl.is_available() and _maker() == "GenuineIntel"
-
-
-def _maker() -> str:
+def mkl_is_fast() -> bool:
+    """Return whether PyTorch's BLAS is MKL, and the CPU Intel's."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "GenuineIntel" if "Intel" in platform.processor() else ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        cpuinfo = platform.processor()
+    return torch.backends.mkl.is_available() and "GenuineIntel" in cpuinfo

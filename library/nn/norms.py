@@ -1,19 +1,17 @@
-"""Root mean square normalisation, once for every model in Tandem.
+"""Normalisation, and what stands with it between a block's linear layers: modulation, GELU, slices.
 
-RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467): y = x / sqrt(mean(x^2) + eps) * weight,
-the mean taken over the last axis. The sum of squares and the product with the weight are computed in fp32
-whatever the dtype of ``x`` (the fused kernel behind ``F.rms_norm`` does so in registers), and rounded once at
-the end.
+RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467): y = x / sqrt(mean(x^2) + eps) * weight, the mean
+taken over the last axis. Sum of squares and product with the weight are fp32 whatever the dtype of ``x`` (the fused
+kernel behind ``F.rms_norm`` does so in registers), rounded once at the end. Libraries differ where ``x`` and the weight
+differ in dtype, as under autocast with fp32 weights: ``torch.nn.RMSNorm`` falls back to unfused operations with a
+warning, diffusers' returns the weight's dtype. Here the weight follows ``x``, as a linear's does under autocast. With
+equal dtypes the output is that of ``torch.nn.RMSNorm`` bit for bit.
 
-Libraries differ in what happens when ``x`` and the weight have different dtypes, as under autocast with fp32
-weights: ``torch.nn.RMSNorm`` falls back to a chain of unfused operations with a warning, diffusers' RMSNorm
-returns the weight's dtype. Here the weight follows ``x``, as a linear's weight follows under autocast, and
-the result has the dtype of ``x``. With equal dtypes the output is that of ``torch.nn.RMSNorm`` bit for bit.
-
-What stands between the linear layers of a diffusion transformer's block: norm with modulation, GELU, slices.
-
-All of it is cheap to make and as wide as what it is made of, so blocks hand these functions to
-``library.nn.frozen_linear.project_recomputed``, which makes them again in backward instead of keeping their results.
+Modulation (adaLN, Peebles and Xie 2023, arXiv 2212.09748): LayerNorm(x) (1 + scale) + shift, with shift and scale from
+the conditioning. Like GELU and slices it is cheap to compute and as wide as its input, so blocks hand these functions
+to ``library.nn.frozen_linear.project_recomputed``, which recomputes them in backward instead of saving their results.
+The modulation *layers* are the opposite: a quarter of FLUX's weights and a third of Qwen-Image's for a few vectors. A
+block under activation checkpointing saves those vectors in a :class:`ModulationCache` and does not run them twice.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ class RMSNorm(nn.Module):
         """Return an RMSNorm sharing the weight of ``norm``, ``torch.nn.RMSNorm`` or diffusers' RMSNorm.
 
         Raises:
-            ValueError: ``norm`` has a bias or normalises over several axes, which FLUX's and Qwen's norms do
-            not.
+            ValueError: ``norm`` has a bias or normalises over several axes, which FLUX's and Qwen's norms do not.
         """
         shape = tuple(norm.normalized_shape) if isinstance(norm, nn.RMSNorm) else tuple(norm.dim)
         if len(shape) != 1 or getattr(norm, "bias", None) is not None:
@@ -73,30 +70,26 @@ class RMSNorm(nn.Module):
         return f"{self.dim}, eps={self.eps}, affine={self.weight is not None}"
 
 
-_LARGEST_FP16 = 65504
+class ModulationCache:
+    """A block's modulation vectors, from its run in forward to its recomputation in backward.
 
-
-class Kept:
-    """A block's modulation from its run in forward to that in backward, which would make it again.
-
-    Its layers hold a quarter of FLUX's weights and a third of Qwen-Image's, and give a few vectors, which follow from
-    nothing that is trained unless they are; see :func:`once`. No dict: what walks through arguments leaves it whole.
+    Not a dict: checkpointing and hooks that walk through arguments would take that apart.
     """
 
     def __init__(self) -> None:
         self.vectors: dict[str, Tensor] = {}
 
 
-def once(kept: Kept | None, name: str, make: Callable[[], Tensor]) -> Tensor:
-    """Return ``make()``, or what it gave in this block's first run; what needs a gradient is made in every run."""
-    if torch.compiler.is_compiling() or kept is None:
-        return make()
-    if name in kept.vectors:
-        return kept.vectors[name]
-    made = make()
-    if not made.requires_grad:
-        kept.vectors[name] = made
-    return made
+def memoise(cache: ModulationCache | None, name: str, compute: Callable[[], Tensor]) -> Tensor:
+    """Return ``compute()``, from ``cache`` if this block ran before; what needs a gradient is computed in every run."""
+    if torch.compiler.is_compiling() or cache is None:
+        return compute()
+    if name in cache.vectors:
+        return cache.vectors[name]
+    vector = compute()
+    if not vector.requires_grad:
+        cache.vectors[name] = vector
+    return vector
 
 
 def modulated(norm: Any) -> functools.partial[Tensor]:
@@ -114,11 +107,12 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def tokens(x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
+def slice_tokens(x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
     """Return tokens ``start`` to ``end`` of ``x`` [B, S, W]."""
     return x[:, start:end]
 
 
-def within_fp16(x: Tensor) -> Tensor:
-    """Return ``x``, an fp16 one kept within its range: residual streams grow beyond it."""
-    return x.clip(-_LARGEST_FP16, _LARGEST_FP16) if x.dtype == torch.float16 else x
+def clamp_fp16(x: Tensor) -> Tensor:
+    """Return ``x``, an fp16 one clamped to its range: residual streams grow beyond it."""
+    limit = torch.finfo(torch.float16).max
+    return x.clip(-limit, limit) if x.dtype == torch.float16 else x

@@ -11,13 +11,13 @@ Kinds differ in the change:
 
 None of them keeps anything of the weight's size for backward: the base may be fp8, or lie elsewhere between the two.
 
-Frozen layers with low-rank updates as one step of autograd, keeping only what backward cannot make again.
+Frozen layers with low-rank updates as one step of autograd, saving only what backward cannot recompute.
 
-    x = make(*inputs)         y_i = base_i(x) + scale_i * (x A_i^T) B_i^T
+    x = prologue(*inputs)         y_i = base_i(x) + scale_i * (x A_i^T) B_i^T
 
-``make`` stands for the cheap operations in front of a linear layer (norm and modulation, an activation, a
+``prologue`` stands for the cheap operations in front of a linear layer (norm and modulation, an activation, a
 concatenation). Left to itself autograd keeps their result for the gradient of A, and with it the widest tensors of a
-transformer block. Here ``inputs`` and the low-rank products are kept and ``make`` is run again in backward: a pass
+transformer block. Here ``inputs`` and the low-rank products are kept and ``prologue`` is run again in backward: a pass
 over memory beside three matrix products. Further:
 
 * the down-projections of all layers are one product over the stacked A;
@@ -120,7 +120,7 @@ def fill(parameter: nn.Parameter, values: Tensor) -> None:
     parameter.copy_(values)
 
 
-Make = Callable[..., Tensor]
+Prologue = Callable[..., Tensor]
 
 
 class Update(NamedTuple):
@@ -135,22 +135,22 @@ def fused(
     updates: Sequence[Update],
     downs: Sequence[Tensor],
     ups: Sequence[Tensor],
-    make: Make,
+    prologue: Prologue,
     *inputs: Tensor,
     split: Split | None = None,
 ) -> list[Tensor]:
-    """Return ``y_i`` of each update, ``[..., out_i]``, in the dtype of ``make(*inputs)``, or autocast's.
+    """Return ``y_i`` of each update, ``[..., out_i]``, in the dtype of ``prologue(*inputs)``, or autocast's.
 
     Args:
         updates: layers with a common input and an input gradient (:func:`can_fuse`).
         downs: A of each, [rank_i, in].
         ups: B of each, [out_i, rank_i].
-        make: differentiable function of ``inputs`` that draws no random numbers.
-        inputs: what ``make`` makes x [..., in] of.
+        prologue: differentiable function of ``inputs`` that draws no random numbers.
+        inputs: what ``prologue`` makes x [..., in] of.
         split: the part of every layer that this process has, bases, ``downs`` and ``ups`` being that part; sums over
             its group are made here, one for all layers.
     """
-    return list(_Fused.apply(tuple(updates), make, len(inputs), split, *inputs, *downs, *ups))
+    return list(_Fused.apply(tuple(updates), prologue, len(inputs), split, *inputs, *downs, *ups))
 
 
 def can_fuse(bases: Sequence[nn.Module]) -> bool:
@@ -161,11 +161,11 @@ def can_fuse(bases: Sequence[nn.Module]) -> bool:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, updates: tuple[Update, ...], make: Make, count: int, split: Split | None, *tensors: Tensor
+        ctx: Any, updates: tuple[Update, ...], prologue: Prologue, count: int, split: Split | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         inputs, downs, ups = _parts(tensors, count, len(updates))
         device = inputs[0].device.type
-        ctx.updates, ctx.make, ctx.count, ctx.device, ctx.split = updates, make, count, device, split
+        ctx.updates, ctx.prologue, ctx.count, ctx.device, ctx.split = updates, prologue, count, device, split
         ctx.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         x = _made(ctx, inputs)
         rows = x.reshape(-1, x.shape[-1])
@@ -225,7 +225,7 @@ def _made(ctx: Any, inputs: Sequence[Tensor]) -> Tensor:
     """Return x in the compute dtype, under the autocast that forward ran under."""
     enabled, dtype = ctx.autocast
     with torch.autocast(ctx.device, dtype, enabled=enabled):
-        x = ctx.make(*inputs)
+        x = ctx.prologue(*inputs)
     return x.to(dtype) if enabled else x
 
 

@@ -65,7 +65,7 @@ from library.errors import UserError
 from library.nn.tensor_split import Split, entering, gathering, leaving
 from networks.adapters.base import (
     AdapterLinear,
-    Make,
+    Prologue,
     Update,
     base_weight,
     can_fuse,
@@ -184,15 +184,15 @@ class LoRALinear(AdapterLinear):
 
     @staticmethod
     def forward_together(
-        layers: Sequence[LoRALinear], x: Tensor, *more: Tensor, make: Make | None = None
+        layers: Sequence[LoRALinear], x: Tensor, *more: Tensor, prologue: Prologue | None = None
     ) -> list[Tensor]:
         """Return ``[layer(x) for layer in layers]`` with one matrix product for all A.
 
         Args:
             layers: LoRA layers with the same ``in_features``, of any ranks and output sizes, split alike.
-            x: ``[..., in]``; with ``make`` its first argument.
-            more: the further arguments of ``make``.
-            make: if given, the layers' input is ``make(x, *more)``, which backward makes again instead of keeping it.
+            x: ``[..., in]``; with ``prologue`` its first argument.
+            more: the further arguments of ``prologue``.
+            prologue: if given, the layers' input is ``prologue(x, *more)``, recomputed in backward instead of saved.
 
         Returns:
             One ``[..., out_i]`` per layer. Dropouts are drawn in the layers' order, as in separate calls.
@@ -206,9 +206,9 @@ class LoRALinear(AdapterLinear):
             updates = [Update(layer.base, layer.width, layer.scale * layer.multiplier) for layer in layers]
             downs, ups = [m._own_down() for m in layers], [m._own_up() for m in layers]
             split = layers[0].split
-            made = fused(updates, downs, ups, make or _itself, x, *more, split=split)
+            made = fused(updates, downs, ups, prologue or _itself, x, *more, split=split)
             return [gathering(y, split) for y in made]
-        x = make(x, *more) if make else x
+        x = prologue(x, *more) if prologue else x
         x = entering(x, layers[0].split)
         if not active:
             return [leaving(layer.base(x), layer.split) for layer in layers]
@@ -366,10 +366,10 @@ class DoRALinear(LoRALinear):
 
     @staticmethod
     def forward_together(  # type: ignore[override]
-        layers: Sequence[DoRALinear], x: Tensor, *more: Tensor, make: Make | None = None
+        layers: Sequence[DoRALinear], x: Tensor, *more: Tensor, prologue: Prologue | None = None
     ) -> list[Tensor]:
         """Return ``[layer(x) for layer in layers]``; see :meth:`networks.adapters.lora.LoRALinear.forward_together`."""
-        outputs = LoRALinear.forward_together(layers, x, *more, make=make)
+        outputs = LoRALinear.forward_together(layers, x, *more, prologue=prologue)
         return [layer._with_lengths(z) if layer.enabled else z for layer, z in zip(layers, outputs, strict=True)]
 
     def _with_lengths(self, z: Tensor) -> Tensor:

@@ -1,18 +1,21 @@
-"""Frozen linear layers against nn.Linear, and what they keep."""
+"""Frozen linear layers against nn.Linear, what they save, and layers that share one input."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import library.nn.frozen_linear as frozen_linear
-from library.nn.frozen_linear import FrozenLinear, has_input_gradient, input_gradient, product
+from library.nn.frozen_linear import FrozenLinear, has_input_gradient, input_gradient, product, project_together
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["oneDNN", "BLAS"])
 def _processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_linear, "blas_suits", lambda: request.param)
+    monkeypatch.setattr(frozen_linear, "mkl_is_fast", lambda: request.param)
 
 
 def _layers(dtype: torch.dtype = torch.float32, size: int = 48) -> tuple[nn.Linear, FrozenLinear]:
@@ -79,3 +82,32 @@ def test_a_trained_layer_has_no_place_here() -> None:
     assert has_input_gradient(frozen)
     assert not has_input_gradient(nn.Linear(3, 3))
     assert torch.equal(input_gradient(linear, torch.ones(1, 24)), torch.ones(1, 24) @ linear.weight)
+
+
+class Counting(nn.Linear):
+    """A linear layer that notes how often a group of them was asked together."""
+
+    calls: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward_together(layers: Sequence[Counting], x: Tensor) -> list[Tensor]:
+        Counting.calls.append(len(layers))
+        return [layer(x) for layer in layers]
+
+
+def test_layers_that_offer_it_are_asked_once_and_the_order_is_kept() -> None:
+    Counting.calls.clear()
+    layers = [Counting(4, 2), nn.Linear(4, 3), Counting(4, 5)]
+    x = torch.randn(2, 4)
+    outputs = project_together(layers, x)
+    assert Counting.calls == [2]
+    for layer, output in zip(layers, outputs, strict=True):
+        assert torch.equal(output, layer(x))
+
+
+def test_plain_layers_are_called_one_by_one() -> None:
+    layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
+    x = torch.randn(2, 4)
+    assert [torch.equal(y, layer(x)) for layer, y in zip(layers, project_together(layers, x), strict=True)] == [
+        True
+    ] * 2

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from library.nn.attention import Backend, attend_jointly
 from library.nn.frozen_linear import project_recomputed, project_together
-from library.nn.norms import Kept, RMSNorm, gelu, modulated, once, tokens, within_fp16
+from library.nn.norms import ModulationCache, RMSNorm, clamp_fp16, gelu, memoise, modulated, slice_tokens
 from library.nn.rope import MultiAxisRope, Table
 
 
@@ -106,7 +106,7 @@ def swap_blocks(transformer: diffusers_flux.FluxTransformer2DModel) -> None:
 class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
     """A double block: image and text each with their own layers, joint attention."""
 
-    keeps_modulation = True
+    caches_modulation = True
 
     def forward(
         self,
@@ -115,7 +115,7 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
         temb: Tensor,
         image_rotary_emb: Table | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
-        kept: Kept | None = None,
+        modulation_cache: ModulationCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (text [B, L, W], image [B, S, W]).
 
@@ -125,31 +125,31 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
             temb: conditioning [B, W].
             image_rotary_emb: (cos, sin), each [L + S, D/2].
             joint_attention_kwargs: diffusers' extras; with any, its own forward runs.
-            kept: where the modulation stays until the block runs again in backward.
+            modulation_cache: where the modulation is saved until backward recomputes the block.
         """
         if joint_attention_kwargs:
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
         attn: Any = self.attn
         image, text = hidden_states, encoder_hidden_states
-        image_mod = _modulation(self.norm1, temb, 6, kept, "image")
-        text_mod = _modulation(self.norm1_context, temb, 6, kept, "text")
+        image_mod = _modulation(self.norm1, temb, 6, modulation_cache, "image")
+        text_mod = _modulation(self.norm1_context, temb, 6, modulation_cache, "text")
         norm, text_norm = modulated(self.norm1.norm), modulated(self.norm1_context.norm)
         image_qkv = project_recomputed([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
         text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
         text_qkv = project_recomputed(text_layers, text_norm, text, *text_mod[:2])
         attended = attn.processor.attend(attn, image_qkv, text_qkv, image_rotary_emb)  # [B, L + S, W]
         length = text.shape[1]
-        (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(tokens, start=length), attended)
-        (text_update,) = project_recomputed([attn.to_add_out], functools.partial(tokens, end=length), attended)
+        (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(slice_tokens, start=length), attended)
+        (text_update,) = project_recomputed([attn.to_add_out], functools.partial(slice_tokens, end=length), attended)
         image = _feedforward(image + image_mod[2] * image_update, self.norm2, self.ff, image_mod[3:])
         text = _feedforward(text + text_mod[2] * text_update, self.norm2_context, self.ff_context, text_mod[3:])
-        return within_fp16(text), image
+        return clamp_fp16(text), image
 
 
 class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
     """A single block: text and image as one stream, attention and MLP side by side."""
 
-    keeps_modulation = True
+    caches_modulation = True
 
     def forward(
         self,
@@ -158,7 +158,7 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
         temb: Tensor,
         image_rotary_emb: Table | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
-        kept: Kept | None = None,
+        modulation_cache: ModulationCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (text [B, L, W], image [B, S, W]); arguments as in a double block."""
         if joint_attention_kwargs:
@@ -166,18 +166,18 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
         attn: Any = self.attn
         length = encoder_hidden_states.shape[1]
         stream = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        shift, scale, gate = _modulation(self.norm, temb, 3, kept, "both")
+        shift, scale, gate = _modulation(self.norm, temb, 3, modulation_cache, "both")
         layers = [attn.to_q, attn.to_k, attn.to_v, self.proj_mlp]
         *qkv, wide = project_recomputed(layers, modulated(self.norm.norm), stream, shift, scale)
         attended = attn.processor.attend(attn, qkv, None, image_rotary_emb)
         (update,) = project_recomputed([self.proj_out], _beside_gelu, attended, wide)
-        stream = within_fp16(stream + gate * update)
+        stream = clamp_fp16(stream + gate * update)
         return stream[:, :length], stream[:, length:]
 
 
-def _modulation(norm: Any, temb: Tensor, parts: int, kept: Kept | None, name: str) -> tuple[Tensor, ...]:
+def _modulation(norm: Any, temb: Tensor, parts: int, cache: ModulationCache | None, name: str) -> tuple[Tensor, ...]:
     """Return shift, scale, gate (twice, with six parts), each [B, 1, W]."""
-    vector = once(kept, name, lambda: project_together([norm.linear], norm.silu(temb))[0])
+    vector = memoise(cache, name, lambda: project_together([norm.linear], norm.silu(temb))[0])
     return vector.unsqueeze(1).chunk(parts, dim=-1)
 
 

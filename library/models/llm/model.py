@@ -35,9 +35,8 @@ from torch import Tensor, nn
 from library.errors import UserError
 from library.models.llm.spec import LMConfig
 from library.nn.attention import attend, document_mask, document_positions
-from library.nn.checkpointing import Recomputation
+from library.nn.checkpointing import ActivationCheckpointing
 from library.nn.cross_entropy import token_cross_entropy
-from library.nn.feedforward import FeedForward, GatedFeedForward
 from library.nn.frozen_linear import project_together
 from library.nn.kv_cache import KVCache
 from library.nn.norms import RMSNorm
@@ -97,6 +96,38 @@ class Attention(nn.Module):
         grouped = query.reshape(batch, self.kv_heads, -1, self.head_dim)
         mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         return self.out(mixed.reshape(batch, -1))
+
+
+class FeedForward(nn.Module):
+    """down(gelu(up(x))), GELU in the tanh form that GPT-2 was trained with; [..., width] to the same."""
+
+    def __init__(self, width: int, hidden: int, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x`` [..., width]; shape and dtype stay."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class GatedFeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202): down(silu(gate(x)) * up(x)), [..., width] to the same.
+
+    Gate and up are one matrix, the gate's rows first: ``x`` is read once and one product replaces two.
+    """
+
+    def __init__(self, width: int, hidden: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x`` [..., width]; shape and dtype stay."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        if torch.is_grad_enabled():
+            return self.down(F.silu(gate) * up)
+        return self.down(F.silu(gate).mul_(up))  # one temporary less
 
 
 class Block(nn.Module):
@@ -213,7 +244,7 @@ class TransformerLM(nn.Module):
 
     def enable_gradient_checkpointing(self, function: Callable[..., Tensor] | None = None) -> None:
         """Compute blocks again in backward instead of keeping what they made; ``function`` calls a block so."""
-        self.recompute = function or Recomputation(self.config.layers)
+        self.recompute = function or ActivationCheckpointing(self.config.layers)
 
     def new_cache(self, batch: int, capacity: int, padding: Tensor | None = None) -> KVCache:
         """Return an empty cache for ``batch`` rows of ``capacity`` tokens, in the dtype of activations."""

@@ -40,7 +40,16 @@ from torch import Tensor, nn
 
 from library.nn.attention import Backend, attend_jointly
 from library.nn.frozen_linear import project_recomputed, project_together
-from library.nn.norms import Kept, RMSNorm, gelu, modulated, modulated_norm, once, tokens, within_fp16
+from library.nn.norms import (
+    ModulationCache,
+    RMSNorm,
+    clamp_fp16,
+    gelu,
+    memoise,
+    modulated,
+    modulated_norm,
+    slice_tokens,
+)
 from library.nn.rope import Table, make_room
 
 
@@ -54,7 +63,7 @@ def swap_blocks(transformer: diffusers_qwen.QwenImageTransformer2DModel) -> None
 class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
     """Image and text each with their own layers, joint attention."""
 
-    keeps_modulation = True
+    caches_modulation = True
 
     def forward(
         self,
@@ -65,7 +74,7 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
         image_rotary_emb: Table | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
         modulate_index: Tensor | None = None,
-        kept: Kept | None = None,
+        modulation_cache: ModulationCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (text [B, L, W], image [B, S, W]).
 
@@ -77,7 +86,7 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
             image_rotary_emb: (cos, sin), each [L + S, D/2].
             joint_attention_kwargs: diffusers' extras; with any, its own forward runs.
             modulate_index: [B, S], 1 for tokens that take the conditioning's second half.
-            kept: where the modulation stays until the block runs again in backward.
+            modulation_cache: where the modulation is saved until backward recomputes the block.
         """
         if joint_attention_kwargs:
             return super().forward(
@@ -91,26 +100,26 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
             )
         attn: Any = self.attn
         image, text = hidden_states, encoder_hidden_states
-        image_mod = _modulation(self.img_mod, temb, kept, "image")
-        text_mod = _modulation(self.txt_mod, temb.chunk(2)[0] if self.zero_cond_t else temb, kept, "text")
+        image_mod = _modulation(self.img_mod, temb, modulation_cache, "image")
+        text_mod = _modulation(self.txt_mod, temb.chunk(2)[0] if self.zero_cond_t else temb, modulation_cache, "text")
         norm = _modulated(self.img_norm1, modulate_index)
         image_qkv = project_recomputed([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
         text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
         text_qkv = project_recomputed(text_layers, modulated(self.txt_norm1), text, *text_mod[:2])
         attended = attn.processor.attend(attn, image_qkv, text_qkv, image_rotary_emb, encoder_hidden_states_mask)
         length = text.shape[1]
-        (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(tokens, start=length), attended)
-        (text_update,) = project_recomputed([attn.to_add_out], functools.partial(tokens, end=length), attended)
+        (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(slice_tokens, start=length), attended)
+        (text_update,) = project_recomputed([attn.to_add_out], functools.partial(slice_tokens, end=length), attended)
         image = image + _chosen(image_mod[2], modulate_index) * image_update
         image = _feedforward(image, self.img_norm2, self.img_mlp, image_mod[3:], modulate_index)
         text = _feedforward(text + text_mod[2] * text_update, self.txt_norm2, self.txt_mlp, text_mod[3:])
-        return within_fp16(text), within_fp16(image)
+        return clamp_fp16(text), clamp_fp16(image)
 
 
-def _modulation(layers: Any, temb: Tensor, kept: Kept | None, name: str) -> tuple[Tensor, ...]:
+def _modulation(layers: Any, temb: Tensor, cache: ModulationCache | None, name: str) -> tuple[Tensor, ...]:
     """Return shift, scale, gate, twice, each [B, 1, W] ([2B, 1, W])."""
     silu, linear = layers
-    vector = once(kept, name, lambda: project_together([linear], silu(temb))[0])
+    vector = memoise(cache, name, lambda: project_together([linear], silu(temb))[0])
     return vector.unsqueeze(1).chunk(6, dim=-1)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from library.errors import UserError
-from library.nn.checkpointing import HostOffload, Recomputation
+from library.nn.checkpointing import ActivationCheckpointing, HostOffload
 
 if TYPE_CHECKING:
     from library.config.schema import RecomputationKeys
@@ -144,4 +144,6 @@ def recompute_blocks(model: Any, blocks: int, training: RecomputationKeys, devic
         return
     offload = HostOffload(device) if training.cpu_offload_checkpointing else None
     keep = training.activation_budget_mb * 2**20
-    model.enable_gradient_checkpointing(Recomputation(blocks, training.checkpoint_every_n_blocks, keep, offload))
+    model.enable_gradient_checkpointing(
+        ActivationCheckpointing(blocks, training.checkpoint_every_n_blocks, keep, offload)
+    )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bench.families import FAMILIES, Sizes, build_transformer
 from library.config.schema import NetworkConfig
 from library.models.registry import lora_targets
-from library.nn.checkpointing import HostOffload, Recomputation
+from library.nn.checkpointing import ActivationCheckpointing, HostOffload
 from networks.injection import inject_lora
 from networks.options import parse_network_args
 
@@ -21,12 +21,12 @@ SIZES = Sizes(width=64, head_dim=32, blocks=(2, 2), image_sides=(4, 4), text_tok
 MODULATIONS = {"flux": ("norm1.linear", "norm1_context.linear", "norm.linear"), "qwen_image": ("_mod.1",)}
 FROZEN = {"flux": ["img_mod_dim=0", "txt_mod_dim=0", "single_mod_dim=0"], "qwen_image": []}
 TRAINED = {"flux": ["img_mod_dim=2", "txt_mod_dim=2", "single_mod_dim=2"], "qwen_image": ["img_mod_dim=2"]}
-Policy = Callable[[int], Recomputation | None]
+Policy = Callable[[int], ActivationCheckpointing | None]
 POLICIES: dict[str, Policy] = {
-    "all": Recomputation,
-    "attention kept": lambda blocks: Recomputation(blocks, keep_bytes=30_000),
-    "every second": lambda blocks: Recomputation(blocks, every=2),
-    "offloaded": lambda blocks: Recomputation(blocks, offload=HostOffload(torch.device("cpu"), smallest=0)),
+    "all": ActivationCheckpointing,
+    "attention kept": lambda blocks: ActivationCheckpointing(blocks, budget_bytes=30_000),
+    "every second": lambda blocks: ActivationCheckpointing(blocks, every=2),
+    "offloaded": lambda blocks: ActivationCheckpointing(blocks, offload=HostOffload(torch.device("cpu"), smallest=0)),
 }
 
 
@@ -68,6 +68,6 @@ def test_frozen_modulation_runs_once_a_step(family: str, policy: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trained_modulation_learns_the_same(family: str) -> None:
     plain, _ = step(family, None, TRAINED[family])
-    again, _ = step(family, Recomputation, TRAINED[family])
+    again, _ = step(family, ActivationCheckpointing, TRAINED[family])
     assert any(tensor.abs().sum() > 0 for name, tensor in again.items() if "_mod." in name or "norm" in name)
     torch.testing.assert_close(again, plain, rtol=0, atol=0)

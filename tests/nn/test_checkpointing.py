@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from library.nn.checkpointing import ATTENTION, HostOffload, Recomputation
+from library.nn.checkpointing import ATTENTION, ActivationCheckpointing, HostOffload
 
 BLOCKS, TOKENS, WIDTH = 6, 32, 16
 INPUT = TOKENS * WIDTH * 4  # bytes
@@ -59,14 +59,14 @@ def stack() -> nn.ModuleList:
     return nn.ModuleList(Block() for _ in range(BLOCKS))
 
 
-def step(blocks: nn.ModuleList, recomputation: Recomputation | None) -> tuple[list[Tensor], Operations]:
+def step(blocks: nn.ModuleList, checkpointing: ActivationCheckpointing | None) -> tuple[list[Tensor], Operations]:
     """Return the gradients of a step, and the operations it took."""
     torch.manual_seed(1)
     x, shift = torch.randn(1, TOKENS, WIDTH), torch.randn(WIDTH)
     blocks.zero_grad()
     with Operations() as operations:
         for block in blocks:
-            x = block(x, shift, scale=0.5) if recomputation is None else recomputation(block, x, shift, scale=0.5)
+            x = block(x, shift, scale=0.5) if checkpointing is None else checkpointing(block, x, shift, scale=0.5)
         x.square().sum().backward()
     return [p.grad.clone() for p in blocks.parameters() if p.grad is not None], operations
 
@@ -95,16 +95,16 @@ def test_gradients_are_those_of_a_step_that_keeps_everything(every: int, keep: i
     blocks = stack()
     expected, _ = step(blocks, None)
     offload = HostOffload(torch.device("cpu"), smallest=0) if offloaded else None
-    recomputation = Recomputation(BLOCKS, every, keep, offload)
+    checkpointing = ActivationCheckpointing(BLOCKS, every, keep, offload)
     for _ in range(3):  # the first learns what blocks cost
-        found, _ = step(blocks, recomputation)
+        found, _ = step(blocks, checkpointing)
         assert len(found) == len(expected)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(("every", "again"), [(1, 6), (2, 3), (3, 2), (4, 2), (9, 1)])
 def test_one_block_of_so_many_is_computed_again(every: int, again: int) -> None:
-    _, operations = step(stack(), Recomputation(BLOCKS, every))
+    _, operations = step(stack(), ActivationCheckpointing(BLOCKS, every))
     assert operations.attentions == operations.forward_gelus == BLOCKS + again
 
 
@@ -118,24 +118,24 @@ def test_attention_comes_first_and_whole_blocks_take_what_is_left() -> None:
         (4 * everything + 2 * INPUT, BLOCKS, 2 * BLOCKS - 4),
         (BLOCKS * everything, BLOCKS, BLOCKS),
     ):
-        recomputation = Recomputation(BLOCKS, keep_bytes=keep)
+        checkpointing = ActivationCheckpointing(BLOCKS, budget_bytes=keep)
         for _ in range(3):
-            _, operations = step(blocks, recomputation)
+            _, operations = step(blocks, checkpointing)
         assert (operations.attentions, operations.forward_gelus) == (attentions, gelus), keep
 
 
 def test_the_first_step_keeps_one_block_of_a_kind_to_learn_its_cost() -> None:
-    _, operations = step(stack(), Recomputation(BLOCKS, keep_bytes=1))
+    _, operations = step(stack(), ActivationCheckpointing(BLOCKS, budget_bytes=1))
     assert operations.forward_gelus == 2 * BLOCKS - 1
 
 
 def test_inputs_that_wait_on_the_host_leave_the_device() -> None:
     blocks = stack()
     for offload, alive in ((None, BLOCKS), (HostOffload(torch.device("cpu"), smallest=0), 0)):
-        recomputation = Recomputation(BLOCKS, offload=offload)
+        checkpointing = ActivationCheckpointing(BLOCKS, offload=offload)
         x = torch.randn(1, TOKENS, WIDTH)
         for block in blocks:
-            x = recomputation(block, x, torch.zeros(WIDTH))
+            x = checkpointing(block, x, torch.zeros(WIDTH))
         assert sum(block.seen is not None and block.seen() is not None for block in blocks) == alive
         x.sum().backward()
 
@@ -146,18 +146,18 @@ def test_what_backward_wants_next_is_on_its_way() -> None:
     away: list[Any] = [offload.pack(tensor) for tensor in tensors]
     assert offload.pack(small := torch.randn(4)) is small
     assert offload.pack(weight := nn.Parameter(torch.randn(4, 8))) is weight
-    assert all(one.back is None for one in away)
+    assert all(one.on_device is None for one in away)
     assert torch.equal(offload.unpack(away[4]), tensors[4])
-    assert [one.back is not None for one in away] == [False, False, True, True, False]
+    assert [one.on_device is not None for one in away] == [False, False, True, True, False]
     for one, tensor in zip(away, tensors, strict=True):
         assert torch.equal(offload.unpack(one), tensor)
 
 
 def test_a_pass_that_is_never_taken_back_leaves_nothing_behind() -> None:
     offload = HostOffload(torch.device("cpu"), smallest=0)
-    step(stack(), Recomputation(BLOCKS, offload=offload))
+    step(stack(), ActivationCheckpointing(BLOCKS, offload=offload))
     x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
-    y = Recomputation(BLOCKS, offload=offload)(Block(), x, torch.zeros(WIDTH))
-    assert len(offload._away) > 0
+    y = ActivationCheckpointing(BLOCKS, offload=offload)(Block(), x, torch.zeros(WIDTH))
+    assert len(offload._offloaded) > 0
     del x, y
-    assert len(offload._away) == 0
+    assert len(offload._offloaded) == 0
