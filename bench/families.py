@@ -18,7 +18,7 @@ from library.models.registry import lora_targets
 from networks.options import NetworkOptions, parse_network_args
 
 if TYPE_CHECKING:
-    from networks.injection import AdapterNetwork
+    from networks.network import AdapterNetwork
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def build_transformer(family: BenchFamily, sizes: Sizes, dtype: torch.dtype, dev
 
 def tandem_network(family_name: str, transformer: nn.Module, rank: int) -> AdapterNetwork:
     """Put Tandem's LoRA on the layers it trains by default, its weights in fp32."""
-    from networks.injection import inject_lora
+    from networks.injection import inject_adapter
 
     targets = lora_targets()[family_name]
-    return inject_lora(transformer, _options(family_name, rank), targets, seed=0)
+    return inject_adapter(transformer, _options(family_name, rank), targets, seed=0)
 
 
 def tandem_lora(family_name: str, transformer: nn.Module, rank: int) -> list[nn.Parameter]:

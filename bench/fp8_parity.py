@@ -40,7 +40,7 @@ from dev.tiny_models.painting import to_image
 from library.config.schema import ModelConfig
 from library.models.family import ImageEncoder
 from library.training.calibration import CalibrationOptions, prepare_calibration
-from networks.files.lora import load_lora
+from networks.files.adapters import load_lora
 from tools.report.deployments import REFERENCE, Models, Variant, parse_deployment
 from tools.report.differences import Differences, compare
 from tools.report.fixes import FixOptions, try_fixes

@@ -17,8 +17,8 @@ from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
 from library.safetensors_io import read_safetensors_header
-from networks.files.lora import best_targets, fitting_targets
-from networks.files.peft import weight_file
+from networks.files.adapters import best_targets, fitting_targets
+from networks.files.metadata import weight_file
 
 _STATED = ("ss_base_model_version", "modelspec.architecture")  # "flux1", "qwen_image"; "flux-1-dev/lora", "Qwen-Image"
 

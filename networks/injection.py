@@ -5,8 +5,6 @@ choices and patterns decide, and swaps each chosen layer for an :class:`~network
 it. An option that decides nothing is an error: a typing mistake in a pattern otherwise costs a day of training.
 
 A layer's initial weights depend on (seed, module name) alone, so that a pattern changes no other layer.
-
-The kinds of adapters by name, and the layer that each puts around a frozen one.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,20 +23,9 @@ from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear, init_from_weights
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
 from networks.adapters.orthogonal import BOFTLinear, OFTLinear
-from networks.files.adapters import read_updates, take_tensors
-from networks.files.weights import TITLES, AdapterWeights, LoraWeights, names_in_short
-from networks.network import AdapterNetwork, LoraNetwork
+from networks.files.weights import AdapterWeights, names_in_short
+from networks.network import AdapterNetwork
 from networks.options import NetworkOptions
-
-__all__ = [
-    "AdapterNetwork",
-    "LoraNetwork",
-    "attach_file",
-    "attach_lora",
-    "inject_adapter",
-    "inject_lora",
-    "select_modules",
-]
 
 
 def inject_adapter(
@@ -74,74 +60,36 @@ def inject_adapter(
             init_from_weights(layer, name, options.start, draws)
         layers[name] = layer
     _swap_in(model, layers, targets)
-    kind = LoraNetwork if options.kind == "lora" else AdapterNetwork
-    return kind(layers, targets, options, counts)  # type: ignore[arg-type]
-
-
-def inject_lora(
-    model: nn.Module,
-    options: NetworkOptions,
-    targets: LoraTargets,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
-) -> LoraNetwork:
-    """Return :func:`inject_adapter` of ``options`` whose kind is LoRA."""
-    network = inject_adapter(model, options, targets, seed, dtype)
-    assert isinstance(network, LoraNetwork)
-    return network
+    return AdapterNetwork(layers, targets, options, counts)
 
 
 def attach_lora(
     model: nn.Module,
-    weights: Mapping[str, LoraWeights],
+    weights: Mapping[str, AdapterWeights],
     targets: LoraTargets,
     source: str,
     dtype: torch.dtype = torch.float32,
-) -> LoraNetwork:
-    """Wrap exactly the layers a LoRA file speaks of, with its ranks and alphas, and load it.
+) -> AdapterNetwork:
+    """Wrap exactly the layers a LoRA or DoRA file speaks of, with its ranks and alphas, and load it.
 
     Raises:
-        UserError: a module is not in the model or has another shape.
+        UserError: a module is not in the model, has another shape or is of another kind.
     """
     linears = dict(_linears(model, targets))
     if absent := sorted(weights.keys() - linears.keys()):
         raise UserError(f"{source}: the model has no {names_in_short(absent)}; it was trained on another model")
-    layers = {
-        name: LoRALinear(linears[name], w.rank, w.alpha, dtype=dtype, device=_device_of(linears[name]))
-        for name, w in weights.items()
-    }
-    network = LoraNetwork(layers, targets, NetworkOptions(dim=0, alpha=0))
+    layers: dict[str, AdapterLinear] = {}
+    for name, w in weights.items():
+        if w.kind not in ("lora", "dora"):
+            raise UserError(f"{source}: is a {w.title}, which only a merge puts into a model; give a LoRA or DoRA")
+        options = NetworkOptions(dim=w.rank, alpha=w.alpha, kind=w.kind)
+        layers[name] = make_layer(linears[name], w.rank, options, dtype, _device_of(linears[name]))
+    kind = next((w.kind for w in weights.values()), "lora")
+    network = AdapterNetwork(layers, targets, NetworkOptions(dim=0, alpha=0, kind=kind))
     network.load(weights, source)
     model.requires_grad_(False)
     _swap_in(model, layers, targets)
     return network
-
-
-def attach_file(
-    model: nn.Module, path: str | Path, targets: LoraTargets, dtype: torch.dtype = torch.float32
-) -> AdapterNetwork:
-    """Wrap the layers that a LoRA or DoRA, in a file or a folder of PEFT's, speaks of, and load it.
-
-    Raises:
-        UserError: it is of another kind, or as :func:`attach_lora`.
-    """
-    updates, lora = read_updates(path, targets)
-    if lora.weights:
-        return attach_lora(model, lora.weights, targets, str(path), dtype)
-    linears = dict(_linears(model, targets))
-    if absent := sorted(updates.keys() - linears.keys()):
-        raise UserError(f"{path}: the model has no {names_in_short(absent)}; it was trained on another model")
-    layers: dict[str, AdapterLinear] = {}
-    for name, update in updates.items():
-        assert isinstance(update, AdapterWeights)
-        if update.kind != "dora":
-            raise UserError(f"{path}: is a {TITLES[update.kind]}, which a language model does not take; train a LoRA")
-        options = NetworkOptions(dim=update.tensors["down"].shape[0], alpha=update.alpha, kind="dora")
-        layers[name] = make_layer(linears[name], options.dim, options, dtype, _device_of(linears[name]))
-        take_tensors(layers[name], update, f"{path}: {name}")
-    model.requires_grad_(False)
-    _swap_in(model, layers, targets)
-    return AdapterNetwork(layers, targets, NetworkOptions(dim=0, alpha=0, kind="dora"))
 
 
 def select_modules(
@@ -234,7 +182,14 @@ def _device_of(module: nn.Module) -> torch.device:
     return next(itertools.chain(module.parameters(), module.buffers())).device
 
 
-_Make = Callable[[nn.Module, int, NetworkOptions, torch.dtype, torch.device], AdapterLinear]
+_LAYERS: dict[str, tuple[Callable[..., AdapterLinear], tuple[str, ...]]] = {
+    "lora": (LoRALinear, ("alpha", "dropout", "rank_dropout", "module_dropout", "rank_stabilised")),
+    "dora": (DoRALinear, ("alpha", "dropout", "rank_dropout", "rank_stabilised")),
+    "lokr": (LoKrLinear, ("alpha", "factor", "decompose_both")),
+    "loha": (LoHaLinear, ("alpha",)),
+    "oft": (OFTLinear, ()),
+    "boft": (BOFTLinear, ()),
+}
 
 
 def make_layer(
@@ -245,61 +200,5 @@ def make_layer(
     Raises:
         UserError: the kind does not fit the layer's size.
     """
-    return _MAKERS[options.kind](base, rank, options, dtype, device)
-
-
-def _lora(
-    base: nn.Module, rank: int, options: NetworkOptions, dtype: torch.dtype, device: torch.device
-) -> AdapterLinear:
-    return LoRALinear(
-        base,
-        rank,
-        options.alpha,
-        dropout=options.dropout,
-        rank_dropout=options.rank_dropout,
-        module_dropout=options.module_dropout,
-        rank_stabilised=options.rank_stabilised,
-        dtype=dtype,
-        device=device,
-    )
-
-
-def _dora(
-    base: nn.Module, rank: int, options: NetworkOptions, dtype: torch.dtype, device: torch.device
-) -> AdapterLinear:
-    return DoRALinear(
-        base,
-        rank,
-        options.alpha,
-        dropout=options.dropout,
-        rank_dropout=options.rank_dropout,
-        rank_stabilised=options.rank_stabilised,
-        dtype=dtype,
-        device=device,
-    )
-
-
-def _lokr(
-    base: nn.Module, rank: int, options: NetworkOptions, dtype: torch.dtype, device: torch.device
-) -> AdapterLinear:
-    return LoKrLinear(
-        base,
-        rank,
-        options.alpha,
-        factor=options.factor,
-        decompose_both=options.decompose_both,
-        dtype=dtype,
-        device=device,
-    )
-
-
-_MAKERS: dict[str, _Make] = {
-    "lora": _lora,
-    "dora": _dora,
-    "lokr": _lokr,
-    "loha": lambda base, rank, options, dtype, device: LoHaLinear(
-        base, rank, options.alpha, dtype=dtype, device=device
-    ),
-    "oft": lambda base, rank, options, dtype, device: OFTLinear(base, rank, dtype=dtype, device=device),
-    "boft": lambda base, rank, options, dtype, device: BOFTLinear(base, rank, dtype=dtype, device=device),
-}
+    layer, names = _LAYERS[options.kind]
+    return layer(base, rank, dtype=dtype, device=device, **{name: getattr(options, name) for name in names})

@@ -3,9 +3,6 @@
 Whatever wraps the model later (DDP, compile, checkpointing), the names here stay the ones diffusers has, so
 that saving, loading and reporting need to know nothing about wrappers. Layers of text encoders, where they are
 trained, stand in the same table; their names begin with the component's (``text_encoder.``).
-
-:class:`AdapterNetwork` is what training knows, whatever the kind of adapter; :class:`LoraNetwork` has what is LoRA's
-alone.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +19,12 @@ from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import LoRALinear
-from networks.files.adapters import layer_tensors, load_adapter, save_adapter, take_tensors
-from networks.files.lora import load_lora, save_lora
-from networks.files.weights import TITLES, LoraWeights, names_in_short
+from networks.files.adapters import PartialFit, load_adapter, save_adapter
+from networks.files.weights import TITLES, AdapterWeights, names_in_short
 from networks.options import NetworkOptions
-from networks.partial_fit import PartialFit
-
-Layer = TypeVar("Layer", bound=AdapterLinear)
 
 
-class AdapterNetwork(Generic[Layer]):
+class AdapterNetwork:
     """The adapter layers of one run.
 
     Attributes:
@@ -42,7 +35,7 @@ class AdapterNetwork(Generic[Layer]):
 
     def __init__(
         self,
-        modules: Mapping[str, Layer],
+        modules: Mapping[str, AdapterLinear],
         targets: LoraTargets,
         options: NetworkOptions,
         pattern_counts: Mapping[str, int] | None = None,
@@ -86,7 +79,7 @@ class AdapterNetwork(Generic[Layer]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return ``<module>.<parameter>`` (``.lora_A.weight``), detached, where they lie."""
-        return {f"{name}.{part}": t for name, layer in self.modules.items() for part, t in layer.kept().items()}
+        return {f"{name}.{part}": t for name, layer in self.modules.items() for part, t in layer.state().items()}
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
@@ -106,33 +99,92 @@ class AdapterNetwork(Generic[Layer]):
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
+    @torch.no_grad()
+    def weights(self) -> dict[str, AdapterWeights]:
+        """Return module name -> weights, as :func:`networks.files.adapters.save_adapter` takes them."""
+        return {name: layer.weights() for name, layer in self.modules.items()}
+
     def save(self, path: str | Path, save_format: str, precision: str, metadata: Mapping[str, str]) -> None:
         """Write the present weights as a file; see :func:`networks.files.adapters.save_adapter`."""
-        adapters = {name: layer_tensors(layer, save_format) for name, layer in self.modules.items()}
-        save_adapter(path, adapters, self.targets, save_format, precision, metadata)
+        save_adapter(path, self.weights(), self.targets, save_format, precision, metadata)
 
     def load_file(self, path: str | Path, allow_partial: bool = False) -> str:
-        """Copy the weights of a file of the same kind into the layers (``network_weights``); say what was loaded.
+        """Copy the weights of a file into the layers (``network_weights``); say what was loaded.
 
         With ``allow_partial``, what does not fit is named in the result and left as it was initialised.
 
         Raises:
-            UserError: the file is of another kind, or has other layers, shapes or alphas; or nothing of it fits.
+            UserError: as :meth:`load`; with ``allow_partial`` if nothing of the file fits.
         """
+        if not allow_partial:
+            return self.load(load_adapter(path, self.targets).weights, str(path))
         left_out: list[str] = []
-        adapters = load_adapter(path, self.targets, left_out if allow_partial else None)
-        if allow_partial:
-            fit = PartialFit(str(path), left_out, sorted(adapters.keys() - self.modules.keys()))
-            for name, layer in self.modules.items():
-                if name in adapters:
-                    with fit.trying(name):
-                        take_tensors(layer, adapters[name], name)
-            return fit.line(self.modules)
-        if alone := sorted(adapters.keys() ^ self.modules.keys()):
-            raise UserError(f"{path}: layers differ from those trained here ({names_in_short(alone)}); choose the same")
+        weights = load_adapter(path, self.targets, left_out).weights
+        fit = PartialFit(str(path), left_out, sorted(weights.keys() - self.modules.keys()))
         for name, layer in self.modules.items():
-            take_tensors(layer, adapters[name], f"{path}: {name}")
-        return f"{path}: {len(adapters)} modules loaded"
+            if name not in weights:
+                continue
+            if problem := layer.misfit(weights[name]):
+                fit.misfits([f"{name} {problem[0]}"])
+            else:
+                layer.load_weights(weights[name])
+                fit.takes(name)
+        return fit.line(self.modules)
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, AdapterWeights], source: str) -> str:
+        """Copy the weights of a file into the layers (``network_weights``); say what was loaded.
+
+        Where a LoRA's alpha / rank is not this network's, the difference goes into lora_B: the update stays what the
+        file says, and alpha stays what the config says. A component of which the file has nothing (a text encoder that
+        is trained from now on) stays as it was initialised.
+
+        Args:
+            weights: module name -> weights. LoRAs whose update is zero need not be in this network.
+            source: the file's name, for messages.
+
+        Raises:
+            UserError: nothing or only a part of the names matches, or a kind or shape differs; the names are given.
+        """
+        if not weights.keys() & self.modules.keys():
+            names = names_in_short(sorted(weights))
+            raise UserError(f"{source}: none of its {len(weights)} modules ({names}) is trained here; wrong model?")
+        in_file = {self.targets.component_of(name) for name in weights}
+        fresh = {self.targets.component_of(name) for name in self.modules} - in_file
+        modules = {n: layer for n, layer in self.modules.items() if self.targets.component_of(n) not in fresh}
+        self._refuse_other_layers(modules, weights, source)
+        problems = {n: problem for n, layer in modules.items() if (problem := layer.misfit(weights[n]))}
+        if problems:
+            named = names_in_short([f"{name} {what}" for name, (what, _) in problems.items()], shown=1)
+            raise UserError(f"{source}: {named}; {next(iter(problems.values()))[1]}")
+        rescaled = sum(layer.load_weights(weights[name]) for name, layer in modules.items())
+        note = f", {rescaled} of them rescaled to this run's alpha / rank" if rescaled else ""
+        note += f"; nothing of {' and '.join(sorted(fresh))} in it, trained from the start" if fresh else ""
+        return f"{source}: {len(modules)} modules loaded{note}"
+
+    def _refuse_other_layers(
+        self, modules: Mapping[str, AdapterLinear], weights: Mapping[str, AdapterWeights], source: str
+    ) -> None:
+        def acts(name: str) -> bool:
+            return weights[name].kind != "lora" or bool(weights[name].tensors["up"].any())
+
+        extra = sorted(name for name in weights.keys() - modules.keys() if acts(name))
+        missing = sorted(modules.keys() - weights.keys())
+        if not extra and not missing:
+            return
+        parts = [f"not trained here: {names_in_short(extra)}"] if extra else []
+        parts += [f"not in the file: {names_in_short(missing)}"] if missing else []
+        in_text = not missing and all(self.targets.text_encoder_of(name) for name in extra)
+        remedy = "set text_encoder_lr to train them too" if in_text else "choose the same layers with network_args"
+        raise UserError(f"{source}: {'; '.join(parts)}; {remedy}")
+
+    def set_multiplier(self, multiplier: float) -> None:
+        """Set the strength of all updates; 1.0 is as trained, and all that kinds other than LoRA have."""
+        for layer in self.modules.values():
+            if isinstance(layer, LoRALinear) and layer.kind == "lora":
+                layer.multiplier = multiplier
+            elif multiplier != 1.0:
+                raise UserError(f"a {TITLES[layer.kind]} changes weights as a whole and has no strength; leave it at 1")
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -148,7 +200,7 @@ class AdapterNetwork(Generic[Layer]):
 
     def describe(self) -> str:
         """Return a table of what is trained: kinds, ranks, parameters, and what each pattern matched."""
-        rows: dict[tuple[str, int, float], list[Layer]] = {}
+        rows: dict[tuple[str, int, float], list[AdapterLinear]] = {}
         for name, layer in self.modules.items():
             kind = self.targets.kind_of(name)
             rows.setdefault((kind.name if kind else "other", layer.rank, layer.alpha), []).append(layer)
@@ -161,106 +213,3 @@ class AdapterNetwork(Generic[Layer]):
             lines.append(f"  {kind_name:<12}{len(layers):>4} modules  rank {rank:<4} alpha {alpha:<6g}{count:>13,}")
         lines += [f"  {pattern}: {count} modules" for pattern, count in self._pattern_counts.items()]
         return "\n".join(lines)
-
-
-class LoraNetwork(AdapterNetwork[LoRALinear]):
-    """The LoRA layers of one run; see :class:`AdapterNetwork`."""
-
-    @torch.no_grad()
-    def weights(self) -> dict[str, LoraWeights]:
-        """Return module name -> weights, as :func:`networks.files.lora.save_lora` takes them.
-
-        A layer that takes its start off again is a LoRA of twice the rank. alpha is what makes alpha / rank the scale.
-        """
-        return {name: _weights_of(layer) for name, layer in self.modules.items()}
-
-    def save(self, path: str | Path, save_format: str, precision: str, metadata: Mapping[str, str]) -> None:
-        """Write the present weights as a LoRA file; see :func:`networks.files.lora.save_lora`."""
-        save_lora(path, self.weights(), self.targets, save_format, precision, metadata)
-
-    def load_file(self, path: str | Path, allow_partial: bool = False) -> str:
-        """Copy the weights of a LoRA file into the layers; see :meth:`load` and the base class."""
-        if not allow_partial:
-            return self.load(load_lora(path, self.targets).weights, str(path))
-        left_out: list[str] = []
-        weights = load_lora(path, self.targets, left_out).weights
-        fit = PartialFit(str(path), left_out, sorted(weights.keys() - self.modules.keys()))
-        for name in self.modules:
-            if name in weights:
-                with fit.trying(name):
-                    if problem := self._shape_problem(name, weights[name]):
-                        raise UserError(problem)
-                    self._take(name, weights[name])
-        return fit.line(self.modules)
-
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, LoraWeights], source: str) -> str:
-        """Copy the weights of a LoRA file into the layers (``network_weights``).
-
-        Where the file's alpha / rank is not this network's, the difference goes into lora_B: the update stays
-        what the file says, and alpha stays what the config says. A component of which the file has nothing (a text
-        encoder that is trained from now on) stays as it was initialised.
-
-        Args:
-            weights: module name -> weights, from :func:`networks.files.lora.load_lora`. Modules whose update is
-                zero need not be in this network.
-            source: the file's name, for messages.
-
-        Returns:
-            A line that says what was loaded.
-
-        Raises:
-            UserError: nothing or only a part of the names matches, or a shape differs; the names are given.
-        """
-        if not weights.keys() & self.modules.keys():
-            names = names_in_short(sorted(weights))
-            raise UserError(f"{source}: none of its {len(weights)} modules ({names}) is trained here; wrong model?")
-        in_file = {self.targets.component_of(name) for name in weights}
-        fresh = {self.targets.component_of(name) for name in self.modules} - in_file
-        modules = {n: layer for n, layer in self.modules.items() if self.targets.component_of(n) not in fresh}
-        extra = sorted(n for n in weights.keys() - modules.keys() if bool(weights[n].up.any()))
-        missing = sorted(modules.keys() - weights.keys())
-        if extra or missing:
-            parts = [f"not trained here: {names_in_short(extra)}"] if extra else []
-            parts += [f"not in the file: {names_in_short(missing)}"] if missing else []
-            in_text = not missing and all(self.targets.text_encoder_of(name) for name in extra)
-            remedy = "set text_encoder_lr to train them too" if in_text else "choose the same layers with network_args"
-            raise UserError(f"{source}: {'; '.join(parts)}; {remedy}")
-        problems = [p for name in modules if (p := self._shape_problem(name, weights[name]))]
-        if problems:
-            raise UserError(f"{source}: {names_in_short(problems)}; set network_dim and *_dim as in the file")
-        rescaled = 0
-        for name in modules:
-            rescaled += self._take(name, weights[name])
-        note = f", {rescaled} of them rescaled to this run's alpha / rank" if rescaled else ""
-        note += f"; nothing of {' and '.join(sorted(fresh))} in it, trained from the start" if fresh else ""
-        return f"{source}: {len(modules)} modules loaded{note}"
-
-    @torch.no_grad()
-    def _take(self, name: str, read: LoraWeights) -> bool:
-        """Copy one module's weights, and return whether they were rescaled."""
-        layer = self.modules[name]
-        ratio = read.scale / layer.scale
-        layer.lora_A.weight.copy_(read.down)
-        layer.lora_B.weight.copy_(read.up if ratio == 1 else read.up.float() * ratio)
-        return ratio != 1
-
-    def _shape_problem(self, name: str, read: LoraWeights) -> str | None:
-        layer = self.modules[name]
-        if read.rank != layer.rank:
-            return f"{name} has rank {read.rank}, this network {layer.rank}"
-        theirs, ours = (read.up.shape[0], read.down.shape[1]), (layer.out_features, layer.in_features)
-        if theirs != ours:
-            return f"{name} is for a layer of {theirs[0]}x{theirs[1]}, the model's has {ours[0]}x{ours[1]}"
-        return None
-
-    def set_multiplier(self, multiplier: float) -> None:
-        """Set the strength of all updates; 1.0 is as trained."""
-        for layer in self.modules.values():
-            layer.multiplier = multiplier
-
-
-def _weights_of(layer: LoRALinear) -> LoraWeights:
-    """Return one layer's weights; the alpha it was given, where that is the scale's numerator as it stands."""
-    plain = layer.width == layer.rank and not layer.rank_stabilised
-    return LoraWeights(layer.down().detach(), layer.up().detach(), layer.alpha if plain else layer.scale * layer.width)

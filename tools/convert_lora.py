@@ -27,7 +27,7 @@ from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
 from library.safetensors_io import read_safetensors_header
 from networks.families import targets_of_files
-from networks.files.lora import LAYOUTS, PRECISIONS, LoraFile, load_lora, save_lora
+from networks.files.adapters import PRECISIONS, SAVE_FORMATS, LoraFile, load_lora, save_adapter
 from networks.files.metadata import ADAPTER_METADATA_KEY
 from networks.files.weights import LoraWeights
 from networks.merging.low_rank import relative_difference
@@ -48,7 +48,7 @@ def convert(
         source: LoRA file, or a folder written by PEFT.
         target: ``.safetensors`` file to write.
         targets: the family's row.
-        save_format: one of ``networks.files.lora.LAYOUTS``.
+        save_format: one of ``networks.files.adapters.LAYOUTS``.
         precision: "fp32", "fp16" or "bf16"; None: the source's, the widest if it has several.
         overwrite: replace ``target`` if it exists.
 
@@ -68,7 +68,7 @@ def convert(
     metadata = {key: value for key, value in read.metadata.items() if key != ADAPTER_METADATA_KEY}
     # In fp32: folding unequal scales into B must not round in the source's dtype.
     exact = {name: LoraWeights(w.down.float(), w.up.float(), w.alpha) for name, w in read.weights.items()}
-    save_lora(target, exact, targets, save_format, precision or widest_precision(read.weights), metadata)
+    save_adapter(target, exact, targets, save_format, precision or widest_precision(read.weights), metadata)
     written = load_lora(target, targets)
     return read, written, max(_difference(w, written.weights.get(name)) for name, w in read.weights.items())
 
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="SRC", type=Path, help="LoRA file, or a folder written by PEFT")
     parser.add_argument("target", metavar="DST", type=Path, help="the .safetensors file to write")
-    parser.add_argument("--save_format", required=True, choices=list(LAYOUTS), help="key layout of the result")
+    parser.add_argument("--save_format", required=True, choices=list(SAVE_FORMATS), help="key layout of the result")
     parser.add_argument("--save_precision", choices=list(PRECISIONS), help="default: the source's")
     parser.add_argument("--model_type", choices=list(lora_targets()), help="architecture family (default: as SRC says)")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")

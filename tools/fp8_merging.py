@@ -25,9 +25,8 @@ from library.precision.parity.layer_errors import Survival
 from library.precision.quantize import Granularity
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.calibration import prepare_calibration
-from networks.files.adapters import read_updates
+from networks.files.adapters import load_adapter, save_adapter
 from networks.files.base import Base, folder_copy, open_base
-from networks.files.lora import save_lora
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
@@ -99,10 +98,10 @@ def merge_to_fp8(
     kind, recipe = _what_is_written(options, base, rounding)
     _check_target(base, options.save_to)
     fits: Fits | None = {} if options.allow_partial else None
-    files = [(source, *read_updates(source.path, targets, unknown_keys(fits, source))) for source in sources]
-    read = [(source, targets.by_component(weights)) for source, weights, _ in files]
+    files = [(source, load_adapter(source.path, targets, unknown_keys(fits, source))) for source in sources]
+    read = [(source, targets.by_component(file.weights)) for source, file in files]
     here = weights_fingerprint(base.weights_path)
-    for source, _, file in files:
+    for source, file in files:
         if remark := base_mismatch(file.metadata, here):
             console.print(f"note: {source.path}: {remark}")
     if any(set(parts) - {targets.file_prefix} for _, parts in read) and not options.transformer_only:
@@ -234,5 +233,5 @@ def _write_correction(
         "tandem.base_name": options.save_to.name,
         "tandem.retargeted": '{"correction_of": "a merge"}',
     }
-    save_lora(path, weights, targets, "diffusers", "bf16", metadata)
+    save_adapter(path, weights, targets, "diffusers", "bf16", metadata)
     console.print(f"{path}: what rounding lost of {len(weights)} layers, rank {options.correction_rank}; use it at 1.0")

@@ -46,7 +46,7 @@ from library.training.sampling.conditions import PictureRules, check_pictures, e
 from library.training.sampling.images import save_picture
 from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
 from library.training.tasks.lora_plan import describe_base, plan_fp8
-from networks.files.lora import load_lora
+from networks.files.adapters import load_lora
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora

@@ -12,7 +12,7 @@ import torch
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
-from networks.files.lora import LAYOUTS, PRECISIONS, save_lora
+from networks.files.adapters import PRECISIONS, SAVE_FORMATS, save_adapter
 from networks.files.metadata import ADAPTER_METADATA_KEY
 from networks.files.weights import LoraWeights
 
@@ -20,7 +20,9 @@ from networks.files.weights import LoraWeights
 def add_output_arguments(parser: argparse.ArgumentParser, precision_default: str = "the source's") -> None:
     """Add --save_to, --save_format, --save_precision, --model_type and --overwrite."""
     parser.add_argument("--save_to", required=True, type=Path, help="the .safetensors file to write")
-    parser.add_argument("--save_format", choices=list(LAYOUTS), help="key layout (default: the source's, or diffusers)")
+    parser.add_argument(
+        "--save_format", choices=list(SAVE_FORMATS), help="key layout (default: the source's, or diffusers)"
+    )
     parser.add_argument("--save_precision", choices=list(PRECISIONS), help=f"default: {precision_default}")
     parser.add_argument(
         "--model_type", choices=list(lora_targets()), help="architecture family (default: as the files say)"
@@ -52,7 +54,7 @@ def write_lora(
     """Write ``weights``, their metadata brought up to date.
 
     Args:
-        save_to, weights, targets, precision: see ``networks.files.lora.save_lora``.
+        save_to, weights, targets, precision: see ``networks.files.adapters.save_adapter``.
         save_format: one of its layouts; another name (a source's "peft", "bare") becomes diffusers, or of
             a language model peft.
         metadata: of the source, or made for this file.
@@ -65,9 +67,9 @@ def write_lora(
     strings["ss_network_alpha"] = f"{next(iter(alphas)):g}" if len(alphas) == 1 else "Dynamic"
     before = strings.get("ss_training_comment", "None")
     strings["ss_training_comment"] = comment if before in ("", "None") else f"{comment}; {before}"
-    if save_format not in LAYOUTS:
+    if save_format not in SAVE_FORMATS:
         save_format = "peft" if targets.own_names else "diffusers"
-    save_lora(save_to, weights, targets, save_format, precision, strings)
+    save_adapter(save_to, weights, targets, save_format, precision, strings)
 
 
 def widest_precision(weights: Mapping[str, LoraWeights]) -> str:

@@ -39,7 +39,7 @@ from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
 from library.training.tasks.chat_lora import TEMPLATE, template_of
 from networks.families import language_targets, targets_of_files
-from networks.files.lora import LAYOUTS, PRECISIONS, load_lora
+from networks.files.adapters import PRECISIONS, SAVE_FORMATS, load_lora
 from networks.merging.low_rank import join_loras
 from networks.merging.merge import LoraSource, MergeReport, merge_loras
 from tools.fp8_merging import FP8_PRECISIONS, add_fp8_arguments, goes_into_fp8, merge_to_fp8
@@ -151,7 +151,7 @@ def main() -> None:
     lora = parser.add_argument_group("without --model")
     lora.add_argument("--method", choices=["concat", "svd"], help="how LoRAs become one (default: concat)")
     lora.add_argument("--new_rank", type=int, metavar="N", help="rank of --method svd")
-    lora.add_argument("--save_format", choices=list(LAYOUTS), help="key layout (default: the first LoRA's)")
+    lora.add_argument("--save_format", choices=list(SAVE_FORMATS), help="key layout (default: the first LoRA's)")
     lora.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     add_fp8_arguments(parser)
     options = parser.parse_args()

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
 from networks.families import targets_of_files
-from networks.files.lora import load_lora
+from networks.files.adapters import load_lora
 from networks.merging.low_rank import RANK_RULES, ResizedLayer, resize_lora
 from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
 

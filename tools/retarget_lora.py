@@ -39,8 +39,8 @@ from library.precision.parity.activations import LayerInputs, collect_inputs
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.calibration import prepare_calibration
 from library.training.tasks.lora_plan import describe_base
+from networks.files.adapters import PRECISIONS, LoraFile, load_lora
 from networks.files.base import BaseModule, find_modules, open_base
-from networks.files.lora import PRECISIONS, LoraFile, load_lora
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora

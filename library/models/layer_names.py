@@ -10,8 +10,8 @@ File formats write names with dots or, like kohya, with underscores; both are fo
 *LoRA targets.* A :class:`LoraTargets` says which linear layers get a LoRA: the groups they fall into (each with the
 ``*_dim`` option that sets its rank), the options that choose blocks, and the names. Code that injects, saves or merges
 takes such a row and knows nothing else about the family. A family's text encoders are rows of their own in it. Where
-LoRAs of several networks are kept together, in a file or in :class:`~networks.network.LoraNetwork`, the transformer's
-modules have their plain names and a text encoder's begin with the component's:
+LoRAs of several networks are kept together, in a file or in :class:`~networks.network.AdapterNetwork`, the
+transformer's modules have their plain names and a text encoder's begin with the component's:
 ``text_encoder.encoder.layers.0.mlp.fc1``.
 """
 

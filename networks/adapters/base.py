@@ -40,6 +40,7 @@ from torch.autograd.function import once_differentiable
 
 from library.nn.frozen_linear import add_input_gradient, has_input_gradient, output
 from library.nn.tensor_split import Split, sum_over
+from networks.files.weights import KINDS, AdapterWeights
 
 
 class AdapterLinear(nn.Module):
@@ -68,9 +69,41 @@ class AdapterLinear(nn.Module):
         """Return the trained parameters by the names they have in files (``lora_A.weight``, ``lokr_w1``)."""
         raise NotImplementedError
 
-    def kept(self) -> dict[str, Tensor]:
+    @property
+    def scale(self) -> float:
+        """Factor of the change, of the kinds that have one."""
+        return 1.0
+
+    def state(self) -> dict[str, Tensor]:
         """Return what a training state has to hold: the trained parameters, and what they were begun from."""
         return {name: parameter.detach() for name, parameter in self.trained().items()}
+
+    def weights(self) -> AdapterWeights:
+        """Return what files hold of this layer."""
+        return KINDS[self.kind].of({name: p.detach() for name, p in self.trained().items()}, self.alpha)
+
+    def misfit(self, weights: AdapterWeights) -> tuple[str, str] | None:
+        """Return why a file's ``weights`` are none for this layer, and what to do about it; None if they are."""
+        if weights.kind != self.kind:
+            return f"is a {weights.title}, here it is a {KINDS[self.kind].title}", "set network_type"
+        for name, parameter in self.trained().items():
+            found = weights.tensors.get(name)
+            if found is None or found.shape != parameter.shape:
+                has = "nothing" if found is None else tuple(found.shape)
+                return f"has {name} {has}, here {tuple(parameter.shape)}", "set network_dim as in the file"
+        return self.other_scale(weights)
+
+    def other_scale(self, weights: AdapterWeights) -> tuple[str, str] | None:
+        """Return :meth:`misfit` of a file with another scale."""
+        if abs(weights.scale - self.scale) <= 1e-6 * abs(self.scale):
+            return None
+        return f"has the scale {weights.scale:g}, here {self.scale:g}", "set network_alpha as in the file"
+
+    def load_weights(self, weights: AdapterWeights) -> bool:
+        """Copy a file's ``weights`` into the layer, in which :meth:`misfit` sees none; return whether it rescaled."""
+        for name, parameter in self.trained().items():
+            fill(parameter, weights.tensors[name])
+        return False
 
     @property
     def in_features(self) -> int:

@@ -54,7 +54,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +69,12 @@ from networks.adapters.base import (
     Update,
     base_weight,
     can_fuse,
+    fill,
     fused,
     in_compute_dtype,
     new_parameter,
 )
+from networks.files.weights import AdapterWeights, DoraWeights, LoraWeights
 from networks.merging.low_rank import decompose
 
 
@@ -142,9 +144,36 @@ class LoRALinear(AdapterLinear):
         """Return A and B."""
         return {"lora_A.weight": self.lora_A.weight, "lora_B.weight": self.lora_B.weight}
 
-    def kept(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return A and B, and what they were begun from."""
-        return super().kept() | ({} if self.start is None else {"start_A": self.start.A, "start_B": self.start.B})
+        return super().state() | ({} if self.start is None else {"start_A": self.start.A, "start_B": self.start.B})
+
+    def weights(self) -> AdapterWeights:
+        """Return the update; where a start is taken off again, one of twice the rank."""
+        plain = self.width == self.rank and not self.rank_stabilised
+        # the alpha it was given, where that is the scale's numerator as it stands
+        return LoraWeights(self.down().detach(), self.up().detach(), self.alpha if plain else self.scale * self.width)
+
+    def misfit(self, weights: AdapterWeights) -> tuple[str, str] | None:
+        """Return why a file's ``weights`` are none for this layer; another scale fits, see :meth:`load_weights`."""
+        if weights.kind != self.kind:
+            return super().misfit(weights)
+        remedy = "set network_dim and *_dim as in the file"
+        if weights.rank != self.rank:
+            return f"has rank {weights.rank}, this network {self.rank}", remedy
+        theirs, ours = weights.shape, (self.out_features, self.in_features)
+        if theirs != ours:
+            shapes = f"{theirs[0]}x{theirs[1]}, the model's has {ours[0]}x{ours[1]}"
+            return f"is for a layer of {shapes}", remedy
+        return None
+
+    def load_weights(self, weights: AdapterWeights) -> bool:
+        """Copy A and B; another alpha / rank goes into B, so that the update is the file's and alpha the config's."""
+        ratio = weights.scale / self.scale
+        down, up = weights.tensors["down"], weights.tensors["up"]
+        fill(self.lora_A.weight, down)
+        fill(self.lora_B.weight, up if ratio == 1 else up.float() * ratio)
+        return ratio != 1
 
     @property
     def scale(self) -> float:
@@ -314,28 +343,9 @@ class DoRALinear(LoRALinear):
     kind = "dora"
     squares: Tensor
 
-    def __init__(
-        self,
-        base: nn.Module,
-        rank: int,
-        alpha: float,
-        *,
-        dropout: float = 0.0,
-        rank_dropout: float = 0.0,
-        rank_stabilised: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            base,
-            rank,
-            alpha,
-            dropout=dropout,
-            rank_dropout=rank_dropout,
-            rank_stabilised=rank_stabilised,
-            dtype=dtype,
-            device=device,
-        )
+    def __init__(self, base: nn.Module, rank: int, alpha: float, **options: Any) -> None:
+        super().__init__(base, rank, alpha, **options)
+        device = options.get("device")
         self.register_buffer("squares", base_weight(base).square().sum(dim=1).to(device or "cpu"), persistent=False)
         # fp32 always: rounded to bf16, the layer would not begin as its base, and small steps would be lost
         self.magnitude = new_parameter(self.out_features, dtype=torch.float32, device=device)
@@ -349,6 +359,34 @@ class DoRALinear(LoRALinear):
     def trained(self) -> dict[str, nn.Parameter]:
         """Return A, B and m."""
         return super().trained() | {"magnitude": self.magnitude}
+
+    @torch.no_grad()
+    def weights(self) -> AdapterWeights:
+        """Return A, B and the row lengths, as peft and as ComfyUI keep them."""
+        lora, magnitude = super().weights(), self.magnitude.detach().float()
+        dora_scale = magnitude * self.squares.sqrt() / self.row_lengths()
+        tensors = {**lora.tensors, "magnitude": magnitude, "dora_scale": dora_scale[:, None]}
+        return DoraWeights(tensors, lora.alpha)
+
+    def misfit(self, weights: AdapterWeights) -> tuple[str, str] | None:
+        """Return why a file's ``weights`` are none for this layer."""
+        if problem := super().misfit(weights) or self.other_scale(weights):
+            return problem
+        lengths = weights.tensors.get("dora_scale")
+        if "magnitude" not in weights.tensors and lengths is not None and lengths.shape != (self.out_features, 1):
+            return "has lengths of columns", "only a DoRA with lengths of rows can be gone on with"
+        return None
+
+    @torch.no_grad()
+    def load_weights(self, weights: AdapterWeights) -> bool:
+        """Copy A, B and the row lengths."""
+        super().load_weights(weights)
+        magnitude = weights.tensors.get("magnitude")
+        if magnitude is None:
+            scales = weights.tensors["dora_scale"].to(self.squares)
+            magnitude = scales[:, 0] * self.row_lengths() / self.squares.sqrt()
+        fill(self.magnitude, magnitude)
+        return False
 
     @torch.no_grad()
     def row_lengths(self) -> Tensor:

@@ -21,34 +21,7 @@ from torch import Tensor, nn
 
 from library.errors import UserError
 from networks.adapters.base import AdapterLinear, fill, new_parameter
-
-
-def cayley(blocks: Tensor) -> Tensor:
-    """Return ``(I + Q) (I - Q)^-1`` with ``Q = P - P^T`` of every block ``P`` [..., size, size], in fp32."""
-    with torch.autocast(blocks.device.type, enabled=False):
-        skew = blocks.float() - blocks.float().transpose(-1, -2)
-        eye = torch.eye(blocks.shape[-1], device=blocks.device)
-        return torch.linalg.solve(eye - skew, eye + skew, left=False)
-
-
-def rotate(outputs: Tensor, rotations: Tensor) -> Tensor:
-    """Return ``outputs`` [N, out] rotated as OFT's and BOFT's rows of a weight are.
-
-    Args:
-        outputs: the last dimension is the one that is rotated; of a weight give the transpose.
-        rotations: [blocks, size, size] (OFT: row n goes to m by ``R[n, m]``) or [stages, blocks, size, size] (BOFT:
-            by ``R[m, n]``, on the order of the stage).
-    """
-    size = rotations.shape[-1]
-    if rotations.ndim == 3:
-        parts = outputs.unflatten(-1, (-1, size))
-        return torch.einsum("...kn,knm->...km", parts, rotations).flatten(-2)
-    for stage, blocks in enumerate(rotations):
-        half = 2**stage * (size // 2)
-        parts = outputs.unflatten(-1, (-1, 2, half)).transpose(-1, -2).flatten(-3).unflatten(-1, (-1, size))
-        parts = torch.einsum("...kn,kmn->...km", parts, blocks).flatten(-2)
-        outputs = parts.unflatten(-1, (-1, half, 2)).transpose(-1, -2).flatten(-3)
-    return outputs
+from networks.files.weights import cayley, rotate
 
 
 class OFTLinear(AdapterLinear):

@@ -1,279 +1,566 @@
-"""Files of DoRA, LoKr, LoHa, OFT and BOFT.
+"""Adapter files: from module name -> weights to each published key layout, and back, for every kind of adapter.
 
-    comfy       lycoris_transformer_blocks_0_attn_to_q.lokr_w1        LyCORIS's tensor names and ``.alpha``
-                lora_te1_text_model_encoder_layers_0_mlp_fc1.lokr_w1
-    diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight, .lora_B.weight, .lora_magnitude_vector
-    peft        base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...   a folder, of a language model
+In memory an adapter is ``dict[module name, AdapterWeights]`` in diffusers' module names. How a program writes keys is
+one row of :data:`LAYOUTS`:
 
-Module names are diffusers' in both: products and rotations of q, k and v cannot be joined to one of the original qkv.
-ComfyUI reads ``lycoris_`` and diffusers' names (SimpleTuner's layout) for FLUX and Qwen-Image and applies each to
-its rows. diffusers itself loads DoRA, as peft's, and none of the others.
+    diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight         alpha in the metadata
+    kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight          .alpha beside every pair
+    comfy       diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight    .alpha beside every pair
+    peft        base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   a folder with adapter_config.json
+    lycoris     lycoris_transformer_blocks_0_attn_to_q.lokr_w1                   comfy's for other kinds than LoRA
 
-What is read back, for merging and going on with training, are these layouts under any prefix that
-``networks.files.lora`` knows, as long as each key speaks of one of diffusers' modules.
+diffusers keeps the scale in the metadata (``networks.files.metadata``); without it a file loads at alpha = rank. A
+family may keep diffusers' names in a layout (``plain_layouts``), where not every program reads the original ones. Text
+encoders' modules go into the same file; the family's table has their prefixes.
+
+Layouts of the original checkpoint have one module where diffusers has q, k, v (and the MLP). LoRAs A_i [r, in],
+B_i [out_i, r] of n parts become A = [A_1; ...; A_n] and B = diag(B_1, ..., B_n) of rank n r: exactly the same update.
+The scale alpha / rank stays when alpha grows by the same factor. Parts that differ in rank, or are missing, are filled
+up with zero rows in A, which reading recognises and removes again; parts that differ in scale get it folded into B. A
+fused LoRA that was trained as one (kohya's) has a dense B: every part then takes the same A and its rows of B.
+Products and rotations of other kinds cannot be joined, so those keep diffusers' names; ComfyUI applies each to its rows
+of the original qkv, diffusers loads DoRA, as peft's, and none of the others.
+
+Reading takes any mixture of the prefixes, suffixes and namings seen in published files. A key that cannot be mapped is
+named in the error: an adapter that is loaded in part is a wrong adapter. Whoever asks for a part all the same
+(``allow_partial``) is told what was left out, by name (:class:`PartialFit`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from library.errors import UserError
-from library.models.layer_names import LoraTargets
-from library.safetensors_io import read_safetensors_header, stream_safetensors
-from networks.adapters.base import AdapterLinear, fill
-from networks.adapters.lora import DoRALinear
-from networks.files.lora import LoraFile, find_place, for_file, load_lora, refuse_other_family, text_key
-from networks.files.metadata import ADAPTER_METADATA_KEY, adapter_metadata, hash_metadata, read_alphas
-from networks.files.peft import PEFT_PREFIX, check_layout, save_peft_config, weight_file
-from networks.files.weights import TITLES, AdapterWeights, LoraWeights, names_in_short, non_lora_kind
+from library.errors import UserError, did_you_mean
+from library.models.layer_names import KeyPlace, KeyRow, LoraTargets, TextEncoderTargets
+from library.models.registry import lora_namings
+from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor, write_safetensors
+from networks.files.metadata import (
+    ADAPTER_METADATA_KEY,
+    AlphaTable,
+    adapter_metadata,
+    hash_metadata,
+    read_alphas,
+    save_peft_config,
+    weight_file,
+)
+from networks.files.weights import (
+    ADAPTER_MARKS,
+    KINDS,
+    TITLES,
+    AdapterWeights,
+    LoraWeights,
+    names_in_short,
+    non_lora_kind,
+    rank_of,
+)
 
-SAVE_FORMATS = {"dora": ("diffusers", "comfy", "peft"), **dict.fromkeys(("lokr", "loha", "oft", "boft"), ("comfy",))}
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-_SUFFIXES = {  # in files -> in memory
-    "lora_down.weight": "down",
-    "lora_A.weight": "down",
-    "lora_up.weight": "up",
-    "lora_B.weight": "up",
-    "lora_magnitude_vector": "magnitude",
-    "lora_magnitude_vector.weight": "magnitude",
-    **{name: name for name in ("alpha", "dora_scale", "oft_blocks", "lokr_w1", "lokr_w2")},
-    **{f"{name}_{part}": f"{name}_{part}" for name in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2") for part in "ab"},
+
+@dataclass(frozen=True)
+class Layout:
+    """How a program writes keys.
+
+    Attributes:
+        prefixes: before a module's name in the transformer; the first is written, all are read.
+        kinds: of adapter that programs load from it.
+        names: tensor in memory -> what follows the module's name, None: not written. Others keep their names.
+        original: names and fusing of the original checkpoint instead of diffusers'.
+        underscores: dots in the module's name become underscores.
+        alpha: write ``<module>.alpha``; otherwise the alphas go to diffusers' adapter metadata.
+        text: the row of a text encoder's ``prefixes`` that it takes.
+    """
+
+    prefixes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    names: Mapping[str, str | None]
+    original: bool = False
+    underscores: bool = False
+    alpha: bool = False
+    text: str = ""
+
+
+_PEFT = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector", "dora_scale": None}
+_KOHYA = {"down": "lora_down.weight", "up": "lora_up.weight", "magnitude": None}
+_OTHER_KINDS = tuple(kind for kind in KINDS if kind != "lora")
+
+LAYOUTS = {  # prefixes are tried in this order
+    "peft": Layout(("base_model.model.",), ("lora", "dora"), _PEFT),
+    "kohya": Layout(
+        ("lora_unet_", "lora_transformer_"),
+        ("lora",),
+        _KOHYA,
+        original=True,
+        underscores=True,
+        alpha=True,
+        text="kohya",
+    ),
+    "lycoris": Layout(("lycoris_",), _OTHER_KINDS, _KOHYA, underscores=True, alpha=True, text="comfy"),
+    "diffusers": Layout(("transformer.",), ("lora", "dora"), _PEFT, text="diffusers"),
+    "comfy": Layout(("diffusion_model.", "model.diffusion_model."), ("lora",), _KOHYA, True, alpha=True, text="comfy"),
 }
-_PEFT_NAMES = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-_WRITTEN = {
-    "comfy": {"down": "lora_down.weight", "up": "lora_up.weight"},
-    "diffusers": _PEFT_NAMES,
-    "peft": _PEFT_NAMES,
+SAVE_FORMATS = ("diffusers", "kohya", "comfy")  # of image models; language models' are PEFT's
+
+_ROLES = {  # suffix -> the tensor in memory; PEFT may put the adapter's name before ".weight"
+    ".lora_A.weight": "down",
+    ".lora_A.default.weight": "down",
+    ".lora_down.weight": "down",
+    ".lora.down.weight": "down",
+    ".lora_linear_layer.down.weight": "down",  # text encoders by diffusers before PEFT
+    ".lora_B.weight": "up",
+    ".lora_B.default.weight": "up",
+    ".lora_up.weight": "up",
+    ".lora.up.weight": "up",
+    ".lora_linear_layer.up.weight": "up",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+    **{f".{name}": name for name in ("alpha", "dora_scale", "oft_blocks", "lokr_w1", "lokr_w2")},
+    **{f".{name}_{x}": f"{name}_{x}" for name in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2") for x in "ab"},
 }
+_TENSOR_NAME = re.compile(
+    "|".join([*(re.escape(role) + "$" for role in _ROLES), *(re.escape(mark) + ".*" for mark in ADAPTER_MARKS)])
+)
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter read from disk.
+
+    Attributes:
+        weights: diffusers module name -> weights; a text encoder's names begin with its component.
+        layout: rows of :data:`LAYOUTS`, or "bare" (module names without a prefix); several joined by "+".
+        metadata: the file's metadata strings.
+    """
+
+    weights: dict[str, AdapterWeights]
+    layout: str
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class LoraFile(AdapterFile):
+    """A file of LoRAs alone."""
+
+    weights: dict[str, LoraWeights]  # type: ignore[assignment]
+
+
+def save_adapter(
+    path: str | Path,
+    weights: Mapping[str, AdapterWeights],
+    targets: LoraTargets,
+    save_format: str = "diffusers",
+    precision: str = "fp32",
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write an adapter file in one step.
+
+    Args:
+        path: file to write; with ``peft`` a folder, see :func:`networks.files.metadata.save_peft_config`.
+        weights: diffusers module name -> weights of one kind, on any device.
+        targets: the family's row.
+        save_format: one of :data:`SAVE_FORMATS`; of language models "peft".
+        precision: "fp32", "fp16" or "bf16" for the weights; alphas are always fp32.
+        metadata: strings to add, from :func:`networks.files.metadata.build_metadata`; hashes are added here.
+
+    Raises:
+        UserError: a tensor is not finite (or leaves fp16's range), no program would load the kind from the format, the
+            folder is not writable.
+    """
+    if targets.own_names and save_format != "peft":
+        raise UserError(f"save_format: LoRAs of {targets.family} are kept in PEFT's layout alone; leave it out")
+    if save_format not in (*SAVE_FORMATS, "peft"):
+        hint = did_you_mean(save_format, SAVE_FORMATS)
+        raise UserError(f"save_format: {save_format!r} is not one of {', '.join(SAVE_FORMATS)}{hint}")
+    if precision not in PRECISIONS:
+        raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
+    kind = next((module.kind for module in weights.values()), "lora")
+    check_save_format(kind, save_format)
+    layout = _layout(kind, save_format)
+    tensors: dict[str, Tensor] = {}
+    for stem, module in _by_stem(weights, targets, layout, plain=save_format in targets.plain_layouts).items():
+        for name, tensor in module.tensors.items():
+            if (written := layout.names.get(name, name)) is not None:
+                tensors[f"{stem}.{written}"] = _for_file(path, f"{stem}.{written}", tensor, precision)
+        if layout.alpha:
+            tensors[f"{stem}.alpha"] = torch.tensor(float(module.alpha))
+    strings = {"format": "pt", **(metadata or {})}
+    if not layout.alpha:
+        components = targets.by_component(weights)
+        strings[ADAPTER_METADATA_KEY] = adapter_metadata(
+            {name: {key.removeprefix(f"{name}."): w for key, w in part.items()} for name, part in components.items()}
+        )
+    if save_format == "peft":
+        path = save_peft_config(path, weights, targets, strings)
+    write_safetensors(path, tensors, strings | hash_metadata(tensors, strings))
 
 
 def check_save_format(kind: str, save_format: str) -> None:
-    """Refuse a layout that no program would load the kind from.
-
-    Raises:
-        UserError: with the layouts there are.
-    """
-    allowed = SAVE_FORMATS.get(kind)
-    if allowed and save_format not in allowed:
+    """Refuse a layout that no program would load the kind of adapter from."""
+    if save_format in LAYOUTS and kind not in _layout(kind, save_format).kinds:
+        allowed = [name for name in (*SAVE_FORMATS, "peft") if kind in _layout(kind, name).kinds]
         raise UserError(
             f"save_format: no program loads network_type {kind} from the layout {save_format}; "
             f"set save_format = {' or '.join(allowed)}"
         )
 
 
-def layer_tensors(layer: AdapterLinear, save_format: str) -> AdapterWeights:
-    """Return what a file of ``save_format`` holds of ``layer``."""
-    tensors = {name: parameter.detach() for name, parameter in layer.trained().items()}
-    if not isinstance(layer, DoRALinear):
-        return AdapterWeights(layer.kind, tensors, layer.alpha)
-    down, up, magnitude = layer.lora_A.weight.detach(), layer.lora_B.weight.detach(), tensors["magnitude"].float()
-    alpha = layer.scale * layer.rank if layer.rank_stabilised else layer.alpha
-    if save_format in ("diffusers", "peft"):
-        return AdapterWeights("dora", {"down": down, "up": up, "magnitude": magnitude}, alpha)
-    scale = magnitude * layer.squares.sqrt() / layer.row_lengths()
-    return AdapterWeights("dora", {"down": down, "up": up, "dora_scale": scale[:, None]}, alpha)
+def _layout(kind: str, save_format: str) -> Layout:
+    """Return the row that is written: ComfyUI has keys of its own for other kinds than LoRA."""
+    return LAYOUTS["lycoris" if save_format == "comfy" and kind != "lora" else save_format]
 
 
-@torch.no_grad()
-def take_tensors(layer: AdapterLinear, weights: AdapterWeights, where: str) -> None:
-    """Copy what a file holds of ``layer`` into it.
-
-    Raises:
-        UserError: it is of another kind, or has another shape or scale; ``where`` begins the message.
-    """
-    if weights.kind != layer.kind:
-        raise UserError(f"{where} is a {TITLES[weights.kind]}, here it is a {TITLES[layer.kind]}; set network_type")
-    own, tensors = layer.trained(), dict(weights.tensors)
-    if isinstance(layer, DoRALinear):
-        tensors |= {"lora_A.weight": tensors.pop("down"), "lora_B.weight": tensors.pop("up")}
-    for name, parameter in own.items():
-        if name != "magnitude" and (name not in tensors or tensors[name].shape != parameter.shape):
-            has = tuple(tensors[name].shape) if name in tensors else "nothing"
-            raise UserError(f"{where}: {name} is {has}, here {tuple(parameter.shape)}; set network_dim as in the file")
-    scale = getattr(layer, "scale", 1.0)
-    if abs(weights.scale - scale) > 1e-6 * abs(scale):
-        raise UserError(f"{where} has the scale {weights.scale:g}, here {scale:g}; set network_alpha as in the file")
-    has_columns = "dora_scale" in tensors and tensors["dora_scale"].shape != (layer.out_features, 1)
-    if isinstance(layer, DoRALinear) and "magnitude" not in tensors and has_columns:
-        raise UserError(f"{where} has lengths of columns; only a DoRA with lengths of rows can be gone on with")
-    for name, parameter in own.items():
-        if name != "magnitude":
-            fill(parameter, tensors[name])
-    if isinstance(layer, DoRALinear):
-        magnitude = tensors.get("magnitude")
-        if magnitude is None:
-            scales = tensors["dora_scale"].to(layer.squares)
-            magnitude = scales[:, 0] * layer.row_lengths() / layer.squares.sqrt()
-        fill(layer.magnitude, magnitude)
+def _by_stem(
+    weights: Mapping[str, AdapterWeights], targets: LoraTargets, layout: Layout, plain: bool
+) -> dict[str, AdapterWeights]:
+    """Return key without the tensor's name -> weights, fused where the layout has one module for several."""
+    text = {name: encoder for name in weights if (encoder := targets.text_encoder_of(name))}
+    transformer = {name: module for name, module in weights.items() if name not in text}
+    if layout.original and not plain:
+        transformer = _to_original(transformer, targets)
+    stems = {
+        layout.prefixes[0] + (name.replace(".", "_") if layout.underscores else name): module
+        for name, module in transformer.items()
+    }
+    return stems | {_text_stem(name, encoder, layout): weights[name] for name, encoder in text.items()}
 
 
-def save_adapter(
-    path: str | Path,
-    adapters: Mapping[str, AdapterWeights],
-    targets: LoraTargets,
-    save_format: str,
-    precision: str,
-    metadata: Mapping[str, str],
-) -> None:
-    """Write a file in one step.
+def _text_stem(name: str, encoder: TextEncoderTargets, layout: Layout) -> str:
+    place = encoder.keys.find(name.removeprefix(f"{encoder.name}."))
+    if place is None:
+        raise UserError(f"{name} is no layer of {encoder.name} that a LoRA can be saved for; leave it out")
+    prefix = encoder.prefixes[layout.text][0]
+    return prefix + (place.original.replace(".", "_") if prefix.endswith("_") else place.original)
+
+
+def _to_original(weights: Mapping[str, AdapterWeights], targets: LoraTargets) -> dict[str, AdapterWeights]:
+    """Return original module name -> weights, fused where the original has one module for several."""
+    groups: dict[str, tuple[KeyPlace, dict[int, LoraWeights]]] = {}
+    for name, module in weights.items():
+        place = targets.keys.find(name)
+        if place is None or place.part is None:
+            raise UserError(f"{name} is not in {targets.family}'s original layout; use save_format=diffusers")
+        assert isinstance(module, LoraWeights)
+        groups.setdefault(place.original, (place, {}))[1][place.part] = module
+    return {name: fuse_parts(place.row, parts) for name, (place, parts) in groups.items()}
+
+
+def _for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Tensor:
+    """Return ``tensor`` in the file's dtype, refusing what is not finite there."""
+    out = tensor.detach().to(PRECISIONS[precision])
+    if not bool(torch.isfinite(out).all()):
+        if bool(torch.isfinite(tensor.float()).all()):
+            raise UserError(f"{path}: {key} leaves the range of {precision}; save in bf16 or fp32")
+        raise UserError(f"{path}: {key} holds NaN or infinity, not saved; lower the learning rate or use bf16")
+    return out
+
+
+def load_adapter(path: str | Path, targets: LoraTargets, left_out: list[str] | None = None) -> AdapterFile:
+    """Read an adapter file of any kind, in any known layout.
 
     Args:
-        path: file to write.
-        adapters: diffusers module name -> weights, from :func:`layer_tensors` of the same ``save_format``.
+        path: a safetensors file, or a folder written by PEFT (``adapter_model.safetensors``).
         targets: the family's row.
-        save_format: one of ``SAVE_FORMATS`` of the kind.
-        precision: "fp32", "fp16" or "bf16"; alphas are always fp32.
-        metadata: strings to add; hashes are added here.
-
-    Raises:
-        UserError: a tensor is not finite, or the folder is not writable.
-    """
-    check_layout(targets, save_format)
-    tensors: dict[str, Tensor] = {}
-    for name, weights in adapters.items():
-        encoder = targets.text_encoder_of(name)
-        if encoder:
-            stem = text_key(name, encoder, save_format)
-        else:
-            prefix = {"diffusers": f"{targets.file_prefix}.", "peft": PEFT_PREFIX, "comfy": "lycoris_"}[save_format]
-            stem = prefix + (name.replace(".", "_") if save_format == "comfy" else name)
-        for part, tensor in weights.tensors.items():
-            key = f"{stem}.{_WRITTEN[save_format].get(part, part)}"
-            tensors[key] = for_file(path, key, tensor, precision)
-        if save_format == "comfy":
-            tensors[f"{stem}.alpha"] = torch.tensor(float(weights.alpha))
-    strings = {"format": "pt", **metadata}
-    if save_format != "comfy":
-        strings[ADAPTER_METADATA_KEY] = _dora_metadata(adapters, targets)
-    if save_format == "peft":
-        path = save_peft_config(path, _as_loras(adapters), targets, strings, use_dora=True)
-    strings |= hash_metadata(tensors, strings)
-    stream_safetensors(path, {k: (t.dtype, tuple(t.shape)) for k, t in tensors.items()}, tensors.__getitem__, strings)
-
-
-def read_updates(
-    path: str | Path, targets: LoraTargets, left_out: list[str] | None = None
-) -> tuple[Mapping[str, LoraWeights | AdapterWeights], LoraFile]:
-    """Return module name -> what a file of any kind does to it, and the file (empty of weights for other kinds).
-
-    ``left_out`` receives the keys that cannot be mapped, which are refused otherwise.
-
-    Raises:
-        UserError: see :func:`load_adapter` and :func:`networks.files.lora.load_lora`.
-    """
-    path = weight_file(Path(path))
-    if not non_lora_kind(header := read_safetensors_header(path)):
-        lora = load_lora(path, targets, left_out)
-        return lora.weights, lora
-    return load_adapter(path, targets, left_out), LoraFile({}, "", dict(header.get("__metadata__") or {}))
-
-
-def load_adapter(
-    path: str | Path, targets: LoraTargets, left_out: list[str] | None = None
-) -> dict[str, AdapterWeights]:
-    """Read a file of another kind than LoRA.
-
-    ``left_out`` receives the keys that cannot be mapped, which are refused otherwise.
+        left_out: receives the keys that cannot be mapped, which are refused otherwise.
 
     Returns:
-        diffusers module name -> weights, in the file's dtype, on the CPU.
+        The weights under diffusers' module names, LoRAs split where the file has fused layers, in the file's dtype
+        (8-bit floats become fp32), on the CPU.
 
     Raises:
-        UserError: no such file, a plain LoRA, or keys that cannot be mapped or are incomplete.
+        UserError: no such file, no adapter in it, or keys that cannot be mapped, are incomplete or do not fit.
     """
     path = weight_file(Path(path))
-    header = read_safetensors_header(path)
-    metadata = dict(header.pop("__metadata__", {}))
-    kind = non_lora_kind(header)
-    if kind is None:
-        raise UserError(
-            f"{path}: is a LoRA, or none of {', '.join(list(TITLES.values())[1:])}; set network_type = lora"
-        )
-    found: dict[str, dict[str, Tensor]] = {}
-    unknown: list[str] = []
-    try:
-        with safe_open(path, framework="pt") as file:
-            for key in header:
-                suffix = next((s for s in _SUFFIXES if key.endswith(f".{s}")), "")
-                name = _module_name(key.removesuffix(f".{suffix}"), targets) if suffix else None
-                if name is None:
-                    unknown.append(key)
-                    continue
-                found.setdefault(name, {})[_SUFFIXES[suffix]] = file.get_tensor(key)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
+    entries, metadata = read_entries([path])
+    found, unknown = _by_module(path, entries, targets)
+    title = TITLES[non_lora_kind(entries) or "lora"]
     if unknown:
         refuse_other_family(path, targets)
     if unknown and found and left_out is not None:
         left_out.extend(sorted(unknown))
     elif unknown:
-        names = names_in_short(sorted(unknown))
-        raise UserError(f"{path}: {len(unknown)} keys are not known of a {TITLES[kind]} ({names}); it cannot be read")
-    stated = read_alphas(path, metadata, targets.file_prefix, dora=True)
-    adapters: dict[str, AdapterWeights] = {}
-    for name, tensors in found.items():
-        down = tensors.get("down")
-        alpha = stated.alpha_of(name, down.shape[0]) if stated and down is not None else None
-        adapters[name] = _checked(f"{path}: {name}", tensors, alpha)
-    return adapters
+        or_text = " or text encoders" if targets.text_encoders else ""
+        raise UserError(
+            f"{path}: {len(unknown)} keys are no {title} weights of {targets.family}'s transformer{or_text}: "
+            f"{names_in_short(sorted(unknown))}; convert the file or remove them"
+        )
+    if not found:
+        raise UserError(f"{path}: no tensors; not a LoRA file")
+    prefixes = (targets.file_prefix, *(encoder.name for encoder in targets.text_encoders))
+    stated = {prefix: read_alphas(path, metadata, prefix, dora=title == "DoRA") for prefix in prefixes}
+    weights: dict[str, AdapterWeights] = {}
+    for stem, (module, tensors) in found.items():
+        alphas = stated[module.encoder.name if module.encoder else targets.file_prefix]
+        for name, read in _modules_of(f"{path}: {stem}", module, tensors, alphas).items():
+            if name in weights:
+                raise UserError(f"{path}: {name} is there twice, in two namings ({stem}); keep one")
+            weights[name] = read
+    modules = [module for module, _ in found.values()]
+    # comfy files have kohya's keys for text encoders: the transformer's keys tell the layout where there are any
+    layouts = {m.layout for m in modules if m.encoder is None} or {m.layout for m in modules}
+    return AdapterFile(weights, "+".join(sorted(layouts)), metadata)
 
 
-def _checked(where: str, tensors: dict[str, Tensor], stated: float | None) -> AdapterWeights:
-    """Return one module's tensors as an adapter, refusing one that is not whole."""
+def load_lora(path: str | Path, targets: LoraTargets, left_out: list[str] | None = None) -> LoraFile:
+    """Read a file of LoRAs, and refuse other kinds; see :func:`load_adapter`."""
+    path = weight_file(Path(path))
+    for key in read_safetensors_header(path):
+        if kind := non_lora_kind([key]):
+            raise UserError(f"{path}: is a {TITLES[kind]} ({key}), no LoRA; merge it into a model with merge_lora.py")
+    file = load_adapter(path, targets, left_out)
+    return LoraFile({n: w for n, w in file.weights.items() if isinstance(w, LoraWeights)}, file.layout, file.metadata)
+
+
+@dataclass(frozen=True)
+class FoundModule:
+    """The module a key means: its text encoder (None: the transformer), its place, and the layout of the prefix."""
+
+    encoder: TextEncoderTargets | None
+    place: KeyPlace
+    layout: str
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it stands for several of diffusers' modules."""
+        return self.place.part is None and len(self.place.modules) > 1
+
+
+_Found = dict[str, tuple[FoundModule, dict[str, Tensor]]]
+
+
+def _by_module(path: Path, entries: Mapping[str, TensorEntry], targets: LoraTargets) -> tuple[_Found, list[str]]:
+    """Return key stem -> (module, name in memory -> tensor), and the keys that could not be mapped."""
+    found: _Found = {}
+    unknown: list[str] = []
+    for key in entries:
+        suffix = next((s for s in _ROLES if key.endswith(s)), "")
+        stem = key.removesuffix(suffix)
+        module = find_place(stem, targets)
+        if not suffix or module is None:
+            unknown.append(key)
+            continue
+        tensors = found.setdefault(stem, (module, {}))[1]
+        if _ROLES[suffix] in tensors:
+            raise UserError(f"{path}: {stem} has two {_ROLES[suffix]} tensors; keep one of them")
+        tensor = read_tensor(entries, key)
+        tensors[_ROLES[suffix]] = tensor.float() if tensor.element_size() == 1 else tensor
+    for stem in [stem for stem, (module, tensors) in found.items() if module.is_fused and _kind_of(tensors) != "lora"]:
+        del found[stem]
+        unknown += [key for key in entries if key.startswith(f"{stem}.")]
+    return found, unknown
+
+
+def find_place(stem: str, targets: LoraTargets) -> FoundModule | None:
+    """Return the module a key stem means."""
+    for encoder in targets.text_encoders:
+        for layout, prefixes in encoder.prefixes.items():
+            for prefix in prefixes:
+                if stem.startswith(prefix) and (place := encoder.keys.find(stem.removeprefix(prefix))):
+                    return FoundModule(encoder, place, layout)
+    for layout, prefix in _PREFIXES:
+        if stem.startswith(prefix):
+            name = stem.removeprefix(prefix)
+            if layout == "peft":
+                name = name.removeprefix(targets.file_prefix + ".")
+            if place := targets.keys.find(name):
+                return FoundModule(None, place, layout)
+    return None
+
+
+_PREFIXES = [*((name, prefix) for name, row in LAYOUTS.items() for prefix in row.prefixes), ("bare", "")]
+
+
+def _kind_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return the kind of adapter that one module's tensors are of."""
+    kind = "dora" if "magnitude" in tensors else non_lora_kind(f".{name}" for name in sorted(tensors)) or "lora"
+    return "boft" if kind == "oft" and tensors["oft_blocks"].ndim == 4 else kind
+
+
+def _modules_of(
+    where: str, module: FoundModule, tensors: dict[str, Tensor], stated: AlphaTable | None
+) -> dict[str, AdapterWeights]:
+    """Check one module's tensors and return them under its diffusers names, split if it is fused."""
     alpha = tensors.pop("alpha", None)
+    kind, names = KINDS[_kind_of(tensors)], set(tensors)
+    if kind is LoraWeights and (missing := [role for role in ("down", "up") if role not in names]):
+        raise UserError(f"{where} has no {missing[0]}-projection; the file is incomplete")
+    if not kind.is_complete(names):
+        has = ", ".join(sorted(names))
+        raise UserError(f"{where} has {has}, which is no whole {kind.title}; it cannot be read")
+    if "down" in names:
+        down, up = tensors["down"], tensors["up"]
+        if down.ndim != 2 or up.ndim != 2 or up.shape[1] != down.shape[0] or not down.numel() * up.numel():
+            shapes = f"down {tuple(down.shape)} and up {tuple(up.shape)}"
+            raise UserError(f"{where}: {shapes} are no LoRA of a linear layer; only those can be read")
     if alpha is not None and alpha.numel() != 1:
         raise UserError(f"{where} has {alpha.numel()} alphas; it takes one")
-    names = set(tensors)
-    kind = non_lora_kind(f".{name}" for name in names) or "dora"
-    if "magnitude" in names:
-        kind = "dora"
-    if kind == "oft" and tensors["oft_blocks"].ndim == 4:
-        kind = "boft"
-    sides = {side: {side, f"{side}_a", f"{side}_b"} for side in ("lokr_w1", "lokr_w2")}
-    whole = {
-        "dora": {"down", "up"} < names and len(names) == 3,
-        "lokr": all(names & side in ({name}, side - {name}) for name, side in sides.items()),
-        "loha": len(names) == 4,
-        "oft": names == {"oft_blocks"},
-        "boft": names == {"oft_blocks"},
-    }  # fmt: skip
-    if not whole[kind]:
-        raise UserError(f"{where} has {', '.join(sorted(names))}, which is no whole {TITLES[kind]}; it cannot be read")
     if not all(bool(torch.isfinite(tensor.float()).all()) for tensor in tensors.values()):
         raise UserError(f"{where} holds NaN or infinity; use an earlier save")
-    if alpha is None:
-        ranks = [tensors[name].shape[0] for name in ("down", "lokr_w2_b", "lokr_w1_b", "hada_w1_b") if name in tensors]
-        value = stated if stated is not None else float(ranks[0]) if ranks else 0.0
-    else:
-        value = float(alpha)
-    return AdapterWeights(kind, tensors, value)
-
-
-def _module_name(stem: str, targets: LoraTargets) -> str | None:
-    """Return the one diffusers module that a key stem means."""
-    module = find_place(stem, targets)
-    if module is None or (module.place.part is None and len(module.place.modules) > 1):
-        return None
+    place, rank = module.place, rank_of(tensors) if all(t.ndim for t in tensors.values()) else 0
+    name = place.original if place.part is None or module.encoder else place.modules[place.part]
+    value = float(rank) if stated is None or "down" not in names else stated.alpha_of(name, rank)
+    value = float(alpha) if alpha is not None else value
     component = f"{module.encoder.name}." if module.encoder else ""
-    return component + module.place.modules[module.place.part or 0]
+    if kind is LoraWeights:
+        value = value or float(rank)  # alpha 0 means "no scaling" in sd-scripts
+    read = kind.of(tensors, value)
+    if not module.is_fused and place.part is not None:
+        return {component + place.modules[place.part]: read}
+    if not isinstance(read, LoraWeights):
+        return {component + place.modules[0]: read}
+    try:
+        parts = split_fused(place.row, read)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; the file was made for another model") from None
+    return {component + place.modules[part]: weights for part, weights in parts.items()}
 
 
-def _dora_metadata(adapters: Mapping[str, AdapterWeights], targets: LoraTargets) -> str:
-    """Return the JSON by which diffusers gives every module its rank and alpha and makes it a DoRA."""
-    components = {
-        component: {name.removeprefix(f"{component}."): module for name, module in part.items()}
-        for component, part in targets.by_component(_as_loras(adapters)).items()
-    }
-    fields = json.loads(adapter_metadata(components))
-    fields |= {key: True for key in fields if key.endswith(".use_dora")}
-    return json.dumps(fields, indent=2, sort_keys=True)
+def fitting_targets(keys: Iterable[str]) -> list[LoraTargets]:
+    """Return the row of each architecture that has a layer for every key of a LoRA (or LoKr, DoRA, ...) file."""
+    stems = _stems(keys)
+    return [row for row in lora_namings() if stems and all(find_place(stem, row) for stem in stems)]
 
 
-def _as_loras(adapters: Mapping[str, AdapterWeights]) -> dict[str, LoraWeights]:
-    return {name: LoraWeights(w.tensors["down"], w.tensors["up"], w.alpha) for name, w in adapters.items()}
+def refuse_other_family(path: Path, targets: LoraTargets) -> None:
+    """Refuse a file whose keys are all those of another architecture than ``targets``'."""
+    header = read_safetensors_header(path)
+    fitting = fitting_targets(header)
+    if fitting and not any(row.keys is targets.keys for row in fitting):
+        names = " or ".join(row.family for row in fitting)
+        title = TITLES[non_lora_kind(header) or "lora"]
+        remedy = "give a model of its kind" if targets.own_names else f"set --model_type {names}"
+        raise UserError(f"{path}: is a {title} of {names}, not of {targets.family}; {remedy}")
+
+
+def best_targets(keys: Iterable[str]) -> LoraTargets:
+    """Return the row of the architecture that has a layer for most of a file's keys."""
+    stems = _stems(keys)
+    return max(lora_namings(), key=lambda row: sum(find_place(stem, row) is not None for stem in stems))
+
+
+def _stems(keys: Iterable[str]) -> set[str]:
+    """Return what stands before the tensors' own names."""
+    return {_TENSOR_NAME.sub("", key) for key in keys if key != "__metadata__"}
+
+
+def fuse_parts(row: KeyRow, parts: Mapping[int, LoraWeights]) -> LoraWeights:
+    """Return one LoRA of the original module with the same update.
+
+    Args:
+        row: the original module's row.
+        parts: part index -> weights; parts without a LoRA may be missing.
+    """
+    first = next(iter(parts.values()))
+    if len(row.parts) == 1:
+        return LoraWeights(first.down, row.swap(first.up), first.alpha)
+    if len(parts) == len(row.parts) and all(_same_down(first, part) for part in parts.values()):
+        return LoraWeights(first.down, torch.cat([parts[i].up for i in range(len(parts))]), first.alpha)
+    in_features = first.down.shape[1]
+    rows = [multiple * in_features for multiple in row.rows]
+    rank = max(part.rank for part in parts.values())
+    count = len(row.parts)
+    one_scale = len({part.scale for part in parts.values()}) == 1
+    down = first.down.new_zeros(count * rank, in_features)
+    up = first.up.new_zeros(sum(rows), count * rank)
+    for i, part in parts.items():
+        top, left = sum(rows[:i]), i * rank
+        down[left : left + part.rank] = part.down
+        up[top : top + rows[i], left : left + part.rank] = part.up if one_scale else part.up.float() * part.scale
+    if one_scale and all(part.rank == rank for part in parts.values()):
+        return LoraWeights(down, up, first.alpha * count)  # alpha / rank keeps its bits
+    return LoraWeights(down, up, (first.scale if one_scale else 1.0) * count * rank)
+
+
+def split_fused(row: KeyRow, fused: LoraWeights) -> dict[int, LoraWeights]:
+    """Return part index -> weights with the same update as ``fused``.
+
+    Parts of a block-diagonal LoRA whose down-projection is all zero were never there and are left out.
+
+    Raises:
+        ValueError: the shapes are not those of this module.
+    """
+    if len(row.parts) == 1:
+        return {0: LoraWeights(fused.down, row.swap(fused.up), fused.alpha)}
+    rows = row.part_rows(fused.up.shape[0], fused.down.shape[1])
+    ups = fused.up.split(rows)
+    count = len(rows)
+    rank = fused.rank // count
+    if fused.rank % count or not all(_only_block(up, i * rank, rank) for i, up in enumerate(ups)):
+        return {i: LoraWeights(fused.down, up.contiguous(), fused.alpha) for i, up in enumerate(ups)}
+    parts: dict[int, LoraWeights] = {}
+    for i, up in enumerate(ups):
+        block = slice(i * rank, (i + 1) * rank)
+        filled = fused.down[block].any(dim=1)
+        if bool(filled.all()):
+            parts[i] = LoraWeights(fused.down[block], up[:, block].contiguous(), fused.alpha / count)
+        elif bool(filled.any()):
+            kept = int(filled.sum())
+            alpha = fused.scale * kept
+            parts[i] = LoraWeights(fused.down[block][filled], up[:, block][:, filled].contiguous(), alpha)
+    return parts
+
+
+def _same_down(a: LoraWeights, b: LoraWeights) -> bool:
+    return a.alpha == b.alpha and a.down.shape == b.down.shape and torch.equal(a.down, b.down)
+
+
+def _only_block(up: torch.Tensor, start: int, rank: int) -> bool:
+    """Whether ``up`` is zero outside the columns ``start`` to ``start + rank``."""
+    return not bool(up[:, :start].any()) and not bool(up[:, start + rank :].any())
+
+
+_SHOWN = 20  # names of each sort; a FLUX LoRA has 500
+
+
+class PartialFit:
+    """A tally of one file's modules: what was taken, what has no place or another shape, what the file lacks."""
+
+    def __init__(self, source: str, unknown: Sequence[str] = (), unmatched: Sequence[str] = ()) -> None:
+        """Begin with the keys that mean no module of the family, and the modules that have no place here.
+
+        Attributes:
+            unknown: those keys; may be added to.
+        """
+        self._source, self.unknown, self._unmatched = source, list(unknown), list(unmatched)
+        self._misfits: list[str] = []
+        self._matched: set[str] = set()
+
+    def takes(self, name: str) -> None:
+        """Count module ``name`` as matched."""
+        self._matched.add(name)
+
+    def lacks(self, names: Sequence[str]) -> None:
+        """Count modules as without a place."""
+        self._unmatched += names
+
+    def misfits(self, problems: Sequence[str]) -> None:
+        """Count modules as of another shape; each is described."""
+        self._misfits += problems
+
+    def line(self, wanted: Collection[str] | None = None) -> str:
+        """Return what was taken and what was not, by name, in one line; ``wanted`` are the modules there are.
+
+        Raises:
+            UserError: nothing fits.
+        """
+        missing = sorted(set(wanted) - self._matched) if wanted is not None else []
+        groups = {
+            "not known": self.unknown,
+            "without a place here": self._unmatched,
+            "of another shape": self._misfits,
+            "begun anew": missing,
+        }
+        left = [f"{len(names)} {what} ({names_in_short(names, _SHOWN)})" for what, names in groups.items() if names]
+        if not self._matched:
+            raise UserError(f"{self._source}: nothing of it fits: {', '.join(left[:3])}; give a LoRA of this model")
+        return f"{self._source}: " + "; ".join([f"{len(self._matched)} modules matched", *left])
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of the file was taken."""
+        return not (self.unknown or self._unmatched or self._misfits)

@@ -1,7 +1,7 @@
 """What is in a LoRA file, layer by layer: rank, alpha and the size of the update.
 
-Files of a known family are read with ``networks.files.lora``, so that the same LoRA shows the same layers in whatever
-layout it lies, q, k and v apart; of another kind that Tandem merges (DoRA, LoKr, ...) the layers are counted. Of other
+Files of a known family are read as for training, so that the same LoRA shows the same layers in whatever layout it is,
+q, k and v apart; of another kind that Tandem merges (DoRA, LoKr, ...) the layers are counted. Of other
 files (another architecture, convolutions) every pair of tensors that looks like a LoRA is shown under its key, and what
 is left over is named.
 
@@ -17,16 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
-from library.safetensors_io import read_safetensors_header
+from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor
 from networks.families import likely_targets
-from networks.files.adapters import read_updates
-from networks.files.lora import best_targets
+from networks.files.adapters import best_targets, load_adapter
 from networks.files.metadata import AlphaTable, read_alphas
-from networks.files.weights import TITLES, AdapterWeights, LoraWeights
+from networks.files.weights import LoraWeights
 from networks.merging.low_rank import update_norm
 
 _BLOCK = re.compile(r"^(.*?)[._](\d+)[._](.+)$")  # kohya's keys have underscores
@@ -91,16 +88,16 @@ def inspect_lora(path: Path) -> LoraReport:
     targets = rows[0] if rows else best_targets(header)
     families = tuple(row.family for row in rows)
     try:
-        updates, file = read_updates(path, targets)
+        file = load_adapter(path, targets)
     except UserError as error:
         pairs, others = _pairs(path)
         layers = tuple(_layer(name, weights) for name, weights in pairs)
         return LoraReport("LoRA", (), "", len(layers), layers, tuple(others), (f"cannot be loaded: {error}",))
-    loras = {name: weights for name, weights in updates.items() if isinstance(weights, LoraWeights)}
+    loras = {name: weights for name, weights in file.weights.items() if isinstance(weights, LoraWeights)}
     layers = tuple(_layer(name, loras[name]) for name in sorted(loras, key=lambda name: _order(name, targets)))
-    title = TITLES[next((weights.kind for weights in updates.values() if isinstance(weights, AdapterWeights)), "lora")]
+    title = next((weights.title for weights in file.weights.values() if weights.kind != "lora"), LoraWeights.title)
     notes = () if layers else (f"is no LoRA; merge_lora.py merges a {title} into a model",)
-    return LoraReport(title, families, file.layout, len(updates), layers, (), notes)
+    return LoraReport(title, families, file.layout if loras else "", len(file.weights), layers, (), notes)
 
 
 def _order(name: str, targets: LoraTargets) -> tuple[int, int, str]:
@@ -122,34 +119,32 @@ def _layer(name: str, weights: LoraWeights) -> LoraLayer:
 
 def _pairs(path: Path) -> tuple[list[tuple[str, LoraWeights]], list[str]]:
     """Return every complete pair under its key's stem, and the keys that belong to none."""
-    metadata = dict(read_safetensors_header(path).get("__metadata__") or {})
+    entries, metadata = read_entries([path])
     found: dict[str, dict[str, str]] = {}
     others: list[str] = []
-    try:
-        with safe_open(path, framework="pt") as file:
-            keys = list(file.keys())
-            for key in keys:
-                if match := _PAIR.fullmatch(key):
-                    role = "down" if match["role"].endswith(("_A", "down")) else "up"
-                    found.setdefault(match["stem"], {})[role] = key
-                elif not key.endswith(".alpha"):
-                    others.append(key)
-            pairs = list(_read_pairs(path, file, found, metadata, set(keys)))
-    except SafetensorError as error:
-        raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from None
+    for key in entries:
+        if match := _PAIR.fullmatch(key):
+            role = "down" if match["role"].endswith(("_A", "down")) else "up"
+            found.setdefault(match["stem"], {})[role] = key
+        elif not key.endswith(".alpha"):
+            others.append(key)
+    pairs = list(_read_pairs(path, entries, found, metadata))
     complete = {stem for stem, _ in pairs}
     others += [key for stem, roles in found.items() if stem not in complete for key in roles.values()]
     return pairs, others
 
 
 def _read_pairs(
-    path: Path, file: safe_open, found: Mapping[str, Mapping[str, str]], metadata: Mapping[str, str], keys: set[str]
+    path: Path,
+    entries: Mapping[str, TensorEntry],
+    found: Mapping[str, Mapping[str, str]],
+    metadata: Mapping[str, str],
 ) -> Iterator[tuple[str, LoraWeights]]:
     stated: AlphaTable | None = None
     for stem, roles in found.items():
         if len(roles) < 2:
             continue
-        down, up = file.get_tensor(roles["down"]), file.get_tensor(roles["up"])
+        down, up = read_tensor(entries, roles["down"]), read_tensor(entries, roles["up"])
         if min(down.ndim, up.ndim) < 2 or not down.numel() * up.numel():
             continue
         down, up = down.reshape(down.shape[0], -1), up.reshape(up.shape[0], -1)  # convolutions as matrices
@@ -159,6 +154,6 @@ def _read_pairs(
         with suppress(UserError):  # of a DoRA, say; why it cannot be loaded is in the notes already
             stated = read_alphas(path, metadata, prefix)
         alpha = stated.alpha_of(name, down.shape[0]) if stated else float(down.shape[0])
-        if f"{stem}.alpha" in keys and (own := file.get_tensor(f"{stem}.alpha")).numel() == 1:
+        if f"{stem}.alpha" in entries and (own := read_tensor(entries, f"{stem}.alpha")).numel() == 1:
             alpha = float(own) or alpha
         yield stem, LoraWeights(down, up, alpha)

@@ -35,7 +35,9 @@ import safetensors.torch
 from torch import Tensor
 
 from library.errors import UserError
-from networks.files.weights import LoraWeights
+from library.files import write_text
+from library.models.layer_names import LoraTargets
+from networks.files.weights import AdapterWeights
 
 _KOHYA_MODULE = "networks.lora_flux"  # what readers of kohya files look for; the weights mean the same
 _KOHYA_BASE_VERSION = "flux1"
@@ -124,9 +126,11 @@ def hash_metadata(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
 
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"
+BASE_MODEL = "tandem.base_model"  # the base's name, where it is known
+_PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
-def adapter_metadata(components: Mapping[str, Mapping[str, LoraWeights]]) -> str:
+def adapter_metadata(components: Mapping[str, Mapping[str, AdapterWeights]]) -> str:
     """Return the JSON that lets diffusers give every module its rank and alpha.
 
     Args:
@@ -138,7 +142,7 @@ def adapter_metadata(components: Mapping[str, Mapping[str, LoraWeights]]) -> str
     return json.dumps(fields, indent=2, sort_keys=True)
 
 
-def peft_config(weights: Mapping[str, LoraWeights]) -> dict[str, object]:
+def peft_config(weights: Mapping[str, AdapterWeights]) -> dict[str, object]:
     """Return the fields of the PEFT ``LoraConfig`` of one network."""
     rank = Counter(module.rank for module in weights.values()).most_common(1)[0][0]
     alpha = Counter(module.alpha for module in weights.values()).most_common(1)[0][0]
@@ -151,7 +155,7 @@ def peft_config(weights: Mapping[str, LoraWeights]) -> dict[str, object]:
         "target_modules": sorted(weights),
         "lora_dropout": 0.0,
         "bias": "none",
-        "use_dora": False,
+        "use_dora": any(module.kind == "dora" for module in weights.values()),
         "use_rslora": False,
     }
 
@@ -186,7 +190,7 @@ def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str, dora: bool
     beside = path.with_name("adapter_config.json")
     if text := metadata.get(ADAPTER_METADATA_KEY):
         source = f"{path}: metadata {ADAPTER_METADATA_KEY}"
-    elif path.name == "adapter_model.safetensors" and beside.is_file():
+    elif path.name == _PEFT_WEIGHTS and beside.is_file():
         source, text = str(beside), beside.read_text(encoding="utf-8")
     else:
         return None
@@ -206,6 +210,33 @@ def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str, dora: bool
     if not sound:
         raise UserError(f"{source}: lora_alpha or alpha_pattern are no finite numbers; save the LoRA again")
     return AlphaTable(alpha, patterns, bool(config.get("use_rslora")))
+
+
+def save_peft_config(
+    folder: str | Path,
+    weights: Mapping[str, AdapterWeights],
+    targets: LoraTargets,
+    metadata: Mapping[str, str],
+) -> Path:
+    """Write ``adapter_config.json`` into ``folder``, made if needed; return where the weights go, beside it.
+
+    A ``.safetensors`` file instead of a folder is the weights' file alone.
+    """
+    if Path(folder).suffix == ".safetensors":
+        return Path(folder)
+    fields = peft_config(weights) | {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": metadata.get(BASE_MODEL),
+        "fan_in_fan_out": targets.fan_in_fan_out,
+        "inference_mode": True,
+    }
+    write_text(Path(folder) / "adapter_config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    return Path(folder) / _PEFT_WEIGHTS
+
+
+def weight_file(path: Path) -> Path:
+    """Return the weights' file of a LoRA, which may be a folder."""
+    return path / _PEFT_WEIGHTS if path.is_dir() else path
 
 
 def _exactly(name: str) -> str:

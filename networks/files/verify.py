@@ -28,10 +28,10 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.safetensors_io import read_safetensors_header
-from networks.files.adapters import layer_tensors, read_updates
-from networks.files.peft import weight_file
+from networks.files.adapters import load_adapter
+from networks.files.metadata import weight_file
 from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
-from networks.network import AdapterNetwork, LoraNetwork
+from networks.network import AdapterNetwork
 
 # Two factors, each rounded to the dtype's half unit in the last place; fp32 is written as it is, but for splitting
 # and joining fused layers (exact) and the alpha's rounding to fp32.
@@ -39,16 +39,12 @@ _TOLERANCE = {"F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
 
 _PAIR = {"lora_A.weight", "lora_B.weight"}
 _TRIPLE = {"lora_down.weight", "lora_up.weight", "alpha"}
-_RULES: dict[str, tuple[str, set[str]]] = {  # layout -> what stands before the role, the roles that belong together
+_RULES: dict[str, tuple[str, set[str]]] = {  # layout -> a key without its role, the roles that belong together
     "diffusers": (r"(?:transformer|text_encoder(?:_2)?)\.[\w.]+", _PAIR),
     "peft": (r"base_model\.model\.[\w.]+", _PAIR),
     "kohya": (r"lora_(?:unet|te1|te3)_\w+", _TRIPLE),
     "comfy": (r"diffusion_model\.[\w.]+|lora_te[13]_\w+", _TRIPLE),
-}
-_OTHER_KINDS: dict[str, str] = {  # of DoRA and LyCORIS files, whose roles differ by kind
-    "diffusers": r"(?:transformer|text_encoder(?:_2)?)\.[\w.]+",
-    "peft": r"base_model\.model\.[\w.]+",
-    "comfy": r"lycoris_\w+|lora_te[13]_\w+",
+    "lycoris": (r"lycoris_\w+|lora_te[13]_\w+", set()),  # comfy's for other kinds, whose roles differ
 }
 
 
@@ -76,13 +72,9 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
     Raises:
         UserError: it cannot be read, a layer is missing, more, or does something else, or a key would not be loaded.
     """
-    header = read_safetensors_header(weight_file(path))
-    dtype = _check_keys(path, header, save_format, is_lora=isinstance(network, LoraNetwork))
-    updates, _ = read_updates(path, network.targets)
-    if isinstance(network, LoraNetwork):
-        live: Mapping[str, LoraWeights | AdapterWeights] = network.weights()
-    else:
-        live = {name: layer_tensors(layer, save_format) for name, layer in network.modules.items()}
+    is_lora = network.options.kind == "lora"
+    dtype = _check_keys(path, read_safetensors_header(weight_file(path)), save_format, is_lora)
+    updates, live = load_adapter(path, network.targets).weights, network.weights()
     if wrong := sorted(updates.keys() ^ live.keys()):
         raise UserError(f"{path}: its layers are not those trained ({names_in_short(wrong)}); do not use it")
     distances = {name: distance(updates[name], live[name]) for name in live}
@@ -96,8 +88,8 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
 
 
 @torch.no_grad()
-def distance(one: LoraWeights | AdapterWeights, other: LoraWeights | AdapterWeights) -> float:
-    """Return how far two updates of a layer lie apart, relative to the second; NaN where one is not finite."""
+def distance(one: AdapterWeights, other: AdapterWeights) -> float:
+    """Return how far a file's ``one`` is from a layer's ``other``, relative to it; NaN where one is not finite."""
     if isinstance(one, LoraWeights) and isinstance(other, LoraWeights):
         if one.shape != other.shape:
             return math.inf
@@ -106,11 +98,10 @@ def distance(one: LoraWeights | AdapterWeights, other: LoraWeights | AdapterWeig
         if not math.isfinite(apart):
             return math.nan
         return math.sqrt(max(apart, 0.0) / size) if size > 0 else math.sqrt(max(apart, 0.0))
-    assert isinstance(one, AdapterWeights)
-    assert isinstance(other, AdapterWeights)
-    if one.tensors.keys() != other.tensors.keys() or abs(one.scale - other.scale) > 1e-6 * abs(other.scale):
+    known = one.kind == other.kind and one.tensors.keys() <= other.tensors.keys()  # a DoRA's lengths have two forms
+    if not known or abs(one.scale - other.scale) > 1e-6 * abs(other.scale):
         return math.inf
-    return max(_apart(one.tensors[name], other.tensors[name]) for name in other.tensors)
+    return max(_apart(one.tensors[name], other.tensors[name]) for name in one.tensors)
 
 
 def _up(weights: LoraWeights) -> Tensor:
@@ -142,7 +133,8 @@ def _check_keys(path: Path, header: Mapping[str, dict], save_format: str, is_lor
     """
     found: dict[str, set[str]] = defaultdict(set)
     dtypes: set[str] = set()
-    stem, roles = _RULES.get(save_format, ("", set[str]())) if is_lora else (_OTHER_KINDS[save_format], set[str]())
+    stem, roles = _RULES["lycoris" if save_format == "comfy" and not is_lora else save_format]
+    roles = roles if is_lora else set()
     role = "|".join(map(re.escape, sorted(roles))) if roles else r"[\w.]+?"
     pattern = re.compile(rf"({stem})\.({role})")
     for key, entry in header.items():

@@ -1,6 +1,7 @@
-"""One module's LoRA in memory: what files are read into and written from.
+"""One layer's adapter as files hold it, of each kind, and the weight it makes of the base's.
 
-One layer's adapter in memory, of whatever kind but plain LoRA, and the weight it makes of the base's.
+These are the plain formulas, on full weights; merging uses them. The layers that are trained (``networks.adapters``)
+compute the same without forming a weight. A new kind is a class here, in :data:`KINDS`, and a layer there.
 
 The formulas are ComfyUI's (``comfy/weight_adapter``), whose names the tensors have. Two of them deserve a warning:
 
@@ -14,48 +15,235 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from networks.adapters.orthogonal import cayley, rotate
+
+class AdapterWeights:
+    """A change to one linear layer.
+
+    Attributes:
+        kind: as ``network_type`` names it. title: the same in messages. marks: what in a file's key shows the kind.
+        tensors: by name, on one device, of any floating dtype.
+        alpha: numerator of the scale; the limit on |Q| of oft and boft.
+    """
+
+    kind: ClassVar[str]
+    title: ClassVar[str]
+    marks: ClassVar[tuple[str, ...]] = ()
+    tensors: Mapping[str, Tensor]
+    alpha: float
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], alpha: float) -> Self:
+        """Return an adapter of this kind."""
+        raise NotImplementedError
+
+    @classmethod
+    def is_complete(cls, names: set[str]) -> bool:
+        """Return whether ``names`` are all tensors of an adapter of this kind, and no more."""
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> int:
+        """Columns of the products it is made of; 0 where it is made of none."""
+        return rank_of(self.tensors)
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank; 1 where there are no products."""
+        return self.alpha / self.rank if self.rank else 1.0
+
+    @property
+    def shape(self) -> tuple[int, int | None]:
+        """Output rows and input columns of the layer; None where the kind does not say."""
+        raise NotImplementedError
+
+    def apply(self, weight: Tensor, strength: float) -> Tensor:
+        """Return ``weight`` [out, in] fp32 changed by ``strength`` times what the adapter changes."""
+        raise NotImplementedError
+
+
+def rank_of(tensors: Mapping[str, Tensor]) -> int:
+    """Return the rank that alpha is divided by, 0 where there is none."""
+    return next((tensors[n].shape[0] for n in ("down", "lokr_w2_b", "lokr_w1_b", "hada_w1_b") if n in tensors), 0)
 
 
 @dataclass(frozen=True)
-class LoraWeights:
-    """The update ``alpha / rank * up @ down`` of one linear layer.
-
-    Attributes:
-        down: [rank, in]. up: [out, rank]. Any floating dtype, the same device.
-        alpha: numerator of the scale.
-    """
+class LoraWeights(AdapterWeights):
+    """The update ``alpha / rank * up @ down``, down [rank, in], up [out, rank]."""
 
     down: Tensor
     up: Tensor
     alpha: float
+    kind = "lora"
+    title = "LoRA"
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], alpha: float) -> Self:
+        """Return a LoRA of ``down`` and ``up``."""
+        return cls(tensors["down"], tensors["up"], alpha)
+
+    @classmethod
+    def is_complete(cls, names: set[str]) -> bool:
+        """See the base class."""
+        return names == {"down", "up"}
 
     @property
-    def rank(self) -> int:
-        """Rows of ``down``."""
-        return self.down.shape[0]
+    def tensors(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        """``down`` and ``up``."""
+        return {"down": self.down, "up": self.up}
 
     @property
     def shape(self) -> tuple[int, int]:
         """Output rows and input columns of the layer."""
         return self.up.shape[0], self.down.shape[1]
 
-    @property
-    def scale(self) -> float:
-        """alpha / rank."""
-        return self.alpha / self.rank
-
     def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the update, [out, in], computed in ``dtype``."""
         return torch.mm(self.up.to(dtype), self.down.to(dtype)).mul_(self.scale)
 
     def apply(self, weight: Tensor, strength: float) -> Tensor:
-        """Return ``weight`` [out, in] fp32 plus ``strength`` times the update."""
+        """W + strength * s B A."""
         return weight + self.delta(torch.float32).mul_(strength)
+
+
+@dataclass(frozen=True)
+class _Tensors(AdapterWeights):
+    tensors: Mapping[str, Tensor]
+    alpha: float
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], alpha: float) -> Self:
+        """Return an adapter of this kind."""
+        return cls(tensors, alpha)
+
+
+class DoraWeights(_Tensors):
+    """``down``, ``up`` and row lengths: ``magnitude`` [out] (peft's) or ``dora_scale`` [out, 1] or [1, in] (ComfyUI's).
+
+    Made of a trained layer it has both.
+    """
+
+    kind, title, marks = "dora", "DoRA", (".dora_scale", ".lora_magnitude_vector")
+
+    @classmethod
+    def is_complete(cls, names: set[str]) -> bool:
+        """See the base class."""
+        return {"down", "up"} < names and len(names) == 3
+
+    @property
+    def shape(self) -> tuple[int, int | None]:
+        """See the base class."""
+        return self.tensors["up"].shape[0], self.tensors["down"].shape[1]
+
+    def apply(self, weight: Tensor, strength: float) -> Tensor:
+        """W + strength * (m V / |V| - W)."""
+        t = {name: tensor.float() for name, tensor in self.tensors.items()}
+        merged = weight + self.scale * (t["up"] @ t["down"])
+        if "magnitude" in t:
+            changed = merged * (t["magnitude"].reshape(-1, 1) / merged.norm(dim=1, keepdim=True))
+        elif t["dora_scale"].shape[0] == weight.shape[0]:
+            changed = merged * (t["dora_scale"].reshape(-1, 1) / weight.norm(dim=1, keepdim=True))
+        else:
+            changed = merged * (t["dora_scale"].reshape(1, -1) / merged.norm(dim=0, keepdim=True))
+        return weight + strength * (changed - weight)
+
+
+class LokrWeights(_Tensors):
+    """``lokr_w1`` or its factors ``lokr_w1_a`` and ``lokr_w1_b``; ``lokr_w2`` likewise."""
+
+    kind, title, marks = "lokr", "LoKr", (".lokr_",)
+
+    @classmethod
+    def is_complete(cls, names: set[str]) -> bool:
+        """See the base class."""
+        sides = {side: {f"{side}_a", f"{side}_b"} for side in ("lokr_w1", "lokr_w2")}
+        found = {side: {n for n in names if n.startswith(side)} for side in sides}
+        return all(found[side] in ({side}, sides[side]) for side in sides) and names == set().union(*found.values())
+
+    @property
+    def shape(self) -> tuple[int, int | None]:
+        """See the base class."""
+        (rows, columns), (more_rows, more_columns) = self._side("lokr_w1").shape, self._side("lokr_w2").shape
+        return rows * more_rows, columns * more_columns
+
+    def apply(self, weight: Tensor, strength: float) -> Tensor:
+        """W + strength * s w1 (x) w2."""
+        return weight + strength * self.scale * torch.kron(self._side("lokr_w1"), self._side("lokr_w2"))
+
+    def _side(self, name: str) -> Tensor:
+        """Return w1 or w2, multiplied out."""
+        t = self.tensors
+        return t[name].float() if name in t else t[f"{name}_a"].float() @ t[f"{name}_b"].float()
+
+
+class LohaWeights(_Tensors):
+    """``hada_w1_a``, ``hada_w1_b``, ``hada_w2_a``, ``hada_w2_b``."""
+
+    kind, title, marks = "loha", "LoHa", (".hada_",)
+
+    @classmethod
+    def is_complete(cls, names: set[str]) -> bool:
+        """See the base class."""
+        return names == {f"hada_w{i}_{side}" for i in (1, 2) for side in "ab"}
+
+    @property
+    def shape(self) -> tuple[int, int | None]:
+        """See the base class."""
+        return self.tensors["hada_w1_a"].shape[0], self.tensors["hada_w1_b"].shape[1]
+
+    def apply(self, weight: Tensor, strength: float) -> Tensor:
+        """W + strength * s (a1 b1) * (a2 b2)."""
+        t = {name: tensor.float() for name, tensor in self.tensors.items()}
+        product = (t["hada_w1_a"] @ t["hada_w1_b"]) * (t["hada_w2_a"] @ t["hada_w2_b"])
+        return weight + strength * self.scale * product
+
+
+class OftWeights(_Tensors):
+    """``oft_blocks`` P [blocks, size, size]."""
+
+    kind, title = "oft", "OFT"
+    marks: ClassVar[tuple[str, ...]] = (".oft_blocks",)
+
+    @classmethod
+    def is_complete(cls, names: set[str]) -> bool:
+        """See the base class."""
+        return names == {"oft_blocks"}
+
+    @property
+    def shape(self) -> tuple[int, int | None]:
+        """See the base class."""
+        return self.tensors["oft_blocks"].shape[-3] * self.tensors["oft_blocks"].shape[-1], None
+
+    def apply(self, weight: Tensor, strength: float) -> Tensor:
+        """W + strength * (R W - W)."""
+        blocks = self.tensors["oft_blocks"].float()
+        if self.alpha > 0:
+            size = (blocks - blocks.transpose(-1, -2)).norm() + 1e-8
+            blocks = blocks * min(1.0, self.alpha / float(size))
+        return weight + strength * (rotate(weight.t(), cayley(blocks)).t() - weight)
+
+
+class BoftWeights(OftWeights):
+    """``oft_blocks`` P [stages, blocks, size, size]."""
+
+    kind, title = "boft", "BOFT"
+    marks: ClassVar[tuple[str, ...]] = ()
+
+
+KINDS: dict[str, type[AdapterWeights]] = {
+    each.kind: each for each in (LoraWeights, DoraWeights, LokrWeights, LohaWeights, OftWeights, BoftWeights)
+}
+TITLES = {kind: each.title for kind, each in KINDS.items()}
+ADAPTER_MARKS = {mark: kind for kind, each in KINDS.items() for mark in each.marks}
+
+
+def non_lora_kind(keys: Iterable[str]) -> str | None:
+    """Return the kind that a file's keys show if it is no plain LoRA; "oft" for BOFT too."""
+    return next((kind for key in keys for mark, kind in ADAPTER_MARKS.items() if mark in key), None)
 
 
 def names_in_short(names: Sequence[str], shown: int = 5) -> str:
@@ -64,86 +252,29 @@ def names_in_short(names: Sequence[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + more
 
 
-TITLES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa", "oft": "OFT", "boft": "BOFT"}
-ADAPTER_MARKS = {  # what in a key speaks of a kind
-    ".dora_scale": "dora",
-    ".lora_magnitude_vector": "dora",
-    ".oft_blocks": "oft",
-    ".lokr_": "lokr",
-    ".hada_": "loha",
-}
+def cayley(blocks: Tensor) -> Tensor:
+    """Return ``(I + Q) (I - Q)^-1`` with ``Q = P - P^T`` of every block ``P`` [..., size, size], in fp32."""
+    with torch.autocast(blocks.device.type, enabled=False):
+        skew = blocks.float() - blocks.float().transpose(-1, -2)
+        eye = torch.eye(blocks.shape[-1], device=blocks.device)
+        return torch.linalg.solve(eye - skew, eye + skew, left=False)
 
 
-@dataclass(frozen=True)
-class AdapterWeights:
-    """A change to one linear layer.
+def rotate(outputs: Tensor, rotations: Tensor) -> Tensor:
+    """Return ``outputs`` [N, out] rotated as OFT's and BOFT's rows of a weight are.
 
-    Attributes:
-        kind: "dora", "lokr", "loha", "oft" or "boft".
-        tensors: by name: ``down``, ``up`` and ``magnitude`` or ``dora_scale``; ``lokr_w1`` or ``lokr_w1_a`` and
-            ``lokr_w1_b``, ``lokr_w2`` likewise; ``hada_w1_a``, ``hada_w1_b``, ``hada_w2_a``, ``hada_w2_b``;
-            ``oft_blocks``.
-        alpha: numerator of the scale; the limit on |Q| of oft and boft.
+    Args:
+        outputs: the last dimension is the one that is rotated; of a weight give the transpose.
+        rotations: [blocks, size, size] (OFT: row n goes to m by ``R[n, m]``) or [stages, blocks, size, size] (BOFT:
+            by ``R[m, n]``, on the order of the stage).
     """
-
-    kind: str
-    tensors: Mapping[str, Tensor]
-    alpha: float
-
-    @property
-    def shape(self) -> tuple[int, int | None]:
-        """Output rows and input columns of the layer; None where the kind does not say."""
-        t = self.tensors
-        if self.kind == "dora":
-            return t["up"].shape[0], t["down"].shape[1]
-        if self.kind == "loha":
-            return t["hada_w1_a"].shape[0], t["hada_w1_b"].shape[1]
-        if self.kind == "lokr":
-            (rows, columns), (more_rows, more_columns) = self._side("lokr_w1").shape, self._side("lokr_w2").shape
-            return rows * more_rows, columns * more_columns
-        return t["oft_blocks"].shape[-3] * t["oft_blocks"].shape[-1], None
-
-    @property
-    def scale(self) -> float:
-        """Factor of the update, of the kinds that add one."""
-        t = self.tensors
-        for name in ("down", "lokr_w2_b", "lokr_w1_b", "hada_w1_b"):
-            if name in t:
-                return self.alpha / t[name].shape[0]
-        return 1.0
-
-    def apply(self, weight: Tensor, strength: float) -> Tensor:
-        """Return ``weight`` [out, in] fp32 changed by ``strength`` times what the adapter changes."""
-        t = {name: tensor.float() for name, tensor in self.tensors.items()}
-        if self.kind == "lokr":
-            return weight + strength * self.scale * torch.kron(self._side("lokr_w1"), self._side("lokr_w2"))
-        if self.kind == "loha":
-            product = (t["hada_w1_a"] @ t["hada_w1_b"]) * (t["hada_w2_a"] @ t["hada_w2_b"])
-            return weight + strength * self.scale * product
-        changed = self._decomposed(weight, t) if self.kind == "dora" else self._rotated(weight, t["oft_blocks"])
-        return weight + strength * (changed - weight)
-
-    def _decomposed(self, weight: Tensor, t: Mapping[str, Tensor]) -> Tensor:
-        merged = weight + self.scale * (t["up"] @ t["down"])
-        if "magnitude" in t:
-            return merged * (t["magnitude"].reshape(-1, 1) / merged.norm(dim=1, keepdim=True))
-        scale = t["dora_scale"]
-        if scale.shape[0] == weight.shape[0]:
-            return merged * (scale.reshape(-1, 1) / weight.norm(dim=1, keepdim=True))
-        return merged * (scale.reshape(1, -1) / merged.norm(dim=0, keepdim=True))
-
-    def _rotated(self, weight: Tensor, blocks: Tensor) -> Tensor:
-        if self.alpha > 0:
-            size = (blocks - blocks.transpose(-1, -2)).norm() + 1e-8
-            blocks = blocks * min(1.0, self.alpha / float(size))
-        return rotate(weight.t(), cayley(blocks)).t()
-
-    def _side(self, name: str) -> Tensor:
-        """Return w1 or w2 of a LoKr, multiplied out."""
-        t = self.tensors
-        return t[name].float() if name in t else t[f"{name}_a"].float() @ t[f"{name}_b"].float()
-
-
-def non_lora_kind(keys: Iterable[str]) -> str | None:
-    """Return the kind that a file's keys speak of if it is no plain LoRA; "oft" for BOFT too."""
-    return next((kind for key in keys for mark, kind in ADAPTER_MARKS.items() if mark in key), None)
+    size = rotations.shape[-1]
+    if rotations.ndim == 3:
+        parts = outputs.unflatten(-1, (-1, size))
+        return torch.einsum("...kn,knm->...km", parts, rotations).flatten(-2)
+    for stage, blocks in enumerate(rotations):
+        half = 2**stage * (size // 2)
+        parts = outputs.unflatten(-1, (-1, 2, half)).transpose(-1, -2).flatten(-3).unflatten(-1, (-1, size))
+        parts = torch.einsum("...kn,kmn->...km", parts, blocks).flatten(-2)
+        outputs = parts.unflatten(-1, (-1, half, 2)).transpose(-1, -2).flatten(-3)
+    return outputs

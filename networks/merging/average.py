@@ -27,7 +27,7 @@ from pathlib import Path
 from torch import Tensor
 
 from library.errors import UserError
-from networks.files.lora import LoraFile
+from networks.files.adapters import LoraFile
 from networks.files.weights import LoraWeights, names_in_short
 
 _STEP = re.compile(r"-step(\d+)(-|\.|$)")

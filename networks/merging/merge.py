@@ -34,14 +34,12 @@ from library.files import weights_fingerprint
 from library.models.layer_names import KeyNames, LoraTargets
 from library.precision.checkpoint_layouts import WeightFiles
 from library.safetensors_io import read_tensor, stream_safetensors
-from networks.files.adapters import read_updates
+from networks.files.adapters import PRECISIONS, AdapterFile, PartialFit, load_adapter
 from networks.files.base import Base, BaseModule, check_target, find_modules, folder_copy, open_base, saved_specs
-from networks.files.lora import PRECISIONS, LoraFile
 from networks.files.metadata import base_mismatch
-from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
-from networks.partial_fit import PartialFit
+from networks.files.weights import AdapterWeights, names_in_short
 
-Updates = Mapping[str, LoraWeights | AdapterWeights]  # by module name
+Updates = Mapping[str, AdapterWeights]  # by module name
 Fits = dict[Path, PartialFit]  # by LoRA file
 _STALE_METADATA = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
 
@@ -58,7 +56,7 @@ class LoraSource:
 class Update:
     """One module's update, its strength, and where the module lies in the base."""
 
-    weights: LoraWeights | AdapterWeights
+    weights: AdapterWeights
     ratio: float
     place: BaseModule
 
@@ -108,8 +106,8 @@ def merge_loras(
     dtype = PRECISIONS[precision] if precision else None
     base = open_base(model)
     fits: Fits | None = {} if allow_partial else None
-    read = [(source, *read_updates(source.path, targets, unknown_keys(fits, source))) for source in sources]
-    loras = [(source, weights) for source, weights, _ in read]
+    read = [(source, load_adapter(source.path, targets, unknown_keys(fits, source))) for source in sources]
+    loras = [(source, file.weights) for source, file in read]
     components = _components(base, loras, targets, transformer_only, fits)
     fitting = partial_notes(fits)
     check_target(base, save_to, dtype)
@@ -133,7 +131,7 @@ def merge_loras(
                 write(component, folder.parent / component.name)
     notes = [
         *fitting,
-        *_base_notes(base.weights_path, [(source, file) for source, _, file in read]),
+        *_base_notes(base.weights_path, read),
         *(_left_out_notes(loras, targets) if transformer_only else ()),
     ]
     return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
@@ -317,7 +315,7 @@ def _left_out_notes(loras: Sequence[tuple[LoraSource, Updates]], targets: LoraTa
             yield f"{source.path}: {len(text)} text encoder modules left out ({names_in_short(text)})"
 
 
-def _base_notes(weights: Path, loras: Sequence[tuple[LoraSource, LoraFile]]) -> Iterator[str]:
+def _base_notes(weights: Path, loras: Sequence[tuple[LoraSource, AdapterFile]]) -> Iterator[str]:
     """Yield a remark for every LoRA that says it was trained on other weights."""
     if any("tandem.base_fingerprint" in lora.metadata for _, lora in loras):
         here = weights_fingerprint(weights)

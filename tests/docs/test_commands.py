@@ -27,7 +27,7 @@ from library.config.schema import DatasetArguments
 from library.data.dataset import build_dataset
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.text import TEMPLATES
-from networks.files.lora import save_lora
+from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
@@ -216,7 +216,9 @@ def test_every_command_about_lora_formats_runs(trained: Path) -> None:
 def test_every_command_about_precision_runs(place: Path) -> None:
     random = torch.Generator().manual_seed(0)
     down, up = (torch.randn(shape, generator=random) for shape in ((2, 64), (64, 2)))
-    save_lora(place / "style.safetensors", {"transformer_blocks.0.attn.to_q": LoraWeights(down, up, 2.0)}, FLUX_TARGETS)
+    save_adapter(
+        place / "style.safetensors", {"transformer_blocks.0.attn.to_q": LoraWeights(down, up, 2.0)}, FLUX_TARGETS
+    )
     _run_page("docs/fp8_files.md", place, 4)
     _assert_written(place, "flux1-dev-fp8.safetensors", "FLUX.1-dev-fp8", "flux1-dev-musubi.safetensors")
     _run_page("docs/precision.md", place, 5)

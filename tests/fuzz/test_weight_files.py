@@ -20,7 +20,7 @@ from library.models.registry import lora_targets
 from library.precision.checkpoint_layouts import WeightFiles
 from library.safetensors_io import DTYPES, RowRange, read_safetensors_header
 from networks.families import likely_targets
-from networks.files.adapters import read_updates
+from networks.files.adapters import load_adapter
 from networks.files.inspection import inspect_lora
 from tests.fuzz import harmless, share_of_cases
 from tests.networks.conftest import inject, make_flux
@@ -147,8 +147,8 @@ def test_any_lora_keys_are_taken_or_refused(
         tensors |= {f"{stem}.lora_A.weight": torch.ones(2, columns), f"{stem}.lora_B.weight": torch.ones(rows, 2)}
     path = folder / "lora.safetensors"
     path.write_bytes(save(tensors, metadata or None))  # of {} and {}, safetensors 0.8 makes no JSON
-    harmless(read_updates, path, lora_targets()[family])
-    harmless(read_updates, path, lora_targets()[family], [])
+    harmless(load_adapter, path, lora_targets()[family])
+    harmless(load_adapter, path, lora_targets()[family], [])
     harmless(likely_targets, read_safetensors_header(path))
     harmless(inspect_lora, path)
     before = {name: tensor.clone() for name, tensor in NETWORK.state_dict().items()}

@@ -20,8 +20,9 @@ from library.models.flux.spec import FluxFamily
 from library.models.registry import lora_targets, model_family
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
-from networks.files.lora import LAYOUTS, load_lora, save_lora
-from networks.injection import LoraNetwork, inject_lora
+from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
+from networks.injection import inject_adapter
+from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 from tests.flux_variants import TEXT, VARIANTS, diffusers_forward, tiny_conditions
 from tests.tiny import FLUX_PIPELINES, SingleFiles, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
@@ -70,10 +71,10 @@ def inputs_of(variant: Variant, batch: int = 2) -> tuple[Tensor, Tensor, dict[st
     return inputs["latents"], inputs["sigmas"], text, tiny_conditions(variant.name, batch)
 
 
-def lora_on(transformer: torch.nn.Module, name: str, *network_args: str) -> LoraNetwork:
+def lora_on(transformer: torch.nn.Module, name: str, *network_args: str) -> AdapterNetwork:
     """Inject a LoRA that already does something."""
     config = NetworkConfig(network_dim=4, network_alpha=ALPHA, network_args=list(network_args))
-    network = inject_lora(
+    network = inject_adapter(
         transformer, parse_network_args(config, lora_targets()[name]), lora_targets()[name], 0, torch.float32
     )
     random = torch.Generator().manual_seed(1)
@@ -140,14 +141,14 @@ def test_a_training_step_is_that_of_diffusers_and_peft(variant: Variant) -> None
             assert (ours - peft).abs().max() <= 1e-5 * peft.abs().max(), f"{name}.{part}"
 
 
-@pytest.mark.parametrize("save_format", LAYOUTS)
+@pytest.mark.parametrize("save_format", SAVE_FORMATS)
 def test_a_saved_lora_gives_the_pipeline_our_output(variant: Variant, save_format: str, tmp_path: Path) -> None:
     family, pipeline = variant.family(), variant.pipeline()
     transformer = family.load_transformer(torch.float32)
     # diffusers' converters split linear1 at FLUX.1's width only, and drop img_in of both layouts without a word
     options = EMBEDDER if save_format == "diffusers" else ("single_dim=0",)
     network = lora_on(transformer, variant.name, *options)
-    save_lora(tmp_path / "a.safetensors", network.weights(), lora_targets()[variant.name], save_format)
+    save_adapter(tmp_path / "a.safetensors", network.weights(), lora_targets()[variant.name], save_format)
     pipeline.load_lora_weights(tmp_path / "a.safetensors")
     latents, sigmas, text, conditions = inputs_of(variant)
     with torch.no_grad():
@@ -159,14 +160,14 @@ def test_a_saved_lora_gives_the_pipeline_our_output(variant: Variant, save_forma
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("save_format", LAYOUTS)
+@pytest.mark.parametrize("save_format", SAVE_FORMATS)
 def test_every_format_keeps_the_first_layers_lora_at_its_width(
     variant: Variant, save_format: str, tmp_path: Path
 ) -> None:
     transformer = variant.family().load_transformer(torch.float32)
     weights = lora_on(transformer, variant.name, *EMBEDDER).weights()
     assert weights["x_embedder"].down.shape == (4, 384 if variant.name == "flux_fill" else 64)
-    save_lora(tmp_path / "a.safetensors", weights, lora_targets()[variant.name], save_format)
+    save_adapter(tmp_path / "a.safetensors", weights, lora_targets()[variant.name], save_format)
     read = load_lora(tmp_path / "a.safetensors", lora_targets()[variant.name]).weights
     assert read.keys() == weights.keys()
     # kohya and comfy fold a fused layer's scale into B: one fp32 rounding

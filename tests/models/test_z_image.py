@@ -24,7 +24,7 @@ from library.models.z_image.spec import ZImageFamily
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
-from networks.injection import inject_lora
+from networks.injection import inject_adapter
 from networks.options import parse_network_args
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline, tiny_z_transformer
@@ -127,7 +127,7 @@ def test_a_training_step_is_that_of_diffusers_and_peft(folder: Path) -> None:
     transformer = family.load_transformer(torch.float32)
     kinds = [f"{kind.name}_dim=2" for kind in Z_IMAGE_TARGETS.kinds if not kind.default]
     options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3, network_args=kinds), Z_IMAGE_TARGETS)
-    network = inject_lora(transformer, options, Z_IMAGE_TARGETS, seed=0, dtype=torch.float32)
+    network = inject_adapter(transformer, options, Z_IMAGE_TARGETS, seed=0, dtype=torch.float32)
     random = torch.Generator().manual_seed(1)
     for layer in network.modules.values():  # so that lora_A gets a gradient too
         layer.lora_B.weight.data.normal_(std=0.05, generator=random)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
 from library.models.flux.files import FLUX_TARGETS
-from networks.injection import inject_lora
-from networks.network import LoraNetwork
+from networks.injection import inject_adapter
+from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 
 
@@ -53,13 +53,13 @@ def run_flux(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
     )[0]
 
 
-def inject(model: nn.Module, *network_args: str, dim: int = 4, alpha: float = 4.0, **fields: float) -> LoraNetwork:
+def inject(model: nn.Module, *network_args: str, dim: int = 4, alpha: float = 4.0, **fields: float) -> AdapterNetwork:
     """Inject a LoRA described as in a config."""
     config = NetworkConfig(network_dim=dim, network_alpha=alpha, network_args=list(network_args), **fields)
-    return inject_lora(model, parse_network_args(config, FLUX_TARGETS), FLUX_TARGETS, seed=0)
+    return inject_adapter(model, parse_network_args(config, FLUX_TARGETS), FLUX_TARGETS, seed=0)
 
 
-def train_a_little(network: LoraNetwork, scale: float = 0.3) -> None:
+def train_a_little(network: AdapterNetwork, scale: float = 0.3) -> None:
     """Give every lora_B values, as training would."""
     rng = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -68,10 +68,10 @@ def train_a_little(network: LoraNetwork, scale: float = 0.3) -> None:
 
 
 @pytest.fixture
-def mixed_lora() -> Callable[[], tuple[FluxTransformer2DModel, LoraNetwork]]:
+def mixed_lora() -> Callable[[], tuple[FluxTransformer2DModel, AdapterNetwork]]:
     """A model with a LoRA of mixed ranks, alpha other than rank, some of q, k, v missing, input layers included."""
 
-    def make() -> tuple[FluxTransformer2DModel, LoraNetwork]:
+    def make() -> tuple[FluxTransformer2DModel, AdapterNetwork]:
         model = make_flux()
         network = inject(
             model,

@@ -12,8 +12,7 @@ from torch import Tensor
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import load_adapter, read_updates
-from networks.files.lora import load_lora
+from networks.files.adapters import load_adapter, load_lora
 from networks.injection import inject_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork
@@ -87,7 +86,7 @@ def test_a_limit_on_rotations_and_lengths_of_columns_are_read_as_comfyui_reads_t
     eye = torch.eye(4, dtype=torch.float64)
     rotations = (eye + skew) @ (eye - skew).inverse()
     expected = torch.einsum("knm,kni->kmi", rotations, weight.view(8, 4, -1)).reshape(weight.shape)
-    (module,) = load_adapter(tmp_path / "oft.safetensors", FLUX_TARGETS).values()
+    (module,) = load_adapter(tmp_path / "oft.safetensors", FLUX_TARGETS).weights.values()
     torch.testing.assert_close(module.apply(weight.float(), 1.0).double(), expected, rtol=1e-5, atol=1e-6)
 
     down, up = torch.randn(2, 32, generator=rng), torch.randn(32, 2, generator=rng)
@@ -96,7 +95,7 @@ def test_a_limit_on_rotations_and_lengths_of_columns_are_read_as_comfyui_reads_t
     save_file({f"{STEM}.{key}": tensor for key, tensor in tensors.items()}, tmp_path / "dora.safetensors")
     changed = weight + 0.5 * (up @ down).double()
     expected = changed * (lengths.double() / changed.norm(dim=0, keepdim=True))
-    (module,) = load_adapter(tmp_path / "dora.safetensors", FLUX_TARGETS).values()
+    (module,) = load_adapter(tmp_path / "dora.safetensors", FLUX_TARGETS).weights.values()
     torch.testing.assert_close(module.apply(weight.float(), 1.0).double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -115,10 +114,10 @@ LOKR = {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(8, 8), "alpha": torch
     ("tensors", "message"),
     [
         ({f"{STEM}.{k}": t for k, t in LOKR.items() if k != "lokr_w2"}, "has lokr_w1, which is no whole LoKr"),
-        ({f"{STEM}.{k}": t for k, t in (LOKR | {"lokr_t2": torch.ones(1)}).items()}, f"a LoKr ({STEM}.lokr_t2)"),
+        ({f"{STEM}.{k}": t for k, t in (LOKR | {"lokr_t2": torch.ones(1)}).items()}, f"encoders: {STEM}.lokr_t2;"),
         ({f"lora_unet_double_blocks_0_img_attn_qkv.{k}": t for k, t in LOKR.items()}, "img_attn_qkv.alpha"),
         ({f"{STEM}.{k}": t for k, t in (LOKR | {"lokr_w1": torch.full((4, 4), torch.nan)}).items()}, "NaN or infinity"),
-        ({f"{STEM}.lora_down.weight": torch.ones(2, 32)}, "is a LoRA, or none of DoRA"),
+        ({f"{STEM}.lora_down.weight": torch.ones(2, 32)}, "has no up-projection; the file is incomplete"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
@@ -138,8 +137,8 @@ def test_a_file_for_another_model_is_refused_by_shape(tmp_path: Path) -> None:
 def test_a_plain_lora_is_no_other_kind_and_the_reverse(mixed_lora, tmp_path: Path) -> None:
     _, lora = mixed_lora()
     lora.save(tmp_path / "lora.safetensors", "kohya", "fp32", {})
-    updates, file = read_updates(tmp_path / "lora.safetensors", FLUX_TARGETS)
-    assert updates.keys() == lora.modules.keys()
+    file = load_adapter(tmp_path / "lora.safetensors", FLUX_TARGETS)
+    assert file.weights.keys() == lora.modules.keys()
     assert file.layout == "kohya"
     path = save(trained("loha")[1], tmp_path / "loha.safetensors")
     with pytest.raises(UserError, match=r"is a LoHa \(.*hada_w1_a\), no LoRA; merge it into a model with merge_lora"):
@@ -150,9 +149,9 @@ def test_a_plain_lora_is_no_other_kind_and_the_reverse(mixed_lora, tmp_path: Pat
     ("changes", "message"),
     [
         ({"network_dim": 4}, "network_dim as in the file"),
-        ({"network_alpha": 1.0}, "has the scale 0.5, here 0.166667; set network_alpha as in the file"),
-        ({"network_type": "lokr"}, "is a LoHa, here it is a LoKr; set network_type"),
-        ({"network_args": ["train_single_block_indices=0"]}, "layers differ from those trained here"),
+        ({"network_alpha": 1.0}, "has the scale 0.5, here 0.166667 and 39 more; set network_alpha as in the file"),
+        ({"network_type": "lokr"}, "is a LoHa, here it is a LoKr and 39 more; set network_type"),
+        ({"network_args": ["train_single_block_indices=0"]}, "not trained here: single_transformer_blocks.1"),
     ],
 )
 def test_going_on_from_another_network_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:

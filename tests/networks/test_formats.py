@@ -16,7 +16,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.lora import LAYOUTS, load_lora, save_lora
+from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
@@ -40,7 +40,7 @@ def deltas(weights: dict[str, LoraWeights]) -> dict[str, Tensor]:
 def test_diffusers_computes_what_our_network_computes(mixed_lora, tmp_path: Path) -> None:
     model, network = mixed_lora()
     assert len({layer.rank for layer in network.modules.values()}) > 2  # mixed ranks, alpha 3 throughout
-    save_lora(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS)
+    save_adapter(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS)
     ours = run_flux(model)
     assert (run_flux(make_flux()) - ours).abs().max() > 0.1
     # the same products in fp32, scaled at another place: far below the 1e-4 that is asked for
@@ -61,7 +61,7 @@ def test_diffusers_takes_a_pattern_for_the_top_level_alone(tmp_path: Path) -> No
         "single_transformer_blocks.0.proj_out": weights(32, 160, 4, 1.0),
         "single_transformer_blocks.1.proj_out": weights(32, 160, 4, 1.0),
     }
-    save_lora(tmp_path / "a.safetensors", lora, FLUX_TARGETS)
+    save_adapter(tmp_path / "a.safetensors", lora, FLUX_TARGETS)
     model = make_flux()
     attach_lora(model, lora, FLUX_TARGETS, "a")
     torch.testing.assert_close(output_in_diffusers(tmp_path / "a.safetensors"), run_flux(model), rtol=1e-5, atol=1e-5)
@@ -73,20 +73,20 @@ def test_diffusers_loads_the_original_layouts_too(save_format: str, tmp_path: Pa
     # its converter splits linear1 at FLUX.1's width only, so the double blocks have to do here
     network = inject(model, "train_single_block_indices=none", "img_mlp_dim=6", alpha=3.0)
     train_a_little(network)
-    save_lora(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, save_format)
+    save_adapter(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, save_format)
     torch.testing.assert_close(output_in_diffusers(tmp_path / "a.safetensors"), run_flux(model), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("save_format", LAYOUTS)
+@pytest.mark.parametrize("save_format", SAVE_FORMATS)
 def test_every_format_returns_the_same_updates_through_every_other(
     save_format: str, mixed_lora, tmp_path: Path
 ) -> None:
     _, network = mixed_lora()
     expected = deltas(network.weights())
     weights = network.weights()
-    for number, through in enumerate((save_format, *LAYOUTS, save_format)):
+    for number, through in enumerate((save_format, *SAVE_FORMATS, save_format)):
         path = tmp_path / f"{number}.safetensors"
-        save_lora(path, weights, FLUX_TARGETS, through)
+        save_adapter(path, weights, FLUX_TARGETS, through)
         read = load_lora(path, FLUX_TARGETS)
         assert read.layout == through
         weights = read.weights
@@ -196,7 +196,7 @@ def test_fused_modules_of_the_original_layout_are_split(
 
 def test_kohya_files_hold_the_published_keys_with_qkv_fused(tmp_path: Path) -> None:
     network = inject(make_flux(), alpha=2.0)
-    save_lora(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "kohya")
+    save_adapter(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "kohya")
     tensors = load_file(tmp_path / "a.safetensors")
     modules = {
         *(f"double_blocks_{i}_{s}_{m}" for i in (0, 1) for s in ("img", "txt")
@@ -250,7 +250,7 @@ def test_weights_take_the_asked_precision_and_alphas_stay_exact(
     precision: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     network = inject(make_flux(), alpha=0.3)
-    save_lora(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "comfy", precision)
+    save_adapter(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "comfy", precision)
     tensors = load_file(tmp_path / "a.safetensors")
     assert {t.dtype for key, t in tensors.items() if not key.endswith(".alpha")} == {dtype}
     alpha = tensors["diffusion_model.single_blocks.0.linear2.alpha"]
@@ -261,12 +261,12 @@ def test_weights_take_the_asked_precision_and_alphas_stay_exact(
 def test_equal_loras_give_equal_bytes(tmp_path: Path) -> None:
     weights = inject(make_flux()).weights()
     for name in ("a", "b"):
-        save_lora(tmp_path / name, weights, FLUX_TARGETS, metadata={"ss_x": "1", "ss_a": "2", "tandem.v": "3"})
+        save_adapter(tmp_path / name, weights, FLUX_TARGETS, metadata={"ss_x": "1", "ss_a": "2", "tandem.v": "3"})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_metadata_comes_back_and_diffusers_finds_its_own(tmp_path: Path) -> None:
-    save_lora(tmp_path / "a", inject(make_flux()).weights(), FLUX_TARGETS, metadata={"ss_seed": "7"})
+    save_adapter(tmp_path / "a", inject(make_flux()).weights(), FLUX_TARGETS, metadata={"ss_seed": "7"})
     metadata = load_lora(tmp_path / "a", FLUX_TARGETS).metadata
     assert (metadata["ss_seed"], metadata["format"]) == ("7", "pt")
     config = json.loads(metadata["lora_adapter_metadata"])
@@ -277,15 +277,15 @@ def test_metadata_comes_back_and_diffusers_finds_its_own(tmp_path: Path) -> None
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     weights = inject(make_flux()).weights()
-    save_lora(tmp_path / "a", weights, FLUX_TARGETS)
+    save_adapter(tmp_path / "a", weights, FLUX_TARGETS)
     before = (tmp_path / "a").read_bytes()
     name = "transformer_blocks.0.ff.net.2"
     bad = LoraWeights(weights[name].down.clone().fill_(float("nan")), weights[name].up, 1.0)
     with pytest.raises(UserError, match=r"a: transformer.transformer_blocks.0.ff.net.2.lora_A.weight holds NaN or inf"):
-        save_lora(tmp_path / "a", {**weights, name: bad}, FLUX_TARGETS)
+        save_adapter(tmp_path / "a", {**weights, name: bad}, FLUX_TARGETS)
     large = LoraWeights(weights[name].down.clone().fill_(1e5), weights[name].up, 1.0)
     with pytest.raises(UserError, match=r"lora_A.weight leaves the range of fp16; save in bf16 or fp32"):
-        save_lora(tmp_path / "a", {**weights, name: large}, FLUX_TARGETS, precision="fp16")
+        save_adapter(tmp_path / "a", {**weights, name: large}, FLUX_TARGETS, precision="fp16")
     assert (tmp_path / "a").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -293,12 +293,12 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 def test_unknown_format_and_precision_are_refused(tmp_path: Path) -> None:
     weights = inject(make_flux()).weights()
     with pytest.raises(UserError, match="'khoya' is not one of diffusers, kohya, comfy; did you mean 'kohya'"):
-        save_lora(tmp_path / "a", weights, FLUX_TARGETS, "khoya")
+        save_adapter(tmp_path / "a", weights, FLUX_TARGETS, "khoya")
     with pytest.raises(UserError, match="save_precision: 'fp8' is not one of fp32, fp16, bf16"):
-        save_lora(tmp_path / "a", weights, FLUX_TARGETS, precision="fp8")
+        save_adapter(tmp_path / "a", weights, FLUX_TARGETS, precision="fp8")
     strange = {"decoder.0": next(iter(weights.values()))}
     with pytest.raises(UserError, match=r"decoder.0 is not in flux's original layout; use save_format=diffusers"):
-        save_lora(tmp_path / "a", strange, FLUX_TARGETS, "kohya")
+        save_adapter(tmp_path / "a", strange, FLUX_TARGETS, "kohya")
 
 
 GOOD = hand_made(*AB, dotted("transformer."), alpha=False)

@@ -11,8 +11,8 @@ from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from networks.adapters.lora import LoRALinear
-from networks.files.lora import load_lora, save_lora
-from networks.injection import attach_lora, inject_lora
+from networks.files.adapters import load_lora, save_adapter
+from networks.injection import attach_lora, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 
@@ -128,13 +128,13 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     q, k = (among[f"transformer_blocks.0.attn.to_{c}"].lora_A.weight for c in "qk")
     assert not torch.equal(q, k)
     options = parse_network_args(NetworkConfig(network_dim=4), FLUX_TARGETS)
-    other = inject_lora(make_flux(), options, FLUX_TARGETS, seed=1).modules
+    other = inject_adapter(make_flux(), options, FLUX_TARGETS, seed=1).modules
     assert not torch.equal(other["transformer_blocks.0.attn.to_q"].lora_A.weight, q)
 
 
 def test_bf16_weights_on_request() -> None:
     options = parse_network_args(NetworkConfig(), FLUX_TARGETS)
-    network = inject_lora(make_flux(), options, FLUX_TARGETS, seed=0, dtype=torch.bfloat16)
+    network = inject_adapter(make_flux(), options, FLUX_TARGETS, seed=0, dtype=torch.bfloat16)
     assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
     assert "bfloat16" in network.describe()
 
@@ -213,7 +213,7 @@ def test_injecting_twice_is_a_bug() -> None:
 
 def test_a_file_can_be_attached_with_its_own_ranks(mixed_lora, tmp_path) -> None:
     model, network = mixed_lora()
-    save_lora(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS)
+    save_adapter(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS)
     read = load_lora(tmp_path / "a.safetensors", FLUX_TARGETS)
     other = make_flux()
     attached = attach_lora(other, read.weights, FLUX_TARGETS, "a.safetensors")

@@ -10,25 +10,25 @@ from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
+from networks.files.adapters import SAVE_FORMATS, save_adapter
 from networks.files.inspection import inspect_lora
-from networks.files.lora import LAYOUTS, save_lora
 from networks.files.weights import LoraWeights
-from networks.network import LoraNetwork
+from networks.network import AdapterNetwork
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.test_adapter_files import trained
 
 
 @pytest.fixture
-def network() -> LoraNetwork:
+def network() -> AdapterNetwork:
     network = inject(make_flux(), "single_dim=8", "in_dims=[2,0,0,0,0]", alpha=3.0)
     train_a_little(network)
     return network
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rank_alpha_and_norm_are_the_same_in_every_layout(layout: str, network: LoraNetwork, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", SAVE_FORMATS)
+def test_rank_alpha_and_norm_are_the_same_in_every_layout(layout: str, network: AdapterNetwork, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    save_lora(path, network.weights(), FLUX_TARGETS, layout)
+    save_adapter(path, network.weights(), FLUX_TARGETS, layout)
     report = inspect_lora(path)
     # FLUX's layers are not all Qwen-Image's in any layout, so the names alone tell the family
     assert (report.families, report.layout, report.others, report.notes) == (("flux",), layout, (), ())
@@ -43,9 +43,9 @@ def test_rank_alpha_and_norm_are_the_same_in_every_layout(layout: str, network: 
         assert layer.rms == pytest.approx(delta.square().mean().sqrt().item(), rel=1e-5)
 
 
-def test_layers_come_in_the_models_order_with_part_and_block(network: LoraNetwork, tmp_path: Path) -> None:
+def test_layers_come_in_the_models_order_with_part_and_block(network: AdapterNetwork, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    save_lora(path, network.weights(), FLUX_TARGETS, "kohya")
+    save_adapter(path, network.weights(), FLUX_TARGETS, "kohya")
     layers = inspect_lora(path).layers
     first, last = layers[0], layers[-1]
     assert (first.part, first.block, first.layer) == ("transformer_blocks", 0, "attn.to_q")
@@ -82,12 +82,12 @@ def test_a_file_of_no_known_family_is_shown_key_by_key(tmp_path: Path) -> None:
     as_matrix = torch.ones(5, 2) @ convolution.reshape(2, -1)
     assert norms["model.layers.7.q"] == pytest.approx(as_matrix.norm().item(), rel=1e-5)
     assert sorted(report.others) == ["alone.lora_A.weight", "layer.lokr_w1"]
-    assert "keys are not known of a LoKr (" in report.notes[0]
+    assert "keys are no LoKr weights of" in report.notes[0]
 
 
-def test_a_dora_is_shown_with_the_reason_why_it_cannot_be_loaded(network: LoraNetwork, tmp_path: Path) -> None:
+def test_a_dora_is_shown_with_the_reason_why_it_cannot_be_loaded(network: AdapterNetwork, tmp_path: Path) -> None:
     path = tmp_path / "dora.safetensors"
-    save_lora(path, network.weights(), FLUX_TARGETS, "diffusers")
+    save_adapter(path, network.weights(), FLUX_TARGETS, "diffusers")
     save_file(load_file(path), path, metadata={"lora_adapter_metadata": '{"transformer.use_dora": true}'})
     report = inspect_lora(path)
     assert len(report.layers) == len(network.modules)
@@ -96,9 +96,9 @@ def test_a_dora_is_shown_with_the_reason_why_it_cannot_be_loaded(network: LoraNe
 
 def test_every_family_that_fits_is_named_unless_the_metadata_decide(tmp_path: Path) -> None:
     layer = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(1, 4), torch.ones(4, 1), 1.0)}
-    save_lora(tmp_path / "a", layer, FLUX_TARGETS)
+    save_adapter(tmp_path / "a", layer, FLUX_TARGETS)
     assert inspect_lora(tmp_path / "a").families == ("flux", "qwen_image")
-    save_lora(tmp_path / "b", layer, FLUX_TARGETS, metadata={"ss_base_model_version": "qwen_image"})
+    save_adapter(tmp_path / "b", layer, FLUX_TARGETS, metadata={"ss_base_model_version": "qwen_image"})
     assert inspect_lora(tmp_path / "b").families == ("qwen_image",)
 
 

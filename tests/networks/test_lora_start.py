@@ -12,7 +12,6 @@ from torch import nn
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
 from networks.adapters.lora import LoRALinear, init_from_weights
-from networks.network import _weights_of
 
 
 class Holder(nn.Module):
@@ -74,7 +73,7 @@ def test_a_layer_begins_as_its_base_and_its_file_is_a_plain_lora(start: str) -> 
     torch.testing.assert_close(layer(x), base(x), rtol=1e-5, atol=1e-5)  # B A - B_0 A_0 cancels in fp32
     with torch.no_grad():
         layer.lora_B.weight += 0.1
-    weights = _weights_of(layer)
+    weights = layer.weights()
     assert (weights.rank, weights.alpha) == (8, 6.0)
     expected = x @ (base.weight + weights.delta()).t() + base.bias
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)

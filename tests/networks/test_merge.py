@@ -16,7 +16,7 @@ import networks.files.base
 from library.errors import UserError
 from library.files import weights_fingerprint
 from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS
-from networks.files.lora import save_lora
+from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from networks.merging.merge import LoraSource, merge_loras
 from tests.networks.conftest import make_flux, run_flux
@@ -42,7 +42,7 @@ def lora(mixed_lora, tmp_path: Path):
     """A saved LoRA, its weights and the running model's output."""
     model, network = mixed_lora()
     path = tmp_path / "lora.safetensors"
-    save_lora(path, network.weights(), FLUX_TARGETS, "kohya")
+    save_adapter(path, network.weights(), FLUX_TARGETS, "kohya")
     return path, network.weights(), run_flux(model)
 
 
@@ -61,7 +61,7 @@ def test_original_layout_gets_the_same_updates_in_its_own_rows(prefix: str, lora
     path, weights, _ = lora
     model = make_flux()
     final = {"norm_out.linear": LoraWeights(torch.randn(2, 32), torch.randn(64, 2), 1.0)}
-    save_lora(tmp_path / "final.safetensors", final, FLUX_TARGETS)
+    save_adapter(tmp_path / "final.safetensors", final, FLUX_TARGETS)
     save_file(original_layout(model, prefix), tmp_path / "base.safetensors")
     sources = [LoraSource(path, 0.5), LoraSource(tmp_path / "final.safetensors", 2.0)]
     merge_loras(tmp_path / "base.safetensors", sources, tmp_path / "out.safetensors", FLUX_TARGETS)
@@ -148,7 +148,7 @@ def test_a_lora_trained_on_other_weights_is_remarked(tmp_path: Path, mixed_lora)
     _, network = mixed_lora()
     for name, stated in (("same", weights_fingerprint(base)), ("other", "0123")):
         metadata = {"tandem.base_fingerprint": stated}
-        save_lora(tmp_path / name, network.weights(), FLUX_TARGETS, metadata=metadata)
+        save_adapter(tmp_path / name, network.weights(), FLUX_TARGETS, metadata=metadata)
     sources = [LoraSource(tmp_path / name, 1.0) for name in ("same", "other")]
     (note,) = merge_loras(base, sources, tmp_path / "merged", FLUX_TARGETS).notes
     assert note.startswith(f"{tmp_path / 'other'}: trained on base 0123, this one is {weights_fingerprint(base)}")
@@ -161,7 +161,7 @@ def test_the_file_alone_is_the_base_that_its_folder_is(tmp_path: Path, mixed_lor
     file = folder / "diffusion_pytorch_model.safetensors"
     for name, trained_on in (("folder", folder), ("file", file)):
         metadata = {"tandem.base_fingerprint": weights_fingerprint(trained_on)}
-        save_lora(tmp_path / name, network.weights(), FLUX_TARGETS, metadata=metadata)
+        save_adapter(tmp_path / name, network.weights(), FLUX_TARGETS, metadata=metadata)
     sources = [LoraSource(tmp_path / name, 1.0) for name in ("folder", "file")]
     assert merge_loras(folder, sources, tmp_path / "merged", FLUX_TARGETS).notes == ()
     assert merge_loras(file, sources, tmp_path / "merged.safetensors", FLUX_TARGETS).notes == ()
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(lora, tmp_path:
     make_flux(blocks=1).save_pretrained(shallow)
     narrow = tmp_path / "narrow.safetensors"
     weights = {"transformer_blocks.0.attn.to_k": LoraWeights(torch.ones(2, 64), torch.ones(64, 2), 1.0)}
-    save_lora(narrow, weights, FLUX_TARGETS)
+    save_adapter(narrow, weights, FLUX_TARGETS)
     vae = tmp_path / "vae.safetensors"
     save_file({"decoder.conv_in.weight": torch.ones(2, 2)}, vae)
     fp8 = tmp_path / "fp8.safetensors"

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.lora import load_lora, save_lora
+from networks.files.adapters import load_lora, save_adapter
 from networks.files.metadata import build_metadata
 from networks.files.weights import LoraWeights
 
@@ -58,7 +58,7 @@ def test_hashes_are_those_of_the_file(tmp_path: Path) -> None:
         for i in range(3)
     }
     path = tmp_path / "a.safetensors"
-    save_lora(path, weights, FLUX_TARGETS, "kohya", "bf16", {"ss_seed": "1", "modelspec.title": "cat"})
+    save_adapter(path, weights, FLUX_TARGETS, "kohya", "bf16", {"ss_seed": "1", "modelspec.title": "cat"})
     data = path.read_bytes()
     (header,) = struct.unpack("<Q", data[:8])
     metadata = load_lora(path, FLUX_TARGETS).metadata

@@ -7,7 +7,7 @@ import torch
 
 from library.errors import UserError
 from networks.files.weights import LoraWeights
-from networks.network import LoraNetwork
+from networks.network import AdapterNetwork
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 
 ATTENTION = r"include_patterns=.*attn\.to_[qkv]"
@@ -62,7 +62,7 @@ def test_loading_with_another_alpha_keeps_the_update_and_the_configs_alpha() -> 
     torch.testing.assert_close(run_flux(model), run_flux(trained_model), rtol=1e-5, atol=1e-5)
 
 
-def weights(network: LoraNetwork) -> dict[str, LoraWeights]:
+def weights(network: AdapterNetwork) -> dict[str, LoraWeights]:
     train_a_little(network)
     return network.weights()
 

@@ -13,7 +13,7 @@ from library.config.rules import find_conflicts
 from library.config.schema import NetworkConfig, TrainConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.lora import save_lora
+from networks.files.adapters import save_adapter
 from networks.injection import inject_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from networks.options import parse_network_args
@@ -30,7 +30,7 @@ def mixed(tmp_path: Path) -> Path:
     network = inject(make_flux(), r"include_patterns=transformer_blocks\.0\.attn\.to_[qv]$", dim=2, alpha=2.0)
     train_a_little(network)
     path = tmp_path / "mixed.safetensors"
-    save_lora(path, network.weights(), FLUX_TARGETS, "diffusers")
+    save_adapter(path, network.weights(), FLUX_TARGETS, "diffusers")
     tensors = dict(load_file(path))
     for side in ("lora_A.weight", "lora_B.weight"):
         tensors[f"transformer.transformer_blocks.9.attn.to_q.{side}"] = tensors[f"transformer.{KEPT}.{side}"].clone()
@@ -84,7 +84,7 @@ def test_merging_a_part_names_every_module_and_changes_the_rest_only(mixed: Path
 def test_merging_what_fits_nowhere_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     network = inject(make_flux(3), r"include_patterns=transformer_blocks\.2\.attn\.to_q$")
     train_a_little(network)
-    save_lora(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "diffusers")
+    save_adapter(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "diffusers")
     make_flux().save_pretrained(tmp_path / "base")
     sources = [LoraSource(tmp_path / "a.safetensors", 1.0)]
     with pytest.raises(UserError, match="nothing of it fits"):
@@ -104,7 +104,7 @@ def test_other_kinds_go_on_from_a_part_too(kind: str, tmp_path: Path) -> None:
             parameter.add_(0.25)
     saved.save(tmp_path / "a.safetensors", "comfy", "fp32", {})
     onward = network(r"transformer_blocks\.0\.attn\.to_[kv]$")
-    with pytest.raises(UserError, match="layers differ from those trained here"):
+    with pytest.raises(UserError, match=rf"not trained here: {KEPT}; not in the file: {MISSHAPEN}; choose"):
         onward.load_file(tmp_path / "a.safetensors")
     line = onward.load_file(tmp_path / "a.safetensors", allow_partial=True)
     assert line.endswith(f"1 modules matched; 1 without a place here ({KEPT}); 1 begun anew ({MISSHAPEN})")

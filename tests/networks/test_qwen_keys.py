@@ -19,21 +19,21 @@ from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import pack_latents
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.models.registry import lora_targets
+from networks.files.adapters import load_lora, save_adapter
 from networks.files.base import find_modules, fullest_targets, open_base
-from networks.files.lora import load_lora, save_lora
 from networks.files.weights import LoraWeights
-from networks.injection import inject_lora
-from networks.network import LoraNetwork
+from networks.injection import inject_adapter
+from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
 
 EVERYTHING = ("img_mod_dim=3", "txt_mod_dim=2", "img_in_dim=2", "txt_in_dim=2", "time_in_dim=2", "img_mlp_dim=6")
 
 
-def inject(model: nn.Module, *network_args: str) -> LoraNetwork:
+def inject(model: nn.Module, *network_args: str) -> AdapterNetwork:
     """Inject a LoRA of rank 4 and alpha 3, and give it values."""
     config = NetworkConfig(network_dim=4, network_alpha=3, network_args=list(network_args))
-    network = inject_lora(model, parse_network_args(config, QWEN_TARGETS), QWEN_TARGETS, seed=0)
+    network = inject_adapter(model, parse_network_args(config, QWEN_TARGETS), QWEN_TARGETS, seed=0)
     random = torch.Generator().manual_seed(1)
     for layer in network.modules.values():
         layer.lora_B.weight.data.normal_(std=0.1, generator=random)
@@ -92,7 +92,7 @@ def test_diffusers_computes_from_every_format_what_our_network_computes(
 ) -> None:
     model = tiny_qwen_transformer()
     network = inject(model, *network_args)
-    save_lora(tmp_path / "lora.safetensors", network.weights(), QWEN_TARGETS, save_format)
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), QWEN_TARGETS, save_format)
     with torch.no_grad():
         ours, theirs = run_qwen(model), run_qwen(reloaded(tmp_path / "lora.safetensors"))
         plain = run_qwen(tiny_qwen_transformer())
@@ -114,7 +114,7 @@ def test_files_have_the_published_keys(tmp_path: Path) -> None:
         "comfy": "diffusion_model.transformer_blocks.0.attn.to_out.0.lora_down.weight",
     }
     for save_format, key in wanted.items():
-        save_lora(tmp_path / save_format, module, QWEN_TARGETS, save_format)
+        save_adapter(tmp_path / save_format, module, QWEN_TARGETS, save_format)
         assert key in load_file(tmp_path / save_format)
 
 
@@ -151,7 +151,7 @@ def test_training_goes_on_from_a_file_that_has_the_dead_layers_too(tmp_path: Pat
     network = inject(model)
     weights = network.weights()
     dead = LoraWeights(torch.ones(4, 64), torch.zeros(64, 4), 3.0)
-    save_lora(tmp_path / "a", weights | {"transformer_blocks.1.attn.to_add_out": dead}, QWEN_TARGETS, "kohya")
+    save_adapter(tmp_path / "a", weights | {"transformer_blocks.1.attn.to_add_out": dead}, QWEN_TARGETS, "kohya")
     fresh = inject(tiny_qwen_transformer())
     fresh.load(load_lora(tmp_path / "a", QWEN_TARGETS).weights, "a")
     assert all(torch.equal(fresh.weights()[name].up, weights[name].up) for name in weights)
@@ -162,7 +162,7 @@ def test_merging_into_comfyuis_file_gives_the_networks_output(tmp_path: Path, mo
     names = {f"model.diffusion_model.{name}": tensor for name, tensor in model.state_dict().items()}
     save_file(names, tmp_path / "base.safetensors")
     network = inject(model, *EVERYTHING)
-    save_lora(tmp_path / "lora.safetensors", network.weights(), QWEN_TARGETS, "kohya")
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), QWEN_TARGETS, "kohya")
     flags = ["--model", "base.safetensors", "--lora", "lora.safetensors", "--save_to", "merged.safetensors"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["merge_lora.py", *flags, "--model_type", "qwen_image"])
@@ -183,7 +183,7 @@ def test_edit_models_have_the_same_row() -> None:
 
 def test_a_lora_and_a_model_of_another_family_are_named(tmp_path: Path) -> None:
     layer = {"transformer_blocks.0.img_mlp.net.2": LoraWeights(torch.ones(1, 4), torch.ones(4, 1), 1.0)}
-    save_lora(tmp_path / "a.safetensors", layer, QWEN_TARGETS)
+    save_adapter(tmp_path / "a.safetensors", layer, QWEN_TARGETS)
     with pytest.raises(UserError, match=r"a.safetensors: is a LoRA of qwen_image, not of flux; set --model_type qwen"):
         load_lora(tmp_path / "a.safetensors", FLUX_TARGETS)
     tiny_qwen_transformer(1).save_pretrained(tmp_path / "base")  # its attention has FLUX's names

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.lora import LAYOUTS, load_lora, save_lora
+from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
 from networks.files.weights import LoraWeights
 from networks.merging.merge import LoraSource, merge_loras
 from tests.tiny import TEXT_WIDTH, save_single_files, tiny_flux_pipeline
@@ -57,11 +57,11 @@ def _encoded(pipeline: FluxPipeline) -> tuple[Tensor, Tensor]:
     return embeds, pooled
 
 
-@pytest.mark.parametrize("save_format", LAYOUTS)
+@pytest.mark.parametrize("save_format", SAVE_FORMATS)
 def test_every_layout_gives_the_same_layers_back(
     whole: dict[str, LoraWeights], tmp_path: Path, save_format: str
 ) -> None:
-    save_lora(tmp_path / "a.safetensors", whole, FLUX_TARGETS, save_format)
+    save_adapter(tmp_path / "a.safetensors", whole, FLUX_TARGETS, save_format)
     read = load_lora(tmp_path / "a.safetensors", FLUX_TARGETS)
     assert read.layout == save_format
     assert read.weights.keys() == whole.keys()
@@ -92,7 +92,7 @@ def test_every_layout_gives_the_same_layers_back(
 def test_keys_are_the_published_ones(
     whole: dict[str, LoraWeights], tmp_path: Path, save_format: str, clip: str, t5: str
 ) -> None:
-    save_lora(tmp_path / "a.safetensors", whole, FLUX_TARGETS, save_format)
+    save_adapter(tmp_path / "a.safetensors", whole, FLUX_TARGETS, save_format)
     assert {clip, t5} <= load_file(tmp_path / "a.safetensors").keys()
 
 
@@ -131,11 +131,11 @@ def test_published_namings_are_read(stem: str, down: str, up: str, name: str, tm
     torch.testing.assert_close(weights.delta(), 2 / 4 * b @ a)
 
 
-@pytest.mark.parametrize("save_format", LAYOUTS)
+@pytest.mark.parametrize("save_format", SAVE_FORMATS)
 def test_diffusers_loads_clip_with_its_ranks_and_alphas_and_passes_over_t5(
     whole: dict[str, LoraWeights], base: Path, tmp_path: Path, save_format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_lora(tmp_path / "a.safetensors", whole, FLUX_TARGETS, save_format)
+    save_adapter(tmp_path / "a.safetensors", whole, FLUX_TARGETS, save_format)
     expected = FluxPipeline.from_pretrained(base)
     for name, weights in whole.items():
         if name.startswith("text_encoder."):
@@ -153,13 +153,13 @@ def test_diffusers_loads_clip_with_its_ranks_and_alphas_and_passes_over_t5(
 
 def test_a_layer_that_is_none_of_the_trained_kinds_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"text_encoder.text_projection is no layer of text_encoder that a LoRA"):
-        save_lora(tmp_path / "a.safetensors", {"text_encoder.text_projection": _weights()}, FLUX_TARGETS)
+        save_adapter(tmp_path / "a.safetensors", {"text_encoder.text_projection": _weights()}, FLUX_TARGETS)
 
 
 def test_merging_into_a_pipeline_changes_its_text_encoders(
     whole: dict[str, LoraWeights], base: Path, tmp_path: Path
 ) -> None:
-    save_lora(tmp_path / "a.safetensors", whole, FLUX_TARGETS, "kohya")
+    save_adapter(tmp_path / "a.safetensors", whole, FLUX_TARGETS, "kohya")
     report = merge_loras(base, [LoraSource(tmp_path / "a.safetensors", 0.5)], tmp_path / "merged", FLUX_TARGETS, "bf16")
     assert report.changed == len(whole)
     expected, merged = FluxPipeline.from_pretrained(base), FluxPipeline.from_pretrained(tmp_path / "merged")
@@ -176,7 +176,7 @@ def test_merging_into_a_pipeline_changes_its_text_encoders(
 def test_a_base_without_text_encoders_is_refused_or_told(
     whole: dict[str, LoraWeights], base: Path, tmp_path: Path
 ) -> None:
-    save_lora(tmp_path / "a.safetensors", whole, FLUX_TARGETS)
+    save_adapter(tmp_path / "a.safetensors", whole, FLUX_TARGETS)
     source = [LoraSource(tmp_path / "a.safetensors", 1.0)]
     file = base / "transformer" / "diffusion_pytorch_model.safetensors"
     for model, target in ((file, tmp_path / "m.safetensors"), (base / "transformer", tmp_path / "m")):
@@ -191,7 +191,7 @@ def test_a_base_without_text_encoders_is_refused_or_told(
 def test_a_text_encoders_own_file_is_refused_as_a_base(
     whole: dict[str, LoraWeights], base: Path, tmp_path: Path
 ) -> None:
-    save_lora(tmp_path / "a.safetensors", whole, FLUX_TARGETS)
+    save_adapter(tmp_path / "a.safetensors", whole, FLUX_TARGETS)
     files = save_single_files(base, tmp_path / "single")
     for file, name in ((files.clip_l, "text_encoder"), (files.t5xxl, "text_encoder_2")):
         with pytest.raises(UserError, match=f"holds {name} alone; a text encoder is merged as part of a diffusers"):

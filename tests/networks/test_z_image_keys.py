@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import tools.merge_lora as merge_lora
 from library.config.schema import NetworkConfig
 from library.models.z_image.files import Z_IMAGE_TARGETS
-from networks.files.lora import load_lora, save_lora
+from networks.files.adapters import load_lora, save_adapter
 from networks.files.weights import LoraWeights
-from networks.injection import inject_lora
-from networks.network import LoraNetwork
+from networks.injection import inject_adapter
+from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 from tests.tiny_z_image import comfy_state_dict, tiny_z_inputs, tiny_z_transformer
 
@@ -26,10 +26,10 @@ BLOCKS = ("mod_dim=3", "refiner_dim=2", "refiner_mod_dim=2", "mlp_dim=6")
 INPUTS = ("img_in_dim=2", "txt_in_dim=2", "time_in_dim=2")
 
 
-def inject(model: nn.Module, *network_args: str) -> LoraNetwork:
+def inject(model: nn.Module, *network_args: str) -> AdapterNetwork:
     """Inject a LoRA of rank 4 and alpha 3, and give it values."""
     config = NetworkConfig(network_dim=4, network_alpha=3, network_args=list(network_args))
-    network = inject_lora(model, parse_network_args(config, Z_IMAGE_TARGETS), Z_IMAGE_TARGETS, seed=0)
+    network = inject_adapter(model, parse_network_args(config, Z_IMAGE_TARGETS), Z_IMAGE_TARGETS, seed=0)
     random = torch.Generator().manual_seed(1)
     for layer in network.modules.values():
         layer.lora_B.weight.data.normal_(std=0.1, generator=random)
@@ -73,7 +73,7 @@ def test_diffusers_computes_from_every_format_what_our_network_computes(
         network_args = (*BLOCKS, "txt_in_dim=2", "time_in_dim=2")  # diffusers does not know lora_unet_x_embedder
     model = tiny_z_transformer()
     network = inject(model, *network_args)
-    save_lora(tmp_path / "lora.safetensors", network.weights(), Z_IMAGE_TARGETS, save_format)
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), Z_IMAGE_TARGETS, save_format)
     ours, theirs = run_z(model), run_z(reloaded(tmp_path / "lora.safetensors"))
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)  # peft multiplies in another order
     assert (ours - run_z(tiny_z_transformer())).abs().max() > 0.01
@@ -101,7 +101,7 @@ KEYS = {
 def test_files_have_the_keys_that_comfyui_knows(save_format: str, tmp_path: Path) -> None:
     names = [f"layers.0.attention.{name}" for name in ("to_q", "to_out.0")]
     module = {name: LoraWeights(torch.ones(2, 64), torch.ones(64, 2), 1.0) for name in names}
-    save_lora(tmp_path / "a", module, Z_IMAGE_TARGETS, save_format)
+    save_adapter(tmp_path / "a", module, Z_IMAGE_TARGETS, save_format)
     written = load_file(tmp_path / "a")
     first, second = KEYS[save_format]
     assert first in written
@@ -140,7 +140,7 @@ def test_merging_into_comfyuis_file_gives_the_networks_output(tmp_path: Path, mo
     base = {f"model.diffusion_model.{name}": tensor for name, tensor in comfy_state_dict(model.state_dict()).items()}
     save_file(base, tmp_path / "base.safetensors")
     network = inject(model, *BLOCKS, *INPUTS)
-    save_lora(tmp_path / "lora.safetensors", network.weights(), Z_IMAGE_TARGETS, "diffusers")
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), Z_IMAGE_TARGETS, "diffusers")
     flags = ["--model", "base.safetensors", "--lora", "lora.safetensors", "--save_to", "merged.safetensors"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["merge_lora.py", *flags, "--model_type", "z_image"])

@@ -14,7 +14,7 @@ from bench.families import FAMILIES, Sizes, build_transformer
 from library.config.schema import NetworkConfig
 from library.models.registry import lora_targets
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
-from networks.injection import inject_lora
+from networks.injection import inject_adapter
 from networks.options import parse_network_args
 
 SIZES = Sizes(width=64, head_dim=32, blocks=(2, 2), image_sides=(4, 4), text_tokens=6, batch=2)
@@ -36,7 +36,7 @@ def step(family: str, policy: Policy | None, arguments: list[str]) -> tuple[dict
     transformer: Any = row.optimise_forward(build_transformer(row, SIZES, torch.float32))
     targets = lora_targets()[family]
     options = parse_network_args(NetworkConfig(network_dim=2, network_alpha=2, network_args=arguments), targets)
-    network = inject_lora(transformer, options, targets, seed=0)
+    network = inject_adapter(transformer, options, targets, seed=0)
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(parameter.numel()))
     if policy is not None:

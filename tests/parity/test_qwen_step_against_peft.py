@@ -16,7 +16,7 @@ from library.data.batches import Batch
 from library.models.registry import lora_targets, model_family
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
-from networks.injection import inject_lora
+from networks.injection import inject_adapter
 from networks.options import parse_network_args
 from tests.tiny_qwen import Kind, tiny_qwen_inputs, tiny_qwen_pipeline
 
@@ -40,7 +40,7 @@ def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(kind: str, tmp_pa
     transformer = family.load_transformer(torch.float32)
     network_args = ["img_mod_dim=2", "txt_mod_dim=2"]
     config = NetworkConfig(network_dim=RANK, network_alpha=ALPHA, network_args=network_args)
-    network = inject_lora(transformer, parse_network_args(config, targets), targets, seed=0, dtype=torch.float32)
+    network = inject_adapter(transformer, parse_network_args(config, targets), targets, seed=0, dtype=torch.float32)
     random = torch.Generator().manual_seed(1)
     for layer in network.modules.values():  # so that lora_A gets a gradient too
         layer.lora_B.weight.data.normal_(std=0.05, generator=random)

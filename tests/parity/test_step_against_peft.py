@@ -15,7 +15,8 @@ from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import model_family
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
-from networks.injection import LoraNetwork, inject_lora
+from networks.injection import inject_adapter
+from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
@@ -34,7 +35,7 @@ def _batch() -> Batch:
     )
 
 
-def _filled(network: LoraNetwork) -> LoraNetwork:
+def _filled(network: AdapterNetwork) -> AdapterNetwork:
     """Give lora_B values, so that lora_A gets a gradient too."""
     random = torch.Generator().manual_seed(1)
     for layer in network.modules.values():
@@ -49,7 +50,7 @@ def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(tmp_path: Path) -
     family = model_family(ModelConfig(pretrained_model_name_or_path=str(base)))
     transformer = family.load_transformer(torch.float32)
     options = parse_network_args(NetworkConfig(network_dim=RANK, network_alpha=ALPHA), FLUX_TARGETS)
-    network = _filled(inject_lora(transformer, options, FLUX_TARGETS, seed=0, dtype=torch.float32))
+    network = _filled(inject_adapter(transformer, options, FLUX_TARGETS, seed=0, dtype=torch.float32))
     flow = FlowConfig(timestep_sampling="flux_shift", guidance_scale=3.5)
     loss, _ = FlowStep(family, flow, seed=9).loss(transformer.train(), batch, step)
     loss.backward()
@@ -83,7 +84,7 @@ def test_a_frozen_base_gets_no_gradient_and_no_loss_weight_goes_unused(tmp_path:
     family = model_family(ModelConfig(pretrained_model_name_or_path=str(base)))
     transformer = family.load_transformer(torch.float32)
     options = parse_network_args(NetworkConfig(network_dim=RANK), FLUX_TARGETS)
-    network = _filled(inject_lora(transformer, options, FLUX_TARGETS, seed=0, dtype=torch.float32))
+    network = _filled(inject_adapter(transformer, options, FLUX_TARGETS, seed=0, dtype=torch.float32))
     trained = {id(p) for p in network.parameters()}
     batch = _batch()
     flow = FlowStep(family, FlowConfig(), seed=9)

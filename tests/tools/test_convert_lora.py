@@ -17,7 +17,7 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.files import QWEN_TARGETS
 from networks.families import targets_of_files
-from networks.files.lora import LAYOUTS, load_lora, save_lora
+from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
 from networks.files.weights import LoraWeights
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 from tests.networks.test_formats import output_in_diffusers
@@ -50,13 +50,13 @@ def deltas(weights: dict[str, LoraWeights]) -> dict[str, Tensor]:
     return {name: module.delta(torch.float64) for name, module in weights.items()}
 
 
-@pytest.mark.parametrize("first", LAYOUTS)
-@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", SAVE_FORMATS)
+@pytest.mark.parametrize("second", SAVE_FORMATS)
 def test_every_pair_of_layouts_keeps_update_output_and_metadata(first: str, second: str, tmp_path: Path) -> None:
     weights = mixed_lora()
     assert any(module.alpha != module.rank for module in weights.values())
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_lora(source, weights, FLUX_TARGETS, first, metadata=METADATA)
+    save_adapter(source, weights, FLUX_TARGETS, first, metadata=METADATA)
     read, written, difference = convert(source, target, FLUX_TARGETS, second)
     assert (read.layout, written.layout) == (first, second)
     # one fp32 rounding (6e-8) where parts of unequal scale are folded into one B, relative to the largest element
@@ -73,7 +73,7 @@ def test_every_pair_of_layouts_keeps_update_output_and_metadata(first: str, seco
 
 def test_hashes_are_those_of_the_new_file(tmp_path: Path) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_lora(source, mixed_lora(), FLUX_TARGETS, "diffusers", metadata=METADATA)
+    save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers", metadata=METADATA)
     convert(source, target, FLUX_TARGETS, "kohya")
     data = target.read_bytes()
     tensors = data[8 + int.from_bytes(data[:8], "little") :]
@@ -110,7 +110,7 @@ def test_a_peft_folder_becomes_a_kohya_file_with_its_alphas(tmp_path: Path) -> N
 @pytest.mark.parametrize(("asked", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32)])
 def test_precision_is_the_sources_unless_asked_otherwise(asked: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_lora(source, mixed_lora(), FLUX_TARGETS, "diffusers", "bf16")
+    save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers", "bf16")
     *_, difference = convert(source, target, FLUX_TARGETS, "comfy", asked)
     assert {t.dtype for key, t in load_file(target).items() if not key.endswith(".alpha")} == {dtype}
     assert difference < (1e-6 if asked else 8e-3)  # bf16 rounds by up to 2^-8, in each of two factors
@@ -125,13 +125,13 @@ def test_unequal_scales_of_a_bf16_file_are_folded_without_loss_into_fp32(tmp_pat
 
     weights = {f"transformer_blocks.0.attn.to_{x}": part(alpha) for x, alpha in (("q", 1.0), ("k", 3.0), ("v", 0.7))}
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_lora(source, weights, FLUX_TARGETS, "diffusers", "bf16")
+    save_adapter(source, weights, FLUX_TARGETS, "diffusers", "bf16")
     assert convert(source, target, FLUX_TARGETS, "kohya", "fp32")[2] < 1e-6
 
 
 def test_what_cannot_be_mapped_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_lora(source, mixed_lora(), FLUX_TARGETS, "diffusers")
+    save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers")
     save_file(load_file(source) | {"transformer.mystery.lora_A.weight": torch.ones(2, 2)}, source)
     with pytest.raises(UserError, match=r"1 keys are no LoRA weights .*transformer\.mystery\.lora_A\.weight"):
         convert(source, target, FLUX_TARGETS, "kohya")
@@ -140,7 +140,7 @@ def test_what_cannot_be_mapped_is_named_and_nothing_is_written(tmp_path: Path) -
 
 def test_nothing_on_disk_is_replaced_unasked(tmp_path: Path) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_lora(source, mixed_lora(), FLUX_TARGETS, "diffusers")
+    save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers")
     target.write_bytes(b"precious")
     with pytest.raises(UserError, match=r"b.safetensors: exists; choose another DST or give --overwrite"):
         convert(source, target, FLUX_TARGETS, "kohya")
@@ -158,7 +158,7 @@ def test_the_report_tells_layers_ranks_layouts_and_the_check(
 ) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     weights = mixed_lora()
-    save_lora(source, weights, FLUX_TARGETS, "diffusers")
+    save_adapter(source, weights, FLUX_TARGETS, "diffusers")
     monkeypatch.setattr("sys.argv", ["convert_lora.py", str(source), str(target), "--save_format", "comfy"])
     main()
     said = capsys.readouterr().out
@@ -180,7 +180,7 @@ def test_the_converted_file_makes_our_model_compute_the_same(tmp_path: Path) -> 
     model = make_flux()
     network = inject(model, alpha=3.0)
     train_a_little(network)
-    save_lora(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "diffusers")
+    save_adapter(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "diffusers")
     convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", FLUX_TARGETS, "kohya")
     expected = run_flux(model)
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_attention_of_qwen_image_keeps_its_names_by_its_metadata(
 ) -> None:
     """FLUX's attention has the same names in diffusers, and others in ComfyUI's layout."""
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_lora(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", metadata)
+    save_adapter(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", metadata)
     monkeypatch.setattr("sys.argv", ["convert_lora", str(source), str(target), "--save_format", "comfy"])
     main()
     assert set(load_file(target)) == {
@@ -236,7 +236,7 @@ def test_a_family_that_is_not_certain_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_lora(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", metadata)
+    save_adapter(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", metadata)
     monkeypatch.setattr("sys.argv", ["convert_lora", str(source), str(target), "--save_format", "comfy", *flags])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -246,8 +246,8 @@ def test_a_family_that_is_not_certain_is_refused(
 
 
 def test_loras_of_two_families_are_not_taken_together(tmp_path: Path) -> None:
-    save_lora(tmp_path / "q", ATTENTION, QWEN_TARGETS, metadata={"ss_base_model_version": "qwen_image"})
-    save_lora(tmp_path / "f", ATTENTION, FLUX_TARGETS, metadata={"ss_base_model_version": "flux1"})
+    save_adapter(tmp_path / "q", ATTENTION, QWEN_TARGETS, metadata={"ss_base_model_version": "qwen_image"})
+    save_adapter(tmp_path / "f", ATTENTION, FLUX_TARGETS, metadata={"ss_base_model_version": "flux1"})
     with pytest.raises(UserError, match=r"f: is a LoRA of flux, .*q one of qwen_image; keep one family's"):
         targets_of_files([tmp_path / "q", tmp_path / "f"])
     assert targets_of_files([tmp_path / "f"], "flux_kontext").family == "flux_kontext"  # dev's own names

@@ -14,8 +14,8 @@ import tools.extract_lora as tool
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.files import QWEN_TARGETS
+from networks.files.adapters import load_lora, save_adapter
 from networks.files.base import open_base
-from networks.files.lora import load_lora, save_lora
 from networks.files.weights import LoraWeights
 from networks.merging.extraction import extract_lora
 from networks.merging.low_rank import relative_difference
@@ -41,7 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         )
         for name in chosen
     }
-    save_lora(folder / "lora.safetensors", lora, FLUX_TARGETS)
+    save_adapter(folder / "lora.safetensors", lora, FLUX_TARGETS)
     for base, tuned in (("base", "tuned"), ("base.safetensors", "tuned.safetensors")):
         source = [LoraSource(folder / "lora.safetensors", 1.0)]
         merge_loras(folder / base, source, folder / tuned, FLUX_TARGETS)
@@ -142,7 +142,7 @@ def test_text_encoders_of_pipelines_are_compared_too(tmp_path: Path) -> None:
     name = "text_encoder.encoder.layers.1.mlp.fc1"
     rng = torch.Generator().manual_seed(0)
     lora = {name: LoraWeights(torch.randn(2, 64, generator=rng), 0.1 * torch.randn(128, 2, generator=rng), 5.0)}
-    save_lora(tmp_path / "lora.safetensors", lora, FLUX_TARGETS)
+    save_adapter(tmp_path / "lora.safetensors", lora, FLUX_TARGETS)
     merge_loras(base, [LoraSource(tmp_path / "lora.safetensors", 1.0)], tmp_path / "tuned", FLUX_TARGETS)
     found = extract_lora(open_base(base), open_base(tmp_path / "tuned"), FLUX_TARGETS, dim=2)
     assert list(found.weights) == [name]

@@ -14,7 +14,7 @@ import tools.quantize_model as quantize_model
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.safetensors_io import write_safetensors
-from networks.files.lora import save_lora
+from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from tests.tiny import T5_LENGTH, tiny_flux_pipeline, tiny_flux_transformer
 from tools.generate import image, main, parser
@@ -45,7 +45,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             if isinstance(module, torch.nn.Linear) and part in module_name and FLUX_TARGETS.kind_of(module_name)
         }
         paths.append(folder / f"{name}.safetensors")
-        save_lora(paths[-1], weights, FLUX_TARGETS, "diffusers")
+        save_adapter(paths[-1], weights, FLUX_TARGETS, "diffusers")
     return paths[0], paths[1]
 
 
@@ -104,7 +104,7 @@ def test_the_text_encoders_take_their_part_of_a_lora(base: Path, tmp_path: Path)
         for name in ("q_proj", "v_proj")
     }
     path = tmp_path / "text.safetensors"
-    save_lora(path, lora, FLUX_TARGETS, "kohya")
+    save_adapter(path, lora, FLUX_TARGETS, "kohya")
     common = ["--model", str(base), "--prompt", "a red disc", "--d", "5", *SMALL, "--save_to", str(tmp_path)]
     ours, plain = drawn(*common, "--lora", f"{path}:0.6")[0], drawn(*common)[0]
     assert np.abs(ours - plain).max() > 4
@@ -148,7 +148,7 @@ def test_a_lora_of_another_base_is_remarked_on(
 ) -> None:
     weights = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(1, 64), torch.ones(64, 1), 1.0)}
     other = tmp_path / "other.safetensors"
-    save_lora(other, weights, FLUX_TARGETS, metadata={"tandem.base_fingerprint": "0123456789abcdef"})
+    save_adapter(other, weights, FLUX_TARGETS, metadata={"tandem.base_fingerprint": "0123456789abcdef"})
     drawn("--model", str(base), "--prompt", "x", *SMALL, "--save_to", str(tmp_path), "--lora", str(other))
     said = capsys.readouterr().out
     assert f"{other}: diffusers, 1 layers, strength 1" in said

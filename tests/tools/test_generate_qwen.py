@@ -12,7 +12,7 @@ from PIL import Image
 
 from library.errors import UserError
 from library.models.qwen_image.files import QWEN_TARGETS
-from networks.files.lora import save_lora
+from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline, tiny_qwen_transformer
 from tools.generate import image, parser
@@ -31,7 +31,7 @@ def test_split_files_with_a_lora_draw_what_diffusers_draws(tmp_path: Path) -> No
         for name, module in tiny_qwen_transformer().named_modules()
         if isinstance(module, torch.nn.Linear) and QWEN_TARGETS.kind_of(name)
     }
-    save_lora(tmp_path / "lora.safetensors", weights, QWEN_TARGETS, "kohya")
+    save_adapter(tmp_path / "lora.safetensors", weights, QWEN_TARGETS, "kohya")
     flags = ["image", "--model", str(files.transformer), "--model_type", "qwen_image", "--vae", str(files.vae)]
     flags += ["--text_encoder", str(files.text_encoder), "--qwen_tokenizer", str(files.tokenizer)]
     flags += ["--lora", f"{tmp_path / 'lora.safetensors'}:0.5", "--prompt", "a red disc", "--n", "large"]

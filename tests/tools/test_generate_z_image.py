@@ -10,7 +10,7 @@ from diffusers import ZImagePipeline
 from PIL import Image
 
 from library.models.z_image.files import Z_IMAGE_TARGETS
-from networks.files.lora import save_lora
+from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline, tiny_z_transformer
 from tools.generate import image, parser
@@ -29,7 +29,7 @@ def test_split_files_with_a_lora_draw_what_diffusers_draws(tmp_path: Path) -> No
         for name, module in tiny_z_transformer().named_modules()
         if isinstance(module, torch.nn.Linear) and name.startswith("layers.")
     }
-    save_lora(tmp_path / "lora.safetensors", weights, Z_IMAGE_TARGETS, "kohya")
+    save_adapter(tmp_path / "lora.safetensors", weights, Z_IMAGE_TARGETS, "kohya")
     flags = ["image", "--model", str(files.transformer), "--model_type", "z_image", "--vae", str(files.vae)]
     flags += ["--text_encoder", str(files.text_encoder), "--qwen_tokenizer", str(files.tokenizer)]
     flags += ["--lora", f"{tmp_path / 'lora.safetensors'}:0.5", "--prompt", "a red disc", "--n", "large"]

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.lora import save_lora
+from networks.files.adapters import save_adapter
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.test_adapter_files import trained
 from tests.tiny import tiny_flux_pipeline, tiny_flux_transformer
@@ -38,7 +38,9 @@ def error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *
 def write_lora(path: Path, *network_args: str) -> Path:
     network = inject(make_flux(), *network_args, alpha=3.0)
     train_a_little(network)
-    save_lora(path, network.weights(), FLUX_TARGETS, "kohya", metadata={"ss_network_dim": "4", "long": "word " * 100})
+    save_adapter(
+        path, network.weights(), FLUX_TARGETS, "kohya", metadata={"ss_network_dim": "4", "long": "word " * 100}
+    )
     return path
 
 

@@ -19,7 +19,7 @@ from library.llm.tokenizers import load_tokenizer, train_bpe
 from library.models.llm.files import load_lm
 from library.models.registry import lora_targets
 from library.training.tasks.chat_lora import template_of
-from networks.files.lora import load_lora, save_lora
+from networks.files.adapters import load_lora, save_adapter
 from tests.models.lms import reference
 from tools.generate import parser
 
@@ -92,7 +92,7 @@ def test_loras_of_language_models_become_one_file_that_peft_knows(tmp_path: Path
     peft = write_pair(tmp_path, "llama3")
     merge("--lora", f"{tmp_path / 'lora'}:0.5", f"{tmp_path / 'lora'}:0.5", "--save_to", tmp_path / "both.safetensors")
     targets = lora_targets()["llama"]
-    save_lora(tmp_path / "folder", load_lora(tmp_path / "both.safetensors", targets).weights, targets, "peft")
+    save_adapter(tmp_path / "folder", load_lora(tmp_path / "both.safetensors", targets).weights, targets, "peft")
     again = PeftModel.from_pretrained(reference("llama3"), tmp_path / "folder")
     torch.testing.assert_close(again(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
 

@@ -14,7 +14,7 @@ import tools.ema_lora as ema_lora
 import tools.merge_lora as merge_lora
 import tools.resize_lora as resize_lora
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.lora import load_lora, save_lora
+from networks.files.adapters import load_lora, save_adapter
 from networks.files.weights import LoraWeights
 
 Q, K, OUT = (f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_out.0"))
@@ -37,7 +37,7 @@ def make(seed: int, rank: int, alpha: float, names: tuple[str, ...] = (Q, K, OUT
 
 
 def write(path: Path, lora: dict[str, LoraWeights], save_format: str = "kohya", **metadata: str) -> Path:
-    save_lora(path, lora, FLUX_TARGETS, save_format, metadata=metadata)
+    save_adapter(path, lora, FLUX_TARGETS, save_format, metadata=metadata)
     return path
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import tools.merge_lora as merge_lora
 import tools.quantize_model as quantize_model
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.lora import load_lora, save_lora
+from networks.files.adapters import load_lora, save_adapter
 from networks.files.weights import LoraWeights
 from tests.runs import ROOT
 from tests.tiny import bfl_state_dict
@@ -48,7 +48,7 @@ class Files:
             size = (0.01 * weight.norm() / (up @ down).norm()).sqrt()
             self.lora[name] = LoraWeights(down * size, up * size, 4.0)
         self.lora_file = folder / "lora.safetensors"
-        save_lora(self.lora_file, self.lora, FLUX_TARGETS)
+        save_adapter(self.lora_file, self.lora, FLUX_TARGETS)
 
     def updates(self) -> dict[str, Tensor]:
         """Return tensor -> update, in BFL's stacking."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.lora import save_lora
+from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from networks.merging.merge import LoraSource
 from tests.forked import run_script
@@ -26,7 +26,7 @@ def test_two_loras_are_merged_at_their_strengths(tmp_path: Path) -> None:
     save_file({"double_blocks.0.img_attn.qkv.weight": base.half()}, tmp_path / "base.safetensors")
     for name, column in (("a", [1.0, 0.0]), ("b", [0.0, 1.0])):
         lora = {"transformer_blocks.0.attn.to_k": LoraWeights(torch.tensor([column]), torch.ones(2, 1), 2.0)}
-        save_lora(tmp_path / f"{name}.safetensors", lora, FLUX_TARGETS)
+        save_adapter(tmp_path / f"{name}.safetensors", lora, FLUX_TARGETS)
     words = ["--model", "base.safetensors", "--lora", "a.safetensors:0.5", "b.safetensors"]
     words += ["--save_to", "m.safetensors", "--save_precision", "bf16"]
     done = run_command([sys.executable, str(SCRIPT), *words], tmp_path)

@@ -23,7 +23,7 @@ from library.files import weights_fingerprint
 from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import model_family
 from library.training.calibration import CalibrationOptions, prepare_calibration
-from networks.files.lora import load_lora, save_lora
+from networks.files.adapters import load_lora, save_adapter
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
 from tests.runs import ROOT, pipeline_forward
@@ -76,7 +76,7 @@ class Case:
     def save(self, name: str, layout: str) -> Path:
         path = self.folder / f"{name}.safetensors"
         meta = {"tandem.base_fingerprint": weights_fingerprint(self.base / "transformer")}
-        save_lora(path, self.lora, FLUX_TARGETS, layout, metadata=meta)
+        save_adapter(path, self.lora, FLUX_TARGETS, layout, metadata=meta)
         return path
 
     def run(self, lora: Path, deploy: Path | str, save_to: Path, **more: object) -> Any:

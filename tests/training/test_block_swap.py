@@ -18,7 +18,8 @@ from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import image_positions, optimise_forward, pack_latents
 from library.precision.recipe import Fp8Recipe, quantize_model
 from library.training.memory.block_swap import RING, BlockSwap, Ring, swap_blocks, swapped_per_kind
-from networks.injection import LoraNetwork, inject_lora
+from networks.injection import inject_adapter
+from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 from tests.runs import lora, run, write_dataset
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline, tiny_flux_transformer
@@ -41,10 +42,10 @@ def _transformer(fp8: bool) -> nn.Module:
     return transformer
 
 
-def _with_lora(fp8: bool = False, *network_args: str) -> tuple[Any, LoraNetwork]:
+def _with_lora(fp8: bool = False, *network_args: str) -> tuple[Any, AdapterNetwork]:
     transformer = copy.deepcopy(_transformer(fp8))
     config = NetworkConfig(network_dim=4, network_alpha=4, network_args=list(network_args))
-    network = inject_lora(transformer, parse_network_args(config, FLUX_TARGETS), FLUX_TARGETS, seed=0)
+    network = inject_adapter(transformer, parse_network_args(config, FLUX_TARGETS), FLUX_TARGETS, seed=0)
     random = torch.Generator().manual_seed(1)
     for layer in network.modules.values():
         layer.lora_B.weight.data.normal_(std=0.05, generator=random)
@@ -70,7 +71,7 @@ def _forward(transformer: nn.Module) -> Tensor:
     )[0]
 
 
-def _step(transformer: nn.Module, network: LoraNetwork) -> list[Tensor]:
+def _step(transformer: nn.Module, network: AdapterNetwork) -> list[Tensor]:
     """Return the output and every LoRA gradient."""
     for parameter in network.parameters():
         parameter.grad = None

@@ -32,7 +32,7 @@ from library.training.memory.estimator import (
     layouts,
     shape_of,
 )
-from networks.injection import inject_lora
+from networks.injection import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import ROOT, run
 from tests.tiny import save_single_files
@@ -77,7 +77,7 @@ def lora_step(checkpointing: bool, tokens: int, text: int) -> Callable[[], None]
 
     model = optimise_forward(FluxTransformer2DModel(**FLUX).to(torch.bfloat16))
     options = parse_network_args(NetworkConfig(network_dim=8, network_alpha=8), lora_targets()["flux"])
-    inject_lora(model, options, lora_targets()["flux"], seed=0)
+    inject_adapter(model, options, lora_targets()["flux"], seed=0)
     if checkpointing:
         model.enable_gradient_checkpointing()
     inputs = {

@@ -17,8 +17,8 @@ from library.models.llm.model import TransformerLM, separate_projections
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
 from library.training.tasks.chat_lora import InstructionStep
-from networks.injection import inject_lora
-from networks.network import LoraNetwork
+from networks.injection import inject_adapter
+from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 from tests.models.lms import VOCABULARY, write_reference
 
@@ -34,20 +34,20 @@ def examples(lengths: tuple[int, ...] = (9, 5, 12, 3)) -> list[Example]:
     return made
 
 
-def model_with_lora(folder: Path) -> tuple[TransformerLM, LoraNetwork]:
+def model_with_lora(folder: Path) -> tuple[TransformerLM, AdapterNetwork]:
     """Return the model in fp32 with a LoRA whose B is filled, so that A gets a gradient too."""
     model = load_lm(folder, torch.float32)
     separate_projections(model)
     targets = lora_targets()[model.config.family]
     options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3.0), targets)
-    network = inject_lora(model, options, targets, seed=0)
+    network = inject_adapter(model, options, targets, seed=0)
     random = torch.Generator().manual_seed(1)
     for layer in network.modules.values():
         layer.lora_B.weight.data.normal_(std=0.1, generator=random)
     return model.train(), network
 
 
-def gradients(network: LoraNetwork) -> dict[str, Tensor]:
+def gradients(network: AdapterNetwork) -> dict[str, Tensor]:
     found = {}
     for name, layer in network.modules.items():
         for part, parameter in layer.trained().items():

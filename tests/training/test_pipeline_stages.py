@@ -27,7 +27,7 @@ from library.llm.chat_batches import InstructionBatch
 from library.models.registry import lora_targets
 from library.training.parallel.pipeline.schedule import microbatches_of
 from library.training.parallel.pipeline.stages import SplitPoints, outline_of, plan_stages, prepare_stage, share_out
-from networks.injection import inject_lora
+from networks.injection import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
@@ -79,7 +79,7 @@ def test_pieces_of_a_batch_are_the_batch() -> None:
 def whole_model() -> tuple[nn.Module, Any]:
     """Return diffusers' own FLUX with a LoRA that is not zero; the same on every process."""
     model, targets = tiny_flux_transformer(), lora_targets()["flux"]
-    network = inject_lora(model, parse_network_args(NetworkConfig(network_dim=4), targets), targets, seed=1)
+    network = inject_adapter(model, parse_network_args(NetworkConfig(network_dim=4), targets), targets, seed=1)
     for i, parameter in enumerate(network.parameters()):
         parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(i))
     return model, network

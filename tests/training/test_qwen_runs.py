@@ -18,7 +18,7 @@ from library.models.flux.model import pack_latents
 from library.models.registry import lora_targets, model_family
 from library.training.flow import noise_for
 from library.training.tasks.image_step import FlowStep
-from networks.injection import inject_lora
+from networks.injection import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import largest_difference, lora, run, write_dataset
 from tests.tiny_qwen import Kind, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
@@ -124,7 +124,7 @@ def test_one_image_is_learnt_by_heart(kind: Kind, tmp_path: Path) -> None:
     transformer.get_parameter("proj_out.weight").mul_(5)  # a random one cannot reach a velocity's size
     targets = lora_targets()[kind]
     options = parse_network_args(NetworkConfig(network_dim=32, network_alpha=32), targets)
-    network = inject_lora(transformer, options, targets, seed=0)
+    network = inject_adapter(transformer, options, targets, seed=0)
     inputs = tiny_qwen_inputs(1, side=6)
     text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
     references = () if kind == "qwen_image" else (inputs["latents"].flip(-1),)

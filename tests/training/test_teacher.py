@@ -17,7 +17,7 @@ from library.models.registry import model_family
 from library.precision.fake_quantize import FakeQuantLinear
 from library.precision.fp8_linear import Fp8Linear
 from library.training.flow import add_noise, noise_for, sample_sigmas
-from networks.files.lora import load_lora, save_lora
+from networks.files.adapters import load_lora, save_adapter
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 from tests.runs import largest_difference, lora, pipeline_forward, run, write_dataset
@@ -138,7 +138,7 @@ def test_a_lora_of_mixed_ranks_is_trained_as_its_file_has_it(base: Path, dataset
         for name, (rank, alpha) in ranks.items()
     }
     mixed = tmp_path / "mixed.safetensors"
-    save_lora(mixed, weights, FLUX_TARGETS)
+    save_adapter(mixed, weights, FLUX_TARGETS)
     run(base, dataset, tmp_path / "out", network_weights=mixed, dim_from_weights=True, network_dim=None)
     trained = load_lora(tmp_path / "out" / "lora.safetensors", FLUX_TARGETS).weights
     assert {name: (w.rank, w.alpha) for name, w in trained.items()} == ranks

@@ -34,7 +34,7 @@ from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
 from library.training.parallel.fsdp import share_gradients
 from library.training.parallel.tensor import split_layers
-from networks.injection import inject_lora
+from networks.injection import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
@@ -110,7 +110,7 @@ def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
         (qwen_attention if case == "qwen" else flux_attention).optimise_forward(model)
     targets = lora_targets()["qwen_image" if case == "qwen" else "flux"]
     config = NetworkConfig(network_dim=4, network_alpha=2, network_args=ARGUMENTS[case])
-    network = inject_lora(model, parse_network_args(config, targets), targets, seed=0)
+    network = inject_adapter(model, parse_network_args(config, targets), targets, seed=0)
     draws = torch.Generator().manual_seed(1)
     for layer in network.modules.values():
         layer.lora_B.weight.data.normal_(0, 0.05, generator=draws)

@@ -19,7 +19,7 @@ from library.models.registry import model_family
 from library.models.z_image.files import Z_IMAGE_TARGETS
 from library.training.flow import noise_for
 from library.training.tasks.image_step import FlowStep
-from networks.injection import inject_lora
+from networks.injection import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline
@@ -126,7 +126,7 @@ def test_one_image_is_learnt_by_heart(tmp_path: Path) -> None:
     # attention and MLP alone stop at 0.4 of it here: behind the last norm, whose scale they cannot change, it is frozen
     config = NetworkConfig(network_dim=32, network_alpha=32, network_args=["mod_dim=32"])
     options = parse_network_args(config, Z_IMAGE_TARGETS)
-    network = inject_lora(transformer, options, Z_IMAGE_TARGETS, seed=0)
+    network = inject_adapter(transformer, options, Z_IMAGE_TARGETS, seed=0)
     inputs = tiny_z_inputs(1, side=6)
     text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
     batch = Batch(inputs["latents"], text, torch.ones(1), None, torch.tensor([3]))

@@ -15,8 +15,8 @@ from library.models.llm.files import open_lm
 from library.models.llm.model import TransformerLM
 from library.training.tasks.chat_lora import put_lora_on, template_of
 from networks.adapters.base import AdapterLinear
-from networks.injection import AdapterNetwork
 from networks.merging.merge import LoraSource
+from networks.network import AdapterNetwork
 from tools.generation.text import load
 from tools.merge_lora import parse_source
 

@@ -29,7 +29,7 @@ import tools.retarget_lora as retarget_lora
 from library.config import load_config
 from library.errors import UserError
 from library.training.calibration import CalibrationOptions
-from networks.files.lora import load_lora
+from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
 from tools.report.deployments import REFERENCE, Models, Variant
 from tools.report.differences import Differences, compare

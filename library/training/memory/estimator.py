@@ -44,7 +44,7 @@ from library.models.weights import read_config
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Recipe
 from library.training.memory.budget import GIB, Parts
-from networks.injection import inject_lora
+from networks.injection import inject_adapter
 from networks.options import parse_network_args
 
 Inputs = dict[str, Any]
@@ -225,7 +225,7 @@ def _model(shape: Shape, base: torch.dtype, rank: int, shallow: bool) -> tuple[n
         separate_projections(model)
     targets = lora_targets()[shape.name]
     options = parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), targets)
-    trained = {id(p) for p in inject_lora(model, options, targets, seed=0).parameters()}
+    trained = {id(p) for p in inject_adapter(model, options, targets, seed=0).parameters()}
     return model, {name for name, p in model.named_parameters() if id(p) in trained}
 
 

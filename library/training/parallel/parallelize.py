@@ -33,7 +33,7 @@ from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.pipeline.stages import SplitPoints, prepare_stage
 from library.training.parallel.tensor import prepare_split_lora, shard_blocks, split_layers
 from library.training.parallel.zero import prepare_zero
-from networks.injection import AdapterNetwork
+from networks.network import AdapterNetwork
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from library.accelerator import dp_rank_and_size, is_tensor_parallel
 from library.config.chat_schema import ChatTrainConfig
 from library.config.rules import effective_learning_rate
 from library.config.schema import resume_keys
-from library.errors import UserError
+from library.errors import UserError, error_prefix
 from library.files import weights_fingerprint
 from library.llm.chat_batches import Example, InstructionBatch, InstructionSampler, Windows, collate_windows
 from library.llm.chat_templates import DialogueTemplate, dialogue_template
@@ -48,8 +48,10 @@ from library.training.tasks.lora import (
     start_from_file,
 )
 from library.training.tasks.lora_plan import plan_fp8, plan_network
-from networks.files.peft import BASE_MODEL, weight_file
-from networks.injection import AdapterNetwork, LoraNetwork, attach_file, inject_adapter
+from networks.files.adapters import load_adapter
+from networks.files.metadata import BASE_MODEL, weight_file
+from networks.injection import attach_lora, inject_adapter
+from networks.network import AdapterNetwork
 
 
 class ChatLora(LoraTask):
@@ -259,9 +261,9 @@ def put_lora_on(
     if any(hasattr(module, "lora_A") for module in model.modules()):
         raise UserError(f"{path}: the model has a LoRA already; load the model again, or merge the first one into it")
     separate_projections(model)
-    network = attach_file(model, path, lora_targets()[model.config.family], dtype or model.embedding.weight.dtype)
-    if isinstance(network, LoraNetwork):
+    targets = lora_targets()[model.config.family]
+    weights = load_adapter(path, targets).weights
+    network = attach_lora(model, weights, targets, str(path), dtype or model.embedding.weight.dtype)
+    with error_prefix(str(path)):
         network.set_multiplier(strength)
-    elif strength != 1.0:
-        raise UserError(f"{path}: a DoRA rescales whole rows and has no strength; leave it at 1")
     return network

@@ -39,7 +39,7 @@ from library.training.optim.schedules import total_steps
 from library.training.report.progress import counting
 from library.training.tasks.image_step import Teacher
 from library.training.tasks.lora import base_dtype
-from networks.files.lora import load_lora
+from networks.files.adapters import load_lora
 from networks.injection import attach_lora
 
 if TYPE_CHECKING:

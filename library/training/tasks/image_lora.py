@@ -60,7 +60,8 @@ from library.training.tasks.lora import (
     start_from_file,
 )
 from library.training.tasks.lora_plan import plan_fp8, plan_network, text_encoder_recipe
-from networks.injection import AdapterNetwork, inject_adapter
+from networks.injection import inject_adapter
+from networks.network import AdapterNetwork
 
 
 class ImageLora(LoraTask):

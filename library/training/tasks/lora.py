@@ -36,12 +36,11 @@ from library.training.parallel.parallelize import ParallelizableModel, paralleli
 from library.training.parallel.zero import ZeroOptimizer
 from library.training.tasks.lora_plan import NetworkPlan, describe_base
 from library.training.tasks.task import Task
-from networks.files.adapters import check_save_format, read_updates
-from networks.files.lora import load_lora
-from networks.files.metadata import base_mismatch, build_metadata
-from networks.files.peft import weight_file
+from networks.files.adapters import check_save_format, load_adapter, load_lora
+from networks.files.metadata import base_mismatch, build_metadata, weight_file
 from networks.files.verify import check_file
-from networks.injection import AdapterNetwork, attach_lora
+from networks.injection import attach_lora
+from networks.network import AdapterNetwork
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -87,7 +86,7 @@ class LoraTask(Task):
         """
         training, network = self.config.training, self.config.network
         if network.network_weights:
-            read_updates(network.network_weights, self.plan.targets, [] if network.allow_partial else None)
+            load_adapter(network.network_weights, self.plan.targets, [] if network.allow_partial else None)
         if training.resume:
             steps = training.max_train_steps if training.max_train_epochs is None else None
             check_state(training.resume, self.base_fingerprint, self.settings, steps, self.resumes_finished)

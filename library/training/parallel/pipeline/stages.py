@@ -48,7 +48,7 @@ from library.training.parallel.pipeline.p2p import (
 )
 from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.tensor import split_layers
-from networks.injection import AdapterNetwork
+from networks.network import AdapterNetwork
 
 
 @dataclass(frozen=True)
