@@ -30,7 +30,7 @@ from library.processes import one_of_several
 from library.training.checkpoint.resume import AUTO, resolve_resume
 from library.training.guard.signals import resume_hint
 from library.training.optim.schedules import build_schedule, resolve_steps
-from library.training.parallel.pipeline.full_training import pipeline_of
+from library.training.parallel.parallelize import parallelize
 from library.training.report.metrics import MetricsStream
 from library.training.report.progress import TrainingProgress, print_summary
 from library.training.tasks.pretraining import (
@@ -40,9 +40,9 @@ from library.training.tasks.pretraining import (
     check_corpus,
     flops_per_token,
     name_ends,
+    parallel_spec,
     peak_flops,
     pretraining_accelerator,
-    share_out,
     training_context,
 )
 from library.training.tasks.pretraining_events import (
@@ -90,8 +90,9 @@ def train(config: PretrainConfig) -> PretrainingEvents:
     optimizer = build_pretraining_optimizer(config.optimizer, bare, config.training.full_bf16, seed)
     schedule = build_schedule(config.optimizer.shared(), optimizer, plan.total)
     speed = flops_per_token(bare, context), peak_flops(device)
-    model, optimizer = share_out(accelerator, config.parallel, bare, optimizer)
-    pipeline = pipeline_of(bare, config.parallel, plan.accumulation)
+    model, optimizer, _, _, pipeline = parallelize(
+        accelerator, config.parallel, parallel_spec(bare), optimizer, accumulation=plan.accumulation
+    )
     parts, settings = {"optimizer": optimizer, "schedule": schedule}, resume_keys(config)
     position = PretrainingPosition()
     if config.training.resume:

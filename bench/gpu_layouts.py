@@ -27,10 +27,10 @@ from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfi
 from library.models.family import split_plan
 from library.nn.checkpointing import ActivationCheckpointing
 from library.training.parallel.device_map import place_blocks
-from library.training.parallel.fsdp import prepare_lora, share_gradients
+from library.training.parallel.parallelize import parallelize
 from library.training.parallel.pipeline.schedule import Pipeline
-from library.training.parallel.pipeline.stages import outline_of, prepare_stage
-from library.training.parallel.tensor import prepare_split_lora
+from library.training.parallel.spec import ParallelSpec, transformer_split_points
+from library.training.parallel.step import average_gradients
 
 LAYOUTS = ("dp", "shard", "pp", "tp")
 _BEHIND_BLOCKS = ("norm_out", "proj_out")  # of FLUX and Qwen-Image
@@ -127,21 +127,15 @@ def _step_of(
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     inputs = family.inputs(sizes, device)
     batch = Images(inputs, target_of(inputs))
-    loader = torch.utils.data.DataLoader([0])  # type: ignore[arg-type]  # stands where a run has its own
     kinds = sorted({type(block).__name__ for block in blocks})
-    pipeline: Pipeline | None = None
-    if layout == "pp":
-        outline = outline_of(transformer, blocks, _BEHIND_BLOCKS)
-        pipeline, model, optimizer, _ = prepare_stage(
-            accelerator, parallel, transformer, outline, network, ["forward"], optimizer, loader
-        )
-    elif layout == "tp":
-        plan = split_plan(type(transformer), transformer.config, parallel.tp)
-        model, optimizer, _ = prepare_split_lora(accelerator, plan, kinds, transformer, trained, optimizer, loader)
-    elif layout == "shard":
-        model, optimizer, _ = prepare_lora(accelerator, kinds, transformer, trained, optimizer, loader)
-    else:
-        model, optimizer = accelerator.prepare(transformer, optimizer)
+    spec = ParallelSpec(
+        transformer,
+        kinds,
+        lambda: transformer_split_points(transformer, blocks, _BEHIND_BLOCKS),
+        lambda processes: split_plan(type(transformer), transformer.config, processes),
+        network,
+    )
+    model, optimizer, _, _, pipeline = parallelize(accelerator, parallel, spec, optimizer)
     return lambda: _step(accelerator, model.train(), pipeline, batch, trained, optimizer)
 
 
@@ -164,7 +158,7 @@ def _step(
     else:
         loss, _ = compute(batch)
         accelerator.backward(loss)
-    share_gradients(accelerator, trained)
+    average_gradients(accelerator, trained)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

@@ -25,8 +25,10 @@ from library.data.batches import Batch
 from library.errors import UserError
 from library.llm.chat_batches import InstructionBatch
 from library.models.registry import lora_targets
+from library.training.parallel.parallelize import parallelize
 from library.training.parallel.pipeline.schedule import microbatches_of
-from library.training.parallel.pipeline.stages import SplitPoints, outline_of, plan_stages, prepare_stage, share_out
+from library.training.parallel.pipeline.stages import partition, plan_stages
+from library.training.parallel.spec import ParallelSpec, SplitPoints, transformer_split_points
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import pipeline_forward
@@ -38,7 +40,7 @@ from tests.worker_group import run_in_group
 def test_the_largest_stage_is_as_small_as_it_can_be(seed: int) -> None:
     draw = random.Random(seed)
     sizes, stages = [draw.randint(1, 9) for _ in range(draw.randint(4, 9))], draw.randint(2, 4)
-    found = share_out(sizes, stages)
+    found = partition(sizes, stages)
     assert [i for stage in found for i in stage] == list(range(len(sizes)))
     assert all(found)
     cuts = itertools.combinations(range(1, len(sizes)), stages - 1)
@@ -48,15 +50,15 @@ def test_the_largest_stage_is_as_small_as_it_can_be(seed: int) -> None:
 
 def test_a_stage_without_blocks_is_refused() -> None:
     with pytest.raises(UserError, match="pp: 3 stages, but the model has 2 blocks; lower pp"):
-        share_out([1, 1], 3)
+        partition([1, 1], 3)
 
 
 @pytest.mark.parametrize(("balance", "ends"), [("time", [29, 57]), ("weights", [17, 57])])
 def test_stages_of_flux_have_equal_work_or_equal_weights(balance: str, ends: list[int]) -> None:
     millions = [340] * 19 + [142] * 38 + [19]  # weights of the published model's blocks, and of what follows them
     model = nn.Sequential(*(nn.Linear(number, 1, bias=False) for number in millions))
-    outline = SplitPoints([str(i) for i in range(57)], True, ("57",))
-    assert [stage.stop for stage in plan_stages(model, outline, 2, balance)] == ends
+    points = SplitPoints([str(i) for i in range(57)], True, ("57",))
+    assert [stage.stop for stage in plan_stages(model, points, 2, balance)] == ends
 
 
 @pytest.mark.parametrize(("samples", "wanted", "count"), [(8, 4, 4), (6, 4, 6), (3, 2, 3), (1, 4, 1), (4, 8, 4)])
@@ -105,11 +107,12 @@ def compare(folder: Path, schedule: str) -> None:
     expected.backward()
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    outline = outline_of(model, blocks, ("norm_out", "proj_out"))
-    loader = DataLoader(torch.arange(4), batch_size=None)  # type: ignore[arg-type]
-    pipeline, stage, _, _ = prepare_stage(
-        accelerator, parallel, model, outline, network, ["forward"], optimizer, loader
+    spec = ParallelSpec(
+        model, [], lambda: transformer_split_points(model, blocks, ("norm_out", "proj_out")), lambda _: {}, network
     )
+    loader = DataLoader(torch.arange(4), batch_size=None)  # type: ignore[arg-type]
+    stage, _, _, _, pipeline = parallelize(accelerator, parallel, spec, optimizer, loader)
+    assert pipeline is not None
 
     drawn, _ = loss_of(stage, torch.arange(4))  # a plain call, of both stages together
     assert torch.equal(drawn.detach(), expected.detach())

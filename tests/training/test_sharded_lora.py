@@ -140,7 +140,7 @@ def test_gradients_of_split_runs_are_means_over_processes(tmp_path: Path) -> Non
 def share(folder: Path) -> None:
     from library.accelerator import build_accelerator
     from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
-    from library.training.parallel.fsdp import share_gradients
+    from library.training.parallel.step import average_gradients
 
     saving = SavingConfig(output_dir=str(folder))
     accelerator = build_accelerator(
@@ -150,5 +150,5 @@ def share(folder: Path) -> None:
     trained = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1, 1))]
     trained[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
     trained[1].grad = torch.ones(1, 1) if rank == 0 else None
-    share_gradients(accelerator, trained)
+    average_gradients(accelerator, trained)
     torch.save([parameter.grad for parameter in trained], folder / f"gradients{rank}.pt")

@@ -17,7 +17,7 @@ from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.models.llm.spec import PRESETS
 from library.nn.rope import RopeTables
-from library.training.parallel.fsdp import check_sharding
+from library.training.parallel.parallelize import check_sharding
 from library.training.tasks.pretraining import accumulation_for
 from tests.layouts import assert_same_figures
 from tests.pretraining_runs import flags, lines, run, weights

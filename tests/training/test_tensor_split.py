@@ -32,7 +32,7 @@ from library.nn.cross_entropy import token_cross_entropy
 from library.nn.tensor_split import Parts
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
-from library.training.parallel.fsdp import share_gradients
+from library.training.parallel.step import average_gradients
 from library.training.parallel.tensor import split_layers
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
@@ -130,7 +130,7 @@ def compute_together(folder: Path, case: str) -> None:
     split_layers(model, split_plan(kind, model.config, 2), device_mesh(accelerator)["tp"])
     output = BUILDERS[case][1](model)
     output.square().mean().backward()
-    share_gradients(accelerator, network.parameters())
+    average_gradients(accelerator, network.parameters())
     found = {f"{name}.{part}": p.grad for name, m in network.modules.items() for part, p in m.trained().items()}
     weights = sum(p.numel() for n, p in model.named_parameters() if "blocks" in n and n.endswith("base.weight"))
     torch.save((output.detach(), found, weights), folder / f"{case}{accelerator.process_index}.pt")

@@ -31,7 +31,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import atomic_folder, write_text
 from library.safetensors_io import write_safetensors
-from library.training.parallel.fsdp import scatter_like
+from library.training.parallel.gather import scatter_like
 
 
 @dataclass

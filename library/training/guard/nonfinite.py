@@ -32,8 +32,8 @@ from library.errors import UserError
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Position
 from library.training.optim.factory import drop_gradients
-from library.training.parallel.fsdp import lockstep_batches
 from library.training.parallel.gather import to_local
+from library.training.parallel.step import lockstep_batches
 from library.training.tasks.task import Task
 
 _NAMED = 4  # samples that a message names

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from library.training.checkpoint.state import Position
 from library.training.optim.factory import drop_gradients, unwrapped
-from library.training.parallel.gather import everywhere, to_local
+from library.training.parallel.gather import all_reduce_and, to_local
 from library.training.tasks.task import Task
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -199,7 +199,7 @@ class RollbackGuard:
 
     def _everywhere(self, flag: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """``flag``, or where processes have rows of ``weights``, whether it is set on all of them."""
-        return everywhere(flag, self.task.accelerator) if isinstance(weights[0], DTensor) else flag
+        return all_reduce_and(flag, self.task.accelerator) if isinstance(weights[0], DTensor) else flag
 
     def _is_there(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the device, or with ``device_map`` on another of its kind, and not on the host."""
@@ -273,7 +273,7 @@ class StopGuard:
             return self._back(position)
         if before_saving:
             local = [tensor for p in self.task.parameters() if (tensor := to_local(p)).numel()]
-            if not everywhere(all_finite(local), self.task.accelerator):
+            if not all_reduce_and(all_finite(local), self.task.accelerator):
                 self._snapshot = (_copied(position), None)
                 return self._back(position)
         return None

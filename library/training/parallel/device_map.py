@@ -17,7 +17,7 @@ from torch import nn
 from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.training.memory.budget import in_words, tensor_bytes
-from library.training.parallel.pipeline.stages import share_out
+from library.training.parallel.pipeline.stages import partition
 
 
 def devices_to_fill(parallel: ParallelConfig, accelerator: Accelerator) -> list[torch.device]:
@@ -50,7 +50,7 @@ def place_blocks(transformer: nn.Module, blocks: Sequence[nn.Module], devices: S
     sizes = [tensor_bytes((*block.parameters(), *block.buffers())) for block in blocks]
     within = {id(t) for block in blocks for t in (*block.parameters(), *block.buffers())}
     outside = tensor_bytes([t for t in (*transformer.parameters(), *transformer.buffers()) if id(t) not in within])
-    runs = share_out([outside + sizes[0], *sizes[1:]], len(devices))
+    runs = partition([outside + sizes[0], *sizes[1:]], len(devices))
     places = {names[id(blocks[i])]: device for run, device in zip(runs, devices, strict=True) for i in run}
     elsewhere = dict.fromkeys(_beside(transformer, set(places)), devices[0])
     whole_map = {name: str(device) for name, device in (elsewhere | places).items()}

@@ -1,178 +1,142 @@
-"""A LoRA's model as the processes of a run share it: whichever of the layouts of ``[parallel]`` was asked for.
+"""One way in: a model, its optimizer and its batches, as the layout of ``[parallel]`` runs them.
 
-Pretraining on layers that processes have together (``tp``): what is split and trained, its gradients and their norm.
+=============================  ==================================================================
+``dp`` alone                   accelerate: DDP, or a single process
+``shard`` (and ``dp``: HSDP)   FSDP2 by accelerate: rows of every weight, gathered a block at a time
+``tp``                         parts of each large layer (``tensor``), which FSDP2 may split again
+``pp``                         some of the blocks (``pipeline``), whose layers ``tp`` may split
+``zero``                       DeepSpeed (``zero``)
+=============================  ==================================================================
 
-The parts of weights are plain parameters of their own, with their own optimizer state; norms, learned positions and the
-biases behind a sum are whole on every process. Replicas and ``shard`` are FSDP2's, over what ``tp`` left.
+A LoRA is small: it stays full on every process, so that any optimizer can train it, and averages, samples and files see
+it as ever; ``step.average_gradients`` does for it what DDP does. With ``shard_lora`` FSDP2 splits it, too. Where all
+weights are trained, gradients and optimizer state are split as the weights are. ``gather`` is the way back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 
-from library.accelerator import device_mesh, dp_rank_and_size, is_pipelined, is_sharded, is_tensor_parallel, zero_stage
+from library.accelerator import (
+    accelerate_shards,
+    is_pipelined,
+    is_sharded,
+    is_tensor_parallel,
+    prepare_loader,
+    zero_stage,
+)
 from library.config.schema import ParallelConfig
-from library.models.llm.model import Block, TransformerLM, lm_split_plan, shard_heads
-from library.nn.tensor_split import Parts
-from library.training.parallel.fsdp import full_tensor, prepare_lora
-from library.training.parallel.gather import prepare_split, split_parameters
-from library.training.parallel.pipeline.full_training import clip_stages, staged
+from library.errors import UserError
+from library.models.llm.model import TransformerLM, shard_heads
+from library.training.parallel.gather import shard_optimizer
 from library.training.parallel.pipeline.schedule import Pipeline
-from library.training.parallel.pipeline.stages import SplitPoints, prepare_stage
-from library.training.parallel.tensor import prepare_split_lora, shard_blocks, split_layers
+from library.training.parallel.pipeline.stages import prepare_stage
+from library.training.parallel.spec import ParallelSpec
+from library.training.parallel.tensor import prepare_tensor_parallel
 from library.training.parallel.zero import prepare_zero
-from networks.network import AdapterNetwork
 
 
-@dataclass(frozen=True)
-class ParallelizableModel:
-    """A model with its LoRA, and what is known of sharing it out.
-
-    Attributes:
-        model: whole; where processes get parts of it, in host memory.
-        network: the LoRA in it.
-        outline: returns where a pipeline can cut it.
-        blocks: class names of what is gathered as one.
-        split_plan: number of processes -> how they have each layer together.
-        called_too: the model's methods that are called besides ``forward``.
-    """
-
-    model: nn.Module
-    network: AdapterNetwork
-    outline: Callable[[], SplitPoints]
-    blocks: Sequence[str]
-    split_plan: Callable[[int], dict[str, Parts]]
-    called_too: Sequence[str] = ()
-
-
-class Prepared(NamedTuple):
-    """Model, optimizer and loader as they run."""
+class Parallelized(NamedTuple):
+    """What runs: the model in the engine's wrapper, optimizer, loader, and what else was asked for."""
 
     model: nn.Module
     optimizer: Any
     loader: Any
+    text_encoders: nn.Module | None = None
     pipeline: Pipeline | None = None
 
 
 def parallelize(
     accelerator: Accelerator,
     parallel: ParallelConfig,
-    parallelizable: ParallelizableModel,
-    max_grad_norm: float,
+    spec: ParallelSpec,
     optimizer: Any,
-    loader: Any,
-) -> Prepared | None:
-    """Return what ``parallel`` makes of a model, or None where every process has all of it: that is accelerate's.
+    loader: Any = None,
+    max_grad_norm: float = 0.0,
+    accumulation: int | None = None,
+) -> Parallelized:
+    """Return ``spec``'s model as ``parallel`` runs it.
 
     Args:
-        accelerator, parallel: of the run.
-        shareable: the model; changed in place.
+        accelerator: of the run, set up for ``parallel``.
+        parallel: the layout.
+        spec: the model.
+        optimizer: of what is trained.
+        loader: of all processes' batches, None if there is none to prepare.
         max_grad_norm: to clip to, for an engine that clips by itself.
-        optimizer, loader: not yet prepared.
+        accumulation: batches of an optimizer step; default: accelerate's.
 
     Raises:
-        UserError: the model cannot be shared out so, or an engine did something else than it was asked for.
+        UserError: the model cannot be shared so, or an engine did something else than it was asked for.
     """
-    model, network, parts = parallelizable.model, parallelizable.network, (optimizer, loader)
-    trained, blocks = network.parameters(), parallelizable.blocks
-    plan = parallelizable.split_plan(parallel.tp) if is_tensor_parallel(accelerator) else {}
-    if is_pipelined(accelerator):
-        outline, methods = parallelizable.outline(), ["forward", *parallelizable.called_too]
-        pipeline, *stage = prepare_stage(accelerator, parallel, model, outline, network, methods, *parts, plan)
-        return Prepared(stage[0], stage[1], stage[2], pipeline)
     if zero_stage(accelerator):
-        return Prepared(*prepare_zero(accelerator, model, trained, max_grad_norm, *parts))
-    if is_tensor_parallel(accelerator):
-        prepared = prepare_split_lora(accelerator, plan, blocks, model, trained, *parts)
-    elif parallel.splits_lora:
-        prepared = prepare_split(accelerator, blocks, model, *parts)
+        return Parallelized(*prepare_zero(accelerator, spec.model, spec.lora, max_grad_norm, optimizer, loader))
+    plan = spec.tp_plan(parallel.tp) if is_tensor_parallel(accelerator) else {}
+    pipeline, text_encoders = None, None
+    if is_pipelined(accelerator):
+        steps = accumulation or accelerator.gradient_accumulation_steps
+        pipeline, model, optimizer = prepare_stage(accelerator, parallel, spec, plan, optimizer, steps)
+    elif is_tensor_parallel(accelerator):
+        model, optimizer = prepare_tensor_parallel(accelerator, spec, plan, optimizer)
     elif is_sharded(accelerator):
-        prepared = prepare_lora(accelerator, blocks, model, trained, *parts)
+        model, optimizer, loader = _prepare_fsdp(accelerator, parallel, spec, optimizer, loader)
     else:
-        return None
-    if is_sharded(accelerator):
-        for method in parallelizable.called_too:
-            register_fsdp_forward_method(model, method)
-    return Prepared(*prepared)
+        model, optimizer, loader, text_encoders = _prepare_full(accelerator, spec, optimizer, loader)
+    if plan and isinstance(spec.model, TransformerLM):
+        shard_heads(spec.model, parallel.tp)
+    if (is_pipelined(accelerator) or is_tensor_parallel(accelerator)) and loader is not None:
+        loader = prepare_loader(accelerator, loader)
+    if is_sharded(accelerator) and not is_pipelined(accelerator):
+        for method in spec.methods:
+            register_fsdp_forward_method(spec.model, method)
+    if spec.network is None and (is_sharded(accelerator) or plan or pipeline):
+        optimizer = shard_optimizer(accelerator, optimizer, spec.model)
+    elif parallel.splits_lora:
+        optimizer = shard_optimizer(accelerator, optimizer, spec.model, gathers_lora=True)
+    return Parallelized(model, optimizer, loader, text_encoders, pipeline)
 
 
-def split_model(accelerator: Accelerator, model: TransformerLM, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """Keep of ``model``, whole in host memory, this process's part; return it and its optimizer as they run.
+def _prepare_full(accelerator: Accelerator, spec: ParallelSpec, optimizer: Any, loader: Any) -> list[Any]:
+    """Every process has the full model; DDP refuses one with nothing to train.
 
-    Raises:
-        UserError: heads or widths do not divide.
+    The model lies where it was put: with swapped blocks that is not the device alone.
     """
-    mesh, (_, shares) = device_mesh(accelerator), dp_rank_and_size(accelerator)
-    processes = mesh["tp"].size()
-    split_layers(model, lm_split_plan(model.config, processes, separate=False), mesh["tp"])
-    shard_heads(model, processes)
-    if shares == 1:
-        model.to(accelerator.device)
-    else:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        shard_blocks(model, [Block.__name__], mesh["dp", "shard"])
-        register_fsdp_forward_method(model, "next_logits")  # what samples are made with
-        now = dict(model.named_parameters())
-        for group in optimizer.param_groups:
-            group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
-    prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast alone
-    return prepared, accelerator.prepare_optimizer(optimizer)
+    trained = spec.model if any(parameter.requires_grad for parameter in spec.model.parameters()) else None
+    model, optimizer, loader, text_encoders = accelerator.prepare(
+        trained, optimizer, loader, spec.text_encoders, device_placement=[False, True, True, True]
+    )
+    if model is None:
+        model = accelerator.prepare_model(spec.model, device_placement=False, evaluation_mode=True)
+    return [model, optimizer, loader, text_encoders]
 
 
-@contextmanager
-def gradients_stay(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Inside the block gradients are added up where they are made: processes exchange them in a step's last pass."""
-    if not is_tensor_parallel(accelerator):
-        with accelerator.no_sync(model):
-            yield
-        return
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(False)
-    yield
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(True)
+def _prepare_fsdp(
+    accelerator: Accelerator, parallel: ParallelConfig, spec: ParallelSpec, optimizer: Any, loader: Any
+) -> list[Any]:
+    """Rows of every weight are split, and gathered with their block; a LoRA's only if asked."""
+    full = [] if parallel.splits_lora else spec.lora
+    for parameter in full:
+        parameter.data = parameter.data.to(accelerator.device)
+    plugin = accelerator.state.fsdp_plugin
+    plugin.transformer_cls_names_to_wrap = list(spec.blocks)
+    plugin.ignored_modules = [nn.ParameterList(full)] if full else []
+    model, optimizer, *loaders = accelerator.prepare(spec.model, optimizer, *([] if loader is None else [loader]))
+    check_sharding(accelerator, spec.model, spec.blocks)
+    return [model, optimizer, *(loaders or [None])]
 
 
-def clip_gradients(accelerator: Accelerator, model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients of ``model`` so that the norm of all of them is at most ``limit``; return it before that."""
-    if (stage := staged(model)) is not None:
-        return clip_stages(accelerator, stage, limit)
-    if not is_tensor_parallel(accelerator):
-        return full_tensor(accelerator.clip_grad_norm_(model.parameters(), limit))
-    group, cuts = device_mesh(accelerator)["tp"].get_group(), split_parameters(model)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    whole = [gradient for name, gradient in gradients.items() if name not in cuts]
-    _share(list(map(_local, whole)), group)  # equal but for kernels that add in any order: so copies never part
-    parts = [gradient for name, gradient in gradients.items() if name in cuts]
-    square = full_tensor(get_total_norm(parts)).square()
-    dist.all_reduce(square, group=group)
-    norm = (square + full_tensor(get_total_norm(whole)).square()).sqrt()
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], scale)
-    return norm
-
-
-def _share(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Give every process of ``group`` the mean of each gradient."""
-    if not gradients:
-        return
-    mean = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(group.size())
-    dist.all_reduce(mean, group=group)
-    for gradient, part in zip(gradients, mean.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def check_sharding(accelerator: Accelerator, model: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise a UserError unless ``prepare`` split the model's blocks and weights as was asked, and nothing else."""
+    asked = accelerate_shards(accelerator)
+    found = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in blocks]
+    ignored = {id(p) for m in accelerator.state.fsdp_plugin.ignored_modules for p in m.parameters()} if asked else set()
+    wrong = [n for n, p in model.named_parameters() if isinstance(p, DTensor) != (asked and id(p) not in ignored)]
+    if wrong or (asked and not (found and all(isinstance(module, FSDPModule) for module in found))):
+        where = wrong[0] if wrong else "a block"
+        raise UserError(f"shard: accelerate left {where} in another layout than asked; install constraints.txt")

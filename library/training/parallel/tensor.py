@@ -6,7 +6,7 @@ ours (:class:`Part`): a LoRA's fused product (``networks.adapters.base``) asks i
 summed over the group once for all layers with a common input.
 
 A LoRA stays whole on every process of the group: of A and B a layer takes the columns or rows that belong to its part.
-The gradients of all parts are added up in the same all-reduce that averages over replicas (``share_gradients``). So
+The gradients of all parts are added up in the same all-reduce that averages over replicas (``average_gradients``). So
 any optimizer can train it, clipping sees the norm of all of it, and files and states are those of one process.
 """
 
@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.optim import Optimizer
 
-from library.accelerator import device_mesh, mesh_sizes, prepare_loader
+from library.accelerator import device_mesh
 from library.errors import UserError
 from library.nn.tensor_split import Parts, Split, entering, leaving, summed
 from library.precision.fp8_linear import Fp8Linear
+from library.training.parallel.spec import ParallelSpec
 from networks.adapters.lora import LoRALinear
 
 
@@ -101,42 +103,34 @@ def split_layers(model: nn.Module, plan: Mapping[str, Parts], mesh: DeviceMesh) 
     _count_once(model, mesh.size())
 
 
-def prepare_split_lora(
-    accelerator: Accelerator,
-    plan: Mapping[str, Parts],
-    blocks: Sequence[str],
-    model: nn.Module,
-    trained: Sequence[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    loader: Any,
-) -> list[Any]:
-    """Return model, optimizer and loader of a LoRA as they run on parts of a frozen model.
+def prepare_tensor_parallel(
+    accelerator: Accelerator, spec: ParallelSpec, plan: Mapping[str, Parts], optimizer: Optimizer
+) -> tuple[nn.Module, Any]:
+    """Keep of each layer in ``plan`` this process's part, and of that FSDP2's rows; return model and optimizer.
 
-    Args:
-        accelerator: its mesh says how many processes have a layer together, and how many split what each then has.
-        plan: layer -> how it is split.
-        blocks: class names of what is gathered as one, where the parts are split again (FSDP2).
-        model: whole, in host memory; changed in place.
-        trained: the LoRA's parameters, in the model; they stay whole.
-        optimizer, loader: not yet prepared.
-
-    Raises:
-        UserError: see :func:`split_layers`.
+    The parts of trained weights are plain parameters of their own, with their own optimizer state; norms, learned
+    positions and the biases behind a sum are full on every process, as a LoRA is.
     """
-    for parameter in trained:
+    model, mesh, lora = spec.model, device_mesh(accelerator), spec.lora
+    for parameter in lora:
         parameter.data = parameter.data.to(accelerator.device)
-    mesh, sizes = device_mesh(accelerator), mesh_sizes(accelerator)
     split_layers(model, plan, mesh["tp"])
-    if sizes["shard"] > 1:
-        shard_blocks(model, blocks, mesh["shard"], set(trained))
+    # of a frozen base replicas have copies; the gradients of trained weights FSDP2 averages over them, too
+    shared = mesh["shard"] if spec.network is not None else mesh["dp", "shard"]
+    if shared.size() > 1:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        shard_blocks(model, spec.blocks, shared, set(lora))
+        now = dict(model.named_parameters())  # FSDP2 has made new parameters of those that it splits
+        for group in optimizer.param_groups:
+            group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
     else:
         model.to(accelerator.device)
     model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast; no DDP
-    return [model, accelerator.prepare_optimizer(optimizer), prepare_loader(accelerator, loader)]
+    return model, accelerator.prepare_optimizer(optimizer)
 
 
 def _count_once(model: nn.Module, processes: int) -> None:
-    """Divide the gradients of LoRAs on layers that every process computes whole: ``share_gradients`` adds all up."""
+    """Divide the gradients of LoRAs on layers that every process computes whole: ``average_gradients`` adds all up."""
     for layer in model.modules():
         if isinstance(layer, LoRALinear) and layer.split is None:
             for parameter in layer.trained().values():

@@ -2,7 +2,7 @@
 
 Of each group of the optimizer DeepSpeed makes one flat fp32 tensor a process. Stage 1 splits these weights and the
 optimizer's state, stage 2 also adds up each gradient only where its part is, stage 3 also splits the frozen weights,
-and gathers a layer's when it runs. Between steps the LoRA itself is whole on every process, in stage 3 as well (it is
+and gathers a layer's when it runs. Between steps the LoRA itself is full on every process, in stage 3 as well (it is
 told to keep gathered what is as small as a LoRA), so that averages, samples and files see it as ever.
 
 accelerate sets the engine up; its wrapper would also take the optimizer's step within ``backward``. Here backward ends
@@ -32,7 +32,7 @@ _BUCKET = 2**23  # numbers that are reduced at once, 32 MiB, about as many as DD
 class ZeroOptimizer(AcceleratedOptimizer):
     """The optimizer of a run under ZeRO; its state dict is that of one process, which holds all weights.
 
-    ``optimizer`` is torch's, which has this process's parts.
+    ``optimizer`` is torch's, which has this process's shards.
     """
 
     def __init__(self, engine: Any, optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -44,7 +44,7 @@ class ZeroOptimizer(AcceleratedOptimizer):
         self._gathered: dict[str, Any] | None = None
 
     @property
-    def parts(self) -> list[Tensor]:
+    def shards(self) -> list[Tensor]:
         """This process's part of each group's weights."""
         zero = self._zero
         return zero.fp32_partitioned_groups_flat if self._splits_weights else zero.single_partition_of_fp32_groups
@@ -88,35 +88,35 @@ class ZeroOptimizer(AcceleratedOptimizer):
     @torch.no_grad()
     def take_weights(self) -> None:
         """Take over the LoRA as it is now, where something else than a step has changed it."""
-        for i, (part, group) in enumerate(zip(self.parts, self._groups, strict=True)):
-            part.copy_(self._own(i, [parameter.detach() for parameter in group]))
+        for i, (part, group) in enumerate(zip(self.shards, self._groups, strict=True)):
+            part.copy_(self._scatter(i, [parameter.detach() for parameter in group]))
 
     @contextmanager
     def gathered(self, with_state: bool) -> Iterator[None]:
         """Inside the block the state dict can be had if ``with_state``, on the main process; entering is collective."""
         if with_state:
-            self._gathered = self._whole_state()
+            self._gathered = self._gather_state()
         try:
             yield
         finally:
             self._gathered = None
 
-    def _whole_state(self) -> dict[str, Any]:
+    def _gather_state(self) -> dict[str, Any]:
         main = self.accelerator_state.process_index == 0
         state: dict[int, dict[str, Any]] = {}
         first = 0
-        for i, (part, group) in enumerate(zip(self.parts, self._groups, strict=True)):
+        for i, (part, group) in enumerate(zip(self.shards, self._groups, strict=True)):
             for key, value in self.optimizer.state.get(part, {}).items():
                 split = isinstance(value, Tensor) and value.shape == part.shape
-                wholes = self.wholes(i, value) if split else [value] * len(group)
-                for j, whole in enumerate(wholes if main else ()):
-                    state.setdefault(first + j, {})[key] = whole.cpu() if split else whole
+                values = self.gather(i, value) if split else [value] * len(group)
+                for j, full in enumerate(values if main else ()):
+                    state.setdefault(first + j, {})[key] = full.cpu() if split else full
             first += len(group)
         return {"state": state, "param_groups": self._described_groups()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of one process that holds all weights; within :meth:`gathered`, on the main process."""
-        assert self._gathered is not None, "the parts of the state are gathered by all processes first"
+        assert self._gathered is not None, "all processes gather the state first"
         return self._gathered
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,23 +128,23 @@ class ZeroOptimizer(AcceleratedOptimizer):
         for i, group in enumerate(self._groups):
             saved = [states.get(first + j, {}) for j in range(len(group))]
             if any(saved):
-                own[i] = self._own_state(i, saved)
+                own[i] = self._scatter_state(i, saved)
             first += len(group)
         described = [{**g, "params": [i]} for i, g in enumerate(state_dict["param_groups"])]
         kept = [group["params"] for group in groups]
-        for group, part in zip(groups, self.parts, strict=True):
+        for group, part in zip(groups, self.shards, strict=True):
             group["params"] = [part]
         self.optimizer.load_state_dict({"state": own, "param_groups": described})
         for group, params in zip(self.optimizer.param_groups, kept, strict=True):
             group["params"] = params
 
-    def _own_state(self, group: int, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _scatter_state(self, group: int, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the state of this process's part; parameters that never had a gradient have none, and count as 0."""
         parameters, own = self._groups[group], {}
         for key, value in max(saved, key=len).items():
             if isinstance(value, Tensor) and value.dim():
-                wholes = [s.get(key, torch.zeros_like(p, device="cpu")) for s, p in zip(saved, parameters, strict=True)]
-                own[key] = self._own(group, [whole.to(self.parts[group].device) for whole in wholes])
+                full = [s.get(key, torch.zeros_like(p, device="cpu")) for s, p in zip(saved, parameters, strict=True)]
+                own[key] = self._scatter(group, [tensor.to(self.shards[group].device) for tensor in full])
             else:
                 own[key] = value
         return own
@@ -156,8 +156,8 @@ class ZeroOptimizer(AcceleratedOptimizer):
             first += len(group)
         return described
 
-    def wholes(self, group: int, part: Tensor) -> list[Tensor]:
-        """Return a group's tensors as wholes, from all processes' parts of them; collective."""
+    def gather(self, group: int, part: Tensor) -> list[Tensor]:
+        """Return a group's tensors in full, from all processes' shards of them; collective."""
         parameters, processes = self._groups[group], self._engine.dp_world_size
         every = torch.empty(processes, part.numel(), dtype=part.dtype, device=part.device)
         torch.distributed.all_gather(list(every.unbind()), part.detach().contiguous())
@@ -169,16 +169,16 @@ class ZeroOptimizer(AcceleratedOptimizer):
             flat = list(every.reshape(-1)[: sum(numbers)].split(numbers))
         return [tensor.view_as(parameter) for tensor, parameter in zip(flat, parameters, strict=True)]
 
-    def _own(self, group: int, wholes: Sequence[Tensor]) -> Tensor:
-        """Return this process's part of a group's whole tensors: stage 3 splits each, the others all in a row."""
+    def _scatter(self, group: int, tensors: Sequence[Tensor]) -> Tensor:
+        """Return this process's shard of a group's full tensors: stage 3 splits each, the others all in a row."""
         processes, rank = self._engine.dp_world_size, torch.distributed.get_rank()
-        flat = [whole.reshape(-1) for whole in wholes]
+        flat = [tensor.reshape(-1) for tensor in tensors]
         if self._splits_weights:
-            return torch.cat([_own_row(tensor, processes, -(-tensor.numel() // processes), rank) for tensor in flat])
-        return _own_row(torch.cat(flat), processes, self.parts[group].numel(), rank)
+            return torch.cat([_local_row(tensor, processes, -(-tensor.numel() // processes), rank) for tensor in flat])
+        return _local_row(torch.cat(flat), processes, self.shards[group].numel(), rank)
 
 
-def _own_row(tensor: Tensor, processes: int, size: int, rank: int) -> Tensor:
+def _local_row(tensor: Tensor, processes: int, size: int, rank: int) -> Tensor:
     """Return a process's ``size`` numbers of a flat tensor, behind which there are zeros."""
     return torch.cat([tensor, tensor.new_zeros(processes * size - tensor.numel())]).view(processes, size)[rank]
 
@@ -231,7 +231,7 @@ def prepare_zero(
         "stage3_param_persistence_threshold": max(parameter.numel() for parameter in trained),
     }
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast, as without DeepSpeed
-    with _left_as_they_are(settings):
+    with _without_casts(settings):
         if splits_weights:
             _split(model, settings, accelerator.device)
         engine, _ = accelerator.prepare(model, optimizer)
@@ -241,11 +241,11 @@ def prepare_zero(
     accelerator._optimizers[-1] = wrapped
     accelerator.deepspeed_engine_wrapped = _Engine(engine, wrapped)
     _compare_with_what_was_asked(accelerator, engine, wrapped, groups, dtypes)
-    return engine, wrapped, prepare_loader(accelerator, loader)
+    return engine, wrapped, None if loader is None else prepare_loader(accelerator, loader)
 
 
 @contextmanager
-def _left_as_they_are(settings: dict[str, Any]) -> Iterator[None]:
+def _without_casts(settings: dict[str, Any]) -> Iterator[None]:
     """Let DeepSpeed cast no weights: it would where it finds bf16 on, from which accelerate knows the precision."""
     precision = settings["bf16"]["enabled"]
     settings["bf16"]["enabled"] = False
@@ -256,7 +256,7 @@ def _left_as_they_are(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def _split(model: nn.Module, settings: dict[str, Any], device: torch.device) -> None:
-    """Split the weights of a model in host memory, one after the other, so that no device has to hold it whole."""
+    """Split the weights of a model in host memory, one after the other, so that no device has to hold all of it."""
     import deepspeed
 
     deepspeed.zero.Init(module=model, config_dict_or_path=settings)
@@ -286,7 +286,7 @@ def _compare_with_what_was_asked(
             fits = fits and (parameter.numel() > 0) == (id(parameter) in trained)
         if not fits or parameter.dtype != dtypes[name]:
             raise UserError(f"zero: DeepSpeed left {name} in another layout than asked; {remedy}")
-    for i, (part, group) in enumerate(zip(optimizer.parts, groups, strict=True)):
-        together = all(torch.equal(a, b) for a, b in zip(optimizer.wholes(i, part), group, strict=True))
+    for i, (part, group) in enumerate(zip(optimizer.shards, groups, strict=True)):
+        together = all(torch.equal(a, b) for a, b in zip(optimizer.gather(i, part), group, strict=True))
         if part.dtype != torch.float32 or part.numel() >= sum(p.numel() for p in group) or not together:
             raise UserError(f"zero: DeepSpeed split the optimizer in another way than known; {remedy}")

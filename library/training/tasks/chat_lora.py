@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from library.accelerator import dp_rank_and_size, is_tensor_parallel
+from library.accelerator import dp_rank_and_size
 from library.config.chat_schema import ChatTrainConfig
 from library.config.rules import effective_learning_rate
 from library.config.schema import resume_keys
@@ -26,7 +26,7 @@ from library.llm.chat_batches import Example, InstructionBatch, InstructionSampl
 from library.llm.chat_templates import DialogueTemplate, dialogue_template
 from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import load_lm, open_lm
-from library.models.llm.model import Block, TransformerLM, lm_split_plan, separate_projections, shard_heads
+from library.models.llm.model import Block, TransformerLM, lm_split_plan, separate_projections
 from library.models.llm.spec import LMConfig
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
@@ -34,9 +34,8 @@ from library.precision.checkpoint_layouts import Fp8Layout
 from library.safetensors_io import read_safetensors_header
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.factory import describe_optimizer
-from library.training.parallel.fsdp import lockstep_batches
-from library.training.parallel.parallelize import ParallelizableModel
-from library.training.parallel.pipeline.stages import language_outline
+from library.training.parallel.spec import ParallelSpec, lm_split_points
+from library.training.parallel.step import lockstep_batches
 from library.training.sampling.answers import answer_sampler
 from library.training.tasks.chat_data import prepare_dialogues
 from library.training.tasks.lora import (
@@ -114,8 +113,6 @@ class ChatLora(LoraTask):
             pin_memory=self.accelerator.device.type == "cuda",
         )
         self.wrap(many_shapes=True)  # a batch is as long as its longest window
-        if is_tensor_parallel(self.accelerator):
-            shard_heads(self.transformer, config.parallel.tp)
         self.step = InstructionStep(training.seed, accumulation * processes)
         self.held_out = held_out_batches(data.held_out[: config.validation.max_validation_conversations], size)
         self.validates = bool(self.held_out)
@@ -147,15 +144,15 @@ class ChatLora(LoraTask):
         recompute_blocks(model, model.config.layers, training, device)
         leave_frozen_out_of_ddp(model)
 
-    def parallelizable(self) -> ParallelizableModel:
+    def parallel(self) -> ParallelSpec:
         model = self.transformer
-        return ParallelizableModel(
+        return ParallelSpec(
             model,
-            self.network,
-            lambda: language_outline(model),
             [Block.__name__],
+            lambda: lm_split_points(model),
             lambda processes: lm_split_plan(model.config, processes, separate=True),
-            ["next_logits"],  # what samples are made with
+            self.network,
+            methods=["next_logits"],  # what samples are made with
         )
 
     def _facts(self) -> dict[str, object]:

@@ -42,9 +42,9 @@ from library.training.memory.block_swap import swap_blocks
 from library.training.memory.budget import recompute_blocks
 from library.training.memory.dry_run import Rehearsal, rehearsed
 from library.training.parallel.device_map import devices_to_fill, place_blocks
-from library.training.parallel.fsdp import lockstep_batches
-from library.training.parallel.parallelize import ParallelizableModel
-from library.training.parallel.pipeline.stages import check_pieces, outline_of
+from library.training.parallel.pipeline.stages import check_microbatches
+from library.training.parallel.spec import ParallelSpec, transformer_split_points
+from library.training.parallel.step import lockstep_batches
 from library.training.report.progress import counting
 from library.training.sampling.conditions import PictureRules, check_pictures, text_jobs
 from library.training.sampling.images import build_sampler
@@ -191,20 +191,21 @@ class ImageLora(LoraTask):
         for module in filter(None, (transformer, self.text_encoders)):
             leave_frozen_out_of_ddp(module)
 
-    def parallelizable(self) -> ParallelizableModel:
+    def parallel(self) -> ParallelSpec:
         family, transformer = self.family, self.transformer
-        return ParallelizableModel(
+        return ParallelSpec(
             transformer,
-            self.network,
-            lambda: outline_of(transformer, family.blocks(transformer), family.behind_blocks),
             family.repeated_blocks,
+            lambda: transformer_split_points(transformer, family.blocks(transformer), family.behind_blocks),
             family.split_plan,
+            self.network,
+            self.text_encoders,
         )
 
     def wrap_networks(self) -> None:
         """Let the engine wrap the loaded networks, with optimizer, schedule and batches."""
         sizes, config = self.data.train.batch_sizes, self.config
-        check_pieces(config.parallel, max(sizes.values()))
+        check_microbatches(config.parallel, max(sizes.values()))
         self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator)
         self.wrap(many_shapes=len(sizes) > 1)
         self.step = FlowStep(self.family, config.flow, config.training.seed, self.text_encoders, self.teacher)

@@ -7,7 +7,6 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ from library.training.checkpoint.state import Position, check_state, read_positi
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule, total_steps
-from library.training.parallel.gather import SplitOptimizer
-from library.training.parallel.parallelize import ParallelizableModel, parallelize
-from library.training.parallel.zero import ZeroOptimizer
+from library.training.parallel.gather import gathered
+from library.training.parallel.parallelize import parallelize
+from library.training.parallel.spec import ParallelSpec
 from library.training.tasks.lora_plan import NetworkPlan, describe_base
 from library.training.tasks.task import Task
 from networks.files.adapters import check_save_format, load_adapter, load_lora
@@ -96,8 +95,8 @@ class LoraTask(Task):
         return torch.device("cpu") if self.config.parallel.splits_model else self.accelerator.device
 
     @abstractmethod
-    def parallelizable(self) -> ParallelizableModel:
-        """Return the loaded model with what is known of sharing it out."""
+    def parallel(self) -> ParallelSpec:
+        """Return what layouts ask about the loaded model."""
 
     def wrap(self, many_shapes: bool) -> None:
         """Build optimizer and schedule, and let the engine wrap and compile the loaded networks.
@@ -109,20 +108,12 @@ class LoraTask(Task):
         optimizer = build_optimizer(config.optimizer, groups, training.full_bf16, training.seed)
         self.total_steps = total_steps(training, self.batches.batches_per_epoch() // processes)
         self.lr_schedule = build_schedule(config.optimizer, optimizer, self.total_steps)
+        if many_shapes:
+            expect_many_shapes(self.accelerator)
         clip, loader = config.optimizer.max_grad_norm, self.loader
-        shared = parallelize(self.accelerator, config.parallel, self.parallelizable(), clip, optimizer, loader)
-        if shared is not None:  # the configuration's rules leave it no text encoders to train
-            model, self.optimizer, self.loader, self.pipeline = shared
-        else:
-            if many_shapes:
-                expect_many_shapes(self.accelerator)
-            trained = self.transformer if self.plan.trains_transformer else None
-            # The transformer lies where it was loaded to; with blocks_to_swap that is not the device alone.
-            model, self.text_encoders, self.optimizer, self.loader = self.accelerator.prepare(
-                trained, self.text_encoders, optimizer, loader, device_placement=[False, True, True, True]
-            )
-            if model is None:  # DDP refuses a network with nothing to train
-                model = self.accelerator.prepare_model(self.transformer, device_placement=False, evaluation_mode=True)
+        model, self.optimizer, self.loader, self.text_encoders, self.pipeline = parallelize(
+            self.accelerator, config.parallel, self.parallel(), optimizer, loader, clip
+        )
         self.models = [model] if self.text_encoders is None else [model, self.text_encoders]
         self.batch_stride = processes
         self.average = WeightAverage(self.parameters(), decay) if (decay := config.saving.ema_decay) else None
@@ -135,9 +126,7 @@ class LoraTask(Task):
         return {f"{name}.{part}": parameter for name, layer in layers for part, parameter in layer.trained().items()}
 
     def gathered(self, with_state: bool) -> Any:
-        if isinstance(self.optimizer, SplitOptimizer | ZeroOptimizer):
-            return self.optimizer.gathered(with_state)
-        return nullcontext()
+        return gathered(self.optimizer, with_state)
 
     def weights(self) -> dict[str, Tensor]:
         return self.network.state_dict()

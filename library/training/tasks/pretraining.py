@@ -20,27 +20,25 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from library.accelerator import build_accelerator, is_pipelined, is_sharded, is_tensor_parallel
+from library.accelerator import build_accelerator
 from library.config.pretrain_schema import LLMDataConfig, LLMModelConfig, LLMOptimizerConfig, PretrainConfig
-from library.config.schema import ParallelConfig, SavingConfig, TrainingConfig
+from library.config.schema import SavingConfig, TrainingConfig
 from library.errors import UserError
 from library.files import write_text
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.token_batches import TokenShards
 from library.llm.tokenizers import Tokenizer
 from library.models.llm.files import load_lm
-from library.models.llm.model import Block, TransformerLM
+from library.models.llm.model import Block, TransformerLM, lm_split_plan
 from library.models.llm.spec import LMConfig, preset
 from library.randomness import generator
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.factory import build_optimizer, parse_optimizer_args
 from library.training.optim.muon import MuonWithAdamW
-from library.training.parallel.fsdp import check_sharding, lockstep_batches, plan_sharding
-from library.training.parallel.parallelize import split_model
-from library.training.parallel.pipeline.full_training import cut_for_training
+from library.training.parallel.spec import ParallelSpec, lm_split_points
+from library.training.parallel.step import lockstep_batches
 
 
 def pretraining_accelerator(config: PretrainConfig) -> Accelerator:
@@ -52,24 +50,15 @@ def pretraining_accelerator(config: PretrainConfig) -> Accelerator:
     return build_accelerator(config.accelerate, training, saving, config.logging, config.parallel)
 
 
-def share_out(
-    accelerator: Accelerator, parallel: ParallelConfig, model: TransformerLM, optimizer: Optimizer
-) -> tuple[nn.Module, Optimizer]:
-    """Return model and optimizer as the engine runs them; split, a block at a time, where the run is sharded.
-
-    Raises:
-        UserError: accelerate did something else than it was asked for.
-    """
-    if is_pipelined(accelerator):
-        return cut_for_training(accelerator, parallel, model, optimizer)
-    if is_tensor_parallel(accelerator):
-        return split_model(accelerator, model, optimizer)
-    plan_sharding(accelerator, [Block.__name__])
-    prepared, optimizer = accelerator.prepare(model, optimizer)
-    check_sharding(accelerator, model, [Block.__name__])
-    if is_sharded(accelerator):
-        register_fsdp_forward_method(model, "next_logits")  # what samples are made with
-    return prepared, optimizer
+def parallel_spec(model: TransformerLM) -> ParallelSpec:
+    """Return what layouts ask about ``model``, of which all weights are trained."""
+    return ParallelSpec(
+        model,
+        [Block.__name__],
+        lambda: lm_split_points(model),
+        lambda processes: lm_split_plan(model.config, processes, separate=False),
+        methods=["next_logits"],  # what samples are made with
+    )
 
 
 def accumulation_for(config: LLMDataConfig, context: int, world: int) -> int:

@@ -23,7 +23,6 @@ from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from library.accelerator import is_model_parallel
 from library.config.pretrain_schema import LLMSamplingConfig, LLMSavingConfig, PretrainConfig
@@ -38,15 +37,7 @@ from library.safetensors_io import write_safetensors
 from library.training.checkpoint.saving import CheckpointWriter, fallback_folder
 from library.training.checkpoint.state import Stateful, read_state, write_state
 from library.training.guard.signals import NOTHING, SignalHandler
-from library.training.parallel.gather import (
-    local_shard,
-    own_state,
-    split_parameters,
-    whole_shape,
-    whole_state,
-    whole_weights,
-)
-from library.training.parallel.pipeline.full_training import staged
+from library.training.parallel.gather import full_shapes, gather_weights, gathered, scatter_weights
 from library.training.report.metrics import MetricsStream, peak_memory_bytes
 from library.training.report.plots import plot_runs
 from library.training.report.progress import TrainingProgress, duration, shown_path
@@ -180,8 +171,9 @@ class PretrainingEvents:
         last: Callable[[], bool] | None = None,
     ) -> None:
         """Save the model, and a state; ``last`` as in ``library.training.events``."""
-        weights, parts = whole_weights(self.model, self.accelerator), self.parts if with_state else {}
-        states = {name: whole_state(part, self.model, self.accelerator) for name, part in parts.items()}
+        weights = gather_weights(self.model, self.accelerator)
+        with gathered(self.parts["optimizer"], with_state):
+            states = {name: part.state_dict() for name, part in self.parts.items()} if with_state else {}
         if not self.accelerator.is_main_process:
             return
 
@@ -269,7 +261,7 @@ def save_state(
 ) -> None:
     """Write a state folder in one step, replacing an older one of the same name; raises a WriteError if it cannot.
 
-    ``weights`` and ``states`` (of optimizer and schedule) are whole, whatever layout the run has.
+    ``weights`` and ``states`` (of optimizer and schedule) are full, whatever layout the run has.
     """
     with atomic_folder(folder) as temporary:
         write_safetensors(temporary / _WEIGHTS, weights)
@@ -312,20 +304,14 @@ def load_state(
                 f"resume: {folder} was trained with {key} = {json.dumps(then[key])}, now it is "
                 f"{json.dumps(settings[key])}; set that again, or start a new run with init_from"
             )
-    parameters, cuts, stage = dict(model.named_parameters()), split_parameters(model), staged(model)
-    shapes = {name: whole_shape(parameter, cuts.get(name)) for name, parameter in parameters.items()}
-    if stage is not None:
-        parameters, shapes = dict(stage.own), {name: shape for name, (shape, _) in stage.whole.items()}
+    shapes = full_shapes(model)
     found = {name: tensor.shape for name, tensor in weights.items()}
     differing = [n for n in found.keys() | shapes.keys() if found.get(n) != shapes.get(n)]
     if differing:
         raise UserError(f"resume: {folder} holds another model ({sorted(differing)[0]} differs); use its settings")
-    for name, parameter in parameters.items():
-        parameter.copy_(local_shard(parameter, cuts.get(name), weights[name]))
+    scatter_weights(model, weights)
     for name, part in parts.items():
         state = read_state(folder / name)
-        if isinstance(part, Optimizer):
-            state = own_state(state, part, model)
         try:
             part.load_state_dict(state)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:

@@ -26,8 +26,8 @@ from library.errors import UserError
 from library.llm.token_batches import TokenBatches
 from library.training.guard.update_guard import all_finite
 from library.training.optim.lr_tracker import read_learning_rates
-from library.training.parallel.parallelize import clip_gradients, gradients_stay
 from library.training.parallel.pipeline.schedule import Pipeline
+from library.training.parallel.step import clip_gradients, no_sync
 from library.training.report.metrics import MetricsStream, of_each_process, peak_memory_bytes
 from library.training.report.progress import TrainingProgress
 from library.training.tasks.pretraining_events import PretrainingPosition
@@ -130,7 +130,7 @@ class Pretrainer:
             losses.append(self._forward_backward(tokens, last=i == self.plan.accumulation - 1))
         clips = self.plan.max_grad_norm and self.position.step >= self.plan.clip_from
         limit = self.plan.max_grad_norm if clips else math.inf  # with inf the norm is measured, not changed
-        grad_norm = clip_gradients(accelerator, self.model, limit)
+        grad_norm = clip_gradients(accelerator, self.model, list(self.model.parameters()), limit)
         rates = read_learning_rates(self.optimizer) if self._is_logged(self.position.step + 1) else {}
         self.optimizer.step()
         self.lr_schedule.step()
@@ -141,7 +141,7 @@ class Pretrainer:
         """Add the gradients of ``tokens`` [B, context + 1] to the step's; return their loss."""
         if self.pipeline is not None:
             return self.pipeline.forward_backward(tokens, self._loss)[0]
-        with nullcontext() if last else gradients_stay(self.accelerator, self.model):
+        with nullcontext() if last else no_sync(self.accelerator, self.model):
             loss, _ = self._loss(tokens)
             self.accelerator.backward(loss / self.plan.accumulation)
         return loss.detach()

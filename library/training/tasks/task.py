@@ -27,8 +27,8 @@ from library.training.checkpoint.resume import AUTO, resolve_resume
 from library.training.checkpoint.state import OutputNames, Position, Stateful, load_training_state, refuse_finished
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import averaged_weights
-from library.training.parallel.fsdp import full_tensor, share_gradients
 from library.training.parallel.pipeline.schedule import Pipeline
+from library.training.parallel.step import clip_gradients
 
 
 class Batches(Protocol):
@@ -145,9 +145,8 @@ class Task(ABC):
 
     def clip_gradients(self, step: int) -> Tensor:
         """Scale the gradients of ``step`` to the norm they are limited to; return their norm before that, []."""
-        share_gradients(self.accelerator, self.parameters())
         limit = self.config.optimizer.max_grad_norm or float("inf")  # with inf the norm is measured, not changed
-        return full_tensor(self.accelerator.clip_grad_norm_(self.parameters(), limit))
+        return clip_gradients(self.accelerator, self.transformer, self.parameters(), limit)
 
     def next_epoch(self, position: Position) -> None:
         """Move ``position``, at the end of an epoch's batches, to the next one's beginning."""

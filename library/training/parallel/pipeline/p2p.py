@@ -5,7 +5,7 @@ sent, the one behind its last block keeps what goes to the next, and what would 
 :class:`StageDone`. Who moves the streams depends on who asked for the pass:
 
 - in training torch's schedule does, with their gradients back (``library.training.parallel.pipeline.schedule``);
-- a plain call of the model, to draw or to validate, is made by all stages together: each waits for the one before it,
+- a plain call of the model, to sample or to validate, is made by all stages together: each waits for the one before it,
   and all get what the last has computed. Nothing overlaps in that, and there is no gradient.
 """
 
@@ -31,7 +31,7 @@ class StageDone(Exception):
     """Ends a forward pass where the stage ends."""
 
 
-class Probed(Exception):
+class ProbeDone(Exception):
     """Ends a forward pass in front of the first block."""
 
 
@@ -71,7 +71,7 @@ class StageComm:
         """Return the process that runs ``stage`` of the same pipeline."""
         return dist.get_global_rank(self.group, stage)
 
-    def taken(self) -> Streams:
+    def recv(self) -> Streams:
         """Return what the stage begins with; waits for the previous stage unless a schedule has."""
         return self.inbox if self.scheduled else self._receive()
 
@@ -113,7 +113,7 @@ def _described(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def open_wires(accelerator: Accelerator) -> StageComm:
+def join_pipeline(accelerator: Accelerator) -> StageComm:
     """Return this process's place in its pipeline; collective."""
     mesh = device_mesh(accelerator)["pp"]
     return StageComm(mesh.get_local_rank(), mesh.size(), accelerator.device, mesh.get_group())
@@ -171,7 +171,7 @@ class RecvStage(Identity):
 
     def changed(self, streams: Streams) -> Streams:
         """Return what the stage begins with."""
-        return self.comm.taken()
+        return self.comm.recv()
 
 
 class SendStage(RecvStage):

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from library.randomness import derive_seed
-from library.training.parallel.pipeline.p2p import ContiguousGradient, Probed, StageComm, StageDone, Streams
+from library.training.parallel.pipeline.p2p import ContiguousGradient, ProbeDone, StageComm, StageDone, Streams
 
-Compute = Callable[[Any], tuple[Tensor, Tensor]]  # a microbatch -> its loss [], figures [n]
-_KEPT = 4  # schedules whose buffers are kept
+Compute = Callable[[Any], tuple[Tensor, Tensor]]  # a microbatch -> its loss [], metrics [n]
+_MOST_SCHEDULES = 4  # whose buffers are kept
 Kinds = list[tuple[torch.dtype, bool]]  # of streams: dtype, and whether they have a gradient
 
 
@@ -36,11 +36,11 @@ class _Stage(nn.Module):
     def __init__(self, model: nn.Module, comm: StageComm) -> None:
         super().__init__()
         self.model, self.comm = model, comm
-        self.pieces: list[Any] = []
+        self.microbatches: list[Any] = []
         self.compute: Compute | None = None
         self.checked: Callable[[Tensor], Tensor] = lambda loss: loss
         self.scale = 1.0
-        self.seen: list[Tensor] = []  # loss and figure of each microbatch, on the last stage
+        self.seen: list[Tensor] = []  # loss and metric of each microbatch, on the last stage
         self.kinds: tuple[Kinds, Kinds] | None = None  # of what comes in, of what goes out
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
@@ -49,8 +49,8 @@ class _Stage(nn.Module):
         i = int(number)
         self.comm.inbox = tuple(ContiguousGradient.apply(stream) for stream in received)
         try:
-            loss, figures = self.compute(self.pieces[i])
-            self.seen[i] = torch.stack([loss.detach().float(), figures.to(loss.device, torch.float32).mean()])
+            loss, metrics = self.compute(self.microbatches[i])
+            self.seen[i] = torch.stack([loss.detach().float(), metrics.to(loss.device, torch.float32).mean()])
             streams: Streams = (self.checked(loss) * self.scale,)
         except StageDone:
             streams = self.comm.outbox
@@ -64,7 +64,7 @@ class Pipeline:
 
     Args:
         model: this process's stage, as the engine runs it.
-        wires: its place among the others.
+        comm: its place among the others.
         microbatches: into how many a batch is cut, if it can be.
         schedule: "gpipe" or "1f1b".
         accumulation: batches of an optimizer step, whose gradients are averaged.
@@ -73,22 +73,22 @@ class Pipeline:
     def __init__(self, model: nn.Module, comm: StageComm, microbatches: int, schedule: str, accumulation: int) -> None:
         self.comm = comm
         self._stage = _Stage(model, comm)
-        self._microbatches, self._kind, self._accumulation = microbatches, schedule, accumulation
+        self._count, self._kind, self._accumulation = microbatches, schedule, accumulation
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
 
     def forward_backward(
         self, batch: Any, compute: Compute, checked: Callable[[Tensor], Tensor] = lambda loss: loss
     ) -> tuple[Tensor, Tensor]:
-        """Add the batch's gradients to the stage's weights; return on every stage its loss [] and mean figure [1].
+        """Add the batch's gradients to the stage's weights; return on every stage its loss [] and mean metric [1].
 
         Args:
             batch: has a length and ``chunk(count)``, as tensors have; the same on all stages.
-            compute: the loss of one of its pieces. A batch's loss is the mean over its pieces.
+            compute: the loss of one of its microbatches. A batch's loss is the mean over them.
             checked: is put around every loss before its gradients are made.
         """
         stage, comm = self._stage, self.comm
-        count = microbatches_of(len(batch), self._microbatches)
-        stage.pieces, stage.compute, stage.checked = list(batch.chunk(count)), compute, checked
+        count = microbatches_of(len(batch), self._count)
+        stage.microbatches, stage.compute, stage.checked = list(batch.chunk(count)), compute, checked
         stage.scale, stage.seen = 1 / (count * self._accumulation), [torch.zeros(())] * count
         # what is drawn by chance (dropout) differs from stage to stage
         torch.manual_seed(derive_seed(torch.initial_seed(), "stage", comm.index))
@@ -101,7 +101,7 @@ class Pipeline:
             raise error.__cause__ or error from None
         finally:
             comm.scheduled = False
-            stage.pieces, stage.compute = [], None
+            stage.microbatches, stage.compute = [], None
         means = torch.stack(stage.seen).mean(dim=0) if comm.is_last else torch.empty(2, device=comm.device)
         dist.broadcast(means, comm.rank(comm.count - 1), comm.group)
         return means[0], means[1:]
@@ -113,10 +113,10 @@ class Pipeline:
         return [value for there in everywhere for value in there]
 
     def _schedule(self, count: int) -> Any:
-        """Return the schedule for the present pieces; all stages come to the same."""
-        key = count, _shapes(self._stage.pieces[0])
+        """Return the schedule for the present microbatches; all stages come to the same."""
+        key = count, _shapes(self._stage.microbatches[0])
         if key not in self._schedules:
-            if len(self._schedules) == _KEPT:
+            if len(self._schedules) == _MOST_SCHEDULES:
                 self._schedules.popitem(last=False)
             self._schedules[key] = self._new_schedule(count)
         self._schedules.move_to_end(key)
@@ -138,8 +138,8 @@ class Pipeline:
         assert stage.kinds is not None
         comm.probing = True
         try:
-            stage.compute(stage.pieces[0])
-        except Probed:
+            stage.compute(stage.microbatches[0])
+        except ProbeDone:
             pass
         finally:
             comm.probing = False
@@ -150,7 +150,7 @@ class Pipeline:
 
 
 def microbatches_of(samples: int, wanted: int) -> int:
-    """Return into how many equal pieces a batch of ``samples`` is cut: ``wanted``, or the next that divides it."""
+    """Return into how many equal parts a batch of ``samples`` is cut: ``wanted``, or the next that divides it."""
     return next(count for count in range(min(wanted, samples), samples + 1) if samples % count == 0)
 
 

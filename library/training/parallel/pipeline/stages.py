@@ -1,86 +1,53 @@
-"""A model cut into stages.
+"""A model cut into stages: where, and what each process keeps.
 
-Every process builds the whole model in host memory, keeps the blocks of its stage and lets go of the others' weights.
-What stands before the blocks (embedders, conditioning, rotary tables) stays on every stage: each computes from the
-batch itself what its blocks are told besides the streams, so that only these travel. It is less than a hundredth of
-FLUX and of Qwen-Image; the vocabulary's tables of a language model, which are more, stay where they are used.
+Every process builds the full model in host memory, keeps the blocks of its stage and frees the others' weights. What
+comes before the blocks (embedders, conditioning, rotary tables) stays on every stage: each computes from the batch
+itself what its blocks are given besides the streams, so that only these are sent. It is less than a hundredth of FLUX
+and of Qwen-Image; the vocabulary's tables of a language model, which are more, stay where they are used.
 
 Stages are cut so that the largest is as small as it can be, counted in time or in weights. The blocks of a model take
 about the same time: FLUX's double blocks have 2.4 times the weights of single ones, but each token passes half of them,
-and the modulation, a third, is applied to a single vector. Layers of an adapter are kept whole by every stage, trained
-or not, since they are small: see ``lora``.
+and the modulation, a third, is applied to a single vector.
 
-A LoRA in a frozen model that is cut into stages.
-
-The LoRA stays whole on every process, as with ``shard``: it is small, so any optimizer can train it, norms and averages
-are those of the whole, and files and states are written and read as ever. A stage computes the gradients of its own
-layers; ``library.training.parallel.fsdp.share_gradients`` adds them up over the stages, and so completes those of
-layers that several stages use (embedders, conditioning).
+A LoRA in a frozen model stays full on every stage. A stage computes the gradients of its own layers;
+``library.training.parallel.step.average_gradients`` adds them up over the stages, and so completes those of layers
+that several stages use (embedders, conditioning). Where all weights are trained, each stage has those of its part.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.optim import Optimizer
 
-from library.accelerator import device_mesh, prepare_loader
+from library.accelerator import device_mesh
 from library.config.schema import ParallelConfig
 from library.errors import UserError
-from library.models.llm.model import TransformerLM
 from library.nn.tensor_split import Parts
+from library.training.parallel.pipeline.full_training import staged_model
 from library.training.parallel.pipeline.p2p import (
     AfterLastBlock,
     Identity,
     NoEmbedding,
-    Probed,
+    ProbeDone,
     RecvStage,
     SendStage,
     StageComm,
     broadcast_from_last,
-    open_wires,
+    join_pipeline,
 )
 from library.training.parallel.pipeline.schedule import Pipeline
+from library.training.parallel.spec import ParallelSpec, SplitPoints
 from library.training.parallel.tensor import split_layers
-from networks.network import AdapterNetwork
 
 
-@dataclass(frozen=True)
-class SplitPoints:
-    """Where a model can be cut.
-
-    Attributes:
-        blocks: names of the repeated modules in running order.
-        two_streams: whether these take image and text; else they take one stream.
-        tables: embeddings that only the first stage looks into.
-        behind: what follows the blocks, in running order.
-    """
-
-    blocks: list[str]
-    two_streams: bool
-    behind: tuple[str, ...]
-    tables: tuple[str, ...] = ()
-
-
-def outline_of(model: nn.Module, blocks: Sequence[nn.Module], behind: Sequence[str]) -> SplitPoints:
-    """Return the outline of a diffusion transformer with two streams."""
-    names = {id(module): name for name, module in model.named_modules()}
-    return SplitPoints([names[id(block)] for block in blocks], True, tuple(behind))
-
-
-def language_outline(model: TransformerLM) -> SplitPoints:
-    """Return the outline of a language model."""
-    tables = ("embedding", "positions") if model.positions is not None else ("embedding",)
-    return SplitPoints([f"blocks.{i}" for i in range(len(model.blocks))], False, ("norm", "lm_head"), tables)
-
-
-def share_out(sizes: Sequence[float], stages: int) -> list[range]:
+def partition(sizes: Sequence[float], stages: int) -> list[range]:
     """Return which neighbouring blocks of ``sizes`` make each stage: the largest stage is as small as it can be.
 
     Raises:
@@ -105,20 +72,20 @@ def share_out(sizes: Sequence[float], stages: int) -> list[range]:
     return [range(begin, end) for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
 
 
-def plan_stages(model: nn.Module, outline: SplitPoints, stages: int, balance: str) -> list[range]:
+def plan_stages(model: nn.Module, points: SplitPoints, stages: int, balance: str) -> list[range]:
     """Return the blocks of each stage, cut by "time" or by "weights".
 
-    What stands on one stage alone counts with its blocks. What follows the blocks takes a block's time for a block's
+    What is on one stage alone counts with its blocks. What follows the blocks takes a block's time for a block's
     weights (a language model's head); looking into a table takes none.
     """
-    weights: list[float] = [weights_of(model, [name]) for name in outline.blocks]
-    sizes, behind = [1.0] * len(weights), weights_of(model, outline.behind)
+    weights: list[float] = [weights_of(model, [name]) for name in points.blocks]
+    sizes, behind = [1.0] * len(weights), weights_of(model, points.behind)
     if balance == "time":
         sizes[-1] += behind / max(weights)
-        return share_out(sizes, stages)
-    weights[0] += weights_of(model, outline.tables)
+        return partition(sizes, stages)
+    weights[0] += weights_of(model, points.tables)
     weights[-1] += behind
-    return share_out(weights, stages)
+    return partition(weights, stages)
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> int:
@@ -126,7 +93,7 @@ def weights_of(model: nn.Module, names: Sequence[str]) -> int:
     return sum(p.numel() for name in names for p in model.get_submodule(name).parameters() if not p.is_meta)
 
 
-def cut(model: nn.Module, outline: SplitPoints, comm: StageComm, balance: str) -> range:
+def cut(model: nn.Module, points: SplitPoints, comm: StageComm, balance: str) -> range:
     """Leave ``model`` with what its stage needs; return the numbers of the stage's blocks.
 
     ``balance`` is "time" or "weights". Modules that are taken out stay with whatever else holds them (an adapter
@@ -135,24 +102,24 @@ def cut(model: nn.Module, outline: SplitPoints, comm: StageComm, balance: str) -
     Raises:
         UserError: there are fewer blocks than stages, or the stages do not make up the model.
     """
-    whole = weights_of(model, outline.blocks)
-    own = plan_stages(model, outline, comm.count, balance)[comm.index]
-    for number, name in enumerate(outline.blocks):
+    full = weights_of(model, points.blocks)
+    own = plan_stages(model, points, comm.count, balance)[comm.index]
+    for number, name in enumerate(points.blocks):
         if number not in own:
-            model.set_submodule(name, _stand_in(number, own, outline.two_streams, comm))
-    first = model.get_submodule(outline.blocks[0])
-    first.register_forward_pre_hook(functools.partial(_probe, comm, outline.two_streams), with_kwargs=True)
+            model.set_submodule(name, _placeholder(number, own, points.two_streams, comm))
+    first = model.get_submodule(points.blocks[0])
+    first.register_forward_pre_hook(functools.partial(_probe, comm, points.two_streams), with_kwargs=True)
     if not comm.is_first:
-        for name in outline.tables:
+        for name in points.tables:
             model.set_submodule(name, NoEmbedding(model.get_submodule(name), comm.device))  # type: ignore[arg-type]
     if not comm.is_last:
-        for name in outline.behind:
+        for name in points.behind:
             model.set_submodule(name, AfterLastBlock())
-    _compare(weights_of(model, outline.blocks), whole, comm)
+    _compare(weights_of(model, points.blocks), full, comm)
     return own
 
 
-def _stand_in(number: int, own: range, two_streams: bool, comm: StageComm) -> nn.Module:
+def _placeholder(number: int, own: range, two_streams: bool, comm: StageComm) -> nn.Module:
     if number == own.start - 1:
         return RecvStage(two_streams, comm)
     return SendStage(two_streams, comm) if number == own.stop else Identity(two_streams)
@@ -165,14 +132,14 @@ def _probe(comm: StageComm, two_streams: bool, _: nn.Module, args: tuple[Any, ..
     names = ("hidden_states", "encoder_hidden_states")[: 1 + two_streams]
     given = [kwargs[name] if name in kwargs else args[i] for i, name in enumerate(names)]
     comm.probed = tuple(reversed(given))
-    raise Probed
+    raise ProbeDone
 
 
-def _compare(own: int, whole: int, comm: StageComm) -> None:
+def _compare(own: int, full: int, comm: StageComm) -> None:
     """Raise a UserError unless the stages hold each block once."""
     held: list[Any] = [None] * comm.count
-    dist.all_gather_object(held, (own, whole), comm.group)
-    if any(there != whole for _, there in held) or sum(there for there, _ in held) != whole:
+    dist.all_gather_object(held, (own, full), comm.group)
+    if any(there != full for _, there in held) or sum(there for there, _ in held) != full:
         raise UserError("pp: the stages do not make up the model; give every process the same files and settings")
 
 
@@ -188,7 +155,7 @@ def free_weights(module: nn.Module) -> None:
                 part._buffers[name] = buffer.to("meta")
 
 
-def check_pieces(parallel: ParallelConfig, largest_batch: int) -> None:
+def check_microbatches(parallel: ParallelConfig, largest_batch: int) -> None:
     """Raise a UserError if ``microbatches`` was set to more than the samples of the largest batch."""
     if parallel.is_pipelined and (parallel.microbatches or 1) > largest_batch:
         raise UserError(
@@ -200,43 +167,43 @@ def check_pieces(parallel: ParallelConfig, largest_batch: int) -> None:
 def prepare_stage(
     accelerator: Accelerator,
     parallel: ParallelConfig,
-    model: nn.Module,
-    outline: SplitPoints,
-    network: AdapterNetwork,
-    methods: Sequence[str],
-    optimizer: Any,
-    loader: Any,
-    plan: Mapping[str, Parts] | None = None,
-) -> tuple[Pipeline, nn.Module, Any, Any]:
-    """Leave ``model`` with this process's stage, on its device; return the pipeline, and what accelerate has prepared.
+    spec: ParallelSpec,
+    plan: Mapping[str, Parts],
+    optimizer: Optimizer,
+    accumulation: int,
+) -> tuple[Pipeline, nn.Module, Any]:
+    """Leave ``spec``'s model with this process's stage, on its device; return pipeline, model and optimizer.
+
+    Every call of the model's ``forward`` and methods then gives all stages what the last one has computed.
 
     Args:
-        accelerator, parallel: of the run.
-        model: whole, in host memory, with its LoRA.
-        outline: where it can be cut.
-        network: the LoRA.
-        methods: of the model, that then give every stage what the last one has computed.
-        optimizer, loader: of the run.
-        plan: layer -> how several processes have it together (``tp``), of the whole model.
+        accelerator: of the run.
+        parallel: the layout.
+        spec: the model.
+        plan: layer -> how several processes share it (``tp``), of the full model.
+        optimizer: of the LoRA, or of all weights.
+        accumulation: batches of an optimizer step.
 
     Raises:
         UserError: there are fewer blocks than stages, or the processes have read different models.
     """
-    comm = open_wires(accelerator)
-    cut(model, outline, comm, parallel.pp_balance)
-    held = set(model.modules())
-    for layer in network.modules.values():
-        if layer not in held:
-            free_weights(layer.base)
-    for parameter in network.parameters():
-        parameter.data = parameter.data.to(accelerator.device)
+    comm, model, full = join_pipeline(accelerator), spec.model, dict(spec.model.named_parameters())
+    cut(model, spec.split_points(), comm, parallel.pp_balance)
+    if spec.network is not None:
+        held = set(model.modules())
+        for layer in spec.network.modules.values():
+            if layer not in held:
+                free_weights(layer.base)
+        for parameter in spec.lora:
+            parameter.data = parameter.data.to(accelerator.device)
+    else:
+        model.staged = staged_model(model, full, optimizer, comm)  # type: ignore[assignment]
     if plan:
         here = {name for name, _ in model.named_modules()}
-        own = {name: parts for name, parts in plan.items() if name in here}
-        split_layers(model, own, device_mesh(accelerator)["tp"])
+        local = {name: parts for name, parts in plan.items() if name in here}
+        split_layers(model, local, device_mesh(accelerator)["tp"])
     model.to(accelerator.device)
     prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # no DDP around a stage
-    broadcast_from_last(model, comm, methods)
-    steps = accelerator.gradient_accumulation_steps
-    pipeline = Pipeline(prepared, comm, parallel.pieces, parallel.schedule, steps)
-    return pipeline, prepared, accelerator.prepare_optimizer(optimizer), prepare_loader(accelerator, loader)
+    broadcast_from_last(model, comm, ["forward", *spec.methods])
+    pipeline = Pipeline(prepared, comm, parallel.pieces, parallel.schedule, accumulation)
+    return pipeline, prepared, accelerator.prepare_optimizer(optimizer)
