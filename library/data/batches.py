@@ -165,6 +165,11 @@ class CachedDataset(Dataset[Item]):
             return TextJob(caption)
         return TextJob(caption, sample.controls, flipped)
 
+    def sample_id(self, index: int) -> int:
+        """Return the id of item ``index``, what its noise follows from; nothing is read."""
+        owner = int(self._owner[index])
+        return self.samples[owner].sample_id(index - int(self._first[owner]))
+
     def __getitem__(self, position: tuple[int, int]) -> Item:
         """Return item ``index`` as it is in ``epoch``.
 
@@ -172,9 +177,7 @@ class CachedDataset(Dataset[Item]):
             UserError: a cache file is gone or damaged.
         """
         epoch, index = position
-        owner = int(self._owner[index])
-        sample = self.samples[owner]
-        sample_id = sample.sample_id(index - int(self._first[owner]))
+        sample, sample_id = self.samples[int(self._owner[index])], self.sample_id(index)
         rng = python_random("orientation and crop", self.seed, epoch, sample_id)
         flipped = sample.flips and rng.random() < 0.5
         assert self.image_fingerprint is not None, "ask missing_latents or cache_latents first"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -119,6 +120,30 @@ def test_a_failed_upload_is_told_and_tried_again(hub: dict[str, object], tmp_pat
     assert upload.finish() == []
     assert _uploaded(hub, "first") == b"first"
     assert _uploaded(hub, "second") == b"second"
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_training_does_not_wait_for_an_upload_that_is_under_way(
+    in_background: bool, hub: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("library.training.checkpoint.hub._PATIENCE", 0.2)
+    goes_on, console = threading.Event(), Console(record=True, width=200)
+    config = HubConfig(huggingface_repo_id="me/loras", async_upload=in_background)
+    upload = HubUpload(config, console, tmp_path / "uploads.json", limit=0.2)
+    send = upload._api.upload_file
+    monkeypatch.setattr(upload._api, "upload_file", lambda **what: goes_on.wait(60) and send(**what))
+    begun, names = time.monotonic(), ("first", "second")
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+        upload.push(tmp_path / name)
+    assert upload.finish() == [tmp_path / name for name in names]  # not in the time that is given
+    assert time.monotonic() - begun < 20
+    assert "uploads to me/loras still run after" in console.export_text()
+    assert json.loads((tmp_path / "uploads.json").read_text())["paths"] == list(names)
+    goes_on.set()
+    upload._limit = 60.0
+    assert upload.finish() == []
+    assert [_uploaded(hub, name) for name in names] == [b"first", b"second"]
 
 
 def test_a_token_without_rights_is_refused_before_training(

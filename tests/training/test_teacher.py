@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import library.training.tasks.distillation as distillation
 import tools.quantize_model as quantize_model
 from library.config.schema import FlowConfig, ModelConfig
+from library.data.batches import Batch, Item
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import model_family
@@ -102,6 +105,25 @@ def test_a_second_run_and_a_resumed_one_find_the_answers(
     run(base, dataset, tmp_path / "parts", **settings, resume=tmp_path / "parts" / "lora-step00000002-state")
     assert largest_difference(lora(tmp_path / "parts"), lora(tmp_path / "straight")) == 0
     assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+def test_one_batch_is_in_memory_at_a_time_and_none_is_read_where_velocities_are_cached(
+    base: Path, dataset: Path, liked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, most, collate = list[weakref.ref[Batch]](), list[int](), distillation.collate
+
+    def counted(items: list[Item]) -> Batch:
+        batch = collate(items)
+        read.append(weakref.ref(batch))
+        most.append(sum(one() is not None for one in read))
+        return batch
+
+    monkeypatch.setattr(distillation, "collate", counted)
+    settings = taught(base, liked) | {"max_train_steps": 4, "distill_cache": tmp_path / "velocities"}
+    for _ in range(2):
+        run(base, dataset, tmp_path / "out", **settings)
+    assert len(read) == 4  # in the first run
+    assert max(most) <= 2  # the one that is made, and the one before
 
 
 def test_activations_are_rounded_in_training_as_the_server_will(base: Path, dataset: Path, tmp_path: Path) -> None:

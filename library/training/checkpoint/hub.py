@@ -1,39 +1,63 @@
 """Uploading what a run saves to the Hugging Face hub, through ``huggingface_hub``.
 
 The token comes from the environment (``HF_TOKEN``) or from ``huggingface-cli login``, never from a configuration
-file, which ends up in metadata and logs. Access is checked before training starts. An upload that fails later does
-not end the run: it is told, and tried again with the next one and at the end. What is not uploaded yet is kept in
-``uploads.json`` beside it, so that a run that goes on after being killed uploads that too.
+file, which ends up in metadata and logs. Access is checked before training starts.
+
+One thread uploads, one path after the other. Training never waits for long: the other processes stand in a barrier
+meanwhile, whose timeout (``ddp_timeout``) ends the job. With ``async_upload`` it does not wait at all, without it at
+most ``_PATIENCE`` for what it has just saved. An upload that fails does not end the run: it is reported, and tried
+again with the next one and at the end, where what still runs is waited for, up to a limit. What is not uploaded yet is
+kept in ``uploads.json`` beside it, so that a run that is resumed after being killed uploads that too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from concurrent.futures import Future
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from queue import Queue
+from typing import Any
 
+from accelerate import Accelerator
 from huggingface_hub import HfApi
 from rich.console import Console
 
+from library.config.schema import HubConfig
 from library.errors import UserError, WriteError
 from library.files import write_text
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+_PATIENCE = 60.0  # seconds, a tenth of the default ddp_timeout
+_LAST_WAIT = 3600.0  # seconds, at the end of a run of one process
 
-    from library.config.schema import HubConfig
+
+def _work(queue: Queue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    """Upload one after the other: the hub refuses commits to one repository at the same time."""
+    while True:
+        upload, future = queue.get()
+        try:
+            future.set_result(upload())
+        except Exception as error:
+            future.set_exception(error)
 
 
 class HubUpload:
     """Pushes files and folders of one run into one repository."""
 
-    def __init__(self, config: HubConfig, console: Console, journal: Path | None = None) -> None:
+    def __init__(
+        self, config: HubConfig, console: Console, journal: Path | None = None, limit: float = _LAST_WAIT
+    ) -> None:
         """Make sure that the repository exists and can be written to.
 
-        ``journal`` is the file that remembers what is to be uploaded; None for none.
+        Args:
+            config: repository and options.
+            console: for warnings.
+            journal: file that remembers what is to be uploaded; None for none.
+            limit: seconds that :meth:`finish` waits at most.
 
         Raises:
             UserError: no token, no right to write, or no connection.
@@ -42,9 +66,12 @@ class HubUpload:
         self._repo, self._folder = config.huggingface_repo_id, config.huggingface_path_in_repo or ""
         self._in_background, self._console = config.async_upload, console
         self._api = HfApi()
-        self._waiting: list[Path] = []
+        self._failed: list[Path] = []
         self._journal, self._noted = journal, list[Path]()
         self._running: list[tuple[Path, Future[Any]]] = []
+        self._queue: Queue[tuple[Callable[[], Any], Future[Any]]] = Queue()
+        self._thread: threading.Thread | None = None
+        self._limit = limit
         try:
             private = config.huggingface_repo_visibility == "private"
             self._api.create_repo(self._repo, private=private, exist_ok=True)
@@ -70,53 +97,58 @@ class HubUpload:
         except (OSError, ValueError, KeyError, TypeError):
             return
         there = [path for path in (self._journal.parent / Path(str(name)).name for name in names) if path.exists()]
-        self._noted, self._waiting = list(there), there
+        self._noted, self._failed = list(there), there
 
     def push(self, path: Path) -> None:
         """Upload a file or folder, and what failed before."""
         self.note([path])
-        self._collect()
-        for waiting in dict.fromkeys([*self._waiting, path]):
-            self._start(waiting)
-        self._waiting = []
+        self._collect(0)
+        failed, self._failed = self._failed, []
+        for one in dict.fromkeys([*failed, path]):
+            self._start(one)
         if not self._in_background:
-            self._collect()
+            self._collect(_PATIENCE)
 
     def finish(self) -> list[Path]:
-        """Wait for running uploads, try the failed ones once more; return what is still not uploaded."""
-        self._collect()
-        failed, self._waiting = self._waiting, []
+        """Wait for running uploads, try the failed ones once more; return what is not uploaded when time is up."""
+        end = time.monotonic() + self._limit
+        self._collect(self._limit)
+        failed, self._failed = self._failed, []
         for path in failed:
             self._start(path)
-        self._collect()
-        return self._waiting
+        self._collect(end - time.monotonic())
+        if self._running:
+            self._console.print(f"warning: uploads to {self._repo} still run after {self._limit / 60:.0f} minutes")
+        return [*self._failed, *(path for path, _ in self._running)]
 
     def _start(self, path: Path) -> None:
         if not path.exists():  # save_last_n_steps has removed it
             self._noted = [noted for noted in self._noted if noted != path]
             return
-        target = f"{self._folder}/{path.name}".lstrip("/")
-        future: Future[Any]
+        target, future = f"{self._folder}/{path.name}".lstrip("/"), Future[Any]()
         if path.is_dir():
-            future = self._api.upload_folder(
-                repo_id=self._repo, folder_path=path, path_in_repo=target, run_as_future=True
-            )
+            upload = partial(self._api.upload_folder, repo_id=self._repo, folder_path=path, path_in_repo=target)
         else:
-            future = self._api.upload_file(
-                repo_id=self._repo, path_or_fileobj=path, path_in_repo=target, run_as_future=True
-            )
+            upload = partial(self._api.upload_file, repo_id=self._repo, path_or_fileobj=path, path_in_repo=target)
         self._running.append((path, future))
+        self._queue.put((upload, future))
+        if self._thread is None:  # a daemon: an upload that hangs keeps no process from ending
+            self._thread = threading.Thread(target=_work, args=(self._queue,), daemon=True)
+            self._thread.start()
 
-    def _collect(self) -> None:
-        """Wait for the running uploads; note those that failed."""
-        for path, future in self._running:
-            if error := future.exception():
+    def _collect(self, seconds: float) -> None:
+        """Note which uploads have ended, and which of them failed; wait at most so long for them."""
+        wait([future for _, future in self._running], timeout=max(0.0, seconds))
+        running, self._running = self._running, []
+        for path, future in running:
+            if not future.done():
+                self._running.append((path, future))
+            elif error := future.exception():
                 reason = str(error).strip().splitlines()[0]
                 self._console.print(f"warning: {path.name} was not uploaded to {self._repo} ({reason}); trying again")
-                self._waiting.append(path)
+                self._failed.append(path)
             else:
                 self._noted = [noted for noted in self._noted if noted != path]
-        self._running = []
         self._write_journal()
 
     def _write_journal(self) -> None:
@@ -141,7 +173,10 @@ def build_upload(
     """
     if config.huggingface_repo_id is None or not accelerator.is_main_process:
         return None
-    upload = HubUpload(config, console, Path(output_dir) / "uploads.json")
+    limit, handler = _LAST_WAIT, accelerator.init_handler
+    if accelerator.num_processes > 1 and handler is not None and handler.timeout is not None:
+        limit = min(limit, 0.8 * handler.timeout.total_seconds())  # the others wait in a barrier
+    upload = HubUpload(config, console, Path(output_dir) / "uploads.json", limit)
     if resumed:
         upload.recall()
     return upload

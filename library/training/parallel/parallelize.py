@@ -92,9 +92,8 @@ def parallelize(
         shard_heads(spec.model, parallel.tp)
     if (is_pipelined(accelerator) or is_tensor_parallel(accelerator)) and loader is not None:
         loader = prepare_loader(accelerator, loader)
-    if is_sharded(accelerator) and not is_pipelined(accelerator):
-        for method in spec.methods:
-            register_fsdp_forward_method(spec.model, method)
+    for method in spec.methods:
+        register_fsdp_forward_method(spec.model, method)  # nothing happens to a model that is not FSDP2's
     if spec.network is None and (is_sharded(accelerator) or plan or pipeline):
         optimizer = shard_optimizer(accelerator, optimizer, spec.model)
     elif parallel.splits_lora:

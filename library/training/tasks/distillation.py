@@ -1,13 +1,14 @@
-"""Learning from the bf16 model: the LoRA on an fp8 base is shown what the bf16 model with its LoRA answers.
+"""Distillation: a LoRA on an fp8 base learns the velocities of a *teacher*, the bf16 model with the LoRA trained on it.
 
 Training on the fp8 file the ordinary way teaches the images again, and with few or noisy images that drifts from the
-LoRA one already liked. Here the target is the velocity of the *teacher*, the bf16 model with the LoRA as it was
-trained: at the same noisy latents, noise level and caption, so that nothing is left to learn but fp8's own error. Two
-hundred steps are enough to see it.
+LoRA one already liked. Here the target is the teacher's velocity at the same noisy latents, noise level and caption, so
+that nothing is left to learn but fp8's own error. Two hundred steps are enough to see it.
 
 Noise and noise levels are functions of (seed, step, sample), so every input of the coming run is known before it
-starts. The teacher is loaded first, answers all of them, and leaves; the answers lie on disk, half a megabyte a sample
-of 1024 x 1024, and training needs no more memory than without a teacher. A resumed or repeated run finds them there.
+starts. The teacher is loaded first, predicts the velocities of all of them, and is freed; they are cached on disk, half
+a megabyte a sample of 1024 x 1024, and training needs no more memory than without a teacher. Which of them are cached
+is decided by sample ids: a resumed or repeated run finds them without reading its dataset, and of those that are
+missing one batch at a time is in memory.
 
 With the squared error, learning from a mixture of both is learning the mixed velocity:
 
@@ -51,37 +52,34 @@ if TYPE_CHECKING:
 def prepare_teacher(
     config: TrainConfig, data: TrainingData, accelerator: Accelerator, console: Console
 ) -> Teacher | None:
-    """Let the teacher answer the inputs of all coming steps; return where the answers are, None without a teacher.
+    """Let the teacher predict the velocities of all coming steps; return where they are, None without a teacher.
 
-    Args:
-        config: of the run.
-        data: cached.
-        accelerator: each process lets the teacher answer its own samples.
+    ``data`` is cached. Each process has its own samples' predicted.
 
     Raises:
         UserError: the teacher or its LoRA cannot be read or is of another architecture; the disk is full.
     """
-    parity = config.distillation
-    if parity.distill_from is None:
+    asked = config.distillation
+    if asked.distill_from is None:
         return None
-    family = model_family(with_transformer(config.model, Path(parity.distill_from).expanduser()))
-    lora = parity.distill_lora or config.network.network_weights
+    family = model_family(with_transformer(config.model, Path(asked.distill_from).expanduser()))
+    lora = asked.distill_lora or config.network.network_weights
     assert lora is not None, "the config's rules ask for one"
     if family.fp8_layout() is not None:
-        raise UserError(f"distill_from: {parity.distill_from} is in fp8; give the bf16 model")
-    folder = Path(parity.distill_cache or Path(config.saving.output_dir) / "teacher")
-    teacher = Teacher(folder / _key(config, family, lora, data), parity.distill_weight)
-    coming = _coming(config, data, accelerator)
-    mate, mates = model_parallel_rank_and_size(accelerator)  # who see the same batches, and share the work
-    own = islice(coming, mate, None, mates)
-    missing = [(step, batch) for step, batch in own if not _answered(teacher, step, batch)]
+        raise UserError(f"distill_from: {asked.distill_from} is in fp8; give the bf16 model")
+    folder = Path(asked.distill_cache or Path(config.saving.output_dir) / "teacher")
+    teacher = Teacher(folder / _key(config, family, lora, data), asked.distill_weight)
+    rank, size = model_parallel_rank_and_size(accelerator)  # of those that see the same batches and share the work
+    coming = islice(_coming_batches(config, data, accelerator), rank, None, size)
+    missing = [(step, items) for step, items in coming if not _is_cached(teacher, step, items, data)]
     if missing:
         clear_leftovers(teacher.path(missing[0][0], 0).parent)  # where an interrupted run stopped
         transformer = _load(config, family, lora, accelerator)
         with counting(console) as progress:
-            advance = progress("the teacher answers", len(missing))
-            for step, batch in missing:
-                _answer(teacher, family, transformer, batch.to(accelerator.device), step, config, accelerator)
+            advance = progress("velocities of the teacher", len(missing))
+            for step, items in missing:
+                batch = collate([data.train[item] for item in items]).to(accelerator.device)
+                _predict(teacher, family, transformer, batch, step, config, accelerator)
                 advance(1)
         del transformer
         if accelerator.device.type == "cuda":
@@ -101,8 +99,10 @@ def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerat
     return transformer.eval()
 
 
-def _coming(config: TrainConfig, data: TrainingData, accelerator: Accelerator) -> Iterator[tuple[int, Batch]]:
-    """Yield (step, batch) for this process as the training loop is going to see them."""
+def _coming_batches(
+    config: TrainConfig, data: TrainingData, accelerator: Accelerator
+) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Yield step and items (epoch, index) of this process's batches as the training loop is going to see them."""
     rank, world = dp_rank_and_size(accelerator)
     sampler = data.batch_sampler(world)
     steps = total_steps(config.training, sampler.batches_per_epoch() // world)
@@ -117,17 +117,17 @@ def _coming(config: TrainConfig, data: TrainingData, accelerator: Accelerator) -
             step = position.step + done // accumulated
             if step >= steps:
                 return
-            yield step, collate([data.train[item] for item in items])
+            yield step, items
             done += 1
         epoch, first = epoch + 1, 0
 
 
-def _answered(teacher: Teacher, step: int, batch: Batch) -> bool:
-    return all(teacher.path(step, int(sample)).exists() for sample in batch.sample_ids.tolist())
+def _is_cached(teacher: Teacher, step: int, items: list[tuple[int, int]], data: TrainingData) -> bool:
+    return all(teacher.path(step, data.train.sample_id(index)).exists() for _, index in items)
 
 
 @torch.no_grad()
-def _answer(
+def _predict(
     teacher: Teacher,
     family: Family,
     transformer: nn.Module,
@@ -145,14 +145,14 @@ def _answer(
         velocity = family.predict_velocity(
             transformer, noisy, sigmas.to(noisy.device), batch.text, flow.guidance_scale, batch.conditions
         )
-    for sample, answer in zip(batch.sample_ids.tolist(), velocity.cpu(), strict=True):
-        if not torch.isfinite(answer).all():
-            raise UserError(f"distill_from: its answer at step {step} is not finite; check the teacher and its LoRA")
-        write_safetensors(teacher.path(step, int(sample)), {"velocity": answer})
+    for sample, target in zip(batch.sample_ids.tolist(), velocity.cpu(), strict=True):
+        if not torch.isfinite(target).all():
+            raise UserError(f"distill_from: its velocity at step {step} is not finite; check the teacher and its LoRA")
+        write_safetensors(teacher.path(step, int(sample)), {"velocity": target})
 
 
 def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData) -> str:
-    """Return a name for all that the answers depend on besides step and sample."""
+    """Return a name for all that the velocities depend on besides step and sample."""
     flow: FlowConfig = config.flow
     samples = [
         (sample.identity, sample.caption, [file.content for file in sample.files], sample.fit, sample.group.rules)
