@@ -127,7 +127,7 @@ def test_a_pretraining_steps_peak_too(checkpointing: bool) -> None:
 
 
 def test_the_parts_are_those_of_a_prepared_run(base: Path, dataset: Path, tmp_path: Path) -> None:
-    done = run(base, dataset, tmp_path / "out", max_train_steps=1, mixed_precision="bf16", network_dim=4).run
+    done = run(base, dataset, tmp_path / "out", max_train_steps=1, mixed_precision="bf16", network_dim=4).task
     blocks: list[nn.Module] = [*done.transformer.transformer_blocks, *done.transformer.single_transformer_blocks]
     measured = measured_parts(done, blocks, 0, torch.device("cpu"))
     parts = estimate(footprint(shape_of(str(base)), 16, 24, 4), ParallelConfig(), Options())

@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def train_and_weigh(flags: list[str], folder: Path) -> None:
     """Train, and write what this process holds."""
-    run = train(load_config(flags)).run
+    run = train(load_config(flags)).task
     trained = run.network.parameters()
     ids = {id(p) for p in trained}
     frozen = [local(p) for p in run.transformer.parameters() if id(p) not in ids and not p.is_meta]

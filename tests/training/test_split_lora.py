@@ -29,7 +29,7 @@ FP8: dict[str, object] = {"max_train_steps": 2, "fp8_scaled": True, "mixed_preci
 
 def train_and_weigh(flags: list[str], said: Path) -> None:
     """Train, and write down how many numbers of the LoRA and of the optimizer's state lie here, and in all."""
-    done = train(load_config(flags)).run
+    done = train(load_config(flags)).task
     trained = done.network.parameters()
     assert all(isinstance(parameter, DTensor) for parameter in trained)
     state = [v for own in done.optimizer.state.values() for v in own.values() if isinstance(v, DTensor)]
