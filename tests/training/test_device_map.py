@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import library.training.tasks.image_lora as image_lora
 import train_lora
 from library.config import load_config
 from library.config.rules import find_conflicts
@@ -37,7 +38,7 @@ def test_a_dispatched_run_gives_the_same_lora(base: Path, tmp_path: Path, monkey
         "sample_prompts": tmp_path / "prompts.txt",
     }
     one = run(base, images, tmp_path / "one", **settings)
-    monkeypatch.setattr(train_lora, "devices_to_fill", lambda parallel, _: TWICE if parallel.device_map else [])
+    monkeypatch.setattr(image_lora, "devices_to_fill", lambda parallel, _: TWICE if parallel.device_map else [])
     two = run(base, images, tmp_path / "two", **settings, device_map="balanced")
     blocks = [*two.task.transformer.transformer_blocks, *two.task.transformer.single_transformer_blocks]
     assert all(hasattr(block, "_hf_hook") for block in blocks)
