@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from library.llm.chat_templates import TEMPLATE_NAMES
+from library.llm.chat_templates import PROMPT_TEMPLATES
 from tools.chatting.session import Session
 from tools.chatting.shelf import Loading, ModelRegistry, find_loras, find_models
 from tools.chatting.terminal import chat_in_terminal
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add_model_flags(model)
     talk = parser.add_argument_group("conversation")
     talk.add_argument(
-        "--chat_template", choices=TEMPLATE_NAMES, default="auto", help="auto: turns if the model was made for them"
+        "--chat_template", choices=PROMPT_TEMPLATES, default="auto", help="auto: turns if the model was made for them"
     )
     talk.add_argument("--system", metavar="TEXT", help="system message")
     talk.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer; default: the model's")

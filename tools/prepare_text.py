@@ -36,8 +36,7 @@ from rich.progress import (
 
 from library.errors import UserError, exit_on_user_error
 from library.llm.documents import find_files, load_by_name, read_dataset, read_documents
-from library.llm.token_batches import INDEX, Split, SplitIndex
-from library.llm.tokenise import write_corpus
+from library.llm.token_batches import INDEX, Split, SplitIndex, write_corpus
 from library.llm.tokenizers import load_tokenizer, train_bpe
 
 

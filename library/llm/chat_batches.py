@@ -1,53 +1,230 @@
-"""Batches of conversations: tokenised, packed or sorted by length, in an order that follows from seed and epoch.
+"""Chats to train on: read, tokenised, packed or sorted by length, and batched in an order of seed and epoch.
 
-    dialogues -> examples (tokens, which of them are learnt) -> windows of at most ``max_length`` tokens -> batches
+    files -> chats (messages) -> examples (tokens and targets) -> windows of at most ``max_length`` tokens -> batches
 
-Packed, a window holds several conversations, the fullest fit first (best-fit decreasing); each keeps its own positions
-and sees nothing of the others (``library.nn.attention``). Otherwise a window is one conversation, and batches are
-made of
-conversations of similar length, padded on the right. Padding is never learnt, and causal attention never looks at it.
+A record's shape is told by its keys; files are ``.jsonl`` (one a line), ``.json`` (a list) or ``.parquet`` (one a row):
 
-Every batch knows how many learnt tokens its optimizer step has over all batches and processes: the loss is the mean
-over those, whatever the batch size, the accumulation and the packing are.
+    messages (OpenAI)          {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}
+    conversations (ShareGPT)   {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}
+    instruction (Alpaca)       {"instruction": ..., "input": ..., "output": ...}; "system" and "history" are taken too
+    prompt and completion      {"prompt": ..., "completion": ...}; or prompt/response, question/answer, query/response;
+                               both may be lists of messages
+
+A message with ``"weight": 0`` (OpenAI's) is context and not trained on.
+
+Packed, a window holds several chats, the fullest fit first (best-fit decreasing); each has its own positions and sees
+nothing of the others (``library.nn.attention.document_mask``). Otherwise a window is one chat, and batches are made of
+chats of similar length, padded on the right. Padding is never a target, and causal attention never looks at it.
+
+Every batch knows how many targets its optimizer step has over all batches and processes: the loss is the mean over
+those, whatever the batch size, the accumulation and the packing are.
 """
 
 from __future__ import annotations
 
 import bisect
+import importlib.util
+import json
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from library.errors import UserError
-from library.llm.chat_data import Dialogue
-from library.llm.chat_templates import DialogueTemplate
+from library.llm.chat_templates import ChatTemplate, Message
 from library.nn.cross_entropy import IGNORED
 from library.randomness import derive_seed
 
-_POOL = (
-    50  # batches whose conversations are sorted by length together: similar lengths, and yet another order each epoch
-)
+SUFFIXES = (".jsonl", ".json", ".parquet")
+_UTF8 = "utf-8-sig"  # with or without the mark that some programs put at a file's beginning
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+_PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("query", "response"))
+_SHAPES = "messages, conversations, instruction and output, or prompt and completion"
+_POOL = 50  # batches whose chats are sorted by length together: similar lengths, yet another order each epoch
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One record of a file.
+
+    Attributes:
+        messages: in order.
+        trained: for each whether it is trained on; only the assistant's are.
+        where: "file:line", for messages.
+    """
+
+    messages: tuple[Message, ...]
+    trained: tuple[bool, ...]
+    where: str
+
+
+def read_chats(paths: Sequence[str | Path]) -> list[Chat]:
+    """Return the chats in files, or in all files of folders, in order."""
+    chats: list[Chat] = []
+    for file in _files(paths):
+        for number, record in _records(file):
+            chats.append(parse_chat(record, f"{file}:{number}"))
+    if not chats:
+        raise UserError(f"{paths[0]}: holds no chat; name a file with some")
+    return chats
+
+
+def parse_chat(record: Any, where: str) -> Chat:
+    """Return one record as a chat; raises a UserError that begins with ``where``."""
+    if not isinstance(record, Mapping):
+        raise UserError(f"{where}: is no object with keys; a record has {_SHAPES}")
+    pairs = [pair for pair in _PAIRS if all(key in record for key in pair)]
+    if isinstance(record.get("messages"), list | tuple):
+        turns = list(record["messages"])
+    elif isinstance(record.get("conversations", record.get("conversation")), list | tuple):
+        turns = list(record.get("conversations", record.get("conversation")))
+    elif "instruction" in record and "output" in record:
+        turns = _alpaca(record, where)
+    elif pairs:
+        asked, said = (record[key] for key in pairs[0])
+        turns = [*_as_turns(asked, "user"), *_as_turns(said, "assistant")]
+    else:
+        keys = ", ".join(map(str, record)) or "no keys"
+        raise UserError(f"{where}: has {keys}, which is no known shape; a record has {_SHAPES}")
+    if isinstance(record.get("system"), str) and record["system"] and not _begins_with_system(turns):
+        turns = [{"role": "system", "content": record["system"]}, *turns]
+    messages, trained = [], []
+    for turn in turns:
+        message, counts = _message(turn, where)
+        messages.append(message)
+        trained.append(counts)
+    if not any(trained):
+        raise UserError(f"{where}: the assistant says nothing to train on; remove the record")
+    return Chat(tuple(messages), tuple(trained), where)
+
+
+def _alpaca(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    for pair in record.get("history") or ():
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise UserError(f"{where}: history is no list of pairs, a question and its answer each; correct it")
+        asked, said = pair
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    asked = record["instruction"]
+    if record.get("input"):
+        asked = f"{asked}\n\n{record['input']}" if asked else record["input"]
+    return [*turns, {"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+
+
+def _as_turns(value: Any, role: str) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [{"role": role, "content": value}]
+
+
+def _begins_with_system(turns: Sequence[Any]) -> bool:
+    return bool(turns) and isinstance(turns[0], Mapping) and turns[0].get("role", turns[0].get("from")) == "system"
+
+
+def _message(turn: Any, where: str) -> tuple[Message, bool]:
+    if not isinstance(turn, Mapping):
+        raise UserError(f"{where}: a message is no object with role and content; correct it")
+    said = turn.get("role", turn.get("from"))
+    role = _ROLES.get(str(said).lower())
+    if role is None:
+        raise UserError(f"{where}: role {said!r} is none of {', '.join(sorted(_ROLES))}; correct it")
+    content = turn.get("content", turn.get("value"))
+    if isinstance(content, list | tuple):  # OpenAI's parts
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        content = None if None in parts else "".join(map(str, parts))
+    if not isinstance(content, str):
+        raise UserError(f"{where}: a message of {said} holds no text; only text can be trained on, remove the record")
+    return Message(role, content), role == "assistant" and bool(content.strip()) and turn.get("weight", 1) != 0
+
+
+def _files(paths: Iterable[str | Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in (Path(path).expanduser() for path in paths):
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            if not found:
+                raise UserError(f"{path}: no {', '.join(SUFFIXES)} file in it; name the folder the chats lie in")
+            files += found
+        elif not path.is_file():
+            raise UserError(f"{path}: no such file or folder; check the path")
+        elif path.suffix not in SUFFIXES:
+            raise UserError(f"{path}: not one of {', '.join(SUFFIXES)}; rename or convert it")
+        else:
+            files.append(path)
+    return files
+
+
+def _records(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yield each record with its line, place in the list, or row, from 1."""
+    if file.suffix == ".parquet":
+        yield from enumerate(_parquet(file), 1)
+        return
+    try:
+        if file.suffix == ".json":
+            records = json.loads(file.read_text(encoding=_UTF8))
+            if not isinstance(records, list):
+                raise UserError(f"{file}: is no list of records; write one a line into a .jsonl file")
+            yield from enumerate(records, 1)
+            return
+        with open(file, encoding=_UTF8) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        yield number, json.loads(line)
+                    except ValueError as error:
+                        raise UserError(f"{file}:{number}: no JSON ({error}); correct the line") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 at byte {error.start}; convert it") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno}: no JSON ({error.msg}); correct it") from None
+
+
+def _parquet(file: Path) -> Iterator[Any]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError("parquet files need the package pyarrow; run pip install pyarrow==26.0.1, or convert to .jsonl")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{file}: not a readable parquet file ({error}); download it again") from None
 
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation as the model is given it.
+    """One chat as the model is given it.
 
     Attributes:
         tokens: [n] int64.
-        targets: [n] int64, the token that should follow each; ``IGNORED`` where that is not learnt.
+        targets: [n] int64, the token that should follow each; ``IGNORED`` where that is not trained on.
     """
 
     tokens: Tensor
     targets: Tensor
 
     @property
-    def learnt(self) -> int:
-        """Number of targets."""
+    def target_count(self) -> int:
+        """Number of tokens that are trained on."""
         return int((self.targets != IGNORED).sum())
 
 
@@ -55,51 +232,48 @@ Window = tuple[Example, ...]
 
 
 @dataclass(frozen=True)
-class Tokenised:
-    """Examples, and what did not fit: conversations cut at the end, and those without an answer before the cut."""
+class TokenisedChats:
+    """Examples, and what did not fit: chats cut at the end, and those without an answer before the cut."""
 
     examples: list[Example]
     cut: int
     dropped: int
 
 
-def tokenise_dialogues(
-    dialogues: Sequence[Dialogue],
-    template: DialogueTemplate,
+def tokenise_chats(
+    chats: Sequence[Chat],
+    template: ChatTemplate,
     max_length: int,
-    learn_all: bool = False,
+    train_on_all: bool = False,
     progress: Callable[[int], None] = lambda done: None,
-) -> Tokenised:
-    """Return ``dialogues`` as examples of at most ``max_length`` tokens.
+) -> TokenisedChats:
+    """Return ``chats`` as examples of at most ``max_length`` tokens.
 
     Args:
-        dialogues: in order.
+        chats: in order.
         template: how they become tokens.
-        max_length: a longer conversation loses its end.
-        learn_all: learn every token, not only the assistant's.
-        progress: called with the number of conversations done since the last call.
-
-    Raises:
-        UserError: the template refuses a conversation (file and line are named), or nothing is left.
+        max_length: a longer chat loses its end.
+        train_on_all: every token is a target, not only the assistant's.
+        progress: called with the number of chats done since the last call.
     """
     examples, cut, dropped = [], 0, 0
-    for dialogue in dialogues:
+    for chat in chats:
         progress(1)
         try:
-            tokens, owners = template.tokens(dialogue.messages)
+            tokens, owners = template.tokens(chat.messages)
         except UserError as error:
-            raise UserError(f"{dialogue.where}: {error}") from None
-        learnt = [True if learn_all else owner >= 0 and dialogue.learnt[owner] for owner in owners]
+            raise UserError(f"{chat.where}: {error}") from None
+        is_target = [True if train_on_all else owner >= 0 and chat.trained[owner] for owner in owners]
         cut += len(tokens) > max_length + 1
         row = torch.tensor(tokens[: max_length + 1], dtype=torch.int64)
-        counts = torch.tensor(learnt[1 : max_length + 1], dtype=torch.bool)
+        counts = torch.tensor(is_target[1 : max_length + 1], dtype=torch.bool)
         if not counts.any():
             dropped += 1
             continue
         examples.append(Example(row[:-1], row[1:].where(counts, IGNORED)))
     if not examples:
         raise UserError(f"max_length: no answer begins within {max_length} tokens; raise it")
-    return Tokenised(examples, cut, dropped)
+    return TokenisedChats(examples, cut, dropped)
 
 
 def pack_examples(examples: Sequence[Example], max_length: int) -> list[Window]:
@@ -120,41 +294,41 @@ def pack_examples(examples: Sequence[Example], max_length: int) -> list[Window]:
 
 
 @dataclass
-class InstructionBatch:
+class ChatBatch:
     """Windows side by side, padded on the right.
 
     Attributes:
         tokens: [B, S] int64, padding 0.
-        targets: [B, S] int64, ``IGNORED`` where nothing is learnt.
-        documents: [B, S] int64, the number of the conversation in its window; None where each is alone in its window.
-        learnt_in_step: targets of the optimizer step over all batches and processes.
-        pieces: how many of its size make a batch, whose loss is the mean of theirs.
+        targets: [B, S] int64, ``IGNORED`` where nothing is trained on.
+        documents: [B, S] int64, the number of the chat in its window; None where each is alone in its window.
+        step_targets: targets of the optimizer step over all batches and processes.
+        microbatches: into how many of its size a batch was split, whose loss is the mean of theirs.
     """
 
     tokens: Tensor
     targets: Tensor
     documents: Tensor | None
-    learnt_in_step: int
-    pieces: int = 1
+    step_targets: int
+    microbatches: int = 1
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def chunk(self, count: int) -> list[InstructionBatch]:
-        """Return ``count`` pieces of equal size with the windows in their order."""
+    def chunk(self, count: int) -> list[ChatBatch]:
+        """Return ``count`` microbatches of equal size with the windows in their order."""
         size = len(self) // count
         rows = [slice(first, first + size) for first in range(0, len(self), size)]
-        return [replace(self._map(operator.itemgetter(part)), pieces=self.pieces * count) for part in rows]
+        return [replace(self._map(operator.itemgetter(part)), microbatches=self.microbatches * count) for part in rows]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> InstructionBatch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ChatBatch:
         """Return the batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> InstructionBatch:
+    def pin_memory(self) -> ChatBatch:
         """Return the batch in page-locked memory (asked for by the data loader)."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, move: Callable[[Tensor], Tensor]) -> InstructionBatch:
+    def _map(self, move: Callable[[Tensor], Tensor]) -> ChatBatch:
         documents = None if self.documents is None else move(self.documents)
         return replace(self, tokens=move(self.tokens), targets=move(self.targets), documents=documents)
 
@@ -175,7 +349,7 @@ class Windows(Dataset[Item]):
         return self.windows[key[0]], key[1]
 
 
-def collate_windows(items: Sequence[Item]) -> InstructionBatch:
+def collate_windows(items: Sequence[Item]) -> ChatBatch:
     """Return ``items`` of one batch, stacked."""
     longest = max(sum(len(e.tokens) for e in window) for window, _ in items)
     shape = (len(items), longest)
@@ -188,19 +362,19 @@ def collate_windows(items: Sequence[Item]) -> InstructionBatch:
             tokens[row, place], targets[row, place], documents[row, place] = example.tokens, example.targets, number
             start = place.stop
     alone = all(len(window) == 1 for window, _ in items)
-    return InstructionBatch(tokens, targets, None if alone else documents, items[0][1])
+    return ChatBatch(tokens, targets, None if alone else documents, items[0][1])
 
 
-class InstructionSampler(Sampler[list[tuple[int, int]]]):
+class ChatSampler(Sampler[list[tuple[int, int]]]):
     """Batch sampler over :class:`Windows`, with the interface of ``library.data.batches.EpochBatchSampler``."""
 
     def __init__(
         self, windows: Sequence[Window], batch_size: int, seed: int, num_processes: int = 1, accumulation: int = 1
     ) -> None:
         self._lengths = [sum(len(e.tokens) for e in window) for window in windows]
-        self._learnt = [sum(e.learnt for e in window) for window in windows]
+        self._targets = [sum(e.target_count for e in window) for window in windows]
         self._size, self._seed, self._processes = batch_size, seed, num_processes
-        self._in_step = num_processes * accumulation
+        self._step_batches = num_processes * accumulation
         self.drop_last = False  # accelerate asks
         self.epoch, self.first_batch = 0, 0
         self._plans: dict[int, list[list[int]]] = {}
@@ -221,15 +395,15 @@ class InstructionSampler(Sampler[list[tuple[int, int]]]):
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, plan = self.epoch, self._plan(self.epoch)
         for place in range(self.first_batch, len(plan)):
-            learnt = self._learnt_in_step(epoch * len(plan) + place)
-            yield [(index, learnt) for index in plan[place]]
+            targets = self._step_targets(epoch * len(plan) + place)
+            yield [(index, targets) for index in plan[place]]
 
-    def _learnt_in_step(self, number: int) -> int:
+    def _step_targets(self, number: int) -> int:
         """Return the targets of the optimizer step that batch ``number``, counted through all epochs, belongs to."""
-        first = number // self._in_step * self._in_step
+        first = number // self._step_batches * self._step_batches
         per_epoch = self.batches_per_epoch()
-        batches = (self._plan(n // per_epoch)[n % per_epoch] for n in range(first, first + self._in_step))
-        return sum(self._learnt[index] for batch in batches for index in batch)
+        batches = (self._plan(n // per_epoch)[n % per_epoch] for n in range(first, first + self._step_batches))
+        return sum(self._targets[index] for batch in batches for index in batch)
 
     def _plan(self, epoch: int) -> list[list[int]]:
         if epoch not in self._plans:

@@ -1,4 +1,6 @@
-"""Token shards: a corpus as numbers on disk, read through memory maps.
+"""A corpus for pretraining: tokenised by several processes into shards, read back in shuffled windows.
+
+    documents -> write_corpus -> train_00000.bin ... -> TokenShards -> TokenBatches
 
     train_00000.bin, train_00001.bin, ...   tokens one behind the other, uint16 or (above 65,536 tokens) uint32
     train_00000.ends, ...                   where each document ends, uint64, counted in tokens of the split
@@ -6,21 +8,23 @@
     index.json                              dtype, vocabulary, and for each split its shards and sizes
 
 A document is its tokens between the tokenizer's first token (where that differs from the last) and its last token.
-``index.json`` is written when everything else is whole.
+The main process reads documents and hands out about a megabyte of text at a time; workers tokenise; results are taken
+back in order, so the shards do not depend on the number of workers, and only a few chunks per worker are in flight, so
+memory stays flat. Which documents are held out is a function of seed and document. ``index.json`` is written last.
 
-Batches of a tokenised corpus as a function of the position in training.
-
-An epoch cuts the corpus into windows of ``context`` tokens, from a start that differs by epoch, and shuffles them. The
-batch of (micro-batch, process) is a function of seed and position alone: resuming is a number, processes share no
-windows, and it does not matter how many of them there were before.
+Shards are read through memory maps. An epoch cuts the corpus into windows of ``context`` tokens, from a start that
+differs by epoch, and shuffles them. The batch of (micro-batch, process) is a function of seed and position alone:
+resuming is a number, processes share no windows, and it does not matter how many of them there were before.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,11 +35,16 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import write_text
+from library.llm.tokenizers import Tokenizer, load_tokenizer
 from library.randomness import derive_seed, python_random
 
 Split = Literal["train", "validation"]
 _FORMAT = "tandem-tokens-1"
 INDEX = "index.json"
+_CHUNK = 1 << 20  # characters handed to a worker at once
+_IN_FLIGHT = 3  # chunks for each worker
+
+_worker: Tokenizer  # each process has one
 
 
 @dataclass
@@ -99,6 +108,107 @@ def write_index(folder: Path, dtype: np.dtype, vocab_size: int, splits: dict[Spl
     write_text(folder / INDEX, json.dumps(about, indent=1) + "\n")
 
 
+def write_corpus(
+    documents: Iterable[str],
+    tokenizer_folder: Path,
+    folder: Path,
+    validation_share: float,
+    seed: int,
+    workers: int,
+    shard_tokens: int,
+    progress: Callable[[int, int], None] = lambda documents, tokens: None,
+) -> dict[Split, SplitIndex]:
+    """Tokenise ``documents`` and write shards and index into ``folder``; return what was written.
+
+    Args:
+        documents: texts.
+        tokenizer_folder: where each worker loads the tokenizer from.
+        folder: made if needed.
+        validation_share: of the documents that are held out; 0 for none.
+        seed: of the choice.
+        workers: processes; 0 tokenises in this one.
+        shard_tokens: a shard's limit.
+        progress: called with (documents, tokens) that were added.
+    """
+    tokenizer = load_tokenizer(tokenizer_folder)
+    if tokenizer.eos is None:
+        raise UserError(f"{tokenizer_folder}: the tokenizer has no token that ends a text; add <|endoftext|> to it")
+    first = [] if tokenizer.bos in (None, tokenizer.eos) else [tokenizer.bos]
+    before, after = np.array(first, dtype=np.uint32), np.array([tokenizer.eos], dtype=np.uint32)
+    dtype = token_dtype(tokenizer.vocab_size)
+    writers: dict[Split, ShardWriter] = {
+        "train": ShardWriter(folder, "train", dtype, shard_tokens),
+        "validation": ShardWriter(folder, "validation", dtype, shard_tokens),
+    }
+    number = 0
+    for chunk in _tokenised(_chunks(documents), tokenizer_folder, workers):
+        for tokens in chunk:
+            writers[_split_of(number, validation_share, seed)].add(np.concatenate([before, tokens, after]))
+            number += 1
+        progress(len(chunk), sum(map(len, chunk)))
+    for writer in writers.values():
+        writer.close()
+    _check(number, writers, validation_share)
+    splits: dict[Split, SplitIndex] = {name: writer.index for name, writer in writers.items()}
+    write_index(folder, dtype, tokenizer.vocab_size, splits)
+    return splits
+
+
+def _split_of(number: int, share: float, seed: int) -> Split:
+    return "validation" if derive_seed(seed, "held out", number) < share * 2.0**63 else "train"
+
+
+def _check(documents: int, writers: dict[Split, ShardWriter], share: float) -> None:
+    held_out = writers["validation"].index.documents
+    if documents == 0:
+        raise UserError("the files hold no text; check them, and --text_key")
+    if share > 0 and held_out in (0, documents):
+        raise UserError(
+            f"validation_share {share:g} puts {held_out} of {documents} documents aside; change it or --seed, divide "
+            "files with --separator, or set it to 0"
+        )
+
+
+def _chunks(documents: Iterable[str]) -> Iterator[list[str]]:
+    chunk: list[str] = []
+    size = 0
+    for text in documents:
+        chunk.append(text)
+        size += len(text)
+        if size >= _CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _tokenised(chunks: Iterator[list[str]], tokenizer_folder: Path, workers: int) -> Iterator[list[np.ndarray]]:
+    """Yield every chunk's documents as tokens, in order."""
+    if workers == 0:
+        _start_worker(tokenizer_folder)
+        yield from map(_tokenise, chunks)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would share the tokenizer's threads
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(tokenizer_folder,))
+    in_flight: deque[Future[list[np.ndarray]]] = deque()
+    with pool:
+        for chunk in chunks:
+            in_flight.append(pool.submit(_tokenise, chunk))
+            if len(in_flight) >= _IN_FLIGHT * workers:
+                yield in_flight.popleft().result()
+        while in_flight:
+            yield in_flight.popleft().result()
+
+
+def _start_worker(tokenizer_folder: Path) -> None:
+    global _worker
+    _worker = load_tokenizer(tokenizer_folder)
+
+
+def _tokenise(texts: list[str]) -> list[np.ndarray]:
+    return [np.asarray(_worker.encode(text), dtype=np.uint32) for text in texts]
+
+
 class TokenShards:
     """One split of a prepared corpus.
 
@@ -108,25 +218,21 @@ class TokenShards:
     """
 
     def __init__(self, folder: str | Path, split: Split) -> None:
-        """Map every shard.
-
-        Raises:
-            UserError: the folder was not prepared, or not to its end, or a shard is damaged.
-        """
+        """Map every shard."""
         self.folder = Path(folder)
         try:
             about = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
             if about["format"] != _FORMAT:
                 raise ValueError(f"format {about['format']!r}")
-            own = SplitIndex(**about["splits"][split])
+            index = SplitIndex(**about["splits"][split])
         except FileNotFoundError:
             raise UserError(f"{self.folder / INDEX}: no such file; run tools/prepare_text.py first") from None
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder / INDEX}: damaged ({error}); run tools/prepare_text.py again") from None
-        self.tokens, self.documents, self.vocab_size = own.tokens, own.documents, int(about["vocab_size"])
+        self.tokens, self.documents, self.vocab_size = index.tokens, index.documents, int(about["vocab_size"])
         dtype = np.dtype(about["dtype"])
         self._maps, self._starts, start = [], [], 0
-        for shard in own.shards:
+        for shard in index.shards:
             file = self.folder / shard["file"]
             if not file.is_file() or file.stat().st_size != shard["tokens"] * dtype.itemsize:
                 raise UserError(
@@ -159,11 +265,7 @@ class TokenBatches:
     def __init__(
         self, shards: TokenShards, context: int, batch_size: int, seed: int, rank: int = 0, world: int = 1
     ) -> None:
-        """Plan the epochs.
-
-        Raises:
-            UserError: the corpus is shorter than two windows.
-        """
+        """Plan the epochs."""
         # one window is given up, so that the start can move, and the last token is only a target
         self.windows = (shards.tokens - 1) // context - 1
         if self.windows < 1:
@@ -212,15 +314,11 @@ class TokenBatches:
 def held_out_batches(
     shards: TokenShards, context: int, batch_size: int, most_tokens: int, rank: int = 0, world: int = 1
 ) -> Iterator[Tensor]:
-    """Yield this process's share of the split's first windows in order, int64 [up to batch, context + 1].
-
-    Raises:
-        UserError: the split is shorter than one window.
-    """
+    """Yield this process's share of the split's first windows in order, int64 [up to batch, context + 1]."""
     windows = min((shards.tokens - 1) // context, max(1, most_tokens // context))
     if windows < 1:
         raise UserError(f"{shards.folder}: {shards.tokens} held-out tokens are less than a window of {context}")
-    own = range(rank, windows, world)
-    for begin in range(0, len(own), batch_size):
-        rows = [shards.read(window * context, context + 1) for window in own[begin : begin + batch_size]]
+    mine = range(rank, windows, world)
+    for begin in range(0, len(mine), batch_size):
+        rows = [shards.read(window * context, context + 1) for window in mine[begin : begin + batch_size]]
         yield torch.from_numpy(np.stack(rows))

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
-from library.llm.chat_templates import Message, chat_tokens
+from library.llm.chat_templates import Llama3Template, Message
 from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
@@ -35,12 +35,12 @@ def write_chat_model(
     tokenizer = train_bpe(texts * 3, 400, MARKS)
     talks = [[Message("user", question), Message("assistant", answer)] for question, answer in pairs]
     talks.append([message for talk in talks for message in talk])
-    rows = [chat_tokens(tokenizer, talk, answer_next=False) for talk in talks]
+    rows = [Llama3Template(tokenizer).tokens(talk) for talk in talks]
     batch = torch.zeros(len(rows), max(len(tokens) for tokens, _ in rows), dtype=torch.long)
     targets = torch.full_like(batch, -100)
-    for row, (tokens, said) in enumerate(rows):
+    for row, (tokens, owners) in enumerate(rows):
         batch[row, : len(tokens)] = torch.tensor(tokens)
-        after = [token if answer else -100 for token, answer in zip(tokens[1:], said[1:], strict=True)]
+        after = [token if owner >= 0 else -100 for token, owner in zip(tokens[1:], owners[1:], strict=True)]
         targets[row, : len(after)] = torch.tensor(after)
     config = llama(48, 2, 4, 2, 96, tokenizer.vocab_size, context, eos=(tokenizer.special["<|eot_id|>"],))
     return _write(folder, config, tokenizer, batch, targets, steps)

@@ -9,9 +9,9 @@ import pytest
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from library.llm.chat_templates import SOURCES, Message, OwnTemplate, dialogue_template, write_jinja_template
+from library.llm.chat_templates import SOURCES, JinjaTemplate, Message, load_chat_template, write_jinja_template
 from library.llm.tokenizers import load_tokenizer
-from tests.llm.test_instruction_data import CONVERSATION, LLAMA3_MARKS, tokenizer_folder
+from tests.llm.test_chat_batches import CONVERSATION, LLAMA3_MARKS, tokenizer_folder
 
 MARKS = {
     "llama3": LLAMA3_MARKS,
@@ -25,7 +25,7 @@ MARKS = {
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_transformers_makes_the_same_tokens_of_the_file(tmp_path: Path, name: str, answer_next: bool) -> None:
     folder = tokenizer_folder(tmp_path, MARKS[name])
-    template = dialogue_template(name, load_tokenizer(folder), folder)
+    template = load_chat_template(name, load_tokenizer(folder), folder)
     write_jinja_template(name, folder)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     asked = CONVERSATION[:-1] if answer_next else CONVERSATION
@@ -49,7 +49,7 @@ def test_a_model_with_the_file_talks_in_it(tmp_path: Path, name: str) -> None:
     folder = tokenizer_folder(tmp_path, MARKS[name])
     write_jinja_template(name, folder)
     tokenizer = load_tokenizer(folder)
-    own, built_in = dialogue_template("auto", tokenizer, folder), dialogue_template(name, tokenizer, folder)
-    assert isinstance(own, OwnTemplate)
+    own, built_in = load_chat_template("auto", tokenizer, folder), load_chat_template(name, tokenizer, folder)
+    assert isinstance(own, JinjaTemplate)
     messages: Sequence[Message] = CONVERSATION
     assert own.tokens(messages) == built_in.tokens(messages)

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
 from library.errors import UserError
-from library.llm.chat_templates import Message, chat_tokens
+from library.llm.chat_templates import Llama3Template, Message
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, extend_vocabulary, load_tokenizer, train_bpe
 from library.models.llm.files import load_lm
 from tests.models.lms import VOCABULARY, write_reference
@@ -206,7 +206,7 @@ def test_the_llama3_template_is_that_of_the_model_card(tmp_path: Path) -> None:
     llama3_file(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     messages = [Message("system", "Be brief. "), Message("user", "Hi<|eot_id|>"), Message("assistant", "Hello!")]
-    tokens, answers = chat_tokens(tokenizer, messages)
+    tokens, owners = Llama3Template(tokenizer).tokens(messages, answer_next=True)
     assert tokenizer.decode(tokens) == (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|eot_id|>"
@@ -214,7 +214,7 @@ def test_the_llama3_template_is_that_of_the_model_card(tmp_path: Path) -> None:
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert tokens.count(tokenizer.special["<|eot_id|>"]) == 3  # the one in the message is text
-    assert tokenizer.decode([t for t, answer in zip(tokens, answers, strict=True) if answer]) == "Hello!<|eot_id|>"
+    assert tokenizer.decode([t for t, owner in zip(tokens, owners, strict=True) if owner == 2]) == "Hello!<|eot_id|>"
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3.2"], ids=["untied", "tied"])

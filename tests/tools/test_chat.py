@@ -263,8 +263,8 @@ def test_sessions_share_a_shelf_and_do_not_mix(models: Path) -> None:
         assert say(mine, question) == dict(PAIRS)[question]  # the shelf goes to and fro
         assert say(yours, "the cat") == say(alone, "the cat")
     assert [len(talk.conversation.turns) for talk in (mine, yours, alone)] == [2, 2, 2]
-    assert mine.conversation.effort is not None
-    assert mine.conversation.effort.kept > 0  # the cache outlives the model's absence
+    assert mine.conversation.stats is not None
+    assert mine.conversation.stats.cached > 0  # the cache outlives the model's absence
 
 
 def test_models_are_found_and_named(models: Path) -> None:

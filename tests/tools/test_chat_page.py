@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from library.llm.chat_templates import Message, chat_tokens
+from library.llm.chat_templates import Llama3Template, Message
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import load_lm
@@ -28,6 +28,10 @@ ENDLESS = 60_000  # tokens: minutes
 
 
 @pytest.fixture(scope="module")
+def prompt_of(models: Path, messages: list[Message]) -> list[int]:
+    return Llama3Template(load_tokenizer(models / "chat")).tokens(messages, answer_next=True)[0]
+
+
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("models")
     write_lora(write_chat_model(top / "chat"), top / "loras" / "other", seed=1)
@@ -109,7 +113,7 @@ def test_a_talk_from_streaming_to_another_model(tab: Tab, models: Path) -> None:
         tab.send(question)
         expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(i + 1, timeout=WAIT)
         tab.wait_idle()
-        answer = expected(models / "chat", chat_tokens(load_tokenizer(models / "chat"), messages)[0], 30)
+        answer = expected(models / "chat", prompt_of(models, messages), 30)
         assert tab.answers()[i] == answer
         messages.append(Message("assistant", answer))
     known = int(re.search(r"(\d+) known", tab.status())[1])  # type: ignore[index]
@@ -135,12 +139,14 @@ def test_tabs_wait_for_each_other_and_a_closed_one_holds_nobody_up(
     other.page.close()
     expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(1, timeout=WAIT)
     tab.wait_idle()
-    tokens = chat_tokens(load_tokenizer(models / "chat"), [Message("user", "hello")])[0]
+    tokens = prompt_of(models, [Message("user", "hello")])
     assert tab.answers() == [expected(models / "chat", tokens, 30)]
 
 
 def test_a_lora_is_chosen_and_put_away_again(tab: Tab, models: Path) -> None:
-    tokens = chat_tokens(load_tokenizer(models / "chat"), [Message("user", "what is RoPE?")])[0]
+    tokens = Llama3Template(load_tokenizer(models / "chat")).tokens(
+        [Message("user", "what is RoPE?")], answer_next=True
+    )[0]
     plain = expected(models / "chat", tokens, 30)
     changed = expected(models / "chat", tokens, 30, models / "loras" / "other")
     assert plain != changed

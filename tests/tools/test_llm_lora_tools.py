@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from library.llm.chat_templates import Message, dialogue_template
+from library.llm.chat_templates import Message, load_chat_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer, train_bpe
 from library.models.llm.files import load_lm
@@ -125,7 +125,7 @@ def test_generate_writes_with_a_lora_in_the_asked_template(tmp_path: Path) -> No
                                    "--chat_template", "plain"])  # fmt: skip
     (made,) = options.run(options)
     with_lora = PeftModel.from_pretrained(big, tmp_path / "lora").eval()
-    template = dialogue_template("plain", load_tokenizer(tmp_path / "model"), tmp_path / "model")
+    template = load_chat_template("plain", load_tokenizer(tmp_path / "model"), tmp_path / "model")
     prompt, _ = template.tokens([Message("user", "hello")], answer_next=True)
     expected = with_lora.generate(
         torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos, pad_token_id=0

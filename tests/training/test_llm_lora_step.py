@@ -16,7 +16,7 @@ from library.models.llm.files import load_lm
 from library.models.llm.model import TransformerLM, separate_projections
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
-from library.training.tasks.chat_lora import InstructionStep
+from library.training.tasks.chat_lora import ChatStep
 from networks.injection import inject_adapter
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
@@ -62,8 +62,8 @@ def test_a_step_has_the_loss_and_the_gradients_of_transformers_and_peft(tmp_path
     model, network = model_with_lora(tmp_path)
     batch = collate_windows([((example,), 22) for example in examples()])
     learnt = int((batch.targets != IGNORED).sum())
-    batch.learnt_in_step = learnt
-    loss, counted = InstructionStep(seed=0, batches_in_step=1).loss(model, batch, 0)
+    batch.step_targets = learnt
+    loss, counted = ChatStep(seed=0, batches_in_step=1).loss(model, batch, 0)
     loss.backward()
 
     config = LoraConfig(
@@ -96,8 +96,8 @@ def test_packed_conversations_learn_as_those_in_rows_of_their_own(
     model, network = model_with_lora(tmp_path)
     if checkpointing:
         model.enable_gradient_checkpointing()
-    four, step = examples(), InstructionStep(seed=0, batches_in_step=1)
-    learnt = sum(example.learnt for example in four)
+    four, step = examples(), ChatStep(seed=0, batches_in_step=1)
+    learnt = sum(example.target_count for example in four)
     alone = collate_windows([((example,), learnt) for example in four])
     packed = collate_windows([((four[2], four[0]), learnt), ((four[1], four[3]), learnt)])
     assert alone.documents is None
@@ -123,12 +123,12 @@ def test_accumulated_batches_give_the_mean_over_tokens(tmp_path: Path) -> None:
     write_reference(tmp_path, "llama3")
     model, network = model_with_lora(tmp_path)
     four = examples()
-    learnt = sum(example.learnt for example in four)
-    loss, _ = InstructionStep(0, 1).loss(model, collate_windows([((example,), learnt) for example in four]), 0)
+    learnt = sum(example.target_count for example in four)
+    loss, _ = ChatStep(0, 1).loss(model, collate_windows([((example,), learnt) for example in four]), 0)
     loss.backward()
     together = gradients(network)
     for example in four:
-        loss, _ = InstructionStep(0, 4).loss(model, collate_windows([((example,), learnt)]), 0)
+        loss, _ = ChatStep(0, 4).loss(model, collate_windows([((example,), learnt)]), 0)
         (loss / 4).backward()  # as accelerate divides
     for key, gradient in gradients(network).items():
         assert (gradient - together[key]).abs().max() <= 2e-5 * gradient.abs().max(), key

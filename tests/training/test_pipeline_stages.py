@@ -23,7 +23,7 @@ from library.config.schema import (
 )
 from library.data.batches import Batch
 from library.errors import UserError
-from library.llm.chat_batches import InstructionBatch
+from library.llm.chat_batches import ChatBatch
 from library.models.registry import lora_targets
 from library.training.parallel.parallelize import parallelize
 from library.training.parallel.pipeline.schedule import microbatches_of
@@ -73,8 +73,8 @@ def test_pieces_of_a_batch_are_the_batch() -> None:
     assert [piece.captions for piece in pieces] == [["a", "b"], ["c", "d"], ["e", "f"]]
     assert torch.equal(torch.cat([piece.text["a"] for piece in pieces]), batch.text["a"])
     tokens = torch.arange(8).view(4, 2)
-    windows = InstructionBatch(tokens, tokens, None, 9).chunk(2)
-    assert [piece.pieces for piece in windows] == [2, 2]
+    windows = ChatBatch(tokens, tokens, None, 9).chunk(2)
+    assert [piece.microbatches for piece in windows] == [2, 2]
     assert torch.equal(torch.cat([piece.tokens for piece in windows]), tokens)
 
 

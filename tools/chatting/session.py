@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from library.errors import UserError
-from library.llm.conversation import Conversation
+from library.llm.chat_session import ChatSession
 from library.llm.generation import SamplingSettings
 from tools.chatting.shelf import ModelRegistry
 
@@ -25,10 +25,10 @@ class Session:
     def __init__(
         self, shelf: ModelRegistry, settings: SamplingSettings, system: str = "", context: int | None = None
     ) -> None:
-        """Begin with the model and the LoRA that are on the shelf; raises a UserError as ``Conversation`` does."""
+        """Begin with the model and the LoRA that are on the shelf; raises a UserError as ``ChatSession`` does."""
         self.shelf, self.settings = shelf, settings
         self.model_name, self.lora_name, self.strength = shelf.model_name, shelf.lora_name, 1.0
-        self.conversation = Conversation(shelf.model.config, shelf.template, system, context)
+        self.conversation = ChatSession(shelf.model.config, shelf.template, system, context)
         self._ready_for = (
             self.model_name,
             self.lora_name,
@@ -77,7 +77,7 @@ class Session:
         self.conversation.system = text
 
     def answer(self, text: str) -> Iterator[str]:
-        """Yield the answer piece by piece; see ``Conversation.answer``. Nobody else may use the shelf meanwhile."""
+        """Yield the answer piece by piece; see ``ChatSession.answer``. Nobody else may use the shelf meanwhile."""
         self._take(self.model_name, self.lora_name, self.strength)  # another session may have exchanged them
         yield from self.conversation.answer(self.shelf.model, text, self.settings)
 
@@ -95,20 +95,20 @@ class Session:
     def remarks(self) -> list[str]:
         """Return what should be told about the last answer or choice, and forget it."""
         notes, self._notes = [*self._notes, *self.conversation.remarks], []
-        effort = self.conversation.effort
+        effort = self.conversation.stats
         if effort is not None and effort.ending == "max_new_tokens":
             notes.append(f"the answer was cut off after {effort.tokens} tokens (max_new_tokens)")
         return notes
 
     def report(self) -> str:
         """Return a line about what the last answer took."""
-        effort = self.conversation.effort
+        effort = self.conversation.stats
         if effort is None:
             return ""
         rate = effort.tokens / max(effort.seconds, 1e-9)
         return (
             f"{effort.tokens} tokens in {effort.seconds:.1f} s ({rate:.1f}/s); of the prompt {effort.computed} tokens "
-            f"were new, {effort.kept} known"
+            f"were new, {effort.cached} known"
         )
 
     def record(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from library.errors import UserError, did_you_mean
-from library.llm.chat_templates import ChatTemplate, find_chat_template
+from library.llm.chat_templates import PromptTemplate, load_prompt_template
 from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import open_lm
 from library.models.llm.model import TransformerLM
@@ -49,8 +49,8 @@ class ModelRegistry:
     """
 
     model: TransformerLM
-    template: ChatTemplate
-    _own_template: ChatTemplate
+    template: PromptTemplate
+    _own_template: PromptTemplate
 
     def __init__(self, models: dict[str, Path], loras: dict[str, LoraSource], loading: Loading) -> None:
         """Load the first model; raises a UserError if it cannot be, or if there is none."""
@@ -91,7 +91,7 @@ class ModelRegistry:
                 f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "
                 "use the model's own tokenizer"
             )
-        template = find_chat_template(self._loading.chat_template, tokenizer, folder, config.eos)
+        template = load_prompt_template(self._loading.chat_template, tokenizer, folder, config.eos)
         if self.model_name:
             self.model_name, self.lora_name, self._network = "", None, None
             del self.model  # before the next one needs its memory
@@ -113,13 +113,13 @@ class ModelRegistry:
             raise
         self.lora_name, self.template = name, template
 
-    def _template_with(self, lora: Path) -> ChatTemplate:
+    def _template_with(self, lora: Path) -> PromptTemplate:
         """Return the template that a LoRA was trained with, where it says so and nobody asked for another."""
         trained_with = template_of(lora)
         if trained_with is None or self._loading.chat_template != "auto":
             return self._own_template
         folder = self.models[self.model_name].expanduser()
-        return find_chat_template(trained_with, self._own_template.tokenizer, folder, self.model.config.eos)
+        return load_prompt_template(trained_with, self._own_template.tokenizer, folder, self.model.config.eos)
 
 
 def take_loras_off(model: TransformerLM) -> None:

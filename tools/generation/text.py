@@ -14,7 +14,7 @@ import torch
 from library.config.schema import PrecisionConfig
 from library.errors import UserError
 from library.files import write_text
-from library.llm.chat_templates import TEMPLATES, DialogueTemplate, Llama3Template, Message, dialogue_template
+from library.llm.chat_templates import CHAT_TEMPLATES, ChatTemplate, Llama3Template, Message, load_chat_template
 from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer
 from library.models.llm.files import load_lm, open_lm
@@ -73,9 +73,7 @@ def load(folder: str, dtype: str | None, fp8_scaled: bool) -> TransformerLM:
     return load_lm(folder, _DTYPES[name], device, fp8=fp8)
 
 
-def read_template(
-    options: argparse.Namespace, tokenizer: Tokenizer, lora: LoraSource | None
-) -> DialogueTemplate | None:
+def read_template(options: argparse.Namespace, tokenizer: Tokenizer, lora: LoraSource | None) -> ChatTemplate | None:
     """Return the template of --chat: as asked, as the LoRA was trained with, or what fits; None without --chat.
 
     Raises:
@@ -86,7 +84,7 @@ def read_template(
             raise UserError("--chat_template: has no effect without --chat; add it")
         return None
     name = options.chat_template or (template_of(lora.path) if lora else None) or "auto"
-    return dialogue_template(name, tokenizer, options.tokenizer or options.model)
+    return load_chat_template(name, tokenizer, options.tokenizer or options.model)
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
@@ -110,7 +108,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def prompt_tokens(
-    tokenizer: Tokenizer, prompt: str, chat: bool, system: str | None, template: DialogueTemplate | None = None
+    tokenizer: Tokenizer, prompt: str, chat: bool, system: str | None, template: ChatTemplate | None = None
 ) -> list[int]:
     """Return the tokens of a prompt: a text's beginning, or a message in ``template``, Llama 3's by default."""
     if chat:
@@ -152,7 +150,7 @@ def add_text_command(commands: Any) -> None:
     what.add_argument("--from_file", metavar="FILE", help="a prompt a line")
     what.add_argument("--chat", action="store_true", help="prompts are messages, in a chat template")
     what.add_argument(
-        "--chat_template", choices=TEMPLATES, help="of --chat; default: as --lora was trained with, else auto"
+        "--chat_template", choices=CHAT_TEMPLATES, help="of --chat; default: as --lora was trained with, else auto"
     )
     what.add_argument("--system", metavar="TEXT", help="system message of --chat")
     add_sampling_flags(sub)

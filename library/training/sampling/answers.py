@@ -13,7 +13,7 @@ from torch import nn
 from library.config.chat_schema import InstructionSamplingConfig
 from library.errors import UserError
 from library.files import write_text
-from library.llm.chat_templates import DialogueTemplate, Message
+from library.llm.chat_templates import ChatTemplate, Message
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig
@@ -34,7 +34,7 @@ class AnswerSampler:
 
     prompts: list[str]
     tokens: list[list[int]]
-    template: DialogueTemplate
+    template: ChatTemplate
     settings: SamplingSettings
     folder: Path
     accelerator: Accelerator
@@ -71,7 +71,7 @@ class AnswerSampler:
 
 def answer_sampler(
     config: InstructionSamplingConfig,
-    template: DialogueTemplate,
+    template: ChatTemplate,
     system: str | None,
     model: LMConfig,
     seed: int,

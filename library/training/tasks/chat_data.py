@@ -10,9 +10,8 @@ from rich.console import Console
 
 from library.config.chat_schema import ChatDataConfig
 from library.errors import UserError
-from library.llm.chat_batches import Example, Tokenised, Window, pack_examples, tokenise_dialogues
-from library.llm.chat_data import Dialogue, read_dialogues
-from library.llm.chat_templates import DialogueTemplate, Message
+from library.llm.chat_batches import Chat, Example, TokenisedChats, Window, pack_examples, read_chats, tokenise_chats
+from library.llm.chat_templates import ChatTemplate, Message
 from library.models.llm.spec import LMConfig
 from library.randomness import generator
 from library.training.report.progress import counting
@@ -21,7 +20,7 @@ _USUAL_LENGTH = 2048  # of a window, where the model's context is longer
 
 
 @dataclass(frozen=True)
-class InstructionData:
+class ChatData:
     """What a run learns from.
 
     Attributes:
@@ -37,9 +36,9 @@ class InstructionData:
     remarks: list[str]
 
 
-def prepare_dialogues(
-    config: ChatDataConfig, template: DialogueTemplate, model: LMConfig, seed: int, console: Console
-) -> InstructionData:
+def prepare_chats(
+    config: ChatDataConfig, template: ChatTemplate, model: LMConfig, seed: int, console: Console
+) -> ChatData:
     """Read, split, tokenise and pack the conversations; show how far that is.
 
     Raises:
@@ -52,32 +51,32 @@ def prepare_dialogues(
     tokens = template.tokenizer.vocab_size
     if tokens > model.vocab_size:
         raise UserError(f"tokenizer: it has {tokens} tokens, the model {model.vocab_size}; set the model's own")
-    dialogues = _with_system(read_dialogues(config.train_data), config.system_prompt)
-    held_out: list[Dialogue] = []
+    chats = _with_system(read_chats(config.train_data), config.system_prompt)
+    held_out: list[Chat] = []
     if config.validation_data:
-        held_out = _with_system(read_dialogues(config.validation_data), config.system_prompt)
+        held_out = _with_system(read_chats(config.validation_data), config.system_prompt)
     if config.validation_split:
-        dialogues, held_out = _split(dialogues, config.validation_split, seed)
-    learn_all = config.learn == "all"
+        chats, held_out = _split(chats, config.validation_split, seed)
+    train_on_all = config.learn == "all"
     with counting(console) as start:
-        advance = start("tokenising conversations", len(dialogues) + len(held_out))
-        read = tokenise_dialogues(dialogues, template, max_length, learn_all, advance)
-        held = tokenise_dialogues(held_out, template, max_length, learn_all, advance).examples if held_out else []
+        advance = start("tokenising conversations", len(chats) + len(held_out))
+        read = tokenise_chats(chats, template, max_length, train_on_all, advance)
+        held = tokenise_chats(held_out, template, max_length, train_on_all, advance).examples if held_out else []
     windows: list[Window] = [(example,) for example in read.examples]
     if config.packing:
         windows = pack_examples(read.examples, max_length)
     remarks = _describe(read, windows, template, max_length, config.packing)
     if held:
         remarks.append(f"{len(held):,} conversations to validate on")
-    return InstructionData(windows, held, max_length, remarks)
+    return ChatData(windows, held, max_length, remarks)
 
 
 def _describe(
-    read: Tokenised, windows: Sequence[Window], template: DialogueTemplate, max_length: int, packing: bool
+    read: TokenisedChats, windows: Sequence[Window], template: ChatTemplate, max_length: int, packing: bool
 ) -> list[str]:
     """Return what was read, a line each."""
     tokens = sum(len(example.tokens) for example in read.examples)
-    learnt = sum(example.learnt for example in read.examples)
+    learnt = sum(example.target_count for example in read.examples)
     count = f"{len(read.examples):,} conversations in the template {template.name}"
     remarks = [f"{count}: {tokens:,} tokens, {learnt / tokens:.0%} of them learnt"]
     if packing:
@@ -89,26 +88,24 @@ def _describe(
     return remarks
 
 
-def _with_system(dialogues: list[Dialogue], system: str | None) -> list[Dialogue]:
+def _with_system(chats: list[Chat], system: str | None) -> list[Chat]:
     """Put ``system`` before the conversations that have no system message."""
     if not system:
-        return dialogues
+        return chats
     first = Message("system", system)
     return [
-        dialogue
-        if dialogue.messages[0].role == "system"
-        else replace(dialogue, messages=(first, *dialogue.messages), learnt=(False, *dialogue.learnt))
-        for dialogue in dialogues
+        chat
+        if chat.messages[0].role == "system"
+        else replace(chat, messages=(first, *chat.messages), trained=(False, *chat.trained))
+        for chat in chats
     ]
 
 
-def _split(dialogues: Sequence[Dialogue], share: float, seed: int) -> tuple[list[Dialogue], list[Dialogue]]:
+def _split(chats: Sequence[Chat], share: float, seed: int) -> tuple[list[Chat], list[Chat]]:
     """Return what to train on and what to validate on, at least one of each."""
-    count = max(1, round(len(dialogues) * share))
-    if count >= len(dialogues):
-        raise UserError(
-            f"validation_split: {share:g} of {len(dialogues)} conversations leaves none to train on; lower it"
-        )
-    order = torch.randperm(len(dialogues), generator=generator(seed, "held-out conversations")).tolist()
+    count = max(1, round(len(chats) * share))
+    if count >= len(chats):
+        raise UserError(f"validation_split: {share:g} of {len(chats)} conversations leaves none to train on; lower it")
+    order = torch.randperm(len(chats), generator=generator(seed, "held-out conversations")).tolist()
     held = set(order[:count])
-    return [d for i, d in enumerate(dialogues) if i not in held], [d for i, d in enumerate(dialogues) if i in held]
+    return [d for i, d in enumerate(chats) if i not in held], [d for i, d in enumerate(chats) if i in held]

@@ -22,8 +22,8 @@ from library.config.rules import effective_learning_rate
 from library.config.schema import resume_keys
 from library.errors import UserError, error_prefix
 from library.files import weights_fingerprint
-from library.llm.chat_batches import Example, InstructionBatch, InstructionSampler, Windows, collate_windows
-from library.llm.chat_templates import DialogueTemplate, dialogue_template
+from library.llm.chat_batches import ChatBatch, ChatSampler, Example, Windows, collate_windows
+from library.llm.chat_templates import ChatTemplate, load_chat_template
 from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import load_lm, open_lm
 from library.models.llm.model import Block, TransformerLM, lm_split_plan, separate_projections
@@ -37,7 +37,7 @@ from library.training.optim.factory import describe_optimizer
 from library.training.parallel.spec import ParallelSpec, lm_split_points
 from library.training.parallel.step import lockstep_batches
 from library.training.sampling.answers import answer_sampler
-from library.training.tasks.chat_data import prepare_dialogues
+from library.training.tasks.chat_data import prepare_chats
 from library.training.tasks.lora import (
     LoraTask,
     attached_lora,
@@ -68,9 +68,9 @@ class ChatLora(LoraTask):
     config: ChatTrainConfig
     transformer: TransformerLM
     sizes: LMConfig
-    template: DialogueTemplate
-    held_out: Sequence[InstructionBatch] = ()
-    step: InstructionStep
+    template: ChatTemplate
+    held_out: Sequence[ChatBatch] = ()
+    step: ChatStep
 
     def open(self) -> None:
         config, device, seed = self.config, self.accelerator.device, self.config.training.seed
@@ -90,7 +90,7 @@ class ChatLora(LoraTask):
         self.settings = resume_keys(config)
         self.check_saved()
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
-        self.template = dialogue_template(config.instructions.chat_template, load_tokenizer(tokenizer), tokenizer)
+        self.template = load_chat_template(config.instructions.chat_template, load_tokenizer(tokenizer), tokenizer)
         samples = self.names.folder / "samples"
         self.sampler = answer_sampler(
             config.sampling, self.template, config.instructions.system_prompt, self.sizes, seed, samples,
@@ -100,12 +100,12 @@ class ChatLora(LoraTask):
     def prepare(self) -> None:
         config, console, (_, processes) = self.config, self.console, dp_rank_and_size(self.accelerator)
         training, chat = config.training, config.instructions
-        data = prepare_dialogues(chat, self.template, self.sizes, training.seed, console)
+        data = prepare_chats(chat, self.template, self.sizes, training.seed, console)
         console.print("\n".join(data.remarks), soft_wrap=True)
         accumulation = training.gradient_accumulation_steps
         self.load_network()
         size = chat.train_batch_size
-        self.batches = InstructionSampler(data.windows, size, training.seed, processes, accumulation)
+        self.batches = ChatSampler(data.windows, size, training.seed, processes, accumulation)
         self.loader = DataLoader(
             Windows(data.windows),
             batch_sampler=self.batches,
@@ -113,7 +113,7 @@ class ChatLora(LoraTask):
             pin_memory=self.accelerator.device.type == "cuda",
         )
         self.wrap(many_shapes=True)  # a batch is as long as its longest window
-        self.step = InstructionStep(training.seed, accumulation * processes)
+        self.step = ChatStep(training.seed, accumulation * processes)
         self.held_out = held_out_batches(data.held_out[: config.validation.max_validation_conversations], size)
         self.validates = bool(self.held_out)
         self.facts = self._facts()
@@ -174,7 +174,7 @@ class ChatLora(LoraTask):
             "training_comment": config.saving.training_comment,
         }
 
-    def loss(self, model: nn.Module, batch: InstructionBatch, step: int) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: ChatBatch, step: int) -> tuple[Tensor, Tensor]:
         return self.step.loss(model, batch, step)
 
     @torch.no_grad()
@@ -196,7 +196,7 @@ class ChatLora(LoraTask):
         return ["a batch of conversations"]
 
 
-def held_out_batches(examples: Sequence[Example], size: int) -> list[InstructionBatch]:
+def held_out_batches(examples: Sequence[Example], size: int) -> list[ChatBatch]:
     """Return chats in batches of similar length."""
     chosen = sorted(examples, key=lambda example: len(example.tokens))
     rows = [[((example,), 1) for example in chosen[i : i + size]] for i in range(0, len(chosen), size)]
@@ -204,7 +204,7 @@ def held_out_batches(examples: Sequence[Example], size: int) -> list[Instruction
 
 
 @dataclass(frozen=True)
-class InstructionStep:
+class ChatStep:
     """What a forward pass needs besides the batch.
 
     Attributes:
@@ -215,16 +215,16 @@ class InstructionStep:
     seed: int
     batches_in_step: int
 
-    def loss(self, model: nn.Module, batch: InstructionBatch, step: int) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: ChatBatch, step: int) -> tuple[Tensor, Tensor]:
         """Return the batch's loss (a scalar with gradient), and the number of tokens that it counts, [1].
 
         The optimizer gets the mean over the batches of a step and over processes. Each batch is therefore weighed by
         its share of what the step learns, so that this mean is the mean over tokens, and not one in which the tokens of
         short answers count more.
         """
-        learnt = (batch.targets != IGNORED).sum() * batch.pieces
+        learnt = (batch.targets != IGNORED).sum() * batch.microbatches
         mean = model(batch.tokens, batch.targets, documents=batch.documents)
-        return mean * (learnt * (self.batches_in_step / batch.learnt_in_step)), learnt[None].float()
+        return mean * (learnt * (self.batches_in_step / batch.step_targets)), learnt[None].float()
 
 
 TEMPLATE = "tandem.chat_template"  # metadata: how the conversations were written that it was trained on

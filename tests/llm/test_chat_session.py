@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from library.errors import UserError
-from library.llm.chat_templates import Message, chat_tokens, dialogue_template, find_chat_template
-from library.llm.conversation import Conversation
+from library.llm.chat_session import ChatSession
+from library.llm.chat_templates import Llama3Template, Message, load_chat_template, load_prompt_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import load_lm
@@ -35,13 +35,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def begin(folder: Path, system: str = "", context: int | None = None) -> tuple[TransformerLM, Conversation]:
+def begin(folder: Path, system: str = "", context: int | None = None) -> tuple[TransformerLM, ChatSession]:
     model = load_lm(folder, torch.float32)
-    template = find_chat_template("auto", load_tokenizer(folder), folder, model.config.eos)
-    return model, Conversation(model.config, template, system, context)
+    template = load_prompt_template("auto", load_tokenizer(folder), folder, model.config.eos)
+    return model, ChatSession(model.config, template, system, context)
 
 
-def say(model: TransformerLM, conversation: Conversation, text: str, settings: SamplingSettings = GREEDY) -> str:
+def say(model: TransformerLM, conversation: ChatSession, text: str, settings: SamplingSettings = GREEDY) -> str:
     return "".join(conversation.answer(model, text, settings))
 
 
@@ -56,14 +56,14 @@ def test_a_kept_cache_gives_the_tokens_of_a_fresh_one(
         fresh.forget_cache()
         for conversation in (kept, fresh):
             say(model, conversation, PAIRS[i % len(PAIRS)][0], settings)
-        assert kept.effort is not None
-        assert fresh.effort is not None
-        assert fresh.effort.kept == 0
+        assert kept.stats is not None
+        assert fresh.stats is not None
+        assert fresh.stats.cached == 0
         if i:
             # all that was said is known, but for its last token and the mark that ends the turn
             history = len(kept.template.prompt("", kept.turns[:i], "?")) - len(kept.template.prompt("", [], "?"))
-            assert kept.effort.kept >= history - 2
-            assert kept.effort.kept + kept.effort.computed == fresh.effort.computed
+            assert kept.stats.cached >= history - 2
+            assert kept.stats.cached + kept.stats.computed == fresh.stats.computed
     assert [turn.said for turn in kept.turns] == [turn.said for turn in fresh.turns]
 
 
@@ -72,17 +72,17 @@ def test_other_templates_keep_their_cache_too(folders: dict[str, Path], tmp_path
     model = load_lm(folders["chat"], torch.float32)
     tokenizer = load_tokenizer(folders["chat"])
     (tmp_path / "chat_template.jinja").write_text(JINJA)
-    template = find_chat_template(name, tokenizer, tmp_path, ())
-    kept, fresh = (Conversation(model.config, template, system="be short") for _ in range(2))
+    template = load_prompt_template(name, tokenizer, tmp_path, ())
+    kept, fresh = (ChatSession(model.config, template, system="be short") for _ in range(2))
     for question, _ in PAIRS:
         fresh.forget_cache()
         for conversation in (kept, fresh):
             say(model, conversation, question, DRAWN)
-        assert kept.effort is not None
-        assert len(kept.turns) == 1 or kept.effort.kept > kept.effort.computed
+        assert kept.stats is not None
+        assert len(kept.turns) == 1 or kept.stats.cached > kept.stats.computed
     assert kept.turns == fresh.turns
     said = [Message("system", "be short"), *kept.messages[1:], Message("user", "and?")]
-    expected = dialogue_template(name, tokenizer, tmp_path).tokens(said, answer_next=True)[0]
+    expected = load_chat_template(name, tokenizer, tmp_path).tokens(said, answer_next=True)[0]
     prompt = template.prompt("be short", [replace(turn, said=()) for turn in kept.turns], "and?")
     assert prompt == expected
 
@@ -94,7 +94,7 @@ def test_a_chat_is_what_the_template_makes_of_its_messages(folders: dict[str, Pa
         before = [*conversation.messages, Message("user", question)]
         expected = generate_tokens(
             model,
-            [chat_tokens(tokenizer, before)[0]],
+            [Llama3Template(tokenizer).tokens(before, answer_next=True)[0]],
             SamplingSettings(24, temperature=0, stop_tokens=tokenizer.stop_tokens),
         )[0]
         answer = say(model, conversation, question)
@@ -109,8 +109,8 @@ def test_the_trained_model_answers_also_in_characters_of_several_tokens(folders:
         pieces = list(conversation.answer(model, question, GREEDY))
         assert "".join(pieces) == answer
         assert not any("�" in piece for piece in pieces)
-        assert conversation.effort is not None
-        assert conversation.effort.ending == "said"
+        assert conversation.stats is not None
+        assert conversation.stats.ending == "said"
 
 
 def test_a_base_model_continues_and_goes_on(folders: dict[str, Path]) -> None:
@@ -120,16 +120,16 @@ def test_a_base_model_continues_and_goes_on(folders: dict[str, Path]) -> None:
     second = say(model, conversation, "")
     once = generate_tokens(model, [[tokenizer.bos, *tokenizer.encode("the cat sat")]], SamplingSettings(48, 0))[0]
     assert first + second == tokenizer.decode(once)
-    assert conversation.effort is not None
-    assert conversation.effort.computed == 1  # the token that was said last
+    assert conversation.stats is not None
+    assert conversation.stats.computed == 1  # the token that was said last
 
 
 def test_an_answer_may_be_stopped_anywhere_and_the_talk_goes_on(folders: dict[str, Path]) -> None:
     model, conversation = begin(folders["chat"])
     with closing(conversation.answer(model, "hello", GREEDY)) as pieces:
         said = next(pieces) + next(pieces) + next(pieces)
-    assert conversation.effort is not None
-    assert conversation.effort.ending == "stopped"
+    assert conversation.stats is not None
+    assert conversation.stats.ending == "stopped"
     assert conversation.messages[-1] == Message("assistant", said)
     tokenizer = conversation.template.tokenizer
     stopped = tokenizer.decode(conversation.template.prompt("", conversation.turns, "and?"))
@@ -148,14 +148,14 @@ def test_the_oldest_turns_are_left_out_when_the_context_is_full(folders: dict[st
         for question, _ in PAIRS:
             say(model, conversation, question)
             remarks += conversation.remarks
-            assert conversation.effort is not None
-            known.append(conversation.effort.kept)
-            prompt = conversation.effort.kept + conversation.effort.computed
-            assert prompt + conversation.effort.tokens <= 97  # the last token needs no place
+            assert conversation.stats is not None
+            known.append(conversation.stats.cached)
+            prompt = conversation.stats.cached + conversation.stats.computed
+            assert prompt + conversation.stats.tokens <= 97  # the last token needs no place
     assert "the context of 96 tokens is full; the oldest" in remarks[0]
     assert "turns are left out" in remarks[0]
     assert len(conversation.turns) == 30  # all are remembered, for saving
-    system = len(chat_tokens(conversation.template.tokenizer, [Message("system", "be short")], False)[0])
+    system = len(Llama3Template(conversation.template.tokenizer).tokens([Message("system", "be short")])[0])
     assert min(known[1:]) >= system - 3  # what precedes the turns is never computed again
     assert sum(count > system + 3 for count in known) > 10  # nor is every turn paid for by computing all anew
 
@@ -170,16 +170,16 @@ def test_a_text_loses_its_beginning_and_never_ends_in_an_error(folders: dict[str
     assert any("tokens are left out" in remark for remark in remarks)
     long = say(model, conversation, "the dog was glad " * 40)
     assert long
-    whole = say(model, Conversation(model.config, conversation.template, context=32), "cat", SamplingSettings(90, 0))
+    whole = say(model, ChatSession(model.config, conversation.template, context=32), "cat", SamplingSettings(90, 0))
     assert whole
 
 
 def test_an_answer_that_fills_the_context_ends_there(folders: dict[str, Path]) -> None:
     model, conversation = begin(folders["llama"], context=32)
     say(model, conversation, "the cat", SamplingSettings(90, temperature=0))
-    assert conversation.effort is not None
-    assert conversation.effort.ending == "context"
-    assert conversation.effort.computed + conversation.effort.tokens == 33
+    assert conversation.stats is not None
+    assert conversation.stats.ending == "context"
+    assert conversation.stats.computed + conversation.stats.tokens == 33
     assert conversation.remarks == ["the context of 32 tokens is full; the answer ends here"]
 
 
@@ -201,14 +201,14 @@ def test_a_changed_system_message_or_model_is_what_the_next_answer_sees(folders:
 def test_what_the_template_is_follows_from_what_was_published(folders: dict[str, Path], tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folders["chat"])
     end = tokenizer.special["<|eot_id|>"]
-    assert find_chat_template("auto", tokenizer, tmp_path, (end,)).name == "llama3"
-    assert find_chat_template("auto", tokenizer, tmp_path, ()).name == "text"  # a base model with the same tokenizer
-    assert find_chat_template("auto", tokenizer, tmp_path / "Llama3.2-1B-Instruct", ()).name == "llama3"
+    assert load_prompt_template("auto", tokenizer, tmp_path, (end,)).name == "llama3"
+    assert load_prompt_template("auto", tokenizer, tmp_path, ()).name == "text"  # a base model with the same tokenizer
+    assert load_prompt_template("auto", tokenizer, tmp_path / "Llama3.2-1B-Instruct", ()).name == "llama3"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": JINJA}))
-    assert find_chat_template("auto", tokenizer, tmp_path, ()).name == "own"
-    assert find_chat_template("text", tokenizer, tmp_path, (end,)).name == "text"
+    assert load_prompt_template("auto", tokenizer, tmp_path, ()).name == "own"
+    assert load_prompt_template("text", tokenizer, tmp_path, (end,)).name == "text"
     with pytest.raises(UserError, match="no Llama 3 chat"):
-        find_chat_template("llama3", load_tokenizer(folders["gpt2"]), tmp_path, ())
+        load_prompt_template("llama3", load_tokenizer(folders["gpt2"]), tmp_path, ())
 
 
 @pytest.mark.parametrize(

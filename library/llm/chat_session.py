@@ -1,22 +1,22 @@
-"""A conversation with a language model: what was said, as tokens, and the keys and values already computed for them.
+"""A chat with a language model: what was said, as tokens, and the keys and values already computed for them.
 
-    conversation = Conversation(model.config, find_chat_template("auto", tokenizer, folder, model.config.eos))
-    for piece in conversation.answer(model, "What is RoPE?", SamplingSettings(temperature=0.7)):
-        print(piece, end="", flush=True)
+    chat = ChatSession(model.config, load_prompt_template("auto", tokenizer, folder, model.config.eos))
+    for text in chat.answer(model, "What is RoPE?", SamplingSettings(temperature=0.7)):
+        print(text, end="", flush=True)
 
 The cache stays from turn to turn. A prompt shares its beginning with what is in the cache, usually all but the newest
-message; only the rest goes through the model. What the model said is kept as the tokens it said, never encoded again:
-the same text can be other tokens, and then the cache would be of no use.
+message; only the rest goes through the model. (What the model said stays the tokens it said, see
+``library.llm.chat_templates``.)
 
 When the context is full, the oldest turns are left out, enough of them to make a quarter of the context free: their
 removal moves everything behind them, which has to be computed again, and so this happens every few turns only. A
 text without turns loses its oldest tokens instead.
 
-A conversation does not hold the model: several may be open while another model, or another LoRA, takes its place in
+A chat does not hold the model: several may be open while another model, or another LoRA, takes its place in
 memory. Who exchanges weights says so, by ``switch`` or ``forget_cache``.
 
 Whoever iterates over an answer may stop at any piece, or be stopped by an exception (Ctrl-C): what was said until
-then is part of the conversation, and the cache holds what was computed.
+then is part of the chat, and the cache holds what was computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from library.errors import UserError
-from library.llm.chat_templates import ChatTemplate, Message, TextTemplate, Turn
+from library.llm.chat_templates import Message, PromptTemplate, TextTemplate, Turn
 from library.llm.generation import SamplingSettings, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder
 from library.models.llm.model import TransformerLM
@@ -40,37 +40,39 @@ _FIRST_CAPACITY = 256  # columns of a new cache; doubled as needed, as a context
 
 
 @dataclass(frozen=True)
-class Effort:
+class AnswerStats:
     """What an answer took.
 
     Attributes:
         tokens: generated.
-        kept: tokens of the prompt that were in the cache.
+        cached: tokens of the prompt that were in the cache.
         computed: tokens of the prompt that were not.
         seconds: from the question to the end.
         ending: the model ended ("said"), a limit did, or whoever listened.
     """
 
     tokens: int
-    kept: int
+    cached: int
     computed: int
     seconds: float
     ending: Ending
 
 
-class Conversation:
+class ChatSession:
     """Turns with one model.
 
     Attributes:
         turns: all of them, those that no longer fit the context too.
         system: the system message; may be set at any time.
         remarks: one line each about what the last answer had to leave out.
-        effort: of the last answer.
+        stats: of the last answer.
         context: tokens that fit.
     """
 
-    def __init__(self, config: LMConfig, template: ChatTemplate, system: str = "", context: int | None = None) -> None:
-        """Begin a conversation.
+    def __init__(
+        self, config: LMConfig, template: PromptTemplate, system: str = "", context: int | None = None
+    ) -> None:
+        """Begin a chat.
 
         Args:
             config: of the model that will answer.
@@ -83,13 +85,13 @@ class Conversation:
         """
         template.prompt(system, [], "?")
         self.system, self.turns = system, list[Turn]()
-        self.remarks, self.effort = list[str](), None
+        self.remarks, self.stats = list[str](), None
         self._wanted_context = context
         self._attach(config, template)
 
-    effort: Effort | None
+    stats: AnswerStats | None
 
-    def _attach(self, config: LMConfig, template: ChatTemplate) -> None:
+    def _attach(self, config: LMConfig, template: PromptTemplate) -> None:
         largest, wanted = config.context, self._wanted_context
         if wanted is not None and (wanted < 8 or (wanted > largest and not config.has_rope)):
             raise UserError(f"context: {wanted} does not fit; this model takes 8 to {largest} tokens")
@@ -109,22 +111,22 @@ class Conversation:
     def reset(self) -> None:
         """Forget all turns; the system message stays, and the cache of it."""
         self.turns.clear()
-        self.remarks, self.effort, self._left_out = [], None, 0
+        self.remarks, self.stats, self._left_out = [], None, 0
 
     def forget_cache(self) -> None:
         """Compute everything again for the next answer, as the model's weights are others now."""
         self._cache: KVCache | None = None
         self._cached: list[int] = []  # the tokens that are in it
 
-    def begin_another(self) -> Conversation:
-        """Return an empty conversation with the same model, template and system message."""
+    def begin_another(self) -> ChatSession:
+        """Return an empty chat with the same model, template and system message."""
         other = copy.copy(self)
         other.turns = []
         other.reset()
         other.forget_cache()
         return other
 
-    def switch(self, config: LMConfig, template: ChatTemplate) -> bool:
+    def switch(self, config: LMConfig, template: PromptTemplate) -> bool:
         """Go on with another model; return whether the turns so far could be kept.
 
         They cannot between a model with turns and one that continues a text.
@@ -156,7 +158,7 @@ class Conversation:
             settings, max_new_tokens=room, seed=settings.seed + len(self.turns), stop_tokens=self.stop_tokens
         )
         cache = self._ready_cache(model, prompt, len(prompt) + room)
-        kept, said, tokens = cache.length, "", list[int]()
+        cached, said, tokens = cache.length, "", list[int]()
         ending: Ending = "stopped"
         decoder = IncrementalDecoder(self.template.tokenizer)
         try:
@@ -175,7 +177,7 @@ class Conversation:
             if tokens:
                 self.turns.append(Turn(text, said, tuple(tokens), ending == "said"))
             seconds = time.perf_counter() - started
-            self.effort = Effort(len(tokens), kept, len(prompt) - kept, seconds, ending)
+            self.stats = AnswerStats(len(tokens), cached, len(prompt) - cached, seconds, ending)
 
     def _ending(self, tokens: list[int], room: int, settings: SamplingSettings) -> Ending:
         if tokens[-1] in self.stop_tokens:

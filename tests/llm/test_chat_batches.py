@@ -15,9 +15,17 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from library.errors import UserError
-from library.llm.chat_batches import Example, InstructionSampler, collate_windows, pack_examples, tokenise_dialogues
-from library.llm.chat_data import Dialogue, dialogue_of, read_dialogues
-from library.llm.chat_templates import NO_ANSWER, DialogueTemplate, Message, dialogue_template
+from library.llm.chat_batches import (
+    Chat,
+    ChatSampler,
+    Example,
+    collate_windows,
+    pack_examples,
+    parse_chat,
+    read_chats,
+    tokenise_chats,
+)
+from library.llm.chat_templates import NO_ANSWER, ChatTemplate, Message, load_chat_template
 from library.llm.tokenizers import load_tokenizer, train_bpe
 from library.nn.attention import document_mask, document_positions
 from library.nn.cross_entropy import IGNORED
@@ -80,7 +88,7 @@ def test_templates_give_the_tokens_and_the_answers_of_transformers(
     tmp_path: Path, name: str, special: Sequence[str], source: str, answer_next: bool
 ) -> None:
     folder = tokenizer_folder(tmp_path, special)
-    template = dialogue_template("auto", load_tokenizer(folder), folder)
+    template = load_chat_template("auto", load_tokenizer(folder), folder)
     assert template.name == name
     tokens, owners = template.tokens(CONVERSATION, answer_next)
     expected, mask = of_transformers(folder, source, answer_next)
@@ -100,7 +108,7 @@ SOURCES = [
 @pytest.mark.parametrize("source", SOURCES, ids=["marked", "marked later", "unmarked", "chatml"])
 def test_the_tokenizers_own_template_is_followed_with_and_without_marked_answers(tmp_path: Path, source: str) -> None:
     folder = tokenizer_folder(tmp_path, (*LLAMA3_MARKS, "<|im_start|>", "<|im_end|>"), source)
-    template = dialogue_template("auto", load_tokenizer(folder), folder)
+    template = load_chat_template("auto", load_tokenizer(folder), folder)
     assert template.name == "own"
     tokens, owners = template.tokens(CONVERSATION)
     marked = CHATML if "im_start" in source else LLAMA3
@@ -114,7 +122,7 @@ def test_a_template_that_writes_todays_date_gives_the_same_tokens_every_day(tmp_
     dated = date + "{{ date_string }}" + without_marks(LLAMA3).replace("{{ bos_token }}", "")
     folder = tokenizer_folder(tmp_path, LLAMA3_MARKS, dated)
     tokenizer = load_tokenizer(folder)
-    text = tokenizer.decode(dialogue_template("own", tokenizer, folder).tokens(CONVERSATION)[0])
+    text = tokenizer.decode(load_chat_template("own", tokenizer, folder).tokens(CONVERSATION)[0])
     assert text.startswith("26 Jul 2024<|start_header_id|>")  # as Llama 3.1's template without a clock
 
 
@@ -126,7 +134,7 @@ def test_llama_2_is_written_as_metas_code_writes_it(tmp_path: Path) -> None:
     )
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     ours, theirs = load_tokenizer(tmp_path), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    template = dialogue_template("auto", ours, tmp_path)
+    template = load_chat_template("auto", ours, tmp_path)
     assert template.name == "llama2"
     tokens, owners = template.tokens(CONVERSATION)
     first = "[INST] <<SYS>>\nBe short.\n<</SYS>>\n\nWhat is a cat? [/INST] An animal. "
@@ -143,7 +151,7 @@ def test_llama_2_is_written_as_metas_code_writes_it(tmp_path: Path) -> None:
 
 def test_a_model_without_marks_learns_answers_that_end_the_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path, ("<|endoftext|>",)))
-    template = dialogue_template("auto", tokenizer, tmp_path)
+    template = load_chat_template("auto", tokenizer, tmp_path)
     tokens, owners = template.tokens(CONVERSATION)
     text = (
         "Be short.\n\nUser: What is a cat?\nAssistant: An animal.<|endoftext|>User: And a mat?\nAssistant: A rug, café."
@@ -160,7 +168,7 @@ def test_no_message_can_end_its_turn(tmp_path: Path, name: str) -> None:
     marks = ("<|endoftext|>", *LLAMA3_MARKS, "<|im_start|>", "<|im_end|>")
     folder = tokenizer_folder(tmp_path, marks, without_marks(LLAMA3))
     tokenizer = load_tokenizer(folder)
-    template = dialogue_template(name, tokenizer, folder)
+    template = load_chat_template(name, tokenizer, folder)
 
     def ends(text: str) -> int:
         tokens, _ = template.tokens([Message("user", text), Message("assistant", "ok")])
@@ -200,10 +208,10 @@ def test_all_shapes_and_files_give_the_same_conversation(tmp_path: Path, shape: 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([SHAPES[shape]]), file)
     else:
         file.write_text(json.dumps(SHAPES[shape] if suffix == ".jsonl" else [SHAPES[shape]]) + "\n")
-    (dialogue,) = read_dialogues([tmp_path])
-    assert list(dialogue.messages) == CONVERSATION
-    assert dialogue.learnt == (False, False, True, False, True)
-    assert dialogue.where == f"{file}:1"
+    (chat,) = read_chats([tmp_path])
+    assert list(chat.messages) == CONVERSATION
+    assert chat.trained == (False, False, True, False, True)
+    assert chat.where == f"{file}:1"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -211,16 +219,16 @@ def test_a_byte_order_mark_is_no_part_of_a_conversation(tmp_path: Path, suffix: 
     record = {"prompt": "a", "completion": "b"}
     text = json.dumps(record if suffix == ".jsonl" else [record])
     (tmp_path / f"data{suffix}").write_text(text, encoding="utf-8-sig")
-    (dialogue,) = read_dialogues([tmp_path])
-    assert [message.content for message in dialogue.messages] == ["a", "b"]
+    (chat,) = read_chats([tmp_path])
+    assert [message.content for message in chat.messages] == ["a", "b"]
 
 
 def test_an_alpaca_input_stands_below_the_instruction_and_a_weight_of_0_is_context() -> None:
     record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
-    assert dialogue_of(record, "x").messages == (Message("user", "Add.\n\n1 and 2"), Message("assistant", "3"))
+    assert parse_chat(record, "x").messages == (Message("user", "Add.\n\n1 and 2"), Message("assistant", "3"))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
     turns += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 1}]
-    assert dialogue_of({"messages": turns}, "x").learnt == (False, False, False, True)
+    assert parse_chat({"messages": turns}, "x").trained == (False, False, False, True)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +236,7 @@ def test_an_alpaca_input_stands_below_the_instruction_and_a_weight_of_0_is_conte
     [
         ('{"text": "x"}', "has text, which is no known shape"),
         ("[1]", "no object with keys"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "says nothing that could be learnt"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "says nothing that to train on"),
         ('{"messages": [{"role": "bot", "content": "x"}]}', "role 'bot' is none of"),
         ('{"prompt": "a", "completion": 3}', "holds no text"),
         ('{"instruction": "a", "output": "b", "history": [["c"]]}', "history is no list of pairs"),
@@ -239,7 +247,7 @@ def test_a_record_that_cannot_be_read_is_named_in_one_line(tmp_path: Path, line:
     good = json.dumps({"prompt": "a", "completion": "b"})
     (tmp_path / "data.jsonl").write_text(f"{good}\n\n{line}\n")
     with pytest.raises(UserError) as caught:
-        read_dialogues([tmp_path / "data.jsonl"])
+        read_chats([tmp_path / "data.jsonl"])
     assert str(caught.value).startswith(f"{tmp_path / 'data.jsonl'}:3: ")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -248,16 +256,14 @@ def test_a_record_that_cannot_be_read_is_named_in_one_line(tmp_path: Path, line:
 @pytest.mark.parametrize("name", ["llama2", "plain"])
 def test_a_template_without_a_place_for_a_message_says_so(tmp_path: Path, name: str) -> None:
     folder = tokenizer_folder(tmp_path, ("<s>", "</s>"))
-    template = dialogue_template(name, load_tokenizer(folder), folder)
-    twice = Dialogue(
-        (Message("user", "a"), Message("user", "b"), Message("assistant", "c")), (False, False, True), "f:7"
-    )
+    template = load_chat_template(name, load_tokenizer(folder), folder)
+    twice = Chat((Message("user", "a"), Message("user", "b"), Message("assistant", "c")), (False, False, True), "f:7")
     with pytest.raises(UserError, match=f"^f:7: chat_template: {name} takes user and assistant in turn"):
-        tokenise_dialogues([twice], template, 64)
+        tokenise_chats([twice], template, 64)
     with pytest.raises(UserError, match="no template of its own"):
-        dialogue_template("own", load_tokenizer(folder), folder)
+        load_chat_template("own", load_tokenizer(folder), folder)
     with pytest.raises(UserError, match="no ChatML"):
-        dialogue_template("chatml", load_tokenizer(folder), folder)
+        load_chat_template("chatml", load_tokenizer(folder), folder)
 
 
 def examples(lengths: Sequence[int]) -> list[Example]:
@@ -270,26 +276,26 @@ def examples(lengths: Sequence[int]) -> list[Example]:
     return made
 
 
-def plain(folder: Path) -> DialogueTemplate:
-    return dialogue_template("plain", load_tokenizer(tokenizer_folder(folder, ("<|endoftext|>",))), folder)
+def plain(folder: Path) -> ChatTemplate:
+    return load_chat_template("plain", load_tokenizer(tokenizer_folder(folder, ("<|endoftext|>",))), folder)
 
 
 def test_targets_are_the_next_tokens_and_long_conversations_lose_their_end(tmp_path: Path) -> None:
     template = plain(tmp_path)
-    dialogue = Dialogue(tuple(CONVERSATION), (False, False, False, False, True), "x")
+    chat = Chat(tuple(CONVERSATION), (False, False, False, False, True), "x")
     tokens, owners = template.tokens(CONVERSATION)
-    (whole,) = tokenise_dialogues([dialogue], template, len(tokens)).examples
+    (whole,) = tokenise_chats([chat], template, len(tokens)).examples
     assert whole.tokens.tolist() == tokens[:-1]
     assert whole.targets.tolist() == [
         t if owner == 4 else IGNORED for t, owner in zip(tokens[1:], owners[1:], strict=True)
     ]
-    (everything,) = tokenise_dialogues([dialogue], template, len(tokens), learn_all=True).examples
+    (everything,) = tokenise_chats([chat], template, len(tokens), train_on_all=True).examples
     assert everything.targets.tolist() == tokens[1:]
     begins = owners.index(4)
-    cut = tokenise_dialogues([dialogue], template, begins + 1)
-    assert (cut.cut, cut.dropped, cut.examples[0].learnt) == (1, 0, 2)
+    cut = tokenise_chats([chat], template, begins + 1)
+    assert (cut.cut, cut.dropped, cut.examples[0].target_count) == (1, 0, 2)
     with pytest.raises(UserError, match="^max_length: no answer begins within"):
-        tokenise_dialogues([dialogue], template, begins - 1)
+        tokenise_chats([chat], template, begins - 1)
 
 
 def test_packing_keeps_every_conversation_once_and_fills_windows() -> None:
@@ -315,7 +321,7 @@ def test_documents_have_positions_from_0_and_see_nothing_of_each_other() -> None
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_epoch_sees_all_and_each_batch_knows_what_its_step_learns(world: int) -> None:
     windows = [(example,) for example in examples([int(n) for n in range(4, 27)])]
-    sampler = InstructionSampler(windows, 4, seed=1, num_processes=world, accumulation=3)
+    sampler = ChatSampler(windows, 4, seed=1, num_processes=world, accumulation=3)
     batches: list[tuple[int, int]] = []
     orders = []
     for epoch in range(6):
@@ -323,7 +329,7 @@ def test_every_epoch_sees_all_and_each_batch_knows_what_its_step_learns(world: i
         plan = list(sampler)
         assert len(plan) == sampler.batches_per_epoch() == 6
         assert sorted(index for batch in plan for index, _ in batch) == list(range(23))
-        batches += [(sum(windows[i][0].learnt for i, _ in batch), batch[0][1]) for batch in plan]
+        batches += [(sum(windows[i][0].target_count for i, _ in batch), batch[0][1]) for batch in plan]
         orders.append([[i for i, _ in batch] for batch in plan])
     step = 3 * world
     for first in range(0, len(batches) - step + 1, step):
