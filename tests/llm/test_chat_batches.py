@@ -236,7 +236,7 @@ def test_an_alpaca_input_stands_below_the_instruction_and_a_weight_of_0_is_conte
     [
         ('{"text": "x"}', "has text, which is no known shape"),
         ("[1]", "no object with keys"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "says nothing that to train on"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "says nothing to train on"),
         ('{"messages": [{"role": "bot", "content": "x"}]}', "role 'bot' is none of"),
         ('{"prompt": "a", "completion": 3}', "holds no text"),
         ('{"instruction": "a", "output": "b", "history": [["c"]]}', "history is no list of pairs"),

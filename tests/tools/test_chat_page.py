@@ -27,11 +27,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="no chro
 ENDLESS = 60_000  # tokens: minutes
 
 
-@pytest.fixture(scope="module")
 def prompt_of(models: Path, messages: list[Message]) -> list[int]:
     return Llama3Template(load_tokenizer(models / "chat")).tokens(messages, answer_next=True)[0]
 
 
+@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("models")
     write_lora(write_chat_model(top / "chat"), top / "loras" / "other", seed=1)
