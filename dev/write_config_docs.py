@@ -12,14 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from library.config.kohya.flags import FLAGS, Flag, Tool
-from library.config.kohya.values import DEFAULTS, INERT
+from library.config.kohya.values import DEFAULTS
+from library.config.model_types import MODEL_TYPES
+from library.config.rules import LAYOUTS, LORA_MATRIX, PRETRAIN_MATRIX, Row
+from library.config.schema import MustMatch, OnlyWith, listed
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
@@ -49,15 +55,54 @@ def options_page(script: Script = LORA) -> str:
         "",
         "Every option is a key of the training TOML and a flag of the same name (`--learning_rate 1e-3`); flags win.",
         "Table headings are for the reader: a key may stand under any heading or none. `make docs` writes this page.",
+        "The last column says what an option has no effect without, and ⟳ that a resumed state must have been trained",
+        "with the same value.",
     ]
     for name, section in sections(script).items():
         lines += ["", f"## {name}", "", (section.__doc__ or "").strip().split("\n")[0], ""]
-        lines += ["| key | type | default | what it does |", "|---|---|---|---|"]
+        lines += ["| key | type | default | what it does | goes with |", "|---|---|---|---|---|"]
         keys = section.model_json_schema()["properties"]
         for key, field in section_fields(script, section).items():
             default = "required" if field.is_required() else f"`{json.dumps(field.get_default())}`"
-            lines.append(f"| `{key}` | {_type(keys[key])} | {default} | {field.description} |")
-    return "\n".join(lines) + "\n"
+            lines.append(
+                f"| `{key}` | {_type(keys[key])} | {default} | {field.description} | {_goes_with(key, field)} |"
+            )
+    matrix = PRETRAIN_MATRIX if script is LLM else LORA_MATRIX
+    known = fields(script)
+    return "\n".join([*lines, *_matrix([row for row in matrix if row.key in known])]) + "\n"
+
+
+def _goes_with(key: str, field: FieldInfo) -> str:
+    """Return what an option has no effect without, and whether a resume must match it."""
+    types = [name for name, row in MODEL_TYPES.items() if key in row.keys]
+    said = [f"`model_type` = {listed(tuple(types))}"] if types else []
+    said += [str(marker) for marker in field.metadata if isinstance(marker, OnlyWith)]
+    return "; ".join(said) + (" ⟳" if any(isinstance(marker, MustMatch) for marker in field.metadata) else "")
+
+
+MATRIX_INTRODUCTION = """
+## What excludes each other
+
+An option of the first column beside a layout (or choice) of the first row is refused before anything is loaded; the
+number says why and what to do, *it* being that layout.
+"""
+
+
+def _matrix(rows: Sequence[Row]) -> list[str]:
+    """Return the matrix of options and layouts, and the reasons by number below it."""
+    layouts = [layout for layout in LAYOUTS if any(layout in row.why for row in rows)]
+    reasons = list(dict.fromkeys(row.why[layout] for row in rows for layout in layouts if layout in row.why))
+    lines = [MATRIX_INTRODUCTION, f"| | {' | '.join(f'`{layout}`' for layout in layouts)} |"]
+    lines.append("|---|" + "---|" * len(layouts))
+    for row in rows:
+        cells = (str(reasons.index(row.why[layout]) + 1) if layout in row.why else "" for layout in layouts)
+        lines.append(f"| `{row.key}`{' ' * bool(row.said)}{row.said} | {' | '.join(cells)} |")
+    return [*lines, "", *(f"{i}. {_in_general(reason)}" for i, reason in enumerate(reasons, 1))]
+
+
+def _in_general(reason: str) -> str:
+    """Return a reason with its options named instead of filled in."""
+    return reason.replace("{layout}", "*it*").replace("{", "`").replace("}", "`")
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -117,9 +162,10 @@ def kohya_page() -> str:
         if key in known and any(value not in ("", known[key][1].default) for value in theirs):
             lines.append(f"| `{key}` | {theirs[0]} | {theirs[1]} | {known[key][1].default} |")
     lines += ["", "## Keys that do nothing without another", "", "| key | counts only with |", "|---|---|"]
-    for inert in INERT:
-        values = f" = {', '.join(inert.values)}" if inert.values else ""
-        lines.append(f"| {', '.join(f'`{key}`' for key in inert.keys)} | `{inert.needs}`{values} |")
+    for key, (_, field) in known.items():
+        needs = [str(marker) for marker in field.metadata if isinstance(marker, OnlyWith)]
+        if key in FLAGS and needs:
+            lines.append(f"| `{key}` | {'; '.join(needs)} |")
     lines += _flag_table("sd-scripts", "flux_train_network.py") + _flag_table(
         "musubi-tuner", "qwen_image_train_network.py and zimage_train_network.py"
     )

@@ -199,7 +199,7 @@ def image(options: argparse.Namespace) -> list[Path]:
     given = {name: value for name in _MODEL_FLAGS if (value := getattr(options, name)) is not None}
     config = ModelConfig(pretrained_model_name_or_path=options.model, **given)
     for problem in model_conflicts(config):
-        raise UserError(problem)
+        raise UserError(problem.message)
     family = model_family(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = options.mixed_precision or ("bf16" if device.type == "cuda" else "no")

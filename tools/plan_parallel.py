@@ -79,7 +79,7 @@ def settings(row: Row) -> Iterator[str]:
     """Yield the lines of the training file that make ``row``."""
     sizes = {key: getattr(row.layout, key) for key in ("dp", "shard", "tp", "pp", "microbatches", "zero")}
     if chosen := [f"{key} = {size}" for key, size in sizes.items() if size and size > 1]:
-        placement = ['lora_placement = "sharded"'] if row.layout.splits_lora else []
+        placement = ["shard_lora = true"] if row.layout.shard_lora else []
         yield from ("[parallel]", *chosen, *placement, "")
     if row.options.checkpointing:
         yield from ("[training]", "gradient_checkpointing = true", "")

@@ -1,7 +1,7 @@
 """The settings of ``train_lora.py`` on a language model; ``library.config.schema`` says how a schema is read.
 
-What a LoRA on any model has (network, optimizer, saving, ...) are the same sections as for image models, less the keys
-in :data:`IMAGE_ONLY_KEYS`; model, data, samples and validation are those of language models.
+What a LoRA on any model has (network, optimizer, saving, ...) are the same sections as for image models, less the
+options marked as those of images; model, data, samples and validation are those of language models.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from library.config.schema import (
     LoggingConfig,
     NetworkConfig,
     NotNegative,
+    OnlyWith,
     OptimizerConfig,
     ParallelConfig,
     Positive,
@@ -28,20 +29,9 @@ from library.config.schema import (
     TrainingConfig,
 )
 
-IMAGE_ONLY_KEYS = frozenset(
-    {
-        "attention",
-        "blocks_to_swap",
-        "fp8_exclude",
-        "fp8_text_encoder",
-        "memory",
-        "network_train_text_encoder_only",
-        "preflight",
-        "prior_loss_weight",
-        "save_format",
-        "text_encoder_lr",
-    }
-)
+_SAMPLED = OnlyWith(sample_prompts=True)
+_DRAWN = OnlyWith(", which is 0 (greedy)", sample_temperature=True)
+_HELD_OUT = OnlyWith(any_of=True, validation_data=True, validation_split=True)
 
 
 class LanguageModelConfig(Section):
@@ -94,21 +84,31 @@ class InstructionSamplingConfig(Section):
     """Answers before, during and after training."""
 
     sample_prompts: list[str] = Field([], description="what a user says; the model's answers are kept as text")
-    sample_every_n_steps: Positive | None = Field(None, description="sample every so many optimizer steps")
-    sample_every_n_epochs: Positive | None = Field(None, description="sample every so many epochs")
-    sample_at_first: bool = Field(False, description="sample before the first step")
-    sample_at_end: bool = Field(True, description="sample after the last step")
-    sample_tokens: Positive = Field(128, description="tokens of an answer at most")
-    sample_temperature: NotNegative = Field(0.0, description="0 takes the most likely token")
-    sample_top_p: Annotated[float, Field(gt=0, le=1)] = Field(0.95, description="draws among so much probability")
+    sample_every_n_steps: Annotated[Positive | None, _SAMPLED] = Field(
+        None, description="sample every so many optimizer steps"
+    )
+    sample_every_n_epochs: Annotated[Positive | None, _SAMPLED] = Field(None, description="sample every so many epochs")
+    sample_at_first: Annotated[bool, _SAMPLED] = Field(False, description="sample before the first step")
+    sample_at_end: Annotated[bool, _SAMPLED] = Field(True, description="sample after the last step")
+    sample_tokens: Annotated[Positive, _SAMPLED] = Field(128, description="tokens of an answer at most")
+    sample_temperature: Annotated[NotNegative, _SAMPLED] = Field(0.0, description="0 takes the most likely token")
+    sample_top_p: Annotated[float, Field(gt=0, le=1), _SAMPLED, _DRAWN] = Field(
+        0.95, description="draws among so much probability"
+    )
 
 
 class InstructionValidationConfig(Section):
     """Loss on held-out conversations."""
 
-    validate_every_n_steps: Positive | None = Field(None, description="validate every so many optimizer steps")
-    validate_every_n_epochs: Positive | None = Field(None, description="validate every so many epochs")
-    max_validation_conversations: Positive = Field(256, description="at most so many held-out conversations")
+    validate_every_n_steps: Annotated[Positive | None, _HELD_OUT] = Field(
+        None, description="validate every so many optimizer steps"
+    )
+    validate_every_n_epochs: Annotated[Positive | None, _HELD_OUT] = Field(
+        None, description="validate every so many epochs"
+    )
+    max_validation_conversations: Annotated[Positive, _HELD_OUT] = Field(
+        256, description="at most so many held-out conversations"
+    )
 
 
 class ChatTrainConfig(Section):

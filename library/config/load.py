@@ -1,26 +1,22 @@
-"""From a TOML file and command line flags to a validated ``TrainConfig``.
+"""From a TOML file and command line flags to a validated configuration.
 
 The flags are made from the schema: ``--network_dim 32`` sets the key ``network_dim``, a boolean takes
-``--flag`` or ``--no-flag``, a list takes its items one after another. A flag wins over the TOML file. Table
-headings in the TOML file are for the reader: a key is known by its name, under whichever heading it stands.
+``--flag`` or ``--no-flag``, a list takes its items one after another; values stay text, which the schema converts. A
+flag wins over the TOML file. Table headings in the TOML file are for the reader: a key is known by its name, under
+whichever heading it stands.
 
 Keys and flags of kohya's trainers are taken too, in the file and on the command line, and translated into the
 schema's by ``library.config.kohya.translate``; ``--help`` does not list them, ``docs/kohya_flags.md`` does.
 
 All that is wrong is told at once, a line each: unknown keys, values that do not fit, keys of kohya's that are not
 taken, and options that contradict each other among those that could be read.
-
-The command line, made from the schema: a group a section, a flag a key; and kohya's flags beside them.
-
-Values stay text, the schema converts them. Flags nobody knows are collected, so that they are told together with
-what else is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +31,7 @@ from library.config.kohya.flags import FLAGS
 from library.config.kohya.translate import Note, is_known, translate
 from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES
 from library.config.pretrain_schema import PretrainConfig
+from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError, did_you_mean, nearest_of
@@ -70,23 +67,14 @@ def load_config(argv: Sequence[str], notes: list[Note] | None = None) -> TrainCo
 
     Args:
         argv: the command line.
-        notes: receives what became of kohya's keys and of what they leave unset, to be shown to the person.
+        notes: receives what became of kohya's keys, what they leave unset, and what a flag leaves without effect, to be
+            shown to the person.
 
     Raises:
         UserError: a file that cannot be read, an unknown key, a wrong type, or options that exclude each other;
             every problem found is a line of its own, with file, line and key.
     """
-    given = read_arguments(argv)
-    translation = translate(given.values, given.origins, fields())
-    refused = {note.key for note in translation.notes if note.outcome == "refused"}
-    uncertain = given.meant | refused | ({"dataset_config"} if translation.dataset else set())
-    config, problems = _validate(translation.values, translation.origins, uncertain)
-    problems = [*given.problems, *translation.problems(), *problems]
-    if config is None or problems:
-        raise UserError("\n".join([*problems, *(note.line() for note in given.notes)]))
-    if notes is not None:
-        notes.extend([*given.notes, *translation.notes])
-    return config
+    return cast(TrainConfig, load_for(LORA, argv, notes))
 
 
 def names_language_model(argv: Sequence[str]) -> bool:
@@ -103,17 +91,32 @@ def names_language_model(argv: Sequence[str]) -> bool:
     return False
 
 
-def load_language_config(argv: Sequence[str]) -> ChatTrainConfig:
-    """Read a configuration that :func:`names_language_model`; raises as :func:`load_config`."""
-    return cast(ChatTrainConfig, load_for(LANGUAGE_LORA, argv))
+def load_language_config(argv: Sequence[str], notes: list[Note] | None = None) -> ChatTrainConfig:
+    """Read a configuration that :func:`names_language_model`, as :func:`load_config` does."""
+    return cast(ChatTrainConfig, load_for(LANGUAGE_LORA, argv, notes))
 
 
-def load_for(script: Script, argv: Sequence[str]) -> Any:
-    """Return the validated configuration of a script that takes no keys of kohya's; raises as :func:`load_config`."""
+def load_llm_config(argv: Sequence[str], notes: list[Note] | None = None) -> PretrainConfig:
+    """Read a configuration of pretraining, as :func:`load_config` does."""
+    return cast(PretrainConfig, load_for(LLM, argv, notes))
+
+
+def load_for(script: Script, argv: Sequence[str], notes: list[Note] | None = None) -> Any:
+    """Return the validated configuration of a script, as :func:`load_config` does."""
     given = read_arguments(argv, script)
-    config, problems = _validate(given.values, given.origins, given.meant, script)
-    if config is None or given.problems or problems:
-        raise UserError("\n".join([*given.problems, *problems]))
+    values, origins, uncertain = given.values, given.origins, given.meant
+    told, said = list(given.notes), list(given.problems)
+    if script.takes_kohya:
+        translation = translate(values, origins, fields(script))
+        values, origins = translation.values, translation.origins
+        uncertain |= {note.key for note in translation.notes if note.outcome == "refused"}
+        uncertain |= {"dataset_config"} if translation.dataset else set()
+        told, said = [*told, *translation.notes], [*said, *translation.problems()]
+    config, problems, overridden = _validate(values, origins, uncertain, script)
+    if config is None or said or problems:
+        raise UserError("\n".join([*said, *problems, *(note.line() for note in given.notes)]))
+    if notes is not None:
+        notes.extend([*told, *overridden])
     return config
 
 
@@ -166,7 +169,7 @@ def read_toml(path: str | Path, script: Script = LORA) -> RawConfig:
         where = f"{path}:{_line_of(key, text)}: {key}"
         if key not in known and not (script.takes_kohya and is_known(key)):
             given.problems.append(f"{where}: {_unknown(key, value, script)}")
-            given.meant |= set() if key in script.elsewhere else {nearest_of(key, known) or ""}
+            given.meant |= set() if key in script.foreign_keys else {nearest_of(key, known) or ""}
             continue
         if key in given.values:
             given.problems.append(f"{where}: stands in this file twice; keep one")
@@ -188,8 +191,8 @@ def _toml_path(path: str | Path) -> Path:
 
 def _unknown(key: str, value: Any, script: Script) -> str:
     """Return what to say of a key that is none."""
-    if key in script.elsewhere:
-        return script.elsewhere[key]
+    if key in script.foreign_keys:
+        return script.foreign_keys[key]
     if key in _OF_DATASETS and script is LORA:
         return "describes images; put it into the file that dataset_config names"
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -222,16 +225,16 @@ def validated(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
     Raises:
         UserError: a line for every value that does not fit, and for options that exclude each other.
     """
-    config, problems = _validate(values, origins)
+    config, problems, _ = _validate(values, origins)
     if config is None or problems:
         raise UserError("\n".join(problems))
-    return config
+    return cast(TrainConfig, config)
 
 
 def _validate(
     values: dict[str, Any], origins: dict[str, str], uncertain: Collection[str] = (), script: Script = LORA
-) -> tuple[Any, list[str]]:
-    """Return the configuration, None where values do not fit, and a line for everything that is wrong.
+) -> tuple[Any, list[str], list[Note]]:
+    """Return the configuration, None where values do not fit, a line for everything that is wrong, and notes.
 
     Options are compared with each other even if some values do not fit: without those, and without what would be said
     about them.
@@ -250,8 +253,29 @@ def _validate(
         missing = {key: field for key, (_, field) in fields(script).items() if field.is_required() and key not in rest}
         required = {key: _anything(field.annotation) for key, field in missing.items()}
         fitting = script.schema.model_validate(_sorted(rest | required, script))
-        return None, [*problems, *_conflicts(fitting, unfit | set(uncertain), script)]
-    return config, list(_conflicts(config, uncertain, script))
+        refused, notes = _conflicts(fitting, unfit | set(uncertain), origins)
+        return None, [*problems, *refused], notes
+    return config, *_conflicts(config, uncertain, origins)
+
+
+def _conflicts(config: Any, uncertain: Collection[str], origins: Mapping[str, str]) -> tuple[list[str], list[Note]]:
+    """Return a line for every conflict that is not about ``uncertain`` keys, and notes of those that a flag decides.
+
+    A key of the file that has no effect beside a flag was not meant for this run.
+    """
+    refused: list[str] = []
+    notes: list[Note] = []
+    for conflict in find_conflicts(config):
+        key, *others = conflict.keys
+        by_flag = [origins.get(other, "").startswith("--") for other in others]
+        if set(conflict.keys) & set(uncertain):
+            continue
+        if conflict.harmless and any(by_flag) and not origins.get(key, "").startswith("--"):
+            text = conflict.message.removeprefix(f"{key}: ").removesuffix("; remove it")
+            notes.append(Note(key, "told", f"{text}, as the command line has it", origins.get(key, key)))
+        else:
+            refused.append(conflict.message)
+    return refused, notes
 
 
 def _sorted(values: dict[str, Any], script: Script) -> dict[str, dict[str, Any]]:
@@ -268,13 +292,6 @@ def _anything(annotation: Any) -> Any:
     if get_origin(annotation) is Literal:
         return get_args(annotation)[0]
     return ["?"] if get_origin(annotation) is list else "?"
-
-
-def _conflicts(config: Any, uncertain: Collection[str], script: Script) -> Iterator[str]:
-    """Yield the conflicts that say nothing about ``uncertain`` keys."""
-    for conflict in script.conflicts(config):
-        if not set(uncertain) & set(re.findall(r"\w+", conflict)):
-            yield conflict
 
 
 def _problem(item: Any, origins: dict[str, str]) -> str:
@@ -312,7 +329,7 @@ def unknown_flags(words: Sequence[str], script: Script = LORA) -> Iterator[tuple
     for word in words:
         if word.startswith("--"):
             flag, name = True, word.split("=")[0]
-            if remark := script.elsewhere.get(name.lstrip("-")):
+            if remark := script.foreign_keys.get(name.lstrip("-")):
                 yield f"command line: {name}: {remark}", None
                 continue
             meant = nearest_of(name.lstrip("-"), fields(script))
@@ -376,12 +393,3 @@ def _choices(annotation: Any) -> list[str]:
     if get_args(annotation) and all(isinstance(a, str) for a in get_args(annotation)):
         return list(get_args(annotation))
     return [word for part in get_args(annotation) for word in _choices(part)]
-
-
-def load_llm_config(argv: Sequence[str]) -> PretrainConfig:
-    """Read ``--config_file`` and the other flags in ``argv`` into a validated configuration.
-
-    Raises:
-        UserError: as ``library.config.load.load_config``.
-    """
-    return cast(PretrainConfig, load_for(LLM, argv))

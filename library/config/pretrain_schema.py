@@ -10,19 +10,25 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from library.config.schema import (
+    DECAYING,
     MUST_MATCH,
     AccelerateConfig,
     Fraction,
     LoggingConfig,
     NotNegative,
+    OnlyWith,
     OptimizerConfig,
     Pairs,
     ParallelConfig,
     Positive,
     RecomputationKeys,
     Section,
+    StepsOrShare,
+    estimates_step_size,
 )
 
+_SAMPLED = OnlyWith(sample_prompts=True)
+_DRAWN = OnlyWith(", which is 0 (greedy)", sample_temperature=True)
 _ADAM_BETAS = "betas=0.9,0.95"  # of GPT-3 (arXiv 2005.14165) and Llama; torch's 0.999 is slow to forget early steps
 
 
@@ -36,11 +42,21 @@ class LLMModelConfig(Section):
     context: Annotated[Positive | None, MUST_MATCH] = Field(
         None, description="tokens a training window holds; default: the model's"
     )
-    width: Positive | None = Field(None, description="of the residual stream, instead of the preset's")
-    layers: Positive | None = Field(None, description="blocks, instead of the preset's")
-    heads: Positive | None = Field(None, description="heads of queries, instead of the preset's")
-    kv_heads: Positive | None = Field(None, description="heads of keys and values, instead of the preset's")
-    hidden: Positive | None = Field(None, description="width of the feed-forward's middle, instead of the preset's")
+    width: Annotated[Positive | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
+        None, description="of the residual stream, instead of the preset's"
+    )
+    layers: Annotated[Positive | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
+        None, description="blocks, instead of the preset's"
+    )
+    heads: Annotated[Positive | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
+        None, description="heads of queries, instead of the preset's"
+    )
+    kv_heads: Annotated[Positive | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
+        None, description="heads of keys and values, instead of the preset's"
+    )
+    hidden: Annotated[Positive | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
+        None, description="width of the feed-forward's middle, instead of the preset's"
+    )
     pad_vocabulary_to: Positive = Field(64, description="embedding and head are padded to a multiple of so many rows")
 
 
@@ -71,17 +87,21 @@ class LLMOptimizerConfig(Section):
     )
     weight_decay: Annotated[NotNegative, MUST_MATCH] = Field(0.1, description="of matrices; norms and biases have none")
     max_grad_norm: NotNegative = Field(1.0, description="gradient norm to clip at; 0 for no clipping")
-    clip_during_warmup: bool = Field(False, description="clip from step 0 on, not only after the warm-up")
+    clip_during_warmup: Annotated[bool, OnlyWith(max_grad_norm=True)] = Field(
+        False, description="clip from step 0 on, not only after the warm-up"
+    )
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay"] = Field(
         "cosine", description="learning rate schedule after the linear warm-up"
     )
-    lr_warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = Field(
+    lr_warmup_steps: Annotated[StepsOrShare, OnlyWith(lr_scheduler=("constant_with_warmup", *DECAYING))] = Field(
         0.02, description="warm-up in optimizer steps, or as a fraction of all"
     )
-    lr_decay_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = Field(
+    lr_decay_steps: Annotated[StepsOrShare, OnlyWith(lr_scheduler=("warmup_stable_decay",))] = Field(
         0, description="decay of warmup_stable_decay in optimizer steps, or as a fraction of all"
     )
-    lr_scheduler_min_lr_ratio: Fraction = Field(0.1, description="floor of the decaying schedules, as a share of lr")
+    lr_scheduler_min_lr_ratio: Annotated[Fraction, OnlyWith(lr_scheduler=DECAYING)] = Field(
+        0.1, description="floor of the decaying schedules, as a share of lr"
+    )
 
     def shared(self) -> OptimizerConfig:
         """Return these settings as the section that optimizers and schedules are built from."""
@@ -94,13 +114,9 @@ class LLMOptimizerConfig(Section):
         if self.optimizer_type.lower() == "adamw" and not any(a.split("=")[0].strip() == "betas" for a in arguments):
             arguments.append(_ADAM_BETAS)
         given["optimizer_args"] = arguments
-        if "learning_rate" not in given and not _estimates(self.optimizer_type):
+        if "learning_rate" not in given and not estimates_step_size(self.optimizer_type):
             given["learning_rate"] = self.learning_rate
         return OptimizerConfig(**given)
-
-
-def _estimates(optimizer_type: str) -> bool:
-    return optimizer_type.rsplit(".", 1)[-1].lower().startswith(("prodigy", "dadapt"))
 
 
 class LLMTrainingConfig(RecomputationKeys):
@@ -127,7 +143,9 @@ class LLMSavingConfig(Section):
     output_dir: str = Field("output", description="folder for everything a run writes")
     output_name: str = Field("model", pattern=r"^[^/\\]+$", description="name of the model's folder in output_dir")
     save_every_n_steps: Positive | None = Field(None, description="write the model every so many optimizer steps")
-    save_state: bool = Field(False, description="write the whole training state with every saved model")
+    save_state: Annotated[bool, OnlyWith(save_every_n_steps=True)] = Field(
+        False, description="write the whole training state with every saved model"
+    )
     save_retries: Annotated[int, Field(ge=0)] = Field(
         10, description="tries more to write the last model where that fails, over about seven minutes"
     )
@@ -141,10 +159,14 @@ class LLMSamplingConfig(Section):
     """Text before, during and after training."""
 
     sample_prompts: list[str] = Field([], description="beginnings that samples go on from")
-    sample_every_n_steps: Positive | None = Field(None, description="sample every so many optimizer steps")
-    sample_tokens: Positive = Field(64, description="tokens of a sample")
-    sample_temperature: NotNegative = Field(0.8, description="0 takes the most likely token")
-    sample_top_p: Annotated[float, Field(gt=0, le=1)] = Field(0.95, description="draws among so much probability")
+    sample_every_n_steps: Annotated[Positive | None, _SAMPLED] = Field(
+        None, description="sample every so many optimizer steps"
+    )
+    sample_tokens: Annotated[Positive, _SAMPLED] = Field(64, description="tokens of a sample")
+    sample_temperature: Annotated[NotNegative, _SAMPLED] = Field(0.8, description="0 takes the most likely token")
+    sample_top_p: Annotated[float, Field(gt=0, le=1), _SAMPLED, _DRAWN] = Field(
+        0.95, description="draws among so much probability"
+    )
 
 
 class LLMValidationConfig(Section):

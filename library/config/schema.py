@@ -1,27 +1,25 @@
-"""What every section of a configuration is made of.
-
-The keys that say what lies where in a step: computed again in backward instead of kept, or in host memory.
-
-The section of all trainers that says how several processes share the work (docs/distributed.md).
-
-Every setting of ``train_lora.py``, once.
+"""Every option of ``train_lora.py`` on images, once, and what the other schemas share with it.
 
 Each class is a section: a table in the TOML file and a group in ``--help``. Sections are for reading; the keys
 are unique across them and carry the names kohya's sd-scripts gave them, so a key is found under any table
 heading. A field's type is checked, its description is its help text, its default is the default everywhere.
-Code that needs settings takes a section, never the whole.
+What concerns an option alone is said on its field, by markers beside its type: :class:`OnlyWith` (what it has no
+effect without), :class:`MustMatch` (a resumed state must have it too), :class:`OnlyFor` (which trainings have it).
+What options and layouts exclude each other is the matrix in ``library.config.rules``. Code that needs settings takes a
+section, never the whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic.fields import FieldInfo
 
-from library.config.model_types import IMAGE_MODELS, by_title
+from library.config.model_types import IMAGE_MODELS, MODEL_TYPES, by_title
 from library.errors import UserError
 
 
@@ -29,6 +27,78 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are refused, values are frozen once validated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def is_nothing(value: Any) -> bool:
+    """Return whether a value asks for nothing: unset, false, zero, empty, or a list of such; text of flags too."""
+    if isinstance(value, list):
+        return all(map(is_nothing, value))
+    return value in (None, False, 0, "") or str(value).lower() in ("false", "none", "0", "0.0")
+
+
+class Above:
+    """Allowed values of :class:`OnlyWith`: numbers above a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int) and value > self.limit
+
+
+class OnlyWith:
+    """Marks an option that has no effect unless others are set so; an option with two markers needs both.
+
+    ``OnlyWith(loss_type=("huber", "smooth_l1"))``: unless it is one of these; ``True``: unless it is set at all;
+    ``False``: unless it is not. ``any_of``: one of several suffices. ``because`` ends the sentence that refuses it.
+    """
+
+    def __init__(self, because: str = "", any_of: bool = False, **needs: tuple[str, ...] | Above | bool) -> None:
+        self.because, self.any_of, self.needs = because, any_of, needs
+
+    def unmet(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the needed options that ``values`` have not as they must be; what a schema lacks is not needed."""
+        known = {key: wanted for key, wanted in self.needs.items() if key in values}
+        failed = tuple(key for key, wanted in known.items() if not _is_met(wanted, values[key]))
+        return () if self.any_of and len(failed) < len(known) else failed
+
+    def reason(self, values: Mapping[str, Any]) -> str:
+        """Return "without x" or 'with y = "z"', as ``values`` have it."""
+        failed = self.unmet(values)
+        if self.any_of or self.needs[failed[0]] is True or isinstance(self.needs[failed[0]], Above):
+            return f"without {' or '.join(failed)}{self.because}"
+        key = failed[0]
+        if self.needs[key] is False:
+            return f"with {key}{self.because}"
+        wanted = self.needs[key]
+        return f'with {key} = "{values[key]}"{self.because or f" (it goes with {listed(wanted)})"}'  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """Return the needs as the docs print them."""
+        return f"{' or ' if self.any_of else ', '}".join(_need(key, wanted) for key, wanted in self.needs.items())
+
+
+def _is_met(wanted: tuple[str, ...] | Above | bool, value: Any) -> bool:
+    return is_nothing(value) is not wanted if isinstance(wanted, bool) else value in wanted
+
+
+def _need(key: str, wanted: tuple[str, ...] | Above | bool) -> str:
+    if isinstance(wanted, bool):
+        return f"`{key}`" if wanted else f"no `{key}`"
+    return f"`{key}` above {wanted.limit}" if isinstance(wanted, Above) else f"`{key}` = {listed(wanted)}"
+
+
+def listed(words: tuple[str, ...]) -> str:
+    """Return "a, b or c"."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+@dataclass(frozen=True)
+class OnlyFor:
+    """Marks an option that not every training with its section has; ``otherwise`` is what to say of it elsewhere."""
+
+    trainings: tuple[Literal["images", "chats"], ...]
+    otherwise: str
 
 
 @dataclass(frozen=True)
@@ -42,17 +112,22 @@ class MustMatch:
     canonical: Callable[[Any], Any] | None = None
 
 
-def resume_keys(config: BaseModel) -> dict[str, Any]:
-    """Return the options that a resumed state must have been trained with: those marked :class:`MustMatch`."""
-    found: dict[str, Any] = {}
+def options(config: BaseModel) -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Yield every option of a configuration with its value and its field."""
     for name in type(config).model_fields:
         section = getattr(config, name)
-        for key, option in type(section).model_fields.items():
-            for marker in option.metadata:
-                if isinstance(marker, MustMatch):
-                    value = getattr(section, key)
-                    found[key] = marker.canonical(value) if marker.canonical else value
-    return found
+        for key, field in type(section).model_fields.items():
+            yield key, getattr(section, key), field
+
+
+def resume_keys(config: BaseModel) -> dict[str, Any]:
+    """Return the options that a resumed state must have been trained with: those marked :class:`MustMatch`."""
+    return {
+        key: marker.canonical(value) if marker.canonical else value
+        for key, value, field in options(config)
+        for marker in field.metadata
+        if isinstance(marker, MustMatch)
+    }
 
 
 def _sorted_pairs(pairs: list[str]) -> list[str]:
@@ -66,65 +141,505 @@ def _without_dropouts(pairs: list[str]) -> list[str]:
 
 
 MUST_MATCH = MustMatch()
+IMAGES = OnlyFor(("images",), "is about image models, this is a language model; remove it")
+# Schedules that end lower than they began.
+DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "warmup_stable_decay")
+_CHECKPOINTED = OnlyWith(gradient_checkpointing=True)
+_SAMPLED = OnlyWith(sample_prompts=True)
+_QUANTISED = OnlyWith(any_of=True, fp8_base=True, fp8_scaled=True)
+_VALIDATED = OnlyWith(any_of=True, validate_every_n_steps=True, validate_every_n_epochs=True)
+_UPLOADED = OnlyWith(huggingface_repo_id=True)
+_PIPELINED = OnlyWith(pp=Above(1))
+GUIDED = tuple(name for name, row in MODEL_TYPES.items() if row.takes_guidance)
+_NOT_FROM_FILE = OnlyWith(", which takes layers, ranks and alphas from the file", dim_from_weights=False)
+
 Pairs = Annotated[list[str], MustMatch(_sorted_pairs)]
-
-
-def unused(section: Section, keys: tuple[str, ...], condition: bool, reason: str) -> Iterator[str]:
-    """Yield a complaint for each of ``keys`` that the user set although ``condition`` leaves it without effect."""
-    if condition:
-        for key in keys:
-            if key in section.model_fields_set:
-                yield f"{key}: has no effect {reason}; remove it"
-
-
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+StepsOrShare = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 
 
-_REFINEMENTS = ("checkpoint_every_n_blocks", "activation_budget_mb", "cpu_offload_checkpointing")
+class ModelConfig(Section):
+    """The base model and where its parts lie."""
+
+    model_type: Literal[IMAGE_MODELS] = Field(  # type: ignore[valid-type]
+        "flux", description="architecture family; flux: FLUX.1 dev and schnell"
+    )
+    pretrained_model_name_or_path: str = Field(
+        description="diffusers folder, or a transformer file: BFL's flux1-dev.safetensors or ComfyUI's split file"
+    )
+    ae: str | None = Field(
+        None, description="VAE file (BFL's ae.safetensors or a diffusers folder), with a single file"
+    )
+    clip_l: str | None = Field(None, description="CLIP-L text encoder file or folder, with a single file")
+    t5xxl: str | None = Field(None, description="T5-XXL encoder file or folder, with a single file")
+    clip_l_tokenizer: str = Field(
+        "openai/clip-vit-large-patch14", description="tokenizer folder or hub name, with a single clip_l file"
+    )
+    t5xxl_tokenizer: str = Field(
+        "google/t5-v1_1-xxl", description="tokenizer folder or hub name, with a single t5xxl file"
+    )
+    t5xxl_max_token_length: Positive | None = Field(
+        None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
+    )
+    vae: str | None = Field(None, description="Qwen-Image, Z-Image: VAE file or folder, with a single file")
+    text_encoder: str | None = Field(
+        None, description="Qwen-Image: Qwen2.5-VL; Z-Image: Qwen3; file or folder, with a single file"
+    )
+    qwen_tokenizer: str | None = Field(
+        None,
+        description="Qwen-Image, Z-Image: tokenizer folder or hub name, with a single file; default "
+        "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-4B",
+    )
+    zero_cond_t: bool | None = Field(
+        None,
+        description="qwen_image_edit_plus: reference pictures are modulated as at timestep 0, as Edit-2511 was trained "
+        "with; default: as the model's files say",
+    )
+    base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="dtype of the frozen weights; auto follows mixed_precision"
+    )
+
+
+class PrecisionConfig(Section):
+    """fp8 weights of the base. What its files hold in fp8 is trained on as it is, with none of these keys."""
+
+    fp8_base: Annotated[bool, MUST_MATCH] = Field(
+        False, description="cast the transformer's linear weights to fp8 as it is loaded, no scales"
+    )
+    fp8_scaled: Annotated[bool, MUST_MATCH] = Field(
+        False, description="quantise the transformer's linear weights to fp8 with scales"
+    )
+    fp8_granularity: Annotated[
+        Literal["tensor", "row", "block64", "block128"], MUST_MATCH, OnlyWith(fp8_scaled=True)
+    ] = Field(
+        "block64",
+        description="what shares a scale of fp8_scaled: the matrix, an output's row, a run of 64 or 128 inputs",
+    )
+    fp8_format: Annotated[Literal["e4m3fn", "e5m2"], MUST_MATCH, _QUANTISED] = Field(
+        "e4m3fn", description="fp8 format that weights are rounded to"
+    )
+    fp8_exclude: Annotated[list[Literal["embedders", "modulation", "final"]], MustMatch(sorted), _QUANTISED, IMAGES] = (
+        Field(["embedders", "final"], description="kinds of linear layers that stay in high precision")
+    )
+    fp8_exclude_patterns: Annotated[list[str], MustMatch(sorted), _QUANTISED] = Field(
+        [], description="regular expressions; a layer stays in high precision if one is found in its name"
+    )
+    fp8_rounding: Annotated[Literal["nearest", "stochastic"], MUST_MATCH, _QUANTISED] = Field(
+        "nearest", description="how weights are rounded to fp8; stochastic follows seed"
+    )
+    fp8_compute: Literal["auto", "dequant", "scaled_mm"] = Field(
+        "auto",
+        description="products with fp8 weights: dequantised to the compute dtype; in fp8, which rounds activations too "
+        "(Ada, Hopper or newer; one scale a tensor or row); auto takes fp8 products where GPU and weight allow",
+    )
+    fp8_input_gradient: Annotated[bool, OnlyWith(fp8_compute=("auto", "scaled_mm"))] = Field(
+        False, description="fp8 products for the input gradient too, not only in forward"
+    )
+    fp8_activations: Literal["none", "row", "tensor", "unit"] = Field(
+        "none",
+        description="round what fp8 layers are given as the server's fp8 products will, with the gradient passed "
+        "through: a scale a token (row), an input (tensor), or none (unit, ComfyUI's --fast fp8_matrix_mult)",
+    )
+    fp8_text_encoder: Annotated[bool, IMAGES] = Field(
+        False, description="quantise T5, Qwen2.5-VL or Qwen3 to fp8, block64, as it is loaded"
+    )
+
+
+class DistillationConfig(Section):
+    """Learning on an fp8 base what the bf16 model answers, so that both paint the same picture."""
+
+    distill_from: str | None = Field(
+        None, description="bf16 model, folder or file, whose velocity the LoRA learns on this base"
+    )
+    distill_lora: Annotated[str | None, OnlyWith(distill_from=True)] = Field(
+        None, description="LoRA beside the teacher; default: network_weights"
+    )
+    distill_weight: Annotated[float, Field(gt=0, le=1), OnlyWith(distill_from=True)] = Field(
+        1.0, description="weight of the teacher's velocity against the data's; 1 learns from the teacher alone"
+    )
+    distill_cache: Annotated[str | None, OnlyWith(distill_from=True)] = Field(
+        None, description="folder for the teacher's answers; default: teacher in output_dir"
+    )
+
+
+class DatasetArguments(Section):
+    """Where the dataset is described and how its caches are made."""
+
+    dataset_config: str = Field(description="dataset TOML (kohya's format)")
+    cache_directory: str | None = Field(
+        None, description="folder for cached latents and text; default .tandem_cache beside the images"
+    )
+    caption_variants: Positive = Field(
+        8, description="cached variants per caption where shuffling or tag dropout asks for more than one"
+    )
+    vae_batch_size: Positive = Field(1, description="images encoded at once while caching")
+    text_encoder_batch_size: Positive = Field(4, description="captions encoded at once while caching")
+    train_batch_size: Positive = Field(1, description="batch size where the dataset TOML names none")
+    max_data_loader_n_workers: Annotated[int, Field(ge=0)] = Field(2, description="worker processes that read caches")
+    strict_dataset: bool = Field(
+        False,
+        description="look every image over before caching and refuse to start at any finding (docs/reliability.md)",
+    )
+
+
+class NetworkConfig(Section):
+    """The LoRA, or another kind of adapter."""
+
+    network_type: Annotated[Literal["lora", "dora", "lokr", "loha", "oft", "boft"], MUST_MATCH, _NOT_FROM_FILE] = Field(
+        "lora",
+        description="kind of adapter; dora is saved for diffusers or ComfyUI, lokr, loha, oft, boft for ComfyUI alone",
+    )
+    network_dim: Annotated[Positive, MUST_MATCH, _NOT_FROM_FILE] = Field(
+        16, description="rank; of oft and boft the size of a block"
+    )
+    network_alpha: Annotated[float, Field(gt=0), MUST_MATCH, _NOT_FROM_FILE] = Field(
+        1.0, description="scale is alpha / rank; oft, boft have none"
+    )
+    use_rslora: Annotated[bool, MUST_MATCH, _NOT_FROM_FILE] = Field(
+        False, description="scale is alpha / sqrt(rank) instead (rsLoRA); lora and dora"
+    )
+    init_lora_weights: Annotated[Literal["default", "pissa", "olora"], MUST_MATCH, _NOT_FROM_FILE] = Field(
+        "default",
+        description="what a LoRA begins from: chance, or the weights' largest directions (pissa: singular value "
+        "decomposition, olora: QR); the file of these has twice the rank",
+    )
+    network_dropout: Annotated[Fraction, _NOT_FROM_FILE] = Field(
+        0.0, description="neuron dropout: on the down-projection's output"
+    )
+    network_args: Annotated[list[str], MustMatch(_without_dropouts), _NOT_FROM_FILE] = Field(
+        [],
+        description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
+        "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
+        "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, attn_dim, mlp_dim, "
+        "mod_dim, refiner_dim (Z-Image), q_proj_dim, k_proj_dim, v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, "
+        "down_proj_dim (Llama), c_attn_dim, attn_c_proj_dim, c_fc_dim, mlp_c_proj_dim (GPT-2), "
+        "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Llama, "
+        "GPT-2); factor, "
+        "decompose_both (lokr)",
+    )
+    network_weights: str | None = Field(None, description="LoRA file to go on from")
+    allow_partial: Annotated[bool, OnlyWith(network_weights=True, dim_from_weights=False)] = Field(
+        False, description="take what fits of network_weights; the rest is named and left out"
+    )
+    dim_from_weights: Annotated[bool, MUST_MATCH, OnlyWith(", the file to take ranks from", network_weights=True)] = (
+        Field(False, description="train the transformer layers of network_weights, each with its own rank and alpha")
+    )
+    network_train_text_encoder_only: Annotated[bool, _NOT_FROM_FILE, IMAGES] = Field(
+        False, description="train the text encoders that text_encoder_lr names, and not the transformer"
+    )
+
+
+class OptimizerConfig(Section):
+    """Optimizer and learning rate schedule."""
+
+    optimizer_type: Annotated[str, MUST_MATCH] = Field(
+        "AdamW",
+        description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, Lion, AdamWScheduleFree, "
+        "DAdaptAdam, or a dotted class path of these packages",
+    )
+    trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
+    optimizer_args: Pairs = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')
+    learning_rate: Annotated[NotNegative, MUST_MATCH] = Field(
+        1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation"
+    )
+    text_encoder_lr: Annotated[
+        list[NotNegative], MUST_MATCH, OnlyWith(": the transformer learns", dim_from_weights=False), IMAGES
+    ] = Field(
+        [],
+        max_length=2,
+        description="learning rates of CLIP-L and T5, which are not trained without one or at 0; one value holds for "
+        "both; T5 needs train_t5xxl=True in network_args too",
+    )
+    max_grad_norm: NotNegative = Field(1.0, description="gradient norm to clip at; 0 for no clipping")
+    lr_scheduler: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex",
+        "warmup_stable_decay",
+    ] = Field("constant", description="learning rate schedule")  # fmt: skip
+    lr_warmup_steps: Annotated[StepsOrShare, OnlyWith(lr_scheduler=("constant_with_warmup", *DECAYING))] = Field(
+        0, description="warm-up in optimizer steps, or as a fraction of all"
+    )
+    lr_decay_steps: Annotated[StepsOrShare, OnlyWith(lr_scheduler=("warmup_stable_decay",))] = Field(
+        0, description="decay of warmup_stable_decay in optimizer steps, or as a fraction of all"
+    )
+    lr_scheduler_num_cycles: Annotated[Positive, OnlyWith(lr_scheduler=("cosine_with_restarts",))] = Field(
+        1, description="restarts of cosine_with_restarts"
+    )
+    lr_scheduler_power: Annotated[float, Field(gt=0), OnlyWith(lr_scheduler=("polynomial",))] = Field(
+        1.0, description="exponent of polynomial"
+    )
+    lr_scheduler_min_lr_ratio: Annotated[Fraction, OnlyWith(lr_scheduler=DECAYING)] = Field(
+        0.0, description="floor of the decaying schedules, as a share of lr"
+    )
+
+    @field_validator("text_encoder_lr", mode="before")
+    @classmethod
+    def _one_rate_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, int | float | str) else value
+
+
+def optimizer_class_name(optimizer_type: str) -> str:
+    """Return the name of an optimizer's class in lower case; ``optimizer_type`` is that or a dotted path to it."""
+    return optimizer_type.rsplit(".", 1)[-1].lower()
+
+
+def estimates_step_size(optimizer_type: str) -> bool:
+    """Return whether the named optimizer (short name or class path) finds its own step size ``d``."""
+    return optimizer_class_name(optimizer_type).startswith(("prodigy", "dadapt"))
+
+
+def adapts_each_group(optimizer_type: str) -> bool:
+    """Return whether the named optimizer estimates a step size for each parameter group, so that rates may differ."""
+    return optimizer_class_name(optimizer_type).startswith("prodigyplus")
+
+
+def effective_learning_rate(config: OptimizerConfig) -> float:
+    """Return the learning rate to train with: the one that was set, else the optimizer's customary one.
+
+    Optimizers that estimate their step size take a factor instead of a rate, customarily 1.0.
+    """
+    if "learning_rate" not in config.model_fields_set and estimates_step_size(config.optimizer_type):
+        return 1.0
+    return config.learning_rate
 
 
 class RecomputationKeys(Section):
     """Keys of the section ``training``; ``library.nn.checkpointing`` says what they do."""
 
     gradient_checkpointing: bool = Field(False, description="recompute blocks in backward: less memory, more time")
-    checkpoint_every_n_blocks: Positive = Field(
-        1, description="with gradient_checkpointing, recompute one of so many neighbouring blocks; 1: all"
+    checkpoint_every_n_blocks: Annotated[Positive, _CHECKPOINTED] = Field(
+        1, description="recompute one of so many neighbouring blocks; 1: all"
     )
-    activation_budget_mb: Annotated[int, Field(ge=0)] = Field(
+    activation_budget_mb: Annotated[int, Field(ge=0), _CHECKPOINTED] = Field(
         0,
-        description="with gradient_checkpointing, keep so many MiB that need not be kept, what saves most time first: "
+        description="keep so many MiB that need not be kept, what saves most time first: "
         "outputs of attention, then whole blocks",
     )
-    cpu_offload_checkpointing: bool = Field(
-        False, description="with gradient_checkpointing, keep the blocks' inputs in host memory until backward"
+    cpu_offload_checkpointing: Annotated[bool, _CHECKPOINTED] = Field(
+        False, description="keep the blocks' inputs in host memory until backward"
     )
 
 
-class MemoryKeys(RecomputationKeys):
-    """The same for models that a LoRA of images is trained on."""
+class TrainingConfig(RecomputationKeys):
+    """How long, in what precision, from which seed."""
 
-    blocks_to_swap: Annotated[int, Field(ge=0)] = Field(
+    max_train_steps: Positive = Field(1600, description="optimizer steps")
+    max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
+    gradient_accumulation_steps: Positive = Field(1, description="batches per optimizer step")
+    mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
+    attention: Annotated[Literal["auto", "flash", "efficient", "cudnn", "math"], IMAGES] = Field(
+        "auto",
+        description="kernel of PyTorch's attention: auto takes the fastest that can, and says which; one that cannot "
+        "compute this model on this device is refused",
+    )
+    full_bf16: Annotated[bool, MUST_MATCH] = Field(
+        False, description="LoRA weights in bf16 too, updated with stochastic rounding"
+    )
+    seed: int = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
+    resume: str | None = Field(
+        None,
+        description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",
+    )
+    prior_loss_weight: Annotated[NotNegative, IMAGES] = Field(
+        1.0, description="weight of regularisation images (is_reg)"
+    )
+    preflight: Annotated[bool | None, IMAGES] = Field(
+        None,
+        description="take real steps at the largest bucket before anything is cached, and say what they take; "
+        "default: on a GPU; the model is loaded twice for it",
+    )
+    on_nan: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="a step whose loss or gradients are not finite: save what was before it and stop; skip its update; "
+        "or leave the images at fault out from then on and take the step again",
+    )
+    on_nan_limit: Annotated[Positive, OnlyWith(on_nan=("skip", "rollback"))] = Field(
+        10, description="stop after so many steps in a row that are not finite (skip, rollback)"
+    )
+    blocks_to_swap: Annotated[int, Field(ge=0), IMAGES] = Field(
         0,
         description="blocks whose frozen weights stay in host memory and are copied in as they run; at most "
         + by_title("swappable_blocks"),
     )
-    memory: Literal["manual", "auto"] = Field(
+    memory: Annotated[Literal["manual", "auto"], IMAGES] = Field(
         "manual",
         description="manual: as the keys above say; auto: take real steps before anything is cached, and choose the "
         "fastest of gradient_checkpointing, activation_budget_mb, cpu_offload_checkpointing, blocks_to_swap that fits",
     )
 
 
-def recomputation_conflicts(training: RecomputationKeys, torch_compile: bool) -> Iterator[str]:
-    """Yield a line for each key that has no effect or cannot work."""
-    if not training.gradient_checkpointing:
-        for key in _REFINEMENTS:
-            if key in training.model_fields_set:
-                yield f"{key}: has no effect without gradient_checkpointing; set it too, or remove this"
-    if training.activation_budget_mb and torch_compile:
-        yield "activation_budget_mb: a compiled block does not show what it keeps; remove it or torch_compile"
+class FlowConfig(Section):
+    """Timesteps, weighting and loss of the rectified flow."""
+
+    timestep_sampling: Literal["auto", "uniform", "sigmoid", "shift", "flux_shift", "qwen_shift", "sigma"] = Field(
+        "auto",
+        description="how sigmas are drawn; flux_shift and qwen_shift follow the size, as these models' samplers do; "
+        "auto: as the sampler of the model does (Z-Image: shift of 3)",
+    )
+    sigmoid_scale: Annotated[
+        float, Field(gt=0), OnlyWith(timestep_sampling=("auto", "sigmoid", "shift", "flux_shift", "qwen_shift"))
+    ] = Field(1.0, description="spread of sigmoid and of the shifts")
+    discrete_flow_shift: Annotated[float, Field(gt=0), OnlyWith(timestep_sampling=("shift", "sigma"))] = Field(
+        3.0, description="shift of timestep_sampling shift, sigma"
+    )
+    weighting_scheme: Literal["none", "logit_normal", "mode", "cosmap", "sigma_sqrt"] = Field(
+        "none", description="density of sigmas (logit_normal, mode) or loss weight (cosmap, sigma_sqrt); Esser 2024"
+    )
+    logit_mean: Annotated[float, OnlyWith(weighting_scheme=("logit_normal",))] = Field(
+        0.0, description="mean of logit_normal"
+    )
+    logit_std: Annotated[float, Field(gt=0), OnlyWith(weighting_scheme=("logit_normal",))] = Field(
+        1.0, description="spread of logit_normal"
+    )
+    mode_scale: Annotated[float, OnlyWith(weighting_scheme=("mode",))] = Field(1.29, description="scale of mode")
+    min_timestep: Annotated[int, Field(ge=0, le=1000)] = Field(0, description="lowest timestep, of 1000")
+    max_timestep: Annotated[int, Field(ge=0, le=1000)] = Field(1000, description="highest timestep, of 1000")
+    guidance_scale: Annotated[float, OnlyWith(", which takes no guidance", model_type=GUIDED)] = Field(
+        1.0, description="guidance given to guidance-distilled models in training"
+    )
+    loss_type: Literal["l2", "huber", "smooth_l1"] = Field("l2", description="loss")
+    huber_c: Annotated[float, Field(gt=0), OnlyWith(loss_type=("huber", "smooth_l1"))] = Field(
+        0.1, description="where huber and smooth_l1 turn linear"
+    )
+    masked_loss: bool = Field(
+        False,
+        description="weigh the loss by mask images (conditioning_data_dir) or alpha; of a fill model without them, "
+        "count the region to fill alone",
+    )
+    seam_loss_weight: NotNegative = Field(
+        0.0, description="extra weight of the loss along the border of masks and regions to fill, 0 for none"
+    )
+    seam_width: Annotated[Positive, OnlyWith(seam_loss_weight=True)] = Field(
+        2, description="latent cells on each side of the border that seam_loss_weight counts"
+    )
+
+
+class SavingConfig(Section):
+    """What is written, and when."""
+
+    output_dir: str = Field("output", description="folder for everything a run writes")
+    output_name: str = Field(
+        "lora",
+        description="file name of the LoRA, without suffix",
+        json_schema_extra={"pattern": r"^[^/\\]+$"},
+    )
+    save_every_n_steps: Positive | None = Field(None, description="write the LoRA every so many optimizer steps")
+    save_every_n_epochs: Positive | None = Field(None, description="write the LoRA every so many epochs")
+    save_last_n_steps: Annotated[Positive | None, OnlyWith(save_every_n_steps=True)] = Field(
+        None, description="keep only what was saved in the last so many steps"
+    )
+    save_last_n_epochs: Annotated[Positive | None, OnlyWith(save_every_n_epochs=True)] = Field(
+        None, description="keep only the last so many epoch files"
+    )
+    save_last_n_steps_state: Annotated[Positive | None, OnlyWith(save_every_n_steps=True, save_state=True)] = Field(
+        None, description="the same for states; default: as the files"
+    )
+    save_last_n_epochs_state: Annotated[Positive | None, OnlyWith(save_every_n_epochs=True, save_state=True)] = Field(
+        None, description="the same for states; default: as the files"
+    )
+    save_best: Annotated[bool, _VALIDATED] = Field(
+        False, description="write <name>-best whenever the validation loss is the lowest so far"
+    )
+    early_stop_patience: Annotated[Positive | None, _VALIDATED] = Field(
+        None, description="stop after so many validations without a lower loss"
+    )
+    ema_decay: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, MUST_MATCH] = Field(
+        None, description="save, sample and validate an exponential moving average of the LoRA, such as 0.999"
+    )
+    save_precision: Literal["fp32", "fp16", "bf16"] | None = Field(None, description="default: the training dtype")
+    save_state: bool = Field(False, description="write the whole training state with every saved LoRA")
+    save_state_on_train_end: bool = Field(False, description="write the training state at the end")
+    save_retries: Annotated[int, Field(ge=0)] = Field(
+        10, description="tries more to write the last LoRA and state where that fails, over about seven minutes"
+    )
+    save_fallback_dir: str | None = Field(
+        None, description="folder for them after that; default: <output_name>-rescued in the system's temporary folder"
+    )
+    save_format: Annotated[Literal["diffusers", "kohya", "comfy"], IMAGES] = Field(
+        "diffusers", description="key layout of the LoRA file"
+    )
+    training_comment: str | None = Field(None, description="free text for the LoRA's metadata")
+
+    @field_validator("output_name")
+    @classmethod
+    def _is_a_file_name(cls, value: str) -> str:
+        if not value or set(value) & {"/", "\\"}:
+            raise ValueError("it is a file's name alone; put the folder into output_dir")
+        return value
+
+
+class HubConfig(Section):
+    """Upload to the Hugging Face hub; the token is taken from HF_TOKEN or huggingface-cli login."""
+
+    huggingface_repo_id: str | None = Field(None, description="repository to upload to, user/name; made if needed")
+    huggingface_path_in_repo: Annotated[str | None, _UPLOADED] = Field(None, description="folder in the repository")
+    huggingface_repo_visibility: Annotated[Literal["private", "public"], _UPLOADED] = Field(
+        "private", description="of a new repository"
+    )
+    save_state_to_huggingface: Annotated[
+        bool, _UPLOADED, OnlyWith(": no state is saved", any_of=True, save_state=True, save_state_on_train_end=True)
+    ] = Field(False, description="upload training states too")
+    async_upload: Annotated[bool, _UPLOADED] = Field(
+        False, description="upload in the background while training goes on"
+    )
+
+
+class SamplingConfig(Section):
+    """Sample images before, during and after training."""
+
+    sample_prompts: str | None = Field(
+        None, description="prompts: text (--n --w --h --d --l --s --g --ci --mi), TOML or JSON, as kohya's"
+    )
+    sample_every_n_steps: Annotated[Positive | None, _SAMPLED] = Field(
+        None, description="sample every so many optimizer steps"
+    )
+    sample_every_n_epochs: Annotated[Positive | None, _SAMPLED] = Field(None, description="sample every so many epochs")
+    sample_at_first: Annotated[bool, _SAMPLED] = Field(False, description="sample before the first step")
+    sample_at_end: Annotated[bool, _SAMPLED] = Field(True, description="sample after the last step")
+
+
+class ValidationConfig(Section):
+    """Loss on held-out images, at fixed noise and fixed timesteps."""
+
+    validate_every_n_steps: Positive | None = Field(None, description="validate every so many optimizer steps")
+    validate_every_n_epochs: Positive | None = Field(None, description="validate every so many epochs")
+    validation_sigmas: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+        [0.1, 0.3, 0.5, 0.7, 0.9], description="the sigmas every held-out image is seen at"
+    )
+    max_validation_images: Positive = Field(32, description="at most so many held-out images")
+
+
+class LoggingConfig(Section):
+    """Metrics and trackers. metrics.jsonl is always written."""
+
+    log_with: Literal["tensorboard", "wandb", "all"] | None = Field(None, description="trackers")
+    logging_dir: Annotated[str | None, OnlyWith(log_with=True)] = Field(
+        None, description="folder for tracker files; default <output_dir>/logs"
+    )
+    log_tracker_name: Annotated[str, OnlyWith(log_with=True)] = Field(
+        "tandem", description="project name in the tracker"
+    )
+    wandb_run_name: Annotated[str | None, OnlyWith(log_with=("wandb", "all"))] = Field(
+        None, description="run name in wandb; default output_name"
+    )
+    log_every_n_steps: Positive = Field(1, description="write metrics every so many steps; each reads the loss once")
+
+
+class AccelerateConfig(Section):
+    """Process group, DDP and compilation."""
+
+    ddp_timeout: Positive = Field(10, description="minutes until a stuck collective fails")
+    ddp_gradient_as_bucket_view: bool = Field(False, description="DDP gradients as views of the buckets: less memory")
+    ddp_static_graph: bool = Field(False, description="tell DDP that every step uses the same parameters")
+    torch_compile: bool = Field(False, description="compile the repeated transformer blocks")
+    dynamo_backend: Annotated[Literal["inductor", "aot_eager", "eager"], OnlyWith(torch_compile=True)] = Field(
+        "inductor", description="compiler"
+    )
+    dynamo_mode: Annotated[
+        Literal["default", "reduce-overhead", "max-autotune"],
+        OnlyWith(torch_compile=True, dynamo_backend=("inductor",)),
+    ] = Field("default", description="inductor mode")
 
 
 MESH_ORDER = ("pp", "dp", "shard", "tp")  # what travels most, travels between neighbours
@@ -136,22 +651,26 @@ class ParallelConfig(Section):
     shard: Positive = Field(
         1, description="processes that split the weights among them (FSDP2); 1: each holds them all (DDP)"
     )
-    lora_placement: Literal["replicated", "sharded"] = Field(
-        "replicated",
-        description="with shard, the LoRA: whole on every process for any optimizer, or split as the base is, with its "
-        "gradients and optimizer",
+    shard_lora: Annotated[
+        bool,
+        OnlyWith(shard=Above(1)),
+        OnlyFor(("images", "chats"), "there is no LoRA, shard splits all weights; remove it"),
+    ] = Field(
+        False,
+        description="shard the LoRA with its base, its gradients and optimizer states too; false: every process holds "
+        "it all, which any optimizer can step",
     )
     dp: Positive | None = Field(
         None, description="replicas that split the batches; with shard, groups of shard processes (HSDP); default: all"
     )
     pp: Positive = Field(1, description="pipeline stages, each a process with a part of the blocks; 1: no pipeline")
-    microbatches: Positive | None = Field(
-        None, description="pieces of equal size that a batch goes through a pipeline in; default: as many as stages"
+    microbatches: Annotated[Positive | None, _PIPELINED] = Field(
+        None, description="parts of equal size that a batch goes through a pipeline in; default: as many as stages"
     )
-    schedule: Literal["1f1b", "gpipe"] = Field(
+    schedule: Annotated[Literal["1f1b", "gpipe"], _PIPELINED] = Field(
         "1f1b", description="of a pipeline: backward as soon as possible (1f1b), or after all forward passes (gpipe)"
     )
-    pp_balance: Literal["time", "weights"] = Field(
+    pp_balance: Annotated[Literal["time", "weights"], _PIPELINED] = Field(
         "time", description="what stages have as equal parts of as can be: work, or weights where memory is short"
     )
 
@@ -159,7 +678,9 @@ class ParallelConfig(Section):
         1, description="processes that have each large layer together, computing one batch (tensor parallelism)"
     )
 
-    zero: int | None = Field(
+    zero: Annotated[
+        int | None, OnlyFor(("images", "chats"), "is for LoRAs; set shard, which splits what zero = 3 does")
+    ] = Field(
         None,
         ge=1,
         le=3,
@@ -167,19 +688,15 @@ class ParallelConfig(Section):
         "model's weights too (3); needs requirements-zero.txt",
     )
 
-    device_map: Literal["balanced"] | None = Field(
-        None, description="one process drives several GPUs, each with a run of the blocks; one works at a time"
-    )
+    device_map: Annotated[
+        Literal["balanced"] | None,
+        OnlyFor(("images",), "is for LoRAs on image models; set shard, tp or pp, with a process a GPU"),
+    ] = Field(None, description="one process drives several GPUs, each with a run of the blocks; one works at a time")
 
     @property
     def is_sharded(self) -> bool:
         """Whether weights are split among processes."""
         return self.shard > 1
-
-    @property
-    def splits_lora(self) -> bool:
-        """Whether a LoRA is split with its base."""
-        return self.lora_placement == "sharded"
 
     @property
     def gathers_weights(self) -> bool:
@@ -247,384 +764,6 @@ class ParallelConfig(Section):
         """
         sizes = {"dp": self.replicas(processes)} | self._beside_dp()
         return {key: sizes[key] for key in MESH_ORDER if key in sizes}
-
-
-def parallel_conflicts(parallel: ParallelConfig, options: dict[str, tuple[object, str]]) -> Iterator[str]:
-    """Yield a line for each option that does not go with ``shard``: name -> (whether it is set, reason and remedy)."""
-    if parallel.is_sharded:
-        yield from refused(options)
-
-
-def refused(options: dict[str, tuple[object, str]]) -> Iterator[str]:
-    """Yield a line for each option that is set: name -> (whether it is, reason and remedy)."""
-    for key, (is_set, reason) in options.items():
-        if is_set:
-            yield f"{key}: {reason}"
-
-
-class ModelConfig(Section):
-    """The base model and where its parts lie."""
-
-    model_type: Literal[IMAGE_MODELS] = Field(  # type: ignore[valid-type]
-        "flux", description="architecture family; flux: FLUX.1 dev and schnell"
-    )
-    pretrained_model_name_or_path: str = Field(
-        description="diffusers folder, or a transformer file: BFL's flux1-dev.safetensors or ComfyUI's split file"
-    )
-    ae: str | None = Field(
-        None, description="VAE file (BFL's ae.safetensors or a diffusers folder), with a single file"
-    )
-    clip_l: str | None = Field(None, description="CLIP-L text encoder file or folder, with a single file")
-    t5xxl: str | None = Field(None, description="T5-XXL encoder file or folder, with a single file")
-    clip_l_tokenizer: str = Field(
-        "openai/clip-vit-large-patch14", description="tokenizer folder or hub name, with a single clip_l file"
-    )
-    t5xxl_tokenizer: str = Field(
-        "google/t5-v1_1-xxl", description="tokenizer folder or hub name, with a single t5xxl file"
-    )
-    t5xxl_max_token_length: Positive | None = Field(
-        None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
-    )
-    vae: str | None = Field(None, description="Qwen-Image, Z-Image: VAE file or folder, with a single file")
-    text_encoder: str | None = Field(
-        None, description="Qwen-Image: Qwen2.5-VL; Z-Image: Qwen3; file or folder, with a single file"
-    )
-    qwen_tokenizer: str | None = Field(
-        None,
-        description="Qwen-Image, Z-Image: tokenizer folder or hub name, with a single file; default "
-        "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-4B",
-    )
-    zero_cond_t: bool | None = Field(
-        None,
-        description="qwen_image_edit_plus: reference pictures are modulated as at timestep 0, as Edit-2511 was trained "
-        "with; default: as the model's files say",
-    )
-    base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="dtype of the frozen weights; auto follows mixed_precision"
-    )
-
-
-class PrecisionConfig(Section):
-    """fp8 weights of the base. What its files hold in fp8 is trained on as it is, with none of these keys."""
-
-    fp8_base: Annotated[bool, MUST_MATCH] = Field(
-        False, description="cast the transformer's linear weights to fp8 as it is loaded, no scales"
-    )
-    fp8_scaled: Annotated[bool, MUST_MATCH] = Field(
-        False, description="quantise the transformer's linear weights to fp8 with scales"
-    )
-    fp8_granularity: Annotated[Literal["tensor", "row", "block64", "block128"], MUST_MATCH] = Field(
-        "block64",
-        description="what shares a scale of fp8_scaled: the matrix, an output's row, a run of 64 or 128 inputs",
-    )
-    fp8_format: Annotated[Literal["e4m3fn", "e5m2"], MUST_MATCH] = Field(
-        "e4m3fn", description="fp8 format that weights are rounded to"
-    )
-    fp8_exclude: Annotated[list[Literal["embedders", "modulation", "final"]], MustMatch(sorted)] = Field(
-        ["embedders", "final"], description="kinds of linear layers that stay in high precision"
-    )
-    fp8_exclude_patterns: Annotated[list[str], MustMatch(sorted)] = Field(
-        [], description="regular expressions; a layer stays in high precision if one is found in its name"
-    )
-    fp8_rounding: Annotated[Literal["nearest", "stochastic"], MUST_MATCH] = Field(
-        "nearest", description="how weights are rounded to fp8; stochastic follows seed"
-    )
-    fp8_compute: Literal["auto", "dequant", "scaled_mm"] = Field(
-        "auto",
-        description="products with fp8 weights: dequantised to the compute dtype; in fp8, which rounds activations too "
-        "(Ada, Hopper or newer; one scale a tensor or row); auto takes fp8 products where GPU and weight allow",
-    )
-    fp8_input_gradient: bool = Field(False, description="fp8 products for the input gradient too, not only in forward")
-    fp8_activations: Literal["none", "row", "tensor", "unit"] = Field(
-        "none",
-        description="round what fp8 layers are given as the server's fp8 products will, with the gradient passed "
-        "through: a scale a token (row), an input (tensor), or none (unit, ComfyUI's --fast fp8_matrix_mult)",
-    )
-    fp8_text_encoder: bool = Field(
-        False, description="quantise T5, Qwen2.5-VL or Qwen3 to fp8, block64, as it is loaded"
-    )
-
-
-class DistillationConfig(Section):
-    """Learning on an fp8 base what the bf16 model answers, so that both paint the same picture."""
-
-    distill_from: str | None = Field(
-        None, description="bf16 model, folder or file, whose velocity the LoRA learns on this base"
-    )
-    distill_lora: str | None = Field(None, description="LoRA beside the teacher; default: network_weights")
-    distill_weight: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="weight of the teacher's velocity against the data's; 1 learns from the teacher alone"
-    )
-    distill_cache: str | None = Field(
-        None, description="folder for the teacher's answers; default: teacher in output_dir"
-    )
-
-
-class DatasetArguments(Section):
-    """Where the dataset is described and how its caches are made."""
-
-    dataset_config: str = Field(description="dataset TOML (kohya's format)")
-    cache_directory: str | None = Field(
-        None, description="folder for cached latents and text; default .tandem_cache beside the images"
-    )
-    caption_variants: Positive = Field(
-        8, description="cached variants per caption where shuffling or tag dropout asks for more than one"
-    )
-    vae_batch_size: Positive = Field(1, description="images encoded at once while caching")
-    text_encoder_batch_size: Positive = Field(4, description="captions encoded at once while caching")
-    train_batch_size: Positive = Field(1, description="batch size where the dataset TOML names none")
-    max_data_loader_n_workers: Annotated[int, Field(ge=0)] = Field(2, description="worker processes that read caches")
-    strict_dataset: bool = Field(
-        False,
-        description="look every image over before caching and refuse to start at any finding (docs/reliability.md)",
-    )
-
-
-class NetworkConfig(Section):
-    """The LoRA, or another kind of adapter."""
-
-    network_type: Annotated[Literal["lora", "dora", "lokr", "loha", "oft", "boft"], MUST_MATCH] = Field(
-        "lora",
-        description="kind of adapter; dora is saved for diffusers or ComfyUI, lokr, loha, oft, boft for ComfyUI alone",
-    )
-    network_dim: Annotated[Positive, MUST_MATCH] = Field(16, description="rank; of oft and boft the size of a block")
-    network_alpha: Annotated[float, Field(gt=0), MUST_MATCH] = Field(
-        1.0, description="scale is alpha / rank; oft, boft have none"
-    )
-    use_rslora: Annotated[bool, MUST_MATCH] = Field(
-        False, description="scale is alpha / sqrt(rank) instead (rsLoRA); lora and dora"
-    )
-    init_lora_weights: Annotated[Literal["default", "pissa", "olora"], MUST_MATCH] = Field(
-        "default",
-        description="what a LoRA begins from: chance, or the weights' largest directions (pissa: singular value "
-        "decomposition, olora: QR); the file of these has twice the rank",
-    )
-    network_dropout: Fraction = Field(0.0, description="neuron dropout: on the down-projection's output")
-    network_args: Annotated[list[str], MustMatch(_without_dropouts)] = Field(
-        [],
-        description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
-        "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
-        "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, attn_dim, mlp_dim, "
-        "mod_dim, refiner_dim (Z-Image), q_proj_dim, k_proj_dim, v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, "
-        "down_proj_dim (Llama), c_attn_dim, attn_c_proj_dim, c_fc_dim, mlp_c_proj_dim (GPT-2), "
-        "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Llama, "
-        "GPT-2); factor, "
-        "decompose_both (lokr)",
-    )
-    network_weights: str | None = Field(None, description="LoRA file to go on from")
-    allow_partial: bool = Field(False, description="take what fits of network_weights; the rest is named and left out")
-    dim_from_weights: Annotated[bool, MUST_MATCH] = Field(
-        False, description="train the transformer layers of network_weights, each with its own rank and alpha"
-    )
-    network_train_text_encoder_only: bool = Field(
-        False, description="train the text encoders that text_encoder_lr names, and not the transformer"
-    )
-
-
-class OptimizerConfig(Section):
-    """Optimizer and learning rate schedule."""
-
-    optimizer_type: Annotated[str, MUST_MATCH] = Field(
-        "AdamW",
-        description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, Lion, AdamWScheduleFree, "
-        "DAdaptAdam, or a dotted class path of these packages",
-    )
-    trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
-    optimizer_args: Pairs = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')
-    learning_rate: Annotated[NotNegative, MUST_MATCH] = Field(
-        1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation"
-    )
-    text_encoder_lr: Annotated[list[NotNegative], MUST_MATCH] = Field(
-        [],
-        max_length=2,
-        description="learning rates of CLIP-L and T5, which are not trained without one or at 0; one value holds for "
-        "both; T5 needs train_t5xxl=True in network_args too",
-    )
-    max_grad_norm: NotNegative = Field(1.0, description="gradient norm to clip at; 0 for no clipping")
-    lr_scheduler: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex",
-        "warmup_stable_decay",
-    ] = Field("constant", description="learning rate schedule")  # fmt: skip
-    lr_warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = Field(
-        0, description="warm-up in optimizer steps, or as a fraction of all"
-    )
-    lr_decay_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = Field(
-        0, description="decay of warmup_stable_decay in optimizer steps, or as a fraction of all"
-    )
-    lr_scheduler_num_cycles: Positive = Field(1, description="restarts of cosine_with_restarts")
-    lr_scheduler_power: Annotated[float, Field(gt=0)] = Field(1.0, description="exponent of polynomial")
-    lr_scheduler_min_lr_ratio: Fraction = Field(0.0, description="floor of the decaying schedules, as a share of lr")
-
-    @field_validator("text_encoder_lr", mode="before")
-    @classmethod
-    def _one_rate_is_a_list(cls, value: object) -> object:
-        return [value] if isinstance(value, int | float | str) else value
-
-
-class TrainingConfig(MemoryKeys):
-    """How long, in what precision, from which seed."""
-
-    max_train_steps: Positive = Field(1600, description="optimizer steps")
-    max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
-    gradient_accumulation_steps: Positive = Field(1, description="batches per optimizer step")
-    mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
-    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = Field(
-        "auto",
-        description="kernel of PyTorch's attention: auto takes the fastest that can, and says which; one that cannot "
-        "compute this model on this device is refused",
-    )
-    full_bf16: Annotated[bool, MUST_MATCH] = Field(
-        False, description="LoRA weights in bf16 too, updated with stochastic rounding"
-    )
-    seed: int = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
-    resume: str | None = Field(
-        None,
-        description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",
-    )
-    prior_loss_weight: NotNegative = Field(1.0, description="weight of regularisation images (is_reg)")
-    preflight: bool | None = Field(
-        None,
-        description="take real steps at the largest bucket before anything is cached, and say what they take; "
-        "default: on a GPU; the model is loaded twice for it",
-    )
-    on_nan: Literal["stop", "skip", "rollback"] = Field(
-        "stop",
-        description="a step whose loss or gradients are not finite: save what was before it and stop; skip its update; "
-        "or leave the images at fault out from then on and take the step again",
-    )
-    on_nan_limit: Positive = Field(
-        10, description="stop after so many steps in a row that are not finite (skip, rollback)"
-    )
-
-
-class FlowConfig(Section):
-    """Timesteps, weighting and loss of the rectified flow."""
-
-    timestep_sampling: Literal["auto", "uniform", "sigmoid", "shift", "flux_shift", "qwen_shift", "sigma"] = Field(
-        "auto",
-        description="how sigmas are drawn; flux_shift and qwen_shift follow the size, as these models' samplers do; "
-        "auto: as the sampler of the model does (Z-Image: shift of 3)",
-    )
-    sigmoid_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="spread of sigmoid and of the shifts")
-    discrete_flow_shift: Annotated[float, Field(gt=0)] = Field(
-        3.0, description="shift of timestep_sampling shift, sigma"
-    )
-    weighting_scheme: Literal["none", "logit_normal", "mode", "cosmap", "sigma_sqrt"] = Field(
-        "none", description="density of sigmas (logit_normal, mode) or loss weight (cosmap, sigma_sqrt); Esser 2024"
-    )
-    logit_mean: float = Field(0.0, description="mean of logit_normal")
-    logit_std: Annotated[float, Field(gt=0)] = Field(1.0, description="spread of logit_normal")
-    mode_scale: float = Field(1.29, description="scale of mode")
-    min_timestep: Annotated[int, Field(ge=0, le=1000)] = Field(0, description="lowest timestep, of 1000")
-    max_timestep: Annotated[int, Field(ge=0, le=1000)] = Field(1000, description="highest timestep, of 1000")
-    guidance_scale: float = Field(1.0, description="guidance given to guidance-distilled models in training")
-    loss_type: Literal["l2", "huber", "smooth_l1"] = Field("l2", description="loss")
-    huber_c: Annotated[float, Field(gt=0)] = Field(0.1, description="where huber and smooth_l1 turn linear")
-    masked_loss: bool = Field(
-        False,
-        description="weigh the loss by mask images (conditioning_data_dir) or alpha; of a fill model without them, "
-        "count the region to fill alone",
-    )
-    seam_loss_weight: NotNegative = Field(
-        0.0, description="extra weight of the loss along the border of masks and regions to fill, 0 for none"
-    )
-    seam_width: Positive = Field(2, description="latent cells on each side of the border that seam_loss_weight counts")
-
-
-class SavingConfig(Section):
-    """What is written, and when."""
-
-    output_dir: str = Field("output", description="folder for everything a run writes")
-    output_name: str = Field(
-        "lora",
-        description="file name of the LoRA, without suffix",
-        json_schema_extra={"pattern": r"^[^/\\]+$"},
-    )
-    save_every_n_steps: Positive | None = Field(None, description="write the LoRA every so many optimizer steps")
-    save_every_n_epochs: Positive | None = Field(None, description="write the LoRA every so many epochs")
-    save_last_n_steps: Positive | None = Field(None, description="keep only what was saved in the last so many steps")
-    save_last_n_epochs: Positive | None = Field(None, description="keep only the last so many epoch files")
-    save_last_n_steps_state: Positive | None = Field(None, description="the same for states; default: as the files")
-    save_last_n_epochs_state: Positive | None = Field(None, description="the same for states; default: as the files")
-    save_best: bool = Field(False, description="write <name>-best whenever the validation loss is the lowest so far")
-    early_stop_patience: Positive | None = Field(
-        None, description="stop after so many validations without a lower loss"
-    )
-    ema_decay: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, MUST_MATCH] = Field(
-        None, description="save, sample and validate an exponential moving average of the LoRA, such as 0.999"
-    )
-    save_precision: Literal["fp32", "fp16", "bf16"] | None = Field(None, description="default: the training dtype")
-    save_state: bool = Field(False, description="write the whole training state with every saved LoRA")
-    save_state_on_train_end: bool = Field(False, description="write the training state at the end")
-    save_retries: Annotated[int, Field(ge=0)] = Field(
-        10, description="tries more to write the last LoRA and state where that fails, over about seven minutes"
-    )
-    save_fallback_dir: str | None = Field(
-        None, description="folder for them after that; default: <output_name>-rescued in the system's temporary folder"
-    )
-    save_format: Literal["diffusers", "kohya", "comfy"] = Field("diffusers", description="key layout of the LoRA file")
-    training_comment: str | None = Field(None, description="free text for the LoRA's metadata")
-
-    @field_validator("output_name")
-    @classmethod
-    def _is_a_file_name(cls, value: str) -> str:
-        if not value or set(value) & {"/", "\\"}:
-            raise ValueError("it is a file's name alone; put the folder into output_dir")
-        return value
-
-
-class HubConfig(Section):
-    """Upload to the Hugging Face hub; the token is taken from HF_TOKEN or huggingface-cli login."""
-
-    huggingface_repo_id: str | None = Field(None, description="repository to upload to, user/name; made if needed")
-    huggingface_path_in_repo: str | None = Field(None, description="folder in the repository")
-    huggingface_repo_visibility: Literal["private", "public"] = Field("private", description="of a new repository")
-    save_state_to_huggingface: bool = Field(False, description="upload training states too")
-    async_upload: bool = Field(False, description="upload in the background while training goes on")
-
-
-class SamplingConfig(Section):
-    """Sample images before, during and after training."""
-
-    sample_prompts: str | None = Field(
-        None, description="prompts: text (--n --w --h --d --l --s --g --ci --mi), TOML or JSON, as kohya's"
-    )
-    sample_every_n_steps: Positive | None = Field(None, description="sample every so many optimizer steps")
-    sample_every_n_epochs: Positive | None = Field(None, description="sample every so many epochs")
-    sample_at_first: bool = Field(False, description="sample before the first step")
-    sample_at_end: bool = Field(True, description="sample after the last step")
-
-
-class ValidationConfig(Section):
-    """Loss on held-out images, at fixed noise and fixed timesteps."""
-
-    validate_every_n_steps: Positive | None = Field(None, description="validate every so many optimizer steps")
-    validate_every_n_epochs: Positive | None = Field(None, description="validate every so many epochs")
-    validation_sigmas: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
-        [0.1, 0.3, 0.5, 0.7, 0.9], description="the sigmas every held-out image is seen at"
-    )
-    max_validation_images: Positive = Field(32, description="at most so many held-out images")
-
-
-class LoggingConfig(Section):
-    """Metrics and trackers. metrics.jsonl is always written."""
-
-    log_with: Literal["tensorboard", "wandb", "all"] | None = Field(None, description="trackers")
-    logging_dir: str | None = Field(None, description="folder for tracker files; default <output_dir>/logs")
-    log_tracker_name: str = Field("tandem", description="project name in the tracker")
-    wandb_run_name: str | None = Field(None, description="run name in wandb; default output_name")
-    log_every_n_steps: Positive = Field(1, description="write metrics every so many steps; each reads the loss once")
-
-
-class AccelerateConfig(Section):
-    """Process group, DDP and compilation."""
-
-    ddp_timeout: Positive = Field(10, description="minutes until a stuck collective fails")
-    ddp_gradient_as_bucket_view: bool = Field(False, description="DDP gradients as views of the buckets: less memory")
-    ddp_static_graph: bool = Field(False, description="tell DDP that every step uses the same parameters")
-    torch_compile: bool = Field(False, description="compile the repeated transformer blocks")
-    dynamo_backend: Literal["inductor", "aot_eager", "eager"] = Field("inductor", description="compiler")
-    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field("default", description="inductor mode")
 
 
 class TrainConfig(Section):

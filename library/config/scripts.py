@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from library.config.chat_schema import IMAGE_ONLY_KEYS, ChatTrainConfig
+from library.config.chat_schema import ChatTrainConfig
 from library.config.pretrain_schema import PretrainConfig
-from library.config.rules import (
-    find_conflicts,
-    find_instruction_conflicts,
-    find_llm_conflicts,
-)
-from library.config.schema import TrainConfig
+from library.config.schema import IMAGES, OnlyFor, TrainConfig
 
 Fields = dict[str, tuple[str, FieldInfo]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Script:
     """A script and its schema.
 
     Attributes:
         name, purpose: for ``--help``.
         schema: all sections.
-        conflicts: yields a line for options that exclude each other.
+        training: what it trains; of the sections it has the options that are for that.
         takes_kohya: whether keys and flags of kohya's trainers are taken too.
-        excluded_keys: keys of the sections that the script does not have.
-        elsewhere: keys of other models that the same script trains, and of what is not there -> what to say of them.
+        foreign_keys: options of other trainings, and of what is not there -> what to say of them.
     """
 
     name: str
     purpose: str
     schema: type[BaseModel]
-    conflicts: Callable[[Any], Iterator[str]]
+    training: Literal["images", "chats", "pretraining"]
     takes_kohya: bool = False
-    excluded_keys: frozenset[str] = frozenset()
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    foreign_keys: Mapping[str, str] = field(default_factory=dict)
 
 
 def _sections(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
@@ -48,8 +41,21 @@ def _sections(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, BaseModel)}
 
 
-def _keys(schema: type[BaseModel]) -> set[str]:
-    return {key for cls in _sections(schema).values() for key in cls.model_fields}
+def _keys(schema: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {key: field for cls in _sections(schema).values() for key, field in cls.model_fields.items()}
+
+
+def _refusal(field: FieldInfo, training: str) -> str | None:
+    """Return what to say of an option that ``training`` does not have, None of one that it has."""
+    markers = (marker for marker in field.metadata if isinstance(marker, OnlyFor))
+    return next((marker.otherwise for marker in markers if training not in marker.trainings), None)
+
+
+def _foreign_keys(schema: type[BaseModel], training: str, others: type[BaseModel], said: str) -> dict[str, str]:
+    """Return the options that a training lacks: those of ``others`` alone, and those its sections have for others."""
+    refusals = {key: _refusal(field, training) for key, field in _keys(schema).items()}
+    found = dict.fromkeys(_keys(others).keys() - _keys(schema).keys(), said)
+    return found | {key: refusal for key, refusal in refusals.items() if refusal is not None}
 
 
 # Of docs/distributed.md: what people look for, and why it is not there.
@@ -57,27 +63,29 @@ UNSUPPORTED_KEYS = {
     "cp": "diffusers splits an image's tokens (_cp_plan) in its own attention processors only; with those used here "
     "each process would attend to its own tokens alone, and learn something wrong; remove it, and set tp",
 }
-
-_IMAGE_KEYS = (_keys(TrainConfig) - _keys(ChatTrainConfig)) | IMAGE_ONLY_KEYS
-_LANGUAGE_KEYS = _keys(ChatTrainConfig) - _keys(TrainConfig)
+_CHATS = 'is about language models; set model_type = "llama" or "gpt2", or remove it'
 
 LORA = Script(
     "train_lora.py",
     "Train a LoRA.",
     TrainConfig,
-    find_conflicts,
+    "images",
     takes_kohya=True,
-    elsewhere=UNSUPPORTED_KEYS
-    | dict.fromkeys(_LANGUAGE_KEYS, 'is about language models; set model_type = "llama" or "gpt2", or remove it'),
+    foreign_keys=UNSUPPORTED_KEYS | _foreign_keys(TrainConfig, "images", ChatTrainConfig, _CHATS),
 )
 LANGUAGE_LORA = Script(
     "train_lora.py",
     "Train a LoRA on a language model.",
     ChatTrainConfig,
-    find_instruction_conflicts,
-    excluded_keys=IMAGE_ONLY_KEYS,
-    elsewhere=UNSUPPORTED_KEYS
-    | dict.fromkeys(_IMAGE_KEYS, "is about image models, this is a language model; remove it"),
+    "chats",
+    foreign_keys=UNSUPPORTED_KEYS | _foreign_keys(ChatTrainConfig, "chats", TrainConfig, IMAGES.otherwise),
+)
+LLM = Script(
+    "train_llm.py",
+    "Pretrain a language model.",
+    PretrainConfig,
+    "pretraining",
+    foreign_keys=UNSUPPORTED_KEYS | _foreign_keys(PretrainConfig, "pretraining", PretrainConfig, ""),
 )
 
 
@@ -88,7 +96,7 @@ def sections(script: Script = LORA) -> dict[str, type[BaseModel]]:
 
 def section_fields(script: Script, section: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the keys of one section that the script has, with their fields."""
-    return {key: field for key, field in section.model_fields.items() if key not in script.excluded_keys}
+    return {key: field for key, field in section.model_fields.items() if _refusal(field, script.training) is None}
 
 
 def fields(script: Script = LORA) -> Fields:
@@ -98,8 +106,3 @@ def fields(script: Script = LORA) -> Fields:
         for name, cls in sections(script).items()
         for key, field in section_fields(script, cls).items()
     }
-
-
-LLM = Script(
-    "train_llm.py", "Pretrain a language model.", PretrainConfig, find_llm_conflicts, elsewhere=UNSUPPORTED_KEYS
-)

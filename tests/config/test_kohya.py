@@ -259,7 +259,7 @@ def test_an_estimated_step_size_gets_no_default_rate() -> None:
         (["--base_weights", "a.safetensors"], "merge first with tools/merge_lora.py"),
         (["--wandb_api_key", "x"], "set WANDB_API_KEY or run wandb login"),
         (["--resolution", "1024,1024"], "set it below [general] in data.toml, or let tools/migrate_config.py do it"),
-        (["--lr_warmup_steps", "x%"], "--lr_warmup_steps: 'x%' does not fit"),
+        (["--lr_scheduler", "cosine", "--lr_warmup_steps", "x%"], "--lr_warmup_steps: 'x%' does not fit"),
     ],
 )  # fmt: skip
 def test_what_is_not_taken_is_named_with_its_replacement(argv: list[str], message: str) -> None:

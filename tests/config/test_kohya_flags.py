@@ -9,7 +9,7 @@ import pytest
 
 from dev.write_config_docs import kohya_page
 from library.config.kohya.flags import FLAGS, Fate
-from library.config.kohya.values import DEFAULTS, INERT
+from library.config.kohya.values import DEFAULTS
 from library.config.scripts import fields
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,6 @@ def test_every_flag_of_both_projects_has_a_fate_and_says_why(name: str) -> None:
 
 def test_the_tables_of_values_name_keys_of_the_schema() -> None:
     named = {key for defaults in DEFAULTS.values() for key in defaults}
-    named |= {key for inert in INERT for key in (*inert.keys, inert.needs)}
     assert named <= set(fields())
 
 

@@ -110,7 +110,7 @@ def test_qwen_shift_fp8_and_unused_keys_mean_what_they_mean_there() -> None:
     assert given["fp8_scaled"] is given["fp8_text_encoder"] is True
     assert given["blocks_to_swap"] == 16
     assert not {"fp8_base", "guidance_scale", "discrete_flow_shift"} & given.keys()
-    assert notes["guidance_scale"] == "left out: has no effect with model_type = qwen_image"
+    assert notes["guidance_scale"] == 'left out: has no effect with model_type = "qwen_image", which takes no guidance'
     assert with_version()["timestep_sampling"] == "sigma"  # musubi-tuner's default
     given, notes = _loaded([*SHORT, "--network_args", "include_patterns=['.*5.*']"])
     assert "include_patterns" not in str(given.get("network_args"))

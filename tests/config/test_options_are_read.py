@@ -29,7 +29,7 @@ def names_read() -> frozenset[str]:
 
 
 # Read within its section, by the method that the code outside calls instead.
-WITHIN = {"dp": "replicas", "microbatches": "pieces", "lora_placement": "splits_lora"}
+WITHIN = {"dp": "replicas", "microbatches": "pieces"}
 
 
 @pytest.mark.parametrize("script", [LORA, LANGUAGE_LORA, LLM], ids=["image LoRA", "language LoRA", "pretraining"])

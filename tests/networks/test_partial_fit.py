@@ -121,4 +121,4 @@ def test_allow_partial_without_a_file_is_refused() -> None:
             "network": {"allow_partial": True},
         }
     )
-    assert any(line.startswith("allow_partial") for line in find_conflicts(config))
+    assert any(conflict.keys[0] == "allow_partial" for conflict in find_conflicts(config))

@@ -89,12 +89,12 @@ def test_it_is_refused_without_gpus_with_processes_and_beside_what_it_does_not_g
         "parallel": {"device_map": "balanced", "shard": 2},
         "training": {"blocks_to_swap": 1, "mixed_precision": "fp16"},
     }
-    found = [line.split(":")[0] for line in find_conflicts(TrainConfig.model_validate(sections))]
+    found = [conflict.keys[0] for conflict in find_conflicts(TrainConfig.model_validate(sections))]
     assert {"device_map", "blocks_to_swap", "mixed_precision"} <= set(found)
     del sections["parallel"]["shard"]  # type: ignore[attr-defined]
     sections["training"] = {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}
     (line,) = find_conflicts(TrainConfig.model_validate(sections))
-    assert line.startswith("cpu_offload_checkpointing: brings inputs back to one device")
+    assert line.message.startswith("cpu_offload_checkpointing: brings inputs back to one device")
     sections["training"] = {}
     assert not list(find_conflicts(TrainConfig.model_validate(sections)))
 

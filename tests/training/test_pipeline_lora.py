@@ -180,7 +180,7 @@ def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str
     sections[section] = sections.get(section, {}) | settings
     if key == "save_format":
         sections["network"] = {"network_type": "dora"}
-    found = [line.split(":")[0] for line in find_conflicts(TrainConfig.model_validate(sections))]
+    found = [conflict.keys[0] for conflict in find_conflicts(TrainConfig.model_validate(sections))]
     assert found == ([key] if key else [])
 
 
@@ -188,4 +188,6 @@ def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str
 def test_settings_of_a_pipeline_need_one(settings: dict[str, object]) -> None:
     sections = {"model": {"pretrained_model_name_or_path": "."}, "dataset": {"dataset_config": "data.toml"}}
     found = list(find_conflicts(TrainConfig.model_validate(sections | {"parallel": settings})))
-    assert [line.partition(" without pp")[0] for line in found] == [f"{next(iter(settings))}: has no effect"]
+    assert [conflict.message.partition(" without pp")[0] for conflict in found] == [
+        f"{next(iter(settings))}: has no effect"
+    ]

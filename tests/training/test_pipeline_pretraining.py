@@ -9,7 +9,7 @@ import pytest
 
 from library.config.load import load_llm_config
 from library.config.pretrain_schema import PretrainConfig
-from library.config.rules import find_llm_conflicts
+from library.config.rules import find_conflicts
 from library.models.llm.spec import PRESETS
 from library.training.tasks.pretraining import accumulation_for
 from tests.layouts import assert_same_figures
@@ -105,15 +105,15 @@ def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str
     sections: dict[str, dict[str, object]] = {"model": {"preset": "llama-tiny"}, "data": {"data_dir": "."}}
     sections["parallel"] = {"pp": 2}
     sections[section] = sections.get(section, {}) | settings
-    found = [line.split(":")[0] for line in find_llm_conflicts(PretrainConfig.model_validate(sections))]
+    found = [conflict.keys[0] for conflict in find_conflicts(PretrainConfig.model_validate(sections))]
     assert found == ([key] if key else [])
 
 
 def test_states_of_several_optimizers_are_not_gathered_from_stages() -> None:
     sections = {"model": {"preset": "llama-tiny"}, "data": {"data_dir": "."}, "optimizer": {"optimizer_type": "Muon"}}
     sections |= {"parallel": {"pp": 2}, "saving": {"save_state": True, "save_every_n_steps": 1}}
-    (found,) = find_llm_conflicts(PretrainConfig.model_validate(sections))
-    assert found.startswith("save_state: of Muon the states of stages are not gathered; use AdamW")
+    (found,) = find_conflicts(PretrainConfig.model_validate(sections))
+    assert found.message.startswith("save_state: of Muon the states of stages are not gathered; use AdamW")
 
 
 def test_the_ready_config_is_valid() -> None:

@@ -123,7 +123,7 @@ def test_what_is_not_made_for_split_weights_is_refused(settings: dict[str, objec
     from library.config.schema import TrainConfig
 
     found = list(find_conflicts(TrainConfig.model_validate(sections)))
-    assert [line.split(":")[0] for line in found] == [key]
+    assert [conflict.keys[0] for conflict in found] == [key]
     alone = TrainConfig.model_validate(sections | {"parallel": {}})
     assert not list(find_conflicts(alone))
 

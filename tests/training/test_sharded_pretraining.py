@@ -12,7 +12,7 @@ import dev.draw_distributed as draw_distributed
 import library.accelerator
 from library.config.load import load_llm_config
 from library.config.pretrain_schema import PretrainConfig
-from library.config.rules import find_llm_conflicts
+from library.config.rules import find_conflicts
 from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.models.llm.spec import PRESETS
@@ -130,7 +130,7 @@ def test_what_needs_whole_tensors_is_refused(settings: dict[str, object], key: s
     training = {k: v for k, v in settings.items() if k == "full_bf16"}
     sections = {"model": {"preset": "llama-tiny"}, "data": {"data_dir": "."}, "parallel": {"shard": 2}}
     config = PretrainConfig.model_validate(sections | {"optimizer": optimizer, "training": training})
-    found = [line.split(":")[0] for line in find_llm_conflicts(config)]
+    found = [conflict.keys[0] for conflict in find_conflicts(config)]
     assert found == ([key] if key else [])
 
 

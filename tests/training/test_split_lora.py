@@ -23,7 +23,7 @@ from tests.worker_group import run_in_group
 from train_lora import train
 
 SAME_IN_FP32 = 2e-4  # gradients of halves are averaged instead of one mean over the batches, as under DDP
-SPLIT: dict[str, object] = {"shard": 2, "lora_placement": "sharded"}
+SPLIT: dict[str, object] = {"shard": 2, "shard_lora": True}
 FP8: dict[str, object] = {"max_train_steps": 2, "fp8_scaled": True, "mixed_precision": "bf16"}
 
 
@@ -119,8 +119,8 @@ def test_a_step_that_is_not_finite_ends_the_run_and_names_the_image(runs: Path) 
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"parallel__shard": 1}, "lora_placement"),
-        ({"parallel__shard": 2, "parallel__tp": 2}, "lora_placement"),
+        ({"parallel__shard": 1}, "shard_lora"),
+        ({"parallel__shard": 2, "parallel__tp": 2}, "shard_lora"),
         ({"optimizer__optimizer_type": "Adafactor"}, "optimizer_type"),
         ({"optimizer__optimizer_type": "Prodigy"}, "optimizer_type"),
         ({"optimizer__optimizer_type": "AdamW8bit"}, "optimizer_type"),
@@ -130,8 +130,8 @@ def test_a_step_that_is_not_finite_ends_the_run_and_names_the_image(runs: Path) 
     ],
 )
 def test_what_is_not_made_for_a_split_lora_is_refused(settings: dict[str, object], key: str) -> None:
-    split = {"parallel__shard": 2, "parallel__lora_placement": "sharded"}
+    split = {"parallel__shard": 2, "parallel__shard_lora": True}
     found = list(find_conflicts(config(**split | settings)))
-    assert [line.split(":")[0] for line in found] == [key]
-    assert "replicated" in found[0] or key == "lora_placement"
+    assert [conflict.keys[0] for conflict in found] == [key]
+    assert "shard_lora = false" in found[0].message or key == "shard_lora"
     assert not list(find_conflicts(config(**settings)))

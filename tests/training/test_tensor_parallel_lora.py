@@ -100,7 +100,7 @@ def test_what_is_not_made_for_parts_of_layers_is_refused(section: str, settings:
     sections = {"model": {"pretrained_model_name_or_path": "."}, "dataset": {"dataset_config": "data.toml"}}
     sections |= {section: settings}
     found = list(find_conflicts(TrainConfig.model_validate(sections | {"parallel": {"tp": 2}})))
-    assert [line.split(":")[0] for line in found] == ([key] if key else [])
+    assert [conflict.keys[0] for conflict in found] == ([key] if key else [])
     assert not list(find_conflicts(TrainConfig.model_validate(sections)))
 
 

@@ -226,7 +226,7 @@ def config(**settings: object) -> TrainConfig:
 )
 def test_what_is_not_made_for_zero_is_refused(stage: int, settings: dict[str, object], key: str) -> None:
     found = list(find_conflicts(config(parallel__zero=stage, **settings)))
-    assert [line.split(":")[0] for line in found] == [key]
+    assert [conflict.keys[0] for conflict in found] == [key]
     assert not list(find_conflicts(config(**settings)))
 
 

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from library.config.kohya.flags import FLAGS, Tool
 from library.config.kohya.values import DEFAULTS
 from library.config.model_types import MODEL_TYPES
-from library.config.rules import estimates_step_size
+from library.config.schema import estimates_step_size
 
 Known = Mapping[str, tuple[str, FieldInfo]]  # the schema: key -> (section, field)
 Outcome = Literal["same", "changed", "renamed", "accepted", "dataset", "left out", "default", "told", "refused"]

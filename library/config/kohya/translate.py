@@ -6,8 +6,8 @@ Tandem configuration). But a configuration that sets ``network_module`` is one o
 which cannot start without it, and is read as a whole the way they read it:
 
 - a key that it leaves out has their default, not ours, where training depends on it (``DEFAULTS``);
-- a key that does nothing there under the chosen settings is left out (``INERT``), where a Tandem configuration
-  would be refused;
+- a key that has no effect under the chosen settings (``OnlyWith`` in the schema) is left out, where a Tandem
+  configuration would be refused;
 - an empty text is no text.
 
 What is refused is collected, a line each: which key, where it stands, why it is not taken, what replaces it.
@@ -21,9 +21,9 @@ from typing import Any, get_args
 
 from library.config.kohya.flags import FLAGS, Flag, Tool
 from library.config.kohya.rules import RULES, Known, Note, Outcome, Translation, is_off
-from library.config.kohya.values import DEFAULTS, INERT, REFUSED_VALUES, SAME_AS
+from library.config.kohya.values import DEFAULTS, REFUSED_VALUES, SAME_AS
 from library.config.model_types import MODEL_TYPES, kohya_model_type
-from library.config.rules import estimates_step_size
+from library.config.schema import OnlyWith, estimates_step_size
 from library.errors import UserError
 
 __all__ = ["Known", "Note", "Outcome", "Translation", "choices", "find_tool", "is_known", "summary", "translate"]
@@ -172,20 +172,18 @@ def _fill_in_defaults(result: Translation, known: Known, tool: Tool) -> None:
 
 
 def _drop_inert(result: Translation, known: Known) -> None:
+    values = {key: field.get_default() for key, (_, field) in known.items()} | result.values
     defaults = {note.key for note in result.notes if note.outcome == "default"}
-    for inert in INERT:
-        if inert.needs not in known:
+    for key in [key for key in result.values if key in known and is_known(key)]:
+        markers = (marker for marker in known[key][1].metadata if isinstance(marker, OnlyWith))
+        inert = next((marker for marker in markers if marker.unmet(values)), None)
+        if inert is None:
             continue
-        needed = result.values.get(inert.needs, known[inert.needs][1].default)
-        if str(needed).lower() in inert.values if inert.values else needed is not None:
-            continue
-        for key in [key for key in inert.keys if key in result.values]:
-            result.take(key)
-            if key in defaults:
-                result.notes[:] = [note for note in result.notes if note.key != key]
-            else:
-                chosen = f"with {inert.needs} = {needed}" if inert.values else f"without {inert.needs}"
-                result.note(key, "left out", f"has no effect {chosen}")
+        result.take(key)
+        if key in defaults:
+            result.notes[:] = [note for note in result.notes if note.key != key]
+        else:
+            result.note(key, "left out", f"has no effect {inert.reason(values)}")
 
 
 def _tell(result: Translation, known: Known) -> None:

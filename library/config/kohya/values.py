@@ -7,11 +7,9 @@ the argument parsers of sd-scripts 48d368f and musubi-tuner 30c658c.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from library.config.kohya.flags import Tool
-from library.config.model_types import MODEL_TYPES
 
 _BOTH: Mapping[str, Any] = {
     "network_dim": 4,
@@ -60,36 +58,3 @@ REFUSED_VALUES: Mapping[tuple[str, str], str] = {  # refused unless the schema t
     ("timestep_sampling", "qinglong_flux"): "use flux_shift",
     ("timestep_sampling", "qinglong_qwen"): "use qwen_shift",
 }
-
-
-@dataclass(frozen=True)
-class Inert:
-    """Keys that do nothing there unless ``needs`` is set (to one of ``values``, where there are any)."""
-
-    keys: tuple[str, ...]
-    needs: str
-    values: tuple[str, ...] = ()
-
-
-INERT: tuple[Inert, ...] = (
-    Inert(("discrete_flow_shift",), "timestep_sampling", ("shift", "sigma")),
-    Inert(("sigmoid_scale",), "timestep_sampling", ("auto", "sigmoid", "shift", "flux_shift", "qwen_shift")),
-    Inert(("guidance_scale",), "model_type", tuple(name for name, row in MODEL_TYPES.items() if row.takes_guidance)),
-    Inert(("logit_mean", "logit_std"), "weighting_scheme", ("logit_normal",)),
-    Inert(("mode_scale",), "weighting_scheme", ("mode",)),
-    Inert(("huber_c",), "loss_type", ("huber", "smooth_l1")),
-    Inert(("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"), "sample_prompts"),
-    Inert(("log_tracker_name",), "log_with"),
-    Inert(("wandb_run_name",), "log_with", ("wandb", "all")),
-    Inert(("dynamo_backend", "dynamo_mode"), "torch_compile", ("true",)),
-    Inert(("lr_scheduler_num_cycles",), "lr_scheduler", ("cosine_with_restarts",)),
-    Inert(("lr_scheduler_power",), "lr_scheduler", ("polynomial",)),
-    Inert(("lr_decay_steps",), "lr_scheduler", ("warmup_stable_decay",)),
-    Inert(("save_last_n_steps", "save_last_n_steps_state"), "save_every_n_steps"),
-    Inert(("save_last_n_epochs", "save_last_n_epochs_state"), "save_every_n_epochs"),
-    Inert(("save_last_n_steps_state", "save_last_n_epochs_state"), "save_state", ("true",)),
-    Inert(
-        ("huggingface_path_in_repo", "huggingface_repo_visibility", "save_state_to_huggingface", "async_upload"),
-        "huggingface_repo_id",
-    ),
-)

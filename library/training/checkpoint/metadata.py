@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
-from library.config.rules import effective_learning_rate
+from library.config.schema import effective_learning_rate
 from library.data.buckets import Bucketing
 from library.data.config import Dataset, Subset
 from library.data.dataset import TrainingData

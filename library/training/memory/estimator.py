@@ -443,7 +443,7 @@ def layouts(model: Footprint, gpus: int, in_machine: int, batch: int, full: bool
     for shard in splits:
         yield ParallelConfig(dp=gpus // shard, shard=shard)
     if not full:
-        yield ParallelConfig(dp=1, shard=gpus, lora_placement="sharded")
+        yield ParallelConfig(dp=1, shard=gpus, shard_lora=True)
     for tp in (n for n in splits if n <= inside and model.heads % n == 0):
         yield ParallelConfig(dp=gpus // tp, tp=tp)
     for pp in (n for n in splits if model.has_stages and n <= sum(part.count for part in model.blocks)):
@@ -457,7 +457,7 @@ def describe(layout: ParallelConfig) -> str:
     """Return a layout as the keys that make it."""
     sizes = {"dp": layout.dp, "shard": layout.shard, "tp": layout.tp, "pp": layout.pp, "zero": layout.zero}
     said = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size and size > 1) or "one process"
-    return f"{said}, LoRA too" if layout.splits_lora else said
+    return f"{said}, LoRA too" if layout.shard_lora else said
 
 
 def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Parts:
@@ -476,7 +476,7 @@ def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Part
         return matrices + (part.weights - part.matrices) * width
 
     weights = sum(count * stored(part) for count, part in everything) * split
-    lora = sum(part.count * part.lora for part in model.parts) * 4 / (layout.shard if layout.splits_lora else 1)
+    lora = sum(part.count * part.lora for part in model.parts) * 4 / (layout.shard if layout.shard_lora else 1)
     trained = weights if options.full else lora
     numbers = trained / 4
     # DDP reduces in buckets that are a copy of the gradients, with several replicas and without shard

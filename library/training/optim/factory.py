@@ -44,8 +44,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from library.config.rules import adapts_each_group, effective_learning_rate, estimates_step_size
-from library.config.schema import OptimizerConfig
+from library.config.schema import OptimizerConfig, adapts_each_group, effective_learning_rate, estimates_step_size
 from library.errors import UserError, did_you_mean
 from library.training.optim.lr_tracker import estimates_distance
 from library.training.optim.stochastic_rounding import update_stochastically, weights_in_float32

@@ -24,8 +24,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from library.config.rules import estimates_step_size
-from library.config.schema import OptimizerConfig
+from library.config.schema import OptimizerConfig, estimates_step_size
 from library.errors import UserError
 from library.files import atomic_path
 from library.randomness import derive_seed

@@ -96,7 +96,7 @@ def parallelize(
         register_fsdp_forward_method(spec.model, method)  # nothing happens to a model that is not FSDP2's
     if spec.network is None and (is_sharded(accelerator) or plan or pipeline):
         optimizer = shard_optimizer(accelerator, optimizer, spec.model)
-    elif parallel.splits_lora:
+    elif parallel.shard_lora:
         optimizer = shard_optimizer(accelerator, optimizer, spec.model, gathers_lora=True)
     return Parallelized(model, optimizer, loader, text_encoders, pipeline)
 
@@ -119,7 +119,7 @@ def _prepare_fsdp(
     accelerator: Accelerator, parallel: ParallelConfig, spec: ParallelSpec, optimizer: Any, loader: Any
 ) -> list[Any]:
     """Rows of every weight are split, and gathered with their block; a LoRA's only if asked."""
-    full = [] if parallel.splits_lora else spec.lora
+    full = [] if parallel.shard_lora else spec.lora
     for parameter in full:
         parameter.data = parameter.data.to(accelerator.device)
     plugin = accelerator.state.fsdp_plugin

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from library.accelerator import prepare_loader, zero_stage
-from library.config.rules import NO_FP8
+from library.config.rules import FP8_NOT_GATHERED
 from library.errors import UserError
 
 _BUCKET = 2**23  # numbers that are reduced at once, 32 MiB, about as many as DDP's; a buffer of DeepSpeed's is as large
@@ -221,7 +221,7 @@ def prepare_zero(
     """
     splits_weights = zero_stage(accelerator) == 3
     if splits_weights and any(parameter.dtype.itemsize == 1 for parameter in model.parameters()):
-        raise UserError(f"pretrained_model_name_or_path: an fp8 base; {NO_FP8}")
+        raise UserError(f"pretrained_model_name_or_path: an fp8 base; {FP8_NOT_GATHERED}")
     groups = [list(group["params"]) for group in optimizer.param_groups]
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     settings = accelerator.state.deepspeed_plugin.deepspeed_config

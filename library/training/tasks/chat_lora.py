@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 
 from library.accelerator import dp_rank_and_size
 from library.config.chat_schema import ChatTrainConfig
-from library.config.rules import effective_learning_rate
-from library.config.schema import resume_keys
+from library.config.schema import effective_learning_rate, resume_keys
 from library.errors import UserError, error_prefix
 from library.files import weights_fingerprint
 from library.llm.chat_batches import ChatBatch, ChatSampler, Example, Windows, collate_windows

@@ -19,8 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-from library.config.rules import effective_learning_rate
-from library.config.schema import NetworkConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from library.config.schema import (
+    NetworkConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+    effective_learning_rate,
+)
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.precision.checkpoint_layouts import Fp8Layout

@@ -1,0 +1,152 @@
+"""The rules among options: each cell of the matrices refuses, what asks for nothing does not, and lines keep apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from library.config import load_config
+from library.config.kohya.translate import Note, summary
+from library.config.load import load_llm_config
+from library.config.rules import LORA_MATRIX, PRETRAIN_MATRIX, Row, Settings, find_conflicts
+from library.config.schema import OnlyWith
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
+from library.errors import UserError
+
+REQUIRED = {
+    LORA: {"pretrained_model_name_or_path": "m", "dataset_config": "d"},
+    LANGUAGE_LORA: {"model_type": "llama", "pretrained_model_name_or_path": "m", "train_data": ["d.jsonl"]},
+    LLM: {"preset": "llama-tiny", "data_dir": "d"},
+}
+LAYOUT: dict[str, dict[str, Any]] = {
+    "shard": {"shard": 2},
+    "shard_lora": {"shard": 2, "shard_lora": True},
+    "dp": {"dp": 2},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2, "microbatches": 1},
+    "device_map": {"device_map": "balanced"},
+    "zero": {"zero": 1},
+    "zero = 3": {"zero": 3},
+    "torch_compile": {"torch_compile": True},
+    'memory = "auto"': {"memory": "auto"},
+}
+# option -> what makes a row of the matrix hold, if it is more than a switch
+ROWS: dict[str, dict[str, Any]] = {
+    "blocks_to_swap": {"blocks_to_swap": 2},
+    "mixed_precision": {"mixed_precision": "fp16"},
+    "full_bf16": {"full_bf16": True, "mixed_precision": "bf16"},
+    "text_encoder_lr": {"text_encoder_lr": [1e-4]},
+    "save_format": {"network_type": "dora", "save_format": "comfy"},
+    "network_type": {"network_type": "lokr"},
+    "optimizer_type": {"optimizer_type": "Prodigy"},
+    "fp8_activations": {"fp8_activations": "row"},
+    "activation_budget_mb": {"gradient_checkpointing": True, "activation_budget_mb": 9},
+    "cpu_offload_checkpointing": {"gradient_checkpointing": True, "cpu_offload_checkpointing": True},
+    "ema_decay": {"ema_decay": 0.9},
+    "on_nan": {"on_nan": "skip"},
+    "memory": {"memory": "auto"},
+    "model_type": {"model_type": "z_image"},
+    "shard": {"shard": 2},
+    "shard_lora": {"shard": 2, "shard_lora": True},
+    "tp": {"tp": 2},
+    "device_map": {"device_map": "balanced"},
+    "zero": {"zero": 1},
+}
+
+
+def _config(script: Script, **settings: Any) -> Any:
+    known, tree = fields(script), {name: {} for name in script.schema.model_fields}  # type: ignore[var-annotated]
+    for key, value in (REQUIRED[script] | settings).items():
+        tree[known[key][0]][key] = value
+    return script.schema.model_validate(tree)
+
+
+@pytest.mark.parametrize("row", LORA_MATRIX, ids=lambda row: row.key)
+def test_each_cell_of_the_matrix_of_loras_refuses_with_its_remedy(row: Row) -> None:
+    script = LANGUAGE_LORA if row.key == "tp" else LORA
+    settings = ROWS.get(row.key, {row.key: True})
+    assert list(find_conflicts(_config(script, **settings))) == [], "alone it is no conflict"
+    for layout, reason in row.why.items():
+        config = _config(script, **settings | LAYOUT[layout])
+        found = {conflict.keys: conflict.message for conflict in find_conflicts(config)}
+        message = found[row.key, layout.split(" ")[0]]
+        assert message == f"{row.key}: {reason.format(layout=layout, **Settings(config).values)}"
+        assert ";" in message, "what to do"
+
+
+@pytest.mark.parametrize("row", PRETRAIN_MATRIX, ids=lambda row: f"{row.key}-{next(iter(row.why))}")
+def test_each_cell_of_the_matrix_of_pretraining_refuses(row: Row) -> None:
+    special = {"tp": {"optimizer_type": "Prodigy"}, "shard": {"optimizer_type": "Muon"}}
+    for layout in row.why:
+        settings = ROWS.get(row.key, {row.key: True}) | LAYOUT[layout]
+        settings |= special.get(layout, {}) if row.key == "optimizer_type" else {}
+        settings |= {"mixed_precision": "no"} if row.key == "full_bf16" else {}
+        if row.key == "save_state":
+            settings |= {"save_every_n_steps": 1, "optimizer_type": "Muon"}
+        assert [conflict.keys for conflict in find_conflicts(_config(LLM, **settings))] == [(row.key, layout)]
+
+
+@pytest.mark.parametrize("script", [LORA, LANGUAGE_LORA, LLM], ids=["images", "chats", "pretraining"])
+def test_options_that_markers_name_are_there_and_defaults_conflict_with_nothing(script: Script) -> None:
+    known = fields(script)
+    everywhere = {key for each in (LORA, LANGUAGE_LORA, LLM) for key in fields(each)}
+    for key, (_, field) in known.items():
+        for marker in field.metadata:
+            if isinstance(marker, OnlyWith):
+                assert marker.needs.keys() <= everywhere, key
+    defaults = {key: field.get_default() for key, (_, field) in known.items() if not field.is_required()}
+    assert list(find_conflicts(_config(script, **(defaults | REQUIRED[script])))) == []
+
+
+def test_what_asks_for_nothing_is_no_conflict() -> None:
+    nothing = {"save_last_n_steps": None, "sample_at_end": False, "early_stop_patience": None, "async_upload": False}
+    nothing |= {"activation_budget_mb": 0, "text_encoder_lr": [0.0], "dim_from_weights": True, "network_weights": "w"}
+    assert list(find_conflicts(_config(LORA, **nothing))) == []
+
+
+def test_a_key_of_the_file_that_a_flag_leaves_without_effect_is_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('timestep_sampling = "shift"\ndiscrete_flow_shift = 2.0\n')
+    argv = ["--config_file", str(path), "--pretrained_model_name_or_path", "m", "--dataset_config", "d"]
+    notes: list[Note] = []
+    assert load_config([*argv, "--timestep_sampling", "uniform"], notes).flow.timestep_sampling == "uniform"
+    assert summary(notes) == [
+        f'note: {path}:2: discrete_flow_shift: has no effect with timestep_sampling = "uniform" (it goes with shift or '
+        "sigma), as the command line has it"
+    ]
+    with pytest.raises(UserError, match="discrete_flow_shift: has no effect"):
+        load_config([*argv, "--timestep_sampling", "uniform", "--discrete_flow_shift", "2"])
+    path.write_text("[parallel]\nshard = 2\n[training]\nblocks_to_swap = 3\n")
+    with pytest.raises(UserError, match="blocks_to_swap: moves full weights, which tp splits"):  # it would be wrong
+        load_config([*argv, "--shard", "1", "--tp", "2"])
+
+
+def test_a_line_is_held_back_for_the_keys_it_is_about_and_not_for_its_words() -> None:
+    argv = ["--pretrained_model_name_or_path", "m", "--dataset_config", "d", "--blocks_to_swap", "2", "--torch_compile"]
+    with pytest.raises(UserError) as caught:
+        load_config([*argv, "--memry", "auto"])  # the other line says what compiled blocks keep in memory
+    assert str(caught.value).splitlines() == [
+        "command line: --memry: unknown flag; did you mean 'memory'?",
+        "blocks_to_swap: compiled blocks keep the memory their weights lay in; remove torch_compile or swap none",
+    ]
+
+
+def test_qwens_text_encoder_goes_with_fp16() -> None:
+    argv = ["--pretrained_model_name_or_path", "m", "--dataset_config", "d", "--fp8_text_encoder"]
+    for model_type in ("qwen_image", "z_image"):
+        load_config([*argv, "--mixed_precision", "fp16", "--model_type", model_type])
+    with pytest.raises(UserError, match="T5 leaves the range of fp16"):
+        load_config([*argv, "--mixed_precision", "fp16", "--model_type", "flux_fill"])
+
+
+def test_layouts_of_loras_are_no_options_of_pretraining() -> None:
+    argv = ["--preset", "llama-tiny", "--data_dir", "d"]
+    for key, value, said in [
+        ("zero", ["2"], "is for LoRAs; set shard"),
+        ("device_map", ["balanced"], "is for LoRAs on image models; set shard, tp or pp"),
+        ("shard_lora", [], "there is no LoRA, shard splits all weights; remove it"),
+    ]:
+        with pytest.raises(UserError, match=f"--{key}: {said}"):
+            load_llm_config([*argv, f"--{key}", *value])
