@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
@@ -91,6 +91,12 @@ def _need(key: str, wanted: tuple[str, ...] | Above | bool) -> str:
 def listed(words: tuple[str, ...]) -> str:
     """Return "a, b or c"."""
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def words_of(annotation: Any) -> tuple[str, ...]:
+    """Return the words that a ``Literal``, possibly within another type, allows, or nothing."""
+    inner = get_args(annotation)
+    return tuple(word for part in inner for word in ((part,) if isinstance(part, str) else words_of(part)))
 
 
 @dataclass(frozen=True)
