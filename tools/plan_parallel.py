@@ -29,16 +29,16 @@ from rich.table import Table
 
 from library.config.schema import ParallelConfig
 from library.errors import UserError, exit_on_user_error
-from library.training.memory.budget import GIB, Parts
+from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.memory.estimator import (
     RESERVE,
-    Footprint,
-    Options,
+    ModelMemory,
+    StepOptions,
     describe,
     estimate,
     fits,
-    footprint,
     layouts,
+    model_memory,
     published_shapes,
     shape_of,
 )
@@ -51,12 +51,12 @@ class Row:
     """A layout with its options, and what a process holds."""
 
     layout: ParallelConfig
-    options: Options
-    parts: Parts
+    options: StepOptions
+    parts: MemoryEstimate
     fits: bool
 
 
-def plan(model: Footprint, gpus: int, in_machine: int, limit: int, full: bool = False, batch: int = 1) -> list[Row]:
+def plan(model: ModelMemory, gpus: int, in_machine: int, limit: int, full: bool = False, batch: int = 1) -> list[Row]:
     """Return all rows in the order in which they are to be preferred; ``limit`` in bytes a GPU."""
     rows = []
     for fp8 in (False,) if full else (False, True):
@@ -64,7 +64,7 @@ def plan(model: Footprint, gpus: int, in_machine: int, limit: int, full: bool = 
             if fp8 and layout.zero == 3:  # refused
                 continue
             for checkpointing in (False, True):
-                options = Options(full, fp8, checkpointing, batch)
+                options = StepOptions(full, fp8, checkpointing, batch)
                 parts = estimate(model, layout, options)
                 rows.append(Row(layout, options, parts, fits(parts, limit)))
     return rows
@@ -135,7 +135,7 @@ def main() -> None:
         raise UserError("--train all: Tandem trains LoRAs on image models; leave it out")
     tokens = asked.tokens or 2048 if language else (asked.resolution // _PICTURE_SIDE) ** 2
     dtype = torch.float32 if full else torch.bfloat16
-    model = footprint(shape, tokens, asked.text_tokens, 0 if full else asked.network_dim, dtype)
+    model = model_memory(shape, tokens, asked.text_tokens, 0 if full else asked.network_dim, dtype)
     limit = round(asked.gpu_memory * GIB)
     rows = plan(model, asked.gpus, asked.gpus_per_machine or asked.gpus, limit, full, asked.batch_size)
     best = recommended(rows)

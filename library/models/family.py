@@ -125,6 +125,11 @@ class Family(Protocol):
         """
         ...
 
+    @property
+    def transformer_config(self) -> dict[str, Any]:
+        """The arguments of the transformer's class."""
+        ...
+
     def attention_heads(self) -> tuple[int, int]:
         """Return how many heads the transformer's attention has, and their width."""
         ...
@@ -216,6 +221,11 @@ class TransformerFiles:
     def fingerprint(self) -> str:
         """Return a fingerprint of the transformer's weights."""
         return weights_fingerprint(self._files.transformer)
+
+    @property
+    def transformer_config(self) -> dict[str, Any]:
+        """The arguments of the transformer's class, from its files' headers."""
+        return self._files.transformer_config
 
     def fp8_layout(self) -> Fp8Layout | None:
         """Return what the transformer's files hold in fp8, from their headers; None if nothing."""

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from library.errors import UserError
 from library.nn.frozen_linear import FrozenLinear
 
+SWAP_OPTION = "blocks_to_swap"
 RING = 2  # slots: the block that runs and the one that arrives
 _ALIGNMENT = 256  # bytes; what the CUDA allocator gives, and more than any kernel asks for
 _SMALLEST = 1 << 16  # bytes; smaller tensors (biases, norms) stay on the device

@@ -40,7 +40,7 @@ from library.training.guard.signals import ignore_signals
 from library.training.memory.attention_choice import attention_of_run
 from library.training.memory.block_swap import swap_blocks
 from library.training.memory.budget import recompute_blocks
-from library.training.memory.dry_run import Rehearsal, rehearsed
+from library.training.memory.dry_run import MemoryProbe, fit_memory
 from library.training.parallel.device_map import devices_to_fill, place_blocks
 from library.training.parallel.pipeline.stages import check_microbatches
 from library.training.parallel.spec import ParallelSpec, transformer_split_points
@@ -121,7 +121,7 @@ class ImageLora(LoraTask):
         self.attention = attention_of_run(config, self.family, self.data, self.dtype, self.accelerator.device)
         console.print(f"attention: {self.attention}")
         self.summary["attention"] = self.attention
-        self.config = config = rehearsed(Rehearsal(self), console)
+        self.config = config = fit_memory(MemoryProbe(self), console)
         # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
         encoders = self.image_encoder, self.text_encoder
         cache_data(self.data, config.dataset, *encoders, self.accelerator, self.prompts, console)
