@@ -43,7 +43,7 @@ from library.training.memory.estimator import (
     shape_of,
 )
 
-_PICTURE_SIDE = 16  # pixels of a token's side: 8 of the VAE times 2 of a patch
+_TOKEN_SIDE = 16  # pixels of a token's side: 8 of the VAE times 2 of a patch
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1, help="how many there are in all")
     parser.add_argument("--gpus_per_machine", type=int, help="default: all in one")
     parser.add_argument("--batch_size", type=int, default=1, help="of each process that has images or texts of its own")
-    parser.add_argument("--resolution", type=int, default=1024, help="side of a picture in pixels")
+    parser.add_argument("--resolution", type=int, default=1024, help="side of an image in pixels")
     parser.add_argument("--text_tokens", type=int, default=512, help="tokens of a caption")
     parser.add_argument("--tokens", type=int, help="tokens of a language model's text; default 2048 or its context")
     parser.add_argument("--network_dim", type=int, default=16, help="rank of the LoRA")
@@ -133,7 +133,7 @@ def main() -> None:
     language = shape.name in ("gpt2", "llama")
     if full and not language:
         raise UserError("--train all: Tandem trains LoRAs on image models; leave it out")
-    tokens = asked.tokens or 2048 if language else (asked.resolution // _PICTURE_SIDE) ** 2
+    tokens = asked.tokens or 2048 if language else (asked.resolution // _TOKEN_SIDE) ** 2
     dtype = torch.float32 if full else torch.bfloat16
     model = model_memory(shape, tokens, asked.text_tokens, 0 if full else asked.network_dim, dtype)
     limit = round(asked.gpu_memory * GIB)

@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from torch import nn
 
-from library.training.sampling.images import Sampler, save_picture
+from library.training.sampling.images import Sampler, save_image
 from library.training.sampling.prompts import SamplePrompt
 
 
 class Painter:
-    """A family whose picture shows what it was asked for: the prompt's length in red, the "weights" in green."""
+    """A family whose image shows what it was asked for: the prompt's length in red, the "weights" in green."""
 
     def sample(
         self, transformer: nn.Linear, encoder: object, text: dict, width: int, height: int, **_: object
@@ -79,15 +79,15 @@ def test_no_sheet_is_written_of_what_was_not_drawn(steps: tuple[int, ...], names
 def test_a_picture_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> None:
     one = sampler(tmp_path)
     draw(one, 3)
-    with Image.open(tmp_path / "step000003_01.png") as picture:
-        assert picture.info["prompt"] == "b" * 150 + " --w 64 --h 32 --d 0 --s 20 --g 3.5 --l 1.0"
+    with Image.open(tmp_path / "step000003_01.png") as image:
+        assert image.info["prompt"] == "b" * 150 + " --w 64 --h 32 --d 0 --s 20 --g 3.5 --l 1.0"
     assert one._image_encoder.released == 1  # type: ignore[attr-defined]
 
 
 def test_texts_of_any_script_survive(tmp_path: Path) -> None:
-    save_picture(Image.new("RGB", (4, 4)), tmp_path / "x.png", {"prompt": "猫 – чай"})
-    with Image.open(tmp_path / "x.png") as picture:
-        assert picture.info["prompt"] == "猫 – чай"
+    save_image(Image.new("RGB", (4, 4)), tmp_path / "x.png", {"prompt": "猫 – чай"})
+    with Image.open(tmp_path / "x.png") as image:
+        assert image.info["prompt"] == "猫 – чай"
 
 
 def test_a_resumed_run_goes_on_with_its_own_pictures_alone(tmp_path: Path) -> None:
@@ -95,12 +95,12 @@ def test_a_resumed_run_goes_on_with_its_own_pictures_alone(tmp_path: Path) -> No
     (tmp_path / "step000010_01.png").write_bytes(b"broken")
     resumed = sampler(tmp_path)
     resumed.recall(20)
-    assert sorted(resumed.drawn) == [0, 20]  # 10 is broken, 1234567 lies behind the point of resumption
+    assert sorted(resumed.sampled) == [0, 20]  # 10 is broken, 1234567 lies behind the point of resumption
     draw(resumed, 30)
     assert len(resumed.write_sheets()) == 2
     other = sampler(tmp_path, [PROMPTS[0], SamplePrompt("another", width=64, height=32)])
     other.recall(20)
-    assert other.drawn == {}
+    assert other.sampled == {}
     other = sampler(tmp_path / "nowhere")
     other.recall(20)
-    assert other.drawn == {}
+    assert other.sampled == {}

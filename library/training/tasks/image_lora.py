@@ -46,7 +46,7 @@ from library.training.parallel.pipeline.stages import check_microbatches
 from library.training.parallel.spec import ParallelSpec, transformer_split_points
 from library.training.parallel.step import lockstep_batches
 from library.training.report.progress import counting
-from library.training.sampling.conditions import PictureRules, check_pictures, text_jobs
+from library.training.sampling.conditions import PromptImageRules, check_prompt_images, text_jobs
 from library.training.sampling.images import build_sampler
 from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
 from library.training.tasks.distillation import prepare_teacher
@@ -106,7 +106,7 @@ class ImageLora(LoraTask):
         self.prompts = read_prompts(config.sampling.sample_prompts, seed, multiple, usual)
         for remark in check_steering(self.prompts, family.guidance_input, family.sample_guidance):
             self.console.print(f"note: {remark}")
-        check_pictures(self.prompts, family.conditioning, family.most_references)
+        check_prompt_images(self.prompts, family.conditioning, family.most_references)
         if config.parallel.is_tensor_parallel:
             family.split_plan(config.parallel.tp)
         self.base_fingerprint = family.fingerprint()
@@ -361,7 +361,7 @@ def cache_data(
     with counting(console) as progress:
         data.cache_latents(image_encoder, arguments.vae_batch_size, progress, rank, world)
         image_encoder.release()
-        rules, sees = PictureRules.of(data), text_encoder.sees_references
+        rules, sees = PromptImageRules.of(data), text_encoder.sees_references
         texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
         data.cache_text(text_encoder, texts, arguments.text_encoder_batch_size, progress, rank, world)
         text_encoder.release()
