@@ -1,4 +1,4 @@
-"""Images of sample prompts: read, refused, encoded as the dataset's are, and shown beside what is drawn."""
+"""Pictures of sample prompts: read, refused, encoded as the dataset's are, and shown beside what is drawn."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from library.training.sampling.conditions import (
 )
 from library.training.sampling.images import Sampler
 from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
-from tests.data.folders import AverageEncoder, image
+from tests.data.folders import AverageEncoder, picture
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with two images, the second with spaces in its name, and a mask that is white on the right."""
-    image(64, 64, seed=1).save(tmp_path / "a.png")
-    image(128, 64, seed=2).save(tmp_path / "b c.png")
+    picture(64, 64, seed=1).save(tmp_path / "a.png")
+    picture(128, 64, seed=2).save(tmp_path / "b c.png")
     mask = np.zeros((64, 64), dtype=np.uint8)
     mask[:, 32:] = 255
     Image.fromarray(mask).save(tmp_path / "m.png")
@@ -49,7 +49,7 @@ def averaged(path: Path) -> Tensor:
     return pixels.reshape(channels, height // 8, 8, width // 8, 8).mean(dim=(2, 4))
 
 
-def test_all_three_kinds_of_file_name_pictures(folder: Path) -> None:
+def test_all_three_kinds_of_file_name_images(folder: Path) -> None:
     both = (str(folder / "a.png"), str(folder / "b c.png"))
     expected = [SamplePrompt("x", width=64, seed=0, control_images=both, mask_image=str(folder / "m.png"))]
     assert read(folder, "x --ci a.png --ci b c.png --mi m.png --w 64") == expected
@@ -61,7 +61,7 @@ def test_all_three_kinds_of_file_name_pictures(folder: Path) -> None:
     assert read(folder, table + "'a.png'", ".toml") == [one]
 
 
-def test_a_prompt_with_pictures_written_as_a_line_reads_back_as_itself(folder: Path) -> None:
+def test_a_prompt_with_images_written_as_a_line_reads_back_as_itself(folder: Path) -> None:
     (prompt,) = read(folder, "x --ci a.png --ci b c.png --mi m.png")
     assert parse_prompt(prompt.line(), SamplePrompt(""), 16, "here") == prompt
 
@@ -75,7 +75,7 @@ def test_a_prompt_with_pictures_written_as_a_line_reads_back_as_itself(folder: P
         (".json", '[{"prompt": "x", "mask_image_path": ["m.png"]}]', "mask_image_path takes text, not"),
     ],
 )
-def test_pictures_that_are_not_there_are_named(folder: Path, suffix: str, text: str, message: str) -> None:
+def test_images_that_are_not_there_are_named(folder: Path, suffix: str, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(folder, text, suffix)
 
@@ -114,7 +114,7 @@ def test_prompts_that_suit_the_model_pass(folder: Path) -> None:
     check_prompt_images(read(folder, "x --ci a.png --ci b c.png"), "references")
 
 
-def test_a_picture_to_fill_covers_the_prompts_size_with_its_region_blanked(folder: Path) -> None:
+def test_an_image_to_fill_covers_the_prompts_size_with_its_region_blanked(folder: Path) -> None:
     rules = PromptImageRules("fill", pixel_multiple=16)
     (prompt,) = read(folder, "x --ci a.png --mi m.png --w 64 --h 32")
     conditions = encode_prompt_images(prompt, AverageEncoder(), rules)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_references_are_encoded_at_the_control_resolution(folder: Path) -> None:
     assert shown.size == (64 + 128, 64)
 
 
-def test_texts_are_shown_their_pictures_only_where_the_encoder_sees_them(folder: Path) -> None:
+def test_texts_are_shown_their_images_only_where_the_encoder_sees_them(folder: Path) -> None:
     rules = PromptImageRules("references", ControlSizing(), 16)
     one, other, bare = read(folder, "x --n y --l 2 --ci a.png\nx --ci b c.png\nx")
     seen = [job for prompt in (one, other) for job in text_jobs(prompt, True, rules).values()]
@@ -182,7 +182,7 @@ def test_the_sampler_gives_conditions_and_sheets_begin_with_the_input(folder: Pa
     sampler = Sampler(painter, prompts, encoder, embeddings, folder / "samples", rules=rules)  # type: ignore[arg-type]
     for step in (0, 5):
         sampler.sample(nn.Linear(1, 1), step)
-    assert len(encoder.batches) == 2  # each image once
+    assert len(encoder.batches) == 2  # each picture once
     torch.testing.assert_close(painter.given[2].references[0], averaged(folder / "a.png")[None], atol=1e-6, rtol=0)
     (path,) = sampler.write_sheets()
     with Image.open(path) as sheet:
@@ -194,7 +194,7 @@ def test_the_sampler_gives_conditions_and_sheets_begin_with_the_input(folder: Pa
     assert painter.given[-1] == NO_CONDITIONS
 
 
-def test_more_pictures_than_the_model_takes_are_refused(folder: Path) -> None:
+def test_more_images_than_the_model_takes_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="2 images; this model takes 1, remove the others"):
         check_prompt_images(read(folder, "x --ci a.png --ci b c.png"), "references", most_references=1)
 

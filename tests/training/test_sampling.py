@@ -76,21 +76,21 @@ def test_no_sheet_is_written_of_what_was_not_drawn(steps: tuple[int, ...], names
     assert [path.name for path in one.write_sheets()] == names
 
 
-def test_a_picture_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> None:
+def test_an_image_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> None:
     one = sampler(tmp_path)
     draw(one, 3)
-    with Image.open(tmp_path / "step000003_01.png") as image:
-        assert image.info["prompt"] == "b" * 150 + " --w 64 --h 32 --d 0 --s 20 --g 3.5 --l 1.0"
+    with Image.open(tmp_path / "step000003_01.png") as picture:
+        assert picture.info["prompt"] == "b" * 150 + " --w 64 --h 32 --d 0 --s 20 --g 3.5 --l 1.0"
     assert one._image_encoder.released == 1  # type: ignore[attr-defined]
 
 
 def test_texts_of_any_script_survive(tmp_path: Path) -> None:
     save_image(Image.new("RGB", (4, 4)), tmp_path / "x.png", {"prompt": "猫 – чай"})
-    with Image.open(tmp_path / "x.png") as image:
-        assert image.info["prompt"] == "猫 – чай"
+    with Image.open(tmp_path / "x.png") as picture:
+        assert picture.info["prompt"] == "猫 – чай"
 
 
-def test_a_resumed_run_goes_on_with_its_own_pictures_alone(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_own_images_alone(tmp_path: Path) -> None:
     draw(sampler(tmp_path), 0, 10, 20, 1234567)
     (tmp_path / "step000010_01.png").write_bytes(b"broken")
     resumed = sampler(tmp_path)

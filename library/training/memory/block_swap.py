@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from library.config.schema import TrainingConfig
 from library.errors import UserError
 from library.nn.frozen_linear import FrozenLinear
 
@@ -84,6 +85,11 @@ def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, dev
     _place_rest(model, {id(t) for ring in tensors for block in ring for t in block}, device)
     rings = [Ring(ring, weights, device) for ring, weights in zip(chosen, tensors, strict=True) if ring]
     return BlockSwap(rings)
+
+
+def swapped_blocks(training: TrainingConfig) -> int:
+    """Return how many blocks are to wait in host memory: ``SWAP_OPTION``'s value."""
+    return training.blocks_to_swap
 
 
 def swapped_per_kind(sizes: Sequence[int], swapped: int) -> list[int]:

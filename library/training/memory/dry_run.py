@@ -43,7 +43,7 @@ from library.models.family import Family, TextEncoder
 from library.randomness import generator
 from library.training.checkpoint.state import Position
 from library.training.guard.update_guard import build_guard
-from library.training.memory.block_swap import SWAP_OPTION, kinds_of, most_swapped
+from library.training.memory.block_swap import SWAP_OPTION, kinds_of, most_swapped, swapped_blocks
 from library.training.memory.budget import (
     MemoryEstimate,
     available_bytes,
@@ -154,7 +154,7 @@ class MemoryProbe:
             base_bytes=self.task.dtype.itemsize,
             lora_bytes=2 if training.full_bf16 else 4,
             optimizer_bytes=2 if eight_bit else 8,
-            swapped=getattr(training, SWAP_OPTION),
+            swapped=swapped_blocks(training),
             inputs_on_host=training.cpu_offload_checkpointing,
         )
 
