@@ -7,19 +7,16 @@ tensors of the largest bucket's size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from library.config.schema import TrainConfig
+from library.data.dataset import TrainingData
 from library.errors import UserError
+from library.models.family import Family
 from library.nn.attention import Backend, attend, chosen_backend
 from library.training.memory.dry_run import largest
-
-if TYPE_CHECKING:
-    from library.config.schema import TrainConfig
-    from library.data.dataset import TrainingData
-    from library.models.family import Family
 
 _TRIED = 64  # tokens; kernels care for the head's width and dtype, not for how many there are
 

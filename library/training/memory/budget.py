@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from library.config.schema import RecomputationKeys
 from library.errors import UserError
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
-
-if TYPE_CHECKING:
-    from library.config.schema import RecomputationKeys
-
 
 GIB = 2**30
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")  # of torch

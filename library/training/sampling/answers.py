@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
@@ -17,9 +17,6 @@ from library.llm.chat_templates import ChatTemplate, Message
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)

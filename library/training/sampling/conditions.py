@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,16 +17,14 @@ from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.data.cache import TextJob, to_fill_mask
+from library.data.dataset import TrainingData
 from library.data.file_index import SourceFile, content_hash, read_bytes
 from library.data.images import decode, decode_mask, fit_image, read_size, to_pixels
 from library.data.samples import check_mask_shape
 from library.data.sidecars import Control, ControlSizing, cover
 from library.errors import UserError
-
-if TYPE_CHECKING:
-    from library.data.dataset import TrainingData
-    from library.models.family import ImageEncoder
-    from library.training.sampling.prompts import SamplePrompt
+from library.models.family import ImageEncoder
+from library.training.sampling.prompts import SamplePrompt
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -19,13 +18,11 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
 
 from library.conditions import Conditions
+from library.data.dataset import TrainingData
 from library.files import atomic_path
+from library.models.family import Family, ImageEncoder
 from library.training.sampling.conditions import PromptImageRules, encode_prompt_images, show_prompt_images, text_jobs
 from library.training.sampling.prompts import SamplePrompt
-
-if TYPE_CHECKING:
-    from library.data.dataset import TrainingData
-    from library.models.family import Family, ImageEncoder
 
 _CELL = 256  # pixels of an image's longer side on the sheet
 _CAPTION = 44  # pixels for two lines of prompt under a row
