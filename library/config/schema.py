@@ -453,7 +453,7 @@ class TrainingConfig(RecomputationKeys):
     preflight: Annotated[bool | None, IMAGES] = Field(
         None,
         description="take real steps at the largest bucket before anything is cached, and say what they take; "
-        "default: on a GPU; the model is loaded twice for it",
+        "the model is loaded twice for it; default: on a GPU, if the files' headers leave a doubt that a step fits",
     )
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",
