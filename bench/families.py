@@ -35,7 +35,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class BenchFamily:
-    """How to build a family's transformer and inputs, and how to put Tandem's hot paths in."""
+    """How to build a family's transformer and inputs, and how to optimise its forward."""
 
     build: Callable[[Sizes], nn.Module]
     inputs: Callable[[Sizes, torch.device], dict[str, Any]]

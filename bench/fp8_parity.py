@@ -38,7 +38,7 @@ from bench.measure import write_report
 from dev.tiny_models.mascot import random_zorbo
 from dev.tiny_models.painting import to_image
 from library.config.schema import ModelConfig
-from library.models.family import ImageEncoder
+from library.models.vae import ImageEncoder
 from library.training.calibration import CalibrationOptions, prepare_calibration
 from networks.files.adapters import load_lora
 from tools.report.deployments import REFERENCE, Models, Variant, parse_deployment

@@ -96,8 +96,8 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     from diffusers import FluxTransformer2DModel
     from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
 
-    from library.models.flux.files import FLUX_KEYS, FLUX_NORMS, bfl_config
-    from library.models.layer_names import original_key_map
+    from library.models.files import file_arguments
+    from library.models.flux.files import FILES
     from library.models.weights import identity_map, load_into, read_config
     from library.precision.checkpoint_layouts import WeightFiles
 
@@ -111,8 +111,8 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
 
     def tandem_single() -> nn.Module:
         weights = WeightFiles(single)
-        config = bfl_config(weights, "")
-        key_map = original_key_map(weights, "", FLUX_KEYS, FLUX_NORMS)
+        prefix, config = file_arguments(weights, FILES)
+        key_map = FILES.key_map(weights, prefix)
         return load_into(lambda: FluxTransformer2DModel.from_config(config), weights, key_map, dtype)
 
     def diffusers_folder() -> nn.Module:

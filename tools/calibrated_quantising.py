@@ -21,7 +21,7 @@ from rich.table import Table
 
 import tools.calibration_flags as flags
 from library.errors import UserError
-from library.models.registry import lora_targets, model_family
+from library.models.family import model_family
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.parity.activations import collect_inputs
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
@@ -64,7 +64,7 @@ def calibrated(
         raise UserError(f"--budget_mb {options.budget_mb:g}: must be more than 0")
     device, dtype = flags.device_and_dtype(options)
     family = model_family(flags.model_config(options, options.model))
-    targets = lora_targets()[family.name]
+    targets = family.targets
     calibration = prepare_calibration(family, flags.calibration_options(options), dtype, device, console)
     transformer = family.load_transformer(dtype, device, fp8=Fp8Loader(recipe, compute="dequant"))
     batches = [*calibration.fit, *calibration.check]
@@ -88,11 +88,9 @@ def calibrated(
             console.print(_table(candidates, {one.name for one in kept}))
             console.print(f"kept: {len(kept)} of {len(candidates)} weights within {options.budget_mb:g} MiB")
             recipe = replace(
-                recipe, exclude_patterns=(*recipe.exclude_patterns, *(f"^{re.escape(one.name)}$" for one in kept))
+                recipe, keep_patterns=(*recipe.keep_patterns, *(f"^{re.escape(one.name)}$" for one in kept))
             )
-            modules = {
-                name: of for name, of in modules.items() if recipe.excluded_as(name.removesuffix(".weight")) is None
-            }
+            modules = {name: of for name, of in modules.items() if recipe.kept_as(name.removesuffix(".weight")) is None}
         if options.compensated:
             first = {names[0]: tensor for tensor, names in modules.items()}
             forwards, memory = calibration.forwards(transformer, batches), int(options.statistics_gb * 2**30)

@@ -12,16 +12,13 @@ from pathlib import Path
 
 import torch
 
+from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.registry import FAMILIES
 from library.precision.quantize import E4M3FN, GRANULARITIES, format_named
 from library.precision.recipe import Fp8Recipe
 from library.training.calibration import IMAGES, SIGMAS, CalibrationOptions
 
-MODEL_PARTS = (
-    "ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "vae", "text_encoder", "qwen_tokenizer"
-)  # fmt: skip
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -45,8 +42,8 @@ def add_calibration_arguments(
     )
     model = parser.add_argument_group("parts of the model, where it is a single file")
     if model_type:
-        model.add_argument("--model_type", choices=list(FAMILIES), help="architecture family")
-    for name in MODEL_PARTS:
+        model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
+    for name in MODEL_FILE_KEYS:
         model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
     model.add_argument("--mixed_precision", choices=list(DTYPES), help="default: bf16 on a GPU, no on a CPU")
 
@@ -66,7 +63,7 @@ def calibration_options(options: argparse.Namespace) -> CalibrationOptions:
 
 def model_config(options: argparse.Namespace, model: Path) -> ModelConfig:
     """Return the ``[model]`` section for ``model`` with the parts that the flags name."""
-    given = {name: value for name in ("model_type", *MODEL_PARTS) if (value := getattr(options, name)) is not None}
+    given = {name: value for name in ("model_type", *MODEL_FILE_KEYS) if (value := getattr(options, name)) is not None}
     return ModelConfig(pretrained_model_name_or_path=str(model), **given)
 
 
@@ -86,7 +83,7 @@ def recipe_named(text: str, option: str) -> Fp8Recipe:
         UserError: it is none of them, nor a file.
     """
     plain = text.removesuffix("+all")
-    keep = Fp8Recipe().exclude if plain == text else ()
+    keep = Fp8Recipe().keep if plain == text else ()
     name, _, fp8 = plain.partition(":")
     for granularity in GRANULARITIES:
         if name == granularity:

@@ -33,17 +33,18 @@ import torch
 from PIL.Image import Image
 from rich.console import Console
 
+from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.config.rules import model_conflicts
 from library.config.schema import ModelConfig, PrecisionConfig
 from library.data.cache import TextJob, encode_now
 from library.data.sidecars import ControlSizing
 from library.errors import UserError, exit_on_user_error
-from library.models.family import Family, TextEncoder
+from library.models.family import Family, model_family
 from library.models.layer_names import LoraTargets
-from library.models.registry import FAMILIES, lora_targets, model_family
+from library.models.text import TextEncoder
 from library.precision.recipe import Fp8Loader
-from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
-from library.training.sampling.images import save_image
+from library.training.sampling.conditions import PictureRules, check_pictures, encode_pictures, text_jobs
+from library.training.sampling.images import save_picture
 from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
 from library.training.tasks.lora_plan import describe_base, plan_fp8
 from networks.files.adapters import load_lora
@@ -55,8 +56,7 @@ from networks.merging.merge import LoraSource
 from tools.generation.text import add_text_command
 from tools.merge_lora import parse_source
 
-_MODEL_FILES = ("ae", "clip_l", "t5xxl", "clip_l_tokenizer", "t5xxl_tokenizer", "vae", "text_encoder", "qwen_tokenizer")
-_MODEL_FLAGS = ("model_type", *_MODEL_FILES, "t5xxl_max_token_length", "zero_cond_t")
+_MODEL_FLAGS = ("model_type", *MODEL_FILE_KEYS, "t5xxl_max_token_length", "zero_cond_t")
 _FP8_FLAGS = ("fp8_base", "fp8_scaled", "fp8_granularity")
 _DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -86,18 +86,18 @@ def draw(
     Raises:
         UserError: a LoRA cannot be read or does not fit the model; prompts lack the pictures that the model needs.
     """
-    check_prompt_images(prompts, family.conditioning, family.most_references)
+    check_pictures(prompts, family.conditioning, family.most_references)
     weights = read_loras(loras, family, console)  # before anything that takes time
     source = " + ".join(str(lora.path) for lora in loras)
-    targets = lora_targets()[family.name]
+    targets = family.targets
     image_encoder = family.load_image_encoder(dtype, device)
     text_encoder = family.load_text_encoder(dtype, device)
-    rules = PromptImageRules(family.conditioning, sizing or ControlSizing(), image_encoder.pixel_multiple)
+    rules = PictureRules(family.conditioning, sizing or ControlSizing(), image_encoder.pixel_multiple)
     texts: dict[str, TextJob] = {}
     for prompt in prompts:
         texts |= text_jobs(prompt, text_encoder.sees_references, rules)
     embeddings = encode(text_encoder, texts, weights, targets, source)
-    conditions = [encode_prompt_images(prompt, image_encoder, rules) for prompt in prompts]
+    conditions = [encode_pictures(prompt, image_encoder, rules) for prompt in prompts]
     fp8 = fp8 or Fp8Loader()
     transformer = family.load_transformer(dtype, device, fp8=fp8)
     if (layout := family.fp8_layout()) or fp8.recipe:
@@ -129,7 +129,7 @@ def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) ->
     Raises:
         UserError: a file cannot be read.
     """
-    targets = lora_targets()[family.name]
+    targets = family.targets
     read = [(source, load_lora(source.path, targets)) for source in loras]
     here = family.fingerprint() if any("tandem.base_fingerprint" in lora.metadata for _, lora in read) else None
     for source, lora in read:
@@ -221,7 +221,7 @@ def image(options: argparse.Namespace) -> list[Path]:
     written: list[Path] = []
     for prompt, picture in draw(family, prompts, sources, dtype, device, console, fp8, sizing):
         path = free_path(options.save_to, prompt)
-        save_image(picture, path, {"prompt": prompt.line(), **record})
+        save_picture(picture, path, {"prompt": prompt.line(), **record})
         console.print(f"{path}: {prompt.line()}")
         written.append(path)
     return written
@@ -243,8 +243,8 @@ def parser() -> argparse.ArgumentParser:
     sub.set_defaults(run=image)
     model = sub.add_argument_group("model")
     model.add_argument("--model", required=True, help="diffusers folder, or transformer file")
-    model.add_argument("--model_type", choices=list(FAMILIES), help="architecture family")
-    for name in _MODEL_FILES:
+    model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
+    for name in MODEL_FILE_KEYS:
         model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
     model.add_argument("--t5xxl_max_token_length", type=int, metavar="N", help="T5 tokens per prompt")
     zero_cond_t = ModelConfig.model_fields["zero_cond_t"].description

@@ -24,9 +24,9 @@ import torch
 from rich.console import Console
 
 import tools.calibration_flags as flags
+from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.config.schema import ModelConfig
 from library.errors import UserError, exit_on_user_error
-from library.models.registry import FAMILIES
 from library.training.calibration import CalibrationOptions
 from tools.generate import read_loras
 from tools.merge_lora import parse_source
@@ -44,8 +44,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = top.add_argument_group("the reference")
     model.add_argument("--model", required=True, help="bf16 model: diffusers folder, or transformer file")
-    model.add_argument("--model_type", choices=list(FAMILIES), default="flux", help="architecture family")
-    for name in flags.MODEL_PARTS:
+    model.add_argument("--model_type", choices=list(IMAGE_MODELS), default="flux", help="architecture family")
+    for name in MODEL_FILE_KEYS:
         model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRAs, of any layout")
     model.add_argument("--mixed_precision", choices=list(flags.DTYPES), help="default: bf16 on a GPU, no on a CPU")
@@ -145,7 +145,7 @@ def _note_text(models: Models, console: Console) -> None:
 
 def fix_options(options: argparse.Namespace, calibration: CalibrationOptions) -> FixOptions:
     """Return what the fixes need of the command line; ``calibration`` is what the report is measured on."""
-    parts = [(name, value) for name in flags.MODEL_PARTS if (value := getattr(options, name)) is not None]
+    parts = [(name, value) for name in MODEL_FILE_KEYS if (value := getattr(options, name)) is not None]
     dataset = options.fix_dataset_config or calibration.dataset_config
     return FixOptions(
         folder=options.save_to / "fixes",

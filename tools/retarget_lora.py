@@ -31,9 +31,8 @@ from torch import Tensor
 
 import tools.calibration_flags as flags
 from library.errors import UserError, exit_on_user_error
-from library.models.family import Family
+from library.models.family import Family, model_family, with_transformer
 from library.models.layer_names import LoraTargets
-from library.models.registry import lora_targets, model_family, with_transformer
 from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
 from library.precision.parity.activations import LayerInputs, collect_inputs
 from library.precision.recipe import Fp8Loader, Fp8Recipe
@@ -44,7 +43,7 @@ from networks.files.base import BaseModule, find_modules, open_base
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
-from networks.merging.refit import Refit, refit_layer
+from networks.merging.refit import Refit, retarget_layer
 from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
 from tools.parity_tables import refit_table
 
@@ -91,7 +90,7 @@ class Deployment:
         """Return whether the layer ``name`` is served in fp8."""
         if self.served is not None:
             return self.layout is not None and self.served.places[name].tensor in self.layout.dtypes
-        return self.recipe is not None and self.recipe.excluded_as(name) is None
+        return self.recipe is not None and self.recipe.kept_as(name) is None
 
 
 def open_deployment(base: Family, options: argparse.Namespace) -> Deployment:
@@ -100,7 +99,7 @@ def open_deployment(base: Family, options: argparse.Namespace) -> Deployment:
     Raises:
         UserError: it is neither a model nor a recipe, or holds nothing in fp8.
     """
-    targets = lora_targets()[base.name]
+    targets = base.targets
     high = _Weights.of(options.base.expanduser(), "--base", targets)
     if base.fp8_layout() is not None:
         raise UserError(f"--base {options.base}: is in fp8; give the bf16 model that the LoRA was trained on")
@@ -145,7 +144,7 @@ def fit_unit(
     if names[0] in lora:
         ups = torch.cat([lora[name].up for name in names])
         whole = LoraWeights(lora[names[0]].down.to(weight.device), ups.to(weight.device), lora[names[0]].alpha)
-    done = refit_layer(whole, weight, served, inputs, correction_rank=correction_rank, dtype=dtype)
+    done = retarget_layer(whole, weight, served, inputs, correction_rank=correction_rank, dtype=dtype)
     if done.weights is None:
         return done, {}
     rows = [deployment.base.places[name].shape[0] for name in names]
@@ -164,7 +163,7 @@ def retarget(options: argparse.Namespace, console: Console) -> dict[str, Refit]:
     if options.correction_rank < 0:
         raise UserError(f"--correction_rank {options.correction_rank}: is negative; give 0 or more")
     base = model_family(flags.model_config(options, options.base))
-    targets = lora_targets()[base.name]
+    targets = base.targets
     deployment = open_deployment(base, options)
     source = load_lora(options.lora, targets)
     own, rest = _split(source, targets)

@@ -98,6 +98,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "gpt2": ModelType(family="", title="GPT-2"),
 }
 IMAGE_MODELS = tuple(name for name, row in MODEL_TYPES.items() if not row.is_language_model)
+MODEL_FILE_KEYS = tuple(dict.fromkeys(key for row in MODEL_TYPES.values() for key in (*row.files, *row.tokenizers)))
 LANGUAGE_MODELS = tuple(name for name, row in MODEL_TYPES.items() if row.is_language_model)
 
 

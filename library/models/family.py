@@ -1,115 +1,233 @@
-"""What training, sampling and caching need from a model family, and nothing more.
+"""The base class of the model families: what training, sampling and caching ask of a model, written once.
 
-A family knows where a model's parts lie, loads each when asked, turns (noisy latents, sigmas, text) into a
-velocity and draws samples. It is built from the ``[model]`` section alone; building it reads headers and
-configs, so that a wrong path is told at once, but no weights. LoRA targets are not here: ``networks.targets``
-finds its row by ``name``.
+The *class* is the architecture. What needs no files is asked of it: its blocks, the layers that LoRAs get, published
+sizes, example inputs. An *instance* is one model: built from the ``[model]`` section alone, it reads headers and
+configs, so that a wrong path is told at once, but no weights. Its methods load each part when asked, turn (noisy
+latents, sigmas, text) into a velocity and sample images.
 
-What every family does with its transformer's files: fingerprint, fp8 layout, loading. A family says the rest.
-
-What drawing a picture during training needs, whatever the family: the bare network, its modes, its precision.
+A family is a folder (``docs/model_families.md``): its ``spec.py`` derives from :class:`Family`, sets the attributes and
+writes what no other family has: how latents and text become the transformer's arguments, and which of diffusers'
+pipelines samples.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from PIL.Image import Image
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
+from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.files import weights_fingerprint
-from library.models.weights import KeyMap, load_into
+from library.files import fingerprint, weights_fingerprint
+from library.models.files import FamilyFiles, locate
+from library.models.layer_names import LoraTargets
+from library.models.registry import family_class
+from library.models.text import TextEncoder
+from library.models.vae import ImageEncoder
+from library.models.weights import load_into
 from library.nn.attention import Backend
 from library.nn.tensor_split import Parts
 from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 
 
-class ImageEncoder(Protocol):
-    """Pixels to normalised latents and back; weights are loaded at the first use."""
+class Family:
+    """One architecture, and as an instance the files of one model.
 
-    fingerprint: str
-    pixel_multiple: int
-    latent_factor: int
-
-    @property
-    def vae(self) -> nn.Module:
-        """The autoencoder itself."""
-        ...
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Return latents [B, C, h, w] fp32 of ``pixels`` [B, 3, H, W] fp32 in [-1, 1]."""
-        ...
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return pixels [B, 3, H, W] fp32 of normalised ``latents`` [B, C, h, w]."""
-        ...
-
-    def release(self) -> None:
-        """Let go of the weights."""
-        ...
-
-
-class TextEncoder(Protocol):
-    """Captions to conditioning tensors; weights are loaded at the first use."""
-
-    fingerprint: str
-    sees_references: bool  # whether the embeddings depend on the reference pictures too
-
-    def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
-        """Return one dict of tensors a caption, without a batch axis, on the CPU.
-
-        Args:
-            captions: to encode, in one batch.
-            references: of an encoder that sees them: each caption's RGB reference pictures, at the size at which their
-                latents are made; what the encoder wants smaller it resizes itself.
-        """
-        ...
-
-    def release(self) -> None:
-        """Let go of the weights."""
-        ...
-
-    def load_modules(self, names: Collection[str]) -> nn.Module:
-        """Load single encoders, by their names in diffusers' pipeline, for training; each is a child of that name.
-
-        Called with a list of captions the module returns their entries of the conditioning, batched, on its device
-        and with gradient. ``enable_gradient_checkpointing()`` makes it recompute its layers in backward.
-        """
-        ...
-
-
-class Family(Protocol):
-    """One architecture with the paths of one model."""
+    Attributes:
+        name: the ``model_type``.
+        layout: how its models are kept. targets: the layers that LoRAs get, and their names.
+        transformer_class: diffusers' class. published: arguments of it that differ from its defaults.
+        depths: arguments of it that count blocks.
+        image_encoder: the class that reads its autoencoder.
+        published_scheduler: arguments of the scheduler, for models in single files.
+        modelspec_architecture: what ModelSpec calls it, "flux-1-dev".
+        patch_size: latents a side that make one token.
+        conditioning: what every sample must bring besides its caption.
+        most_references: images that an edit model takes at most; None: any number.
+        timestep_sampling, discrete_flow_shift: how training draws sigmas where ``timestep_sampling = "auto"``, and the
+            shift of that, where it has one.
+        guidance_input: whether the transformer is told a guidance scale.
+        sample_guidance: of images sampled with the guidance input, unless told otherwise.
+        masks_padding: whether texts of different lengths in a batch are padded, and their padding masked.
+        repeated_blocks: class names of the blocks, for regional compilation and sharding.
+        behind_blocks: names of what follows the blocks, for pipelines; none if it cannot be cut.
+    """
 
     name: str
-    modelspec_architecture: str  # what ModelSpec calls it, "flux-1-dev"
-    patch_size: int  # latents a side that make one token
+    layout: FamilyFiles
+    targets: LoraTargets
+    transformer_class: Any
+    published: Mapping[str, Any] = {}
+    depths: tuple[str, ...]
+    image_encoder: type[ImageEncoder]
+    published_scheduler: Mapping[str, Any] = {}
+    modelspec_architecture: str
+    patch_size = 2
     latent_channels: int
-    conditioning: ConditionKind  # what every sample must bring besides its caption
-    most_references: int | None  # pictures that an edit model takes at most; None: any number
-    timestep_sampling: str  # how training draws sigmas where ``timestep_sampling = "auto"``
-    discrete_flow_shift: float  # the shift of that, where it has one
-    guidance_input: bool  # whether the transformer is told a guidance scale
-    sample_guidance: float  # of pictures drawn with the guidance input, unless told otherwise
-    masks_padding: bool  # whether texts of different lengths in a batch are padded, and their padding masked
-    repeated_blocks: tuple[str, ...]  # class names of the blocks, for regional compilation and sharding
-    behind_blocks: tuple[str, ...]  # names of what follows the blocks, for pipelines; none if it cannot be cut
+    conditioning: ConditionKind = "none"
+    most_references: int | None = None
+    timestep_sampling: str
+    discrete_flow_shift = 3.0
+    guidance_input = False
+    sample_guidance = 1.0  # unused without the input
+    masks_padding = False
+    repeated_blocks: tuple[str, ...]
+    behind_blocks: tuple[str, ...] = ()
+
+    # What each family writes.
+
+    @staticmethod
+    def optimise_forward(transformer: Any, backend: Backend = "auto") -> Any:
+        """Replace forwards of ``transformer`` by ones that save less for backward; parameters keep their names."""
+        raise NotImplementedError
+
+    @staticmethod
+    def blocks(transformer: Any) -> list[nn.Module]:
+        """Return the transformer's blocks in running order, for checkpointing and offloading."""
+        return [*transformer.transformer_blocks]
+
+    @classmethod
+    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
+        """Return what a transformer of ``config`` is called with, for a batch of one.
+
+        Args:
+            tokens: of the image.
+            text: tokens of the caption.
+        """
+        raise NotImplementedError
+
+    def load_text_encoder(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Fp8Recipe | None = None
+    ) -> TextEncoder:
+        """Return the text encoder; tokenizers are loaded now, weights at the first caption.
+
+        Args:
+            dtype, device: of weights and products.
+            recipe: how the large encoder becomes fp8; None leaves it as its file has it.
+
+        Raises:
+            UserError: a tokenizer cannot be had; the file is in fp8 already.
+        """
+        raise NotImplementedError
+
+    def predict_velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        text: dict[str, Tensor],
+        guidance_scale: float = 1.0,
+        conditions: Conditions = NO_CONDITIONS,
+    ) -> Tensor:
+        """Return the velocity noise - image at ``latents``, [B, C, h, w] fp32.
+
+        Args:
+            transformer: from :meth:`load_transformer`, possibly wrapped (DDP, compile); it is only called.
+            latents: noisy latents [B, C, h, w], h and w multiples of ``patch_size``.
+            sigmas: noise levels [B] in (0, 1]; passed on in fp32.
+            text: of the text encoder, with a batch axis. ``prompt_embeds`` [B, L, D]; where lengths differ,
+                ``prompt_embeds_mask`` [B, L], true for real tokens: without it all are, and attention is masked by
+                nothing, which the fastest kernels need.
+            guidance_scale: for models with a guidance input.
+            conditions: what ``conditioning`` names, with the batch axis of ``latents``.
+
+        Raises:
+            UserError: the conditions are not those of this family.
+        """
+        raise NotImplementedError
+
+    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
+        """Return diffusers' pipeline around ``transformer``, without encoders."""
+        raise NotImplementedError
+
+    def pipeline_inputs(
+        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return the arguments of the pipeline's call that not every family has, and the source of its noise.
+
+        ``cfg`` is 1 where there is no negative text.
+
+        Raises:
+            UserError: the pipeline cannot do what is asked.
+        """
+        raise NotImplementedError
+
+    def pipeline_text(self, text: dict[str, Tensor], prefix: str, transformer: Any) -> dict[str, Any]:
+        """Return ``text``, with or without a batch axis of one, as arguments of the pipeline; ``prefix`` is
+        "negative_".
+
+        In fp32, because pipelines draw their noise in the dtype of the text: one noise for every dtype.
+        """
+        raise NotImplementedError
+
+    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Return latents [1, C, height, width] of what the pipeline gives."""
+        return latents
+
+    def conditioned(self, transformer: nn.Module, conditions: Conditions) -> AbstractContextManager:
+        """Let the transformer see ``conditions`` while the pipeline calls it, where the pipeline does not pass them."""
+        return nullcontext()
+
+    @classmethod
+    def build(cls, arguments: Mapping[str, Any], most_blocks: int | None = None) -> Any:
+        """Return the transformer with the optimised forward on the default device, of ``most_blocks`` of each kind."""
+        known = {key: value for key, value in arguments.items() if not key.startswith("_")}
+        transformer = cls.transformer_class.from_config(known)
+        if most_blocks is not None:
+            known |= {key: min(most_blocks, transformer.config[key]) for key in cls.depths}
+            transformer = cls.transformer_class.from_config(known)
+        return cls.optimise_forward(transformer)
+
+    # The files of one model.
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Find and check the files of ``config``; nothing is loaded.
+
+        Raises:
+            UserError: a part is missing or is another kind of model.
+        """
+        self.config, self.files = config, locate(config, self.layout)
+        self.check_variant()
+        self.image_encoder.describe(WeightFiles(self.files.vae))
+        self.check_text_encoders()
+
+    def check_variant(self) -> None:
+        """Refuse a transformer that is another variant than ``name``; set what depends on the transformer's config."""
+        raise NotImplementedError
+
+    def check_text_encoders(self) -> None:
+        """Refuse files that are no text encoders of this family; headers only."""
+        raise NotImplementedError
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the transformer's weights."""
-        ...
+        return weights_fingerprint(self.files.transformer)
 
     def fp8_layout(self) -> Fp8Layout | None:
         """Return what the transformer's files hold in fp8, from their headers; None if nothing."""
-        ...
+        return WeightFiles(self.files.transformer).fp8
+
+    def attention_heads(self) -> tuple[int, int]:
+        """Return how many heads the transformer's attention has, and their width."""
+        parameters = inspect.signature(self.transformer_class.__init__).parameters
+        config = {name: each.default for name, each in parameters.items()} | self.files.transformer_config
+        if "n_heads" in config:
+            return config["n_heads"], config["dim"] // config["n_heads"]
+        return config["num_attention_heads"], config["attention_head_dim"]
+
+    def split_plan(self, processes: int) -> dict[str, Parts]:
+        """Return how each linear layer of the blocks is split among ``processes``; see :func:`split_plan`."""
+        return split_plan(self.transformer_class, self.files.transformer_config, processes)
 
     def load_transformer(
         self,
@@ -118,58 +236,42 @@ class Family(Protocol):
         backend: Backend = "auto",
         *,
         fp8: Fp8Loader | None = None,
-    ) -> nn.Module:
-        """Load the transformer, frozen, with Tandem's hot paths.
+    ) -> Any:
+        """Load the transformer, frozen, in eval mode, with the optimised forward.
 
-        ``backend`` is attention's; ``fp8`` says what becomes fp8, and how that computes.
-        """
-        ...
-
-    @property
-    def transformer_config(self) -> dict[str, Any]:
-        """The arguments of the transformer's class."""
-        ...
-
-    def attention_heads(self) -> tuple[int, int]:
-        """Return how many heads the transformer's attention has, and their width."""
-        ...
-
-    def split_plan(self, processes: int) -> dict[str, Parts]:
-        """Return how each linear layer of the transformer that can be split is, for ``processes`` to have it together.
+        ``backend`` is attention's; ``fp8`` says what becomes fp8, and how that computes; what the file has in fp8 stays
+        so.
 
         Raises:
-            UserError: the model has no such plan, or its heads or widths do not divide.
+            UserError: tensors are missing, unknown or of the wrong shape.
         """
-        ...
+        weights, files = WeightFiles(self.files.transformer), self.files
+        key_map = self.layout.key_map(weights, files.prefix)
+        build = self.transformer_class.from_config
+        transformer = load_into(lambda: build(files.transformer_config), weights, key_map, dtype, device, fp8=fp8)
+        assert isinstance(transformer, self.transformer_class)
+        transformer.loaded_dtype = dtype
+        return self.optimise_forward(transformer, backend)
 
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> ImageEncoder:
-        """Return the image encoder."""
-        ...
+        """Return the image encoder; its weights are loaded at the first use."""
+        return self.image_encoder(self.files.vae, dtype, device, self.patch_size)
 
-    def load_text_encoder(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Fp8Recipe | None = None
-    ) -> TextEncoder:
-        """Return the text encoder; with ``recipe`` the large one (T5) becomes fp8 as it is loaded."""
-        ...
+    def text_fingerprint(self, dtype: torch.dtype, recipe: Fp8Recipe | None, *settings: object) -> str:
+        """Return what names the embeddings that the text encoders make with ``settings``.
 
-    def blocks(self, transformer: nn.Module) -> list[nn.Module]:
-        """Return the transformer's blocks in running order, for checkpointing and offloading."""
-        ...
-
-    def predict_velocity(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        text: dict[str, Tensor],
-        guidance_scale: float,
-        conditions: Conditions,
-    ) -> Tensor:
-        """Return the velocity [B, C, h, w] fp32 at ``latents`` of noise level ``sigmas`` [B] fp32.
-
-        ``conditions`` hold what ``conditioning`` names, with a batch axis.
+        Raises:
+            UserError: with a recipe, the large encoder, which is the last, is in fp8 already.
         """
-        ...
+        *_, large = files = self.files.text_encoders
+        if recipe is not None and WeightFiles(large).fp8 is not None:
+            raise UserError(
+                f"fp8_text_encoder: {large} is in fp8 already and is used as it is; remove fp8_text_encoder"
+            )
+        made = [*(fingerprint(path) for path in files), *settings, str(dtype).removeprefix("torch.")]
+        return "-".join(map(str, made if recipe is None else [*made, recipe.describe()]))
+
+    # Sampling.
 
     def sample(
         self,
@@ -185,107 +287,114 @@ class Family(Protocol):
         cfg: float = 1.0,
         conditions: Conditions = NO_CONDITIONS,
     ) -> Image:
-        """Draw one picture; ``conditions`` hold what ``conditioning`` names, with a batch axis of one."""
-        ...
+        """Sample one image with diffusers' pipeline and the running transformer.
+
+        The same seed gives the same image. Noise and solver work in fp32; a 16-bit transformer runs under autocast, so
+        that LoRA weights of any dtype fit. The training mode is restored afterwards and nothing keeps a reference to
+        the transformer.
+
+        Args:
+            transformer: the network, possibly with LoRA; DDP and compile wrappers are taken off.
+            image_encoder: decodes the result.
+            text: of the text encoder, with or without a batch axis of one.
+            width, height: pixels, multiples of ``image_encoder.pixel_multiple``.
+            steps: of the solver; at least 2 where the schedule is stretched between the first and the last.
+            guidance: for the guidance input, where there is one.
+            seed: of the noise.
+            negative_text, cfg: what to steer away from, with ``cfg`` above 1 (two evaluations a step).
+            conditions: what ``conditioning`` names, with a batch axis of one.
+
+        Raises:
+            UserError: the size or number of steps is not possible, the conditions are not those of this family, or it
+                takes no negative text.
+        """
+        multiple, factor = image_encoder.pixel_multiple, image_encoder.latent_factor
+        if width % multiple or height % multiple:
+            raise UserError(f"sample of {width} x {height} pixels: both must be multiples of {multiple}")
+        scheduler = self.scheduler()
+        if steps < 2 and scheduler.config.get("shift_terminal"):
+            raise UserError(
+                f"sample of {steps} step: {self.layout.title}'s schedule has at least two; set --s 2 or more"
+            )
+        plain = unwrapped(transformer)
+        conditions = conditions.to(plain.device)
+        pipeline: Any = self.pipeline(plain, scheduler, conditions)
+        pipeline.vae_scale_factor = factor  # read from the VAE otherwise, which stays outside
+        pipeline.set_progress_bar_config(disable=True)
+        steered = negative_text is not None and cfg > 1
+        inputs = self.pipeline_inputs((width, height), seed, guidance, cfg if steered else 1.0, conditions)
+        inputs |= self.pipeline_text(text, "", plain)
+        if steered and negative_text is not None:
+            inputs |= self.pipeline_text(negative_text, "negative_", plain)
+        dtype = loaded_dtype(plain) or plain.dtype
+        with torch.no_grad(), evaluating(plain), _autocast(plain.device, dtype), self.conditioned(plain, conditions):
+            latents = pipeline(
+                **inputs,
+                width=width,
+                height=height,
+                num_inference_steps=steps,
+                output_type="latent",
+                return_dict=False,
+            )[0]
+        pixels = image_encoder.decode(self.unpack(latents, height // factor, width // factor))
+        return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
+
+    def scheduler(self) -> Any:
+        """Return the folder's scheduler, or with single files the published one."""
+        if self.files.scheduler is not None:
+            return FlowMatchEulerDiscreteScheduler.from_pretrained(self.files.scheduler)
+        return FlowMatchEulerDiscreteScheduler(**self.published_scheduler)
 
 
-class LocatedFiles(Protocol):
-    """Checked locations: weights of the transformer, a file or a folder, and its constructor's arguments."""
+def model_family(config: ModelConfig) -> Family:
+    """Return the family that ``config`` names, its paths checked and nothing loaded.
 
-    @property
-    def transformer(self) -> Any: ...
-
-    @property
-    def transformer_config(self) -> dict[str, Any]: ...
-
-    def key_map(self, weights: WeightFiles) -> KeyMap:
-        """Return where each transformer parameter lies in ``weights``."""
-        ...
-
-
-class TransformerFiles:
-    """Base of the families.
-
-    Attributes:
-        transformer_class: diffusers' class.
-        masks_padding: whether texts of different lengths in a batch are padded, and their padding masked.
+    Raises:
+        UserError: a path is missing or leads to another kind of model.
     """
+    return family_class(config.model_type)(config)
 
-    transformer_class: Any
-    masks_padding = False
-    timestep_sampling: str
-    discrete_flow_shift = 3.0
-    _files: LocatedFiles
-    _dtype: torch.dtype | None = None  # of the transformer that was loaded last
 
-    def fingerprint(self) -> str:
-        """Return a fingerprint of the transformer's weights."""
-        return weights_fingerprint(self._files.transformer)
+def with_transformer(config: ModelConfig, path: Path) -> ModelConfig:
+    """Return the config of the model in ``path``: a pipeline, or a transformer beside ``config``'s other parts.
 
-    @property
-    def transformer_config(self) -> dict[str, Any]:
-        """The arguments of the transformer's class, from its files' headers."""
-        return self._files.transformer_config
+    For a second model of the same family, such as the fp8 file of a bf16 folder.
 
-    def fp8_layout(self) -> Fp8Layout | None:
-        """Return what the transformer's files hold in fp8, from their headers; None if nothing."""
-        return WeightFiles(self._files.transformer).fp8
-
-    def attention_heads(self) -> tuple[int, int]:
-        """Return how many heads the transformer's attention has, and their width."""
-        parameters = inspect.signature(self.transformer_class.__init__).parameters
-        config = {name: each.default for name, each in parameters.items()} | self._files.transformer_config
-        if "n_heads" in config:
-            return config["n_heads"], config["dim"] // config["n_heads"]
-        return config["num_attention_heads"], config["attention_head_dim"]
-
-    def split_plan(self, processes: int) -> dict[str, Parts]:
-        """Return how each linear layer of the blocks is split among ``processes``; no weights are read.
-
-        As diffusers' ``_tp_plan`` says; the modulation, which it leaves whole, by outputs, which are gathered.
-
-        Raises:
-            UserError: the class has no such plan, or its heads or widths do not divide.
-        """
-        return split_plan(self.transformer_class, self._files.transformer_config, processes)
-
-    def load_transformer(
-        self,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        backend: Backend = "auto",
-        *,
-        fp8: Fp8Loader | None = None,
-    ) -> Any:
-        """Load the transformer, frozen, in eval mode, with Tandem's hot paths.
-
-        ``fp8`` says what becomes fp8; what the file has in fp8 stays so.
-
-        Raises:
-            UserError: tensors are missing, unknown or of the wrong shape.
-        """
-        weights, config = WeightFiles(self._files.transformer), self._files.transformer_config
-        build = self.transformer_class.from_config
-        key_map = self._files.key_map(weights)
-        transformer = load_into(lambda: build(config), weights, key_map, dtype, device, fp8=fp8)
-        assert isinstance(transformer, self.transformer_class)
-        self._dtype = dtype
-        return self._with_hot_paths(transformer, backend)
-
-    def _with_hot_paths(self, transformer: Any, backend: Backend) -> Any:
-        """Return ``transformer`` with the family's fast layers."""
-        raise NotImplementedError
+    Raises:
+        UserError: a folder that is no pipeline holds no weights, or several files of them.
+    """
+    root = Path(config.pretrained_model_name_or_path).expanduser()
+    if path.is_dir() and not (path / "model_index.json").is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise UserError(f"{path}: {len(files)} safetensors files; give one file, or a whole pipeline folder")
+        path = files[0]
+    values = {"pretrained_model_name_or_path": str(path)}
+    if path.is_file() and root.is_dir():
+        layout = family_class(config.model_type).layout
+        parts = (layout.vae, *layout.text_encoders)
+        values |= {part.option: str(root) for part in parts if getattr(config, part.option) is None}
+        folders = {part.option: root / part.folder for part in layout.tokenizers}
+        values |= {option: str(folder) for option, folder in folders.items() if folder.is_dir()}
+    return config.model_copy(update=values)
 
 
 def split_plan(kind: Any, config: Mapping[str, Any], processes: int) -> dict[str, Parts]:
-    """Return :meth:`TransformerFiles.split_plan` of diffusers' class ``kind`` with ``config``; raises as that."""
+    """Return how each linear layer of the blocks of diffusers' class ``kind`` is split among ``processes``.
+
+    As its ``_tp_plan`` says; the modulation, which that leaves out, by outputs, which are gathered. No weights are
+    read.
+
+    Raises:
+        UserError: the class has no such plan, or its heads or widths do not divide.
+    """
     if not kind._tp_plan:
         raise UserError(f"tp: diffusers says of no layer of {kind.__name__} how it is split; set tp = 1 and shard")
     with torch.device("meta"):
         empty = kind.from_config(config)
     heads = empty.config.num_attention_heads
     if heads % processes:
-        raise UserError(f"tp: {heads} heads cannot be dealt out to {processes} processes; set a divisor")
+        raise UserError(f"tp: {heads} heads cannot be split among {processes} processes; set a divisor")
     try:
         found = resolve_tp_shard_specs(empty, kind._tp_plan, processes)
     except ValueError as error:
@@ -294,7 +403,7 @@ def split_plan(kind: Any, config: Mapping[str, Any], processes: int) -> dict[str
     plan = {n.removesuffix(".weight"): Parts(spec.dim, tuple(spec.block_sizes)) for n, spec in weights.items()}
     blocks = {name.split(".")[0] for name in plan}
     for name, layer in empty.named_modules():
-        # What is left is the modulation: large weights, one row of numbers each for the whole picture.
+        # What is left is the modulation: large weights, one row of numbers each for the whole image.
         is_left = isinstance(layer, nn.Linear) and name.split(".")[0] in blocks and name not in plan
         if is_left and layer.out_features % processes == 0:
             plan[name] = Parts(0, (layer.out_features,), gathered=True)
@@ -310,6 +419,24 @@ def unwrapped(module: nn.Module) -> Any:
         module = inner
 
 
+def loaded_dtype(transformer: nn.Module) -> torch.dtype | None:
+    """Return the dtype that ``transformer`` was loaded in, whatever single weights have; None if not by a family."""
+    return getattr(unwrapped(transformer), "loaded_dtype", None)
+
+
+def in_loaded_dtype(transformer: nn.Module, *tensors: Tensor) -> list[Tensor]:
+    """Return ``tensors`` in the dtype of the weights, unless autocast, which brings them there itself, is on."""
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        return list(tensors)
+    dtype = loaded_dtype(transformer) or tensors[0].dtype
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def batched(tensor: Tensor, dims: int) -> Tensor:
+    """Return ``tensor`` with a batch axis of one, if it has not its ``dims`` axes yet."""
+    return tensor if tensor.ndim == dims else tensor.unsqueeze(0)
+
+
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Switch every submodule to eval mode and back to the mode it was in."""
@@ -322,20 +449,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             child.training = True
 
 
-def drawing_autocast(transformer: Any, dtype: torch.dtype | None) -> AbstractContextManager:
-    """Autocast to ``dtype``, the base's (None: the transformer's own), if that is a 16-bit one; else change nothing."""
-    dtype = dtype or transformer.dtype
-    if dtype not in (torch.bfloat16, torch.float16):
-        return nullcontext()
-    return torch.autocast(transformer.device.type, dtype)
-
-
-def check_size(width: int, height: int, multiple: int) -> None:
-    """Raise a UserError unless both sides are multiples of ``multiple``."""
-    if width % multiple or height % multiple:
-        raise UserError(f"sample of {width} x {height} pixels: both must be multiples of {multiple}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return "bfloat16" for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
+def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    """Autocast to ``dtype`` if that is a 16-bit one; else change nothing."""
+    return torch.autocast(device.type, dtype) if dtype in (torch.bfloat16, torch.float16) else nullcontext()

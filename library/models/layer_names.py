@@ -18,7 +18,7 @@ transformer's modules have their plain names and a text encoder's begin with the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -158,6 +158,7 @@ class LoraTargets:
         unused_modules: regular expression whose first group is the block's index; in the last block nothing that is
             computed from these layers is used, so they get no gradient and no LoRA.
         kohya_module, kohya_base: what kohya's metadata call the network module and the base (``ss_...``).
+        kohya_facts: other keys of kohya's metadata that are the same for every run of the family.
         architecture: what ModelSpec calls the base, where the model itself does not say it more closely.
         implementation: where the base's own code is, for ModelSpec.
         text_encoders: those that can be trained, in the order of ``text_encoder_lr``.
@@ -175,6 +176,7 @@ class LoraTargets:
     unused_modules: str = ""
     kohya_module: str = "networks.lora_flux"
     kohya_base: str = "flux1"
+    kohya_facts: Mapping[str, object] = field(default_factory=dict)
     architecture: str = "flux-1-dev"
     implementation: str = "https://github.com/black-forest-labs/flux"
     plain_layouts: tuple[str, ...] = ()
@@ -224,9 +226,9 @@ class LoraTargets:
         return {f"{kind.name}_dim": kind.name for kind in self.kinds if kind.name not in listed}
 
 
-def count_blocks(weights: WeightFiles, stack: str) -> int:
+def count_blocks(names: Iterable[str], stack: str) -> int:
     """Return 1 + the highest number that follows ``stack`` in a tensor's name; a gap shows up as missing tensors."""
-    numbers = [int(name[len(stack) :].split(".", 1)[0]) for name in weights.names if name.startswith(stack)]
+    numbers = [int(name[len(stack) :].split(".", 1)[0]) for name in names if name.startswith(stack)]
     return 1 + max(numbers, default=-1)
 
 
@@ -256,7 +258,7 @@ def original_key_map(
             found[_renamed(name.removeprefix(prefix), norms)] = [RowRange(name)]
     for row in keys.rows:
         stack, several, _ = (prefix + row.original).partition("{i}")
-        for i in range(count_blocks(weights, stack)) if several and row.original not in row.parts else ():
+        for i in range(count_blocks(weights.names, stack)) if several and row.original not in row.parts else ():
             lacking = f"{prefix}{row.original}.weight".replace("{i}", str(i))
             if lacking not in weights:
                 found.setdefault(f"{row.parts[0]}.weight".replace("{i}", str(i)), [RowRange(lacking)])

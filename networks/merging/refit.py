@@ -47,7 +47,7 @@ class Refit:
     effect: float
 
 
-def refit_layer(
+def retarget_layer(
     lora: LoraWeights | None,
     weight: Tensor,
     served: Tensor,

@@ -10,11 +10,12 @@ import pytest
 import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import T5TokenizerFast
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.registry import model_family
-from library.models.text_encoders import load_t5_tokenizer
+from library.models.family import model_family
+from library.models.text import load_tokenizer
 from tests.tiny import SingleFiles, save_single_files, tiny_flux_pipeline
 
 
@@ -135,7 +136,7 @@ def test_autoencoder_of_stable_diffusion_is_refused(files: SingleFiles, tmp_path
         ("double_stream_modulation_img.lin.weight", "a FLUX.2 checkpoint, not FLUX.1"),
         ("distilled_guidance_layer.in_proj.weight", "a Chroma checkpoint, not FLUX.1"),
         ("model.diffusion_model.joint_blocks.0.x", "a Stable Diffusion 3 checkpoint, not FLUX.1"),
-        ("transformer_blocks.0.img_mod.1.weight", "a Qwen-Image checkpoint, not FLUX.1"),
+        ("transformer_blocks.0.img_mod.1.weight", "a Qwen-Image transformer, not FLUX.1"),
         ("something.else", "of no known layout"),
     ],
 )
@@ -244,7 +245,7 @@ def test_t5_tokenizer_is_read_from_the_published_sentencepiece_model(
         "--input=text.txt --model_prefix=t5/spiece --vocab_size=60 --hard_vocab_limit=false "
         "--pad_id=0 --eos_id=1 --unk_id=2 --bos_id=-1 --minloglevel=2"
     )
-    tokenizer = load_t5_tokenizer("t5")
+    tokenizer = load_tokenizer(T5TokenizerFast.from_pretrained, "t5", "t5xxl_tokenizer")
     pieces = sentencepiece.SentencePieceProcessor(model_file="t5/spiece.model").encode("a red ball")
     assert tokenizer("a red ball").input_ids == [*pieces, 1]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
+from library.models.family import model_family
 from library.models.flux.model import pack_latents, pack_mask
 from library.models.flux.spec import FluxFamily
-from library.models.registry import model_family
 from tests.flux_variants import TEXT, tiny_conditions
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 
@@ -117,14 +117,14 @@ def test_a_16_bit_transformer_samples_under_autocast(family: FluxFamily) -> None
 def test_what_fill_cannot_do_is_refused(family: FluxFamily) -> None:
     inputs, transformer = tiny_flux_inputs(batch=1), family.load_transformer(torch.float32)
     text, encoder = text_of(), family.load_image_encoder(torch.float32)
-    with pytest.raises(UserError, match="needs a picture and a mask"):
+    with pytest.raises(UserError, match="needs an image and a mask"):
         family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text, 1.0, NO_CONDITIONS)
-    with pytest.raises(UserError, match="use one size for the picture and its mask"):
+    with pytest.raises(UserError, match="use one size for the image and its mask"):
         family.predict_velocity(
             transformer, inputs["latents"], inputs["sigmas"], text, 1.0, tiny_conditions("flux_fill", 1, side=10)
         )
     right = tiny_conditions("flux_fill", 1)
-    with pytest.raises(UserError, match="needs a picture and a mask"):
+    with pytest.raises(UserError, match="needs an image and a mask"):
         family.sample(transformer, encoder, text, 64, 64, 1, 30.0, 0)
     with pytest.raises(UserError, match="64 x 48 pixels with a mask of 64 x 64"):
         family.sample(transformer, encoder, text, 64, 48, 1, 30.0, 0, conditions=right)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import tools.quantize_model as quantize_model
 from library.models.flux.spec import FluxFamily
-from library.models.text_encoders import load_t5
+from library.models.flux.text import load_t5
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from tests.tiny import SingleFiles, save_single_files, tiny_flux_inputs, tiny_flux_pipeline

@@ -16,8 +16,9 @@ from library.conditions import Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.errors import UserError
+from library.models.family import model_family
 from library.models.flux.spec import FluxFamily
-from library.models.registry import lora_targets, model_family
+from library.models.registry import lora_targets
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter

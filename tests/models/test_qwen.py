@@ -16,8 +16,8 @@ from torch import nn
 from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Batch, Item, collate
 from library.errors import UserError
+from library.models.family import model_family
 from library.models.qwen_image.spec import QwenImageFamily
-from library.models.registry import model_family
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.tasks.image_step import FlowStep
 from tests.tiny_qwen import save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
@@ -137,7 +137,7 @@ def test_embeddings_do_not_depend_on_the_batch(folder: Path) -> None:
 def test_text_only_models_load_no_vision_tower_and_an_fp8_one_is_near(folder: Path) -> None:
     family = family_of(folder)
     plain = family.load_text_encoder(torch.bfloat16)
-    small = family.load_text_encoder(torch.bfloat16, recipe=Fp8Recipe("block64", exclude=()))
+    small = family.load_text_encoder(torch.bfloat16, recipe=Fp8Recipe("block64", keep=()))
     assert plain.fingerprint != small.fingerprint
     (expected,), (found,) = plain.encode(CAPTIONS[:1]), small.encode(CAPTIONS[:1])
     assert found["prompt_embeds"].dtype == torch.bfloat16
@@ -224,7 +224,7 @@ def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: s
     files = save_split_files(folder, tmp_path, prefix)
     single, whole = model_family(files.model_config()), family_of(folder)
     assert isinstance(single, QwenImageFamily)
-    assert single._files.transformer_config["num_layers"] == 2
+    assert single.files.transformer_config["num_layers"] == 2
     for load in (
         lambda family: family.load_transformer(torch.float32),
         lambda family: family.load_image_encoder(torch.float32).vae,
@@ -238,7 +238,7 @@ def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: s
     texts = [family.load_text_encoder(torch.float32).encode(CAPTIONS) for family in (single, whole)]
     for one, other in zip(*texts, strict=True):
         assert torch.equal(one["prompt_embeds"], other["prompt_embeds"])
-    schedules = [{k: v for k, v in f._scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
+    schedules = [{k: v for k, v in f.scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
     assert schedules[0] == schedules[1]
 
 

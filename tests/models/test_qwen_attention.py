@@ -1,4 +1,4 @@
-"""The Qwen-Image transformer with Tandem's hot paths against diffusers' own, same weights."""
+"""The Qwen-Image transformer with the optimised forward against diffusers' own, same weights."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Batch
 from library.data.images import to_pixels
 from library.errors import UserError
+from library.models.family import model_family
 from library.models.qwen_image.spec import QwenImageEditFamily
 from library.models.qwen_image.text import TEMPLATES, reference_size
-from library.models.registry import model_family
 from library.training.tasks.image_step import FlowStep
 from tests.tiny_qwen import PIPELINES, Kind, TinyProcessor, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 
@@ -118,9 +118,9 @@ def test_pictures_take_places_in_a_grid_which_the_pipeline_alone_forgets(folders
 
 def test_a_wrong_number_of_pictures_is_refused(folders: dict[str, Path]) -> None:
     encoder = family_of(folders, "qwen_image_edit").load_text_encoder(torch.float32)
-    with pytest.raises(UserError, match=r"2 reference pictures of one caption, this model takes 1; use model_type = "):
+    with pytest.raises(UserError, match=r"2 reference images of one caption, this model takes 1; use model_type = "):
         encoder.encode(["a"], [[picture(32, 32)] * 2])
-    with pytest.raises(UserError, match="0 reference pictures of one caption, this model takes 1; give each"):
+    with pytest.raises(UserError, match="0 reference images of one caption, this model takes 1; give each"):
         encoder.encode(["a"])
     plus = family_of(folders, "qwen_image_edit_plus").load_text_encoder(torch.float32)
     assert len(plus.encode(["a"])) == 1  # without pictures it reads the caption alone
@@ -211,7 +211,7 @@ def test_a_step_counts_the_painted_picture_alone_and_follows_the_reference(folde
         without = step.loss(transformer, batch(()), 0)[0]
     assert len({round(value.item(), 5) for value in (one, other, without)}) == 3
     edit = family_of(folders, "qwen_image_edit")
-    with pytest.raises(UserError, match="takes one reference picture a sample, found 2; use model_type"):
+    with pytest.raises(UserError, match="takes one reference image a sample, found 2; use model_type"):
         FlowStep(edit, FlowConfig(), seed=4).loss(edit.load_transformer(torch.float32), batch((shown, shown)), 0)
 
 

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.qwen_image.text import load_qwen_text, picture_processor
-from library.models.qwen_image.vae import load_qwen_vae, qwen_vae_config
-from library.models.registry import model_family
+from library.models.family import model_family
+from library.models.qwen_image.text import image_processor, load_qwen_text
+from library.models.qwen_image.vae import QwenImageEncoder
+from library.precision.checkpoint_layouts import WeightFiles
 from tests.tiny import tiny_flux_pipeline
 from tests.tiny_qwen import SplitFiles, published_text_name, save_split_files, tiny_qwen_pipeline
 
@@ -83,7 +84,7 @@ def test_files_of_other_models_are_refused_by_what_they_are(files: SplitFiles, f
 
 def test_a_forgotten_model_type_is_named(files: SplitFiles, folder: Path) -> None:
     unset = {"model_type": "flux"}
-    refuses('a Qwen-Image checkpoint, not FLUX.1; set model_type = "qwen_image"', files.model_config(**unset))
+    refuses('a Qwen-Image transformer, not FLUX.1; set model_type = "qwen_image"', files.model_config(**unset))
     refuses('not FluxTransformer2DModel; set model_type = "qwen_image"', in_folder(folder, **unset))
 
 
@@ -105,9 +106,9 @@ def test_a_vae_file_in_either_naming_gives_the_folders_config(files: SplitFiles,
     published = folder / "vae" / "diffusion_pytorch_model.safetensors"
     wanted = json.loads((folder / "vae" / "config.json").read_text())
     for path in (files.vae, published):
-        config = qwen_vae_config(path)
+        config, _ = QwenImageEncoder.describe(WeightFiles(path))
         assert {name: wanted[name] for name in config} == config
-        vae, theirs = load_qwen_vae(path, torch.float32).state_dict(), load_file(published)
+        vae, theirs = QwenImageEncoder.load(path, torch.float32).state_dict(), load_file(published)
         assert vae.keys() == theirs.keys()
         assert all(torch.equal(vae[name], theirs[name]) for name in theirs)
 
@@ -138,7 +139,7 @@ def test_text_encoders_are_read_in_both_namings(folder: Path, tmp_path: Path) ->
     states = []
     for name, rename in (("old", published_text_name), ("new", _new_text_name)):
         save_file({rename(key): tensor for key, tensor in weights.items()}, tmp_path / f"{name}.safetensors")
-        states.append(load_qwen_text(tmp_path / f"{name}.safetensors", torch.float32, picture_token=5).state_dict())
+        states.append(load_qwen_text(tmp_path / f"{name}.safetensors", torch.float32, image_token=5).state_dict())
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert any(name.startswith("visual.") for name in states[0])
@@ -152,11 +153,11 @@ def _new_text_name(name: str) -> str:
 
 
 def test_the_processors_settings_are_the_folders_or_the_published_ones(tmp_path: Path) -> None:
-    assert picture_processor(None).size == {"shortest_edge": 3136, "longest_edge": 12845056}
+    assert image_processor(None).size == {"shortest_edge": 3136, "longest_edge": 12845056}
     (tmp_path / "preprocessor_config.json").write_text(
         '{"min_pixels": 784, "max_pixels": 50176, "processor_class": "X"}'
     )
-    assert picture_processor(tmp_path).size == {"shortest_edge": 784, "longest_edge": 50176}
+    assert image_processor(tmp_path).size == {"shortest_edge": 784, "longest_edge": 50176}
 
 
 def test_a_tokenizer_without_pictures_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
-from library.models.registry import model_family
+from library.models.family import model_family
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from tests.tiny_qwen import SplitFiles, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline

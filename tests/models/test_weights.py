@@ -19,8 +19,8 @@ from torch import nn
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_KEYS, FLUX_NORMS
+from library.models.flux.vae import FluxImageEncoder
 from library.models.layer_names import original_key_map
-from library.models.vae import load_vae
 from library.models.weights import identity_map, load_into
 from library.precision.checkpoint_layouts import WeightFiles
 from library.safetensors_io import RowRange
@@ -110,7 +110,7 @@ def test_bfl_autoencoder_is_that_of_diffusers_converter(tmp_path: Path) -> None:
     bfl = bfl_vae_state_dict(vae.state_dict())
     save_file(bfl, tmp_path / "ae.safetensors")
     reference = convert_ldm_vae_checkpoint(dict(bfl), vae.config)
-    ours = load_vae(tmp_path / "ae.safetensors", torch.float32)
+    ours = FluxImageEncoder.load(tmp_path / "ae.safetensors", torch.float32)
     assert isinstance(ours, AutoencoderKL)
     assert (ours.config.scaling_factor, ours.config.shift_factor) == (0.3611, 0.1159)
     assert set(ours.state_dict()) == set(reference)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch, Item, collate
 from library.errors import UserError
-from library.models.registry import model_family
+from library.models.family import model_family
 from library.models.z_image.files import Z_IMAGE_TARGETS
 from library.models.z_image.model import optimise_forward
 from library.models.z_image.spec import ZImageFamily
@@ -171,7 +171,7 @@ def test_text_embeddings_are_those_of_the_pipeline(folder: Path, pipeline: ZImag
 def test_the_last_layer_of_the_text_encoder_is_not_loaded_and_an_fp8_one_is_near(folder: Path) -> None:
     family = family_of(folder)
     plain = family.load_text_encoder(torch.bfloat16)
-    small = family.load_text_encoder(torch.bfloat16, recipe=Fp8Recipe("block64", exclude=()))
+    small = family.load_text_encoder(torch.bfloat16, recipe=Fp8Recipe("block64", keep=()))
     assert plain.fingerprint != small.fingerprint
     (expected,), (found,) = plain.encode(CAPTIONS[:1]), small.encode(CAPTIONS[:1])
     error = (found["prompt_embeds"] - expected["prompt_embeds"]).float().norm() / expected["prompt_embeds"].norm()
@@ -233,7 +233,7 @@ def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: s
     assert torch.equal(*(encoder.encode(pixels) for encoder in encoders))
     texts = [family.load_text_encoder(torch.float32).encode(CAPTIONS) for family in (single, whole)]
     assert all(torch.equal(a["prompt_embeds"], b["prompt_embeds"]) for a, b in zip(*texts, strict=True))
-    schedules = [{k: v for k, v in f._scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
+    schedules = [{k: v for k, v in f.scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
     assert schedules[0] == schedules[1]
 
 
@@ -249,7 +249,7 @@ def test_a_lone_file_in_diffusers_names_is_read(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("keep", [("embedders", "final"), ()])
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path, keep: tuple[str, ...]) -> None:
     family, inputs = family_of(folder), tiny_z_inputs()
-    loading = Fp8Loader(Fp8Recipe("block64", exclude=keep), compute="dequant")
+    loading = Fp8Loader(Fp8Recipe("block64", keep=keep), compute="dequant")
     velocities = []
     for fp8 in (None, loading):
         transformer = family.load_transformer(torch.float32, fp8=fp8)
@@ -300,7 +300,7 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
     save_file({**load_file(files.transformer), "siglip_pad_token": torch.ones(1, 64)}, omni)
     wanted = {
         "does not exist; give a local diffusers folder": {"pretrained_model_name_or_path": "nowhere"},
-        "a QwenImagePipeline, not ZImagePipeline": {"pretrained_model_name_or_path": str(qwen)},
+        "not ZImageTransformer2DModel; set model_type = .qwen_image": {"pretrained_model_name_or_path": str(qwen)},
         "needs vae beside it; set vae to ae.safetensors": {"vae": None},
         "needs text_encoder beside it; set text_encoder to qwen_3_4b": {"text_encoder": None},
         "vae 'nowhere' does not exist": {"vae": "nowhere"},
@@ -314,7 +314,7 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
         with pytest.raises(UserError, match=message) as caught:
             model_family(files.model_config(**changes))
         assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match='a Z-Image checkpoint, not FLUX.1; set model_type = "z_image"'):
+    with pytest.raises(UserError, match='a Z-Image transformer, not FLUX.1; set model_type = "z_image"'):
         model_family(ModelConfig(pretrained_model_name_or_path=str(files.transformer)))
 
 

@@ -11,8 +11,8 @@ from peft.utils import get_peft_model_state_dict
 
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
+from library.models.family import model_family
 from library.models.flux.files import FLUX_TARGETS
-from library.models.registry import model_family
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_adapter

@@ -8,8 +8,8 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from library.config import load_config
-from library.models.text_encoders import FluxTextEncoder
-from library.models.vae import VaeImageEncoder
+from library.models.flux.text import FluxTextEncoder
+from library.models.flux.vae import FluxImageEncoder
 from tests.runs import arguments, run, write_dataset
 from tests.tiny import tiny_flux_pipeline
 from tools.cache_dataset import cache_dataset
@@ -30,7 +30,7 @@ def test_training_after_it_encodes_nothing(tmp_path: Path, monkeypatch: pytest.M
     def encode(*_: object) -> None:
         raise AssertionError("everything is cached")
 
-    monkeypatch.setattr(VaeImageEncoder, "encode", encode)
+    monkeypatch.setattr(FluxImageEncoder, "encode", encode)
     monkeypatch.setattr(FluxTextEncoder, "encode", encode)
     run(base, dataset, tmp_path / "run", **settings)
     assert sorted(cache.rglob("*.safetensors")) == files

@@ -13,7 +13,7 @@ from PIL import Image
 from library.conditions import Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.registry import model_family
+from library.models.family import model_family
 from tests.data.folders import picture
 from tests.tiny import tiny_flux_pipeline
 from tools.generate import image, parser

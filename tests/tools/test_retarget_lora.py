@@ -20,8 +20,8 @@ import tools.quantize_model as quantize_model
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.files import weights_fingerprint
+from library.models.family import model_family
 from library.models.flux.files import FLUX_TARGETS
-from library.models.registry import model_family
 from library.training.calibration import CalibrationOptions, prepare_calibration
 from networks.files.adapters import load_lora, save_adapter
 from networks.files.metadata import base_mismatch

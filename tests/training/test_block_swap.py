@@ -17,7 +17,7 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import image_positions, optimise_forward, pack_latents
 from library.precision.recipe import Fp8Recipe, quantize_model
-from library.training.memory.block_swap import RING, BlockSwap, Ring, swap_blocks, swapped_per_kind
+from library.training.memory.block_swap import RING, BlockSwap, Ring, kind_sizes, swap_blocks, swapped_per_kind
 from networks.injection import inject_adapter
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
@@ -190,13 +190,14 @@ def test_names_and_values_of_the_state_dict_stay_at_any_time() -> None:
 
 def test_counting_is_that_of_kohya() -> None:
     # sd-scripts, FluxParams of 19 and 38 blocks: "maximum value is 35 for FLUX.1"
-    assert swapped_per_kind([19, 38], 35) == [17, 36]
-    assert swapped_per_kind([19, 38], 16) == [8, 16]
-    assert swapped_per_kind([60], 45) == [45]
+    flux = [(19, 340), (38, 142)]  # millions of weights
+    assert swapped_per_kind(flux, 35) == [17, 36]
+    assert swapped_per_kind(flux, 16) == [8, 16]
+    assert swapped_per_kind([(60, 340)], 45) == [45]
     with pytest.raises(UserError, match="blocks_to_swap: 36 is more than this model allows; set at most 35"):
-        swapped_per_kind([19, 38], 36)
+        swapped_per_kind(flux, 36)
     with pytest.raises(UserError, match="blocks_to_swap: 3 is more than this model allows; set at most 0"):
-        swapped_per_kind([2, 2], 3)
+        swapped_per_kind([(2, 340), (2, 142)], 3)
 
 
 def test_a_run_with_swapped_blocks_gives_the_same_lora_and_samples(tmp_path: Path) -> None:
@@ -216,3 +217,19 @@ def test_a_run_with_swapped_blocks_gives_the_same_lora_and_samples(tmp_path: Pat
 def test_compiled_blocks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="blocks_to_swap: compiled blocks keep the memory .* remove torch_compile"):
         run(tmp_path, tmp_path, tmp_path, blocks_to_swap=1, torch_compile=True)
+
+
+def test_any_number_of_kinds_shares_the_swapped_blocks_by_their_weights() -> None:
+    sizes = [(4, 100), (10, 50), (20, 24)]
+    assert swapped_per_kind(sizes, 3) == [1, 2, 4]
+    assert swapped_per_kind(sizes, 4) == [1, 2, 8]  # what does not divide goes to the last kinds
+    with pytest.raises(UserError, match="set at most 8"):
+        swapped_per_kind(sizes, 9)
+
+
+def test_a_kinds_size_is_counted_in_the_model() -> None:
+    transformer: Any = tiny_flux_transformer(double_blocks=3, single_blocks=5).requires_grad_(False)
+    blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+    (double, weights), (single, smaller) = kind_sizes(blocks)
+    assert (double, single) == (3, 5)
+    assert round(weights / smaller) == 2  # as in the published model: 340 and 142 million

@@ -15,8 +15,8 @@ import tools.quantize_model as quantize_model
 from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Batch, Item
 from library.errors import UserError
+from library.models.family import model_family
 from library.models.flux.files import FLUX_TARGETS
-from library.models.registry import model_family
 from library.precision.fake_quantize import FakeQuantLinear
 from library.precision.fp8_linear import Fp8Linear
 from library.training.flow import add_noise, noise_for, sample_sigmas

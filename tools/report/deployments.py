@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family import Family, ImageEncoder
-from library.models.registry import lora_targets, model_family, with_transformer
+from library.models.family import Family, model_family, with_transformer
+from library.models.vae import ImageEncoder
 from library.nn.rope import MultiAxisRope
 from library.precision.fake_quantize import ActivationRounding, fake_quantize_inputs, rounded_positions
 from library.precision.fp8_linear import Fp8Linear
@@ -143,7 +143,7 @@ class Models:
         self.deployed_family = model_family(self.deployed_config) if deployed.path else self.family
         if deployed.path is not None and self.deployed_family.fp8_layout() is None:
             raise UserError(f"--deploy {deployed.path}: holds no fp8 weights; give the fp8 file that is served")
-        self.targets = lora_targets()[self.family.name]
+        self.targets = self.family.targets
         self.loras = loras
         self.dtype, self.device = dtype, device
         self.kept: frozenset[str] = frozenset()
@@ -213,7 +213,7 @@ class Models:
                 layer.weight.data.copy_(weight)
                 continue
             made = round_like(layer.quantized(), weight, variant.merge or "nearest", derive_seed("merge", name))
-            layer.weight.data.copy_(made.values)
+            layer.weight.data.copy_(made.codes)
             if made.scale is not None and layer.scale is not None:
                 layer.scale.copy_(made.scale)
 
@@ -247,7 +247,7 @@ class Models:
 
 def round_like(kind: Quantized, weight: Tensor, how: Merge, seed: int) -> Quantized:
     """Return ``weight`` [out, in] in the fp8 format and granularity of ``kind``, with fresh scales."""
-    fp8 = format_of(kind.values.dtype)
+    fp8 = format_of(kind.codes.dtype)
     assert fp8 is not None
     random = torch.Generator(weight.device).manual_seed(seed) if how == "stochastic" else None
     return quantize(weight, granularity_of(kind), fp8, stochastic=how == "stochastic", generator=random)
@@ -259,7 +259,7 @@ def granularity_of(quantized: Quantized) -> Granularity:
     if scale is None:
         return "cast"
     if scale.shape[1] > 1:
-        size = quantized.values.shape[1] // scale.shape[1]
+        size = quantized.codes.shape[1] // scale.shape[1]
         return "block64" if size == 64 else "block128" if size == 128 else "row"
     return "row" if scale.shape[0] > 1 else "tensor"
 

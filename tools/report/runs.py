@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from library.data.batches import Batch
-from library.models.family import Family, ImageEncoder
+from library.models.family import Family
+from library.models.vae import ImageEncoder
 from library.precision.fake_quantize import timestep_rounding
 from library.training.flow import add_noise, flux_mu, noise_for, shift_sigmas
 from tools.report.deployments import Paste, Variant

@@ -1,179 +1,26 @@
-"""Where the parts of a FLUX.1 model lie: ``[model]`` options in, checked paths out, no weights read.
+"""FLUX.1's files: where their parts lie, what they call the layers, and which of these get a LoRA.
 
-Three ways of keeping a model are understood:
+A transformer file has one of two layouts of the same numbers. *BFL's* (https://github.com/black-forest-labs/flux), read
+by ComfyUI too, fuses q, k and v (in single blocks also the MLP's first matrix), names modulations differently, and
+orders the last modulation (shift, scale) where *diffusers'* has (scale, shift). ``FLUX_KEYS`` says so; its source is
+diffusers' ``convert_flux_transformer_checkpoint_to_diffusers`` and BFL's reference implementation. Beside the file lie
+``ae``, ``clip_l`` and ``t5xxl``.
 
-- a diffusers folder with everything in it (``model_index.json``, ``transformer/``, ``vae/``, ...);
-- BFL's single file (``flux1-dev.safetensors``) with ``ae``, ``clip_l`` and ``t5xxl`` beside it;
-- ComfyUI's split files, the same with or without ``model.diffusion_model.`` before each name. A file that
-  also holds the other parts is read for its transformer; the others still come from ``ae``, ``clip_l`` and
-  ``t5xxl``.
-
-With a folder ``ae``, ``clip_l`` and ``t5xxl`` replace the folder's own parts.
-
-What a FLUX.1 transformer file holds: its layout, its configuration, and where each parameter comes from.
-
-Two layouts of the same numbers are in use. *BFL's* (https://github.com/black-forest-labs/flux), read by
-ComfyUI too, there optionally under ``model.diffusion_model.``; and *diffusers'*. BFL fuses q, k and v (in
-single blocks also the MLP's first matrix), names modulations differently, and orders the last modulation
-(shift, scale) where diffusers has (scale, shift). :func:`bfl_key_map` says for each diffusers parameter which
-rows of which BFL tensor it is.
-
-The configuration follows from the shapes, so a file needs no sidecar: widths, numbers of blocks and heads,
-guidance (dev) or none (schnell).
+*LoRA.* As in kohya's sd-scripts (``networks/lora_flux.py``) every linear layer inside the double and single blocks is
+trained by default, attention, MLP and modulation alike; the layers in front of the blocks (image, time, vector,
+guidance and text input) only when ``in_dims`` gives them a rank; the final layer never. kohya's fused ``qkv`` and
+``linear1`` are separate layers here, each with a LoRA of the full rank. Text encoders have their linear layers of
+attention and feed-forward trained, as in sd-scripts.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from library.config.schema import ModelConfig
-from library.errors import UserError
-from library.models.layer_names import (
-    KeyNames,
-    KeyRow,
-    LayerGroup,
-    LoraTargets,
-    TextEncoderTargets,
-    count_blocks,
-    original_key_map,
-)
-from library.models.text_encoders import check_t5, clip_positions
-from library.models.vae import vae_config
-from library.models.weights import KeyMap, read_config
-from library.precision.checkpoint_layouts import WeightFiles
-
-
-@dataclass(frozen=True)
-class FluxFiles:
-    """Checked locations. ``transformer_config`` holds the arguments of ``FluxTransformer2DModel``."""
-
-    transformer: Path
-    transformer_config: dict[str, Any]
-    transformer_prefix: str | None  # of a BFL-layout file; None for diffusers' layout
-    vae: Path
-    clip: Path
-    t5: Path
-    clip_tokenizer: str | Path
-    t5_tokenizer: str | Path
-    scheduler: Path | None
-
-    def key_map(self, weights: WeightFiles) -> KeyMap:
-        """Return where each transformer parameter lies in ``weights``."""
-        return original_key_map(weights, self.transformer_prefix or "", FLUX_KEYS, FLUX_NORMS)
-
-
-def locate(config: ModelConfig) -> FluxFiles:
-    """Find and check every part of the model.
-
-    Raises:
-        UserError: a part is missing, unreadable, quantised with scales, of another architecture, or the transformer is
-            of another variant than ``model_type`` says.
-    """
-    root = Path(config.pretrained_model_name_or_path).expanduser()
-    if root.is_dir():
-        files = _locate_in_folder(root, config)
-    elif root.is_file():
-        files = _locate_single_file(root, config)
-    else:
-        raise UserError(
-            f"pretrained_model_name_or_path {str(root)!r} does not exist; give a local diffusers folder or a "
-            ".safetensors file"
-        )
-    check_inputs(files.transformer, {"in_channels": 64} | files.transformer_config, config.model_type)
-    vae_config(files.vae)
-    clip_positions(files.clip)
-    check_t5(files.t5)
-    return files
-
-
-def _locate_in_folder(root: Path, config: ModelConfig) -> FluxFiles:
-    index = root / "model_index.json"
-    if not index.is_file():
-        raise UserError(f"{root}: no model_index.json, so no diffusers pipeline; give the folder that holds it")
-    try:
-        pipeline = json.loads(index.read_text(encoding="utf-8")).get("_class_name", "")
-    except ValueError as error:
-        raise UserError(f"{index}: not valid JSON ({error}); download it again") from error
-    if not (root / "transformer").is_dir():
-        raise UserError(f"{root}: a {pipeline or 'pipeline'} without a transformer folder; give a FLUX.1 folder")
-    transformer_config = read_config(root / "transformer")
-    kind = transformer_config.get("_class_name")
-    if kind != "FluxTransformer2DModel":
-        remedy = 'set model_type = "qwen_image"' if str(kind).startswith("Qwen") else "give a FLUX.1 folder"
-        raise UserError(f"{root / 'transformer'}: {kind!r}, not FluxTransformer2DModel; {remedy}")
-    own_clip, own_t5 = config.clip_l is None, config.t5xxl is None
-    return FluxFiles(
-        transformer=root / "transformer",
-        transformer_config=transformer_config,
-        transformer_prefix=None,
-        vae=_vae_path(config.ae) if config.ae else root / "vae",
-        clip=root / "text_encoder" if own_clip else _part(config.clip_l, "clip_l", "text_encoder"),
-        t5=root / "text_encoder_2" if own_t5 else _part(config.t5xxl, "t5xxl", "text_encoder_2"),
-        # The folder's tokenizers fit CLIP-L and T5-XXL wherever their weights come from.
-        clip_tokenizer=_own_tokenizer(root / "tokenizer", config.clip_l_tokenizer),
-        t5_tokenizer=_own_tokenizer(root / "tokenizer_2", config.t5xxl_tokenizer),
-        scheduler=root / "scheduler" if (root / "scheduler" / "scheduler_config.json").is_file() else None,
-    )
-
-
-def _locate_single_file(root: Path, config: ModelConfig) -> FluxFiles:
-    weights = WeightFiles(root)
-    refuse_other_architectures(weights)
-    prefix = bfl_prefix(weights)
-    transformer_config = diffusers_config(weights) if prefix is None else bfl_config(weights, prefix)
-    return FluxFiles(
-        transformer=root,
-        transformer_config=transformer_config,
-        transformer_prefix=prefix,
-        vae=_vae_path(_needed(config.ae, "ae", "ae.safetensors", root)),
-        clip=_part(_needed(config.clip_l, "clip_l", "clip_l.safetensors", root), "clip_l", "text_encoder"),
-        t5=_part(_needed(config.t5xxl, "t5xxl", "t5xxl_fp16.safetensors", root), "t5xxl", "text_encoder_2"),
-        clip_tokenizer=config.clip_l_tokenizer,
-        t5_tokenizer=config.t5xxl_tokenizer,
-        scheduler=None,
-    )
-
-
-def _needed(value: str | None, option: str, published: str, root: Path) -> str:
-    if not value:
-        raise UserError(f"{root}: a transformer file needs {option} beside it; set {option} to {published}")
-    return value
-
-
-def _part(value: str | None, option: str, subfolder: str) -> Path:
-    """Return the file or model folder that ``option`` names; a pipeline's folder stands for its part."""
-    path = Path(value or "").expanduser()
-    if not path.exists():
-        raise UserError(f"{option} {str(path)!r} does not exist; give a .safetensors file or a model folder")
-    return path / subfolder if (path / subfolder).is_dir() else path
-
-
-def _vae_path(value: str) -> Path:
-    return _part(value, "ae", "vae")
-
-
-def _own_tokenizer(folder: Path, otherwise: str) -> str | Path:
-    return folder if folder.is_dir() else otherwise
-
-
-COMFY_PREFIX = "model.diffusion_model."
-_LATENT_CHANNELS = 64  # of a token: 16 latent channels x 2 x 2
-_MASK_CHANNELS = 256  # of a Fill token: 16 x 16 pixels of the mask
-
-
-# Norms of queries and keys, as regular expressions: BFL's names against diffusers'.
-FLUX_NORMS = (
-    (r"double_blocks\.(\d+)\.img_attn\.norm\.query_norm\.scale", r"transformer_blocks.\1.attn.norm_q.weight"),
-    (r"double_blocks\.(\d+)\.img_attn\.norm\.key_norm\.scale", r"transformer_blocks.\1.attn.norm_k.weight"),
-    (r"double_blocks\.(\d+)\.txt_attn\.norm\.query_norm\.scale", r"transformer_blocks.\1.attn.norm_added_q.weight"),
-    (r"double_blocks\.(\d+)\.txt_attn\.norm\.key_norm\.scale", r"transformer_blocks.\1.attn.norm_added_k.weight"),
-    (r"single_blocks\.(\d+)\.norm\.query_norm\.scale", r"single_transformer_blocks.\1.attn.norm_q.weight"),
-    (r"single_blocks\.(\d+)\.norm\.key_norm\.scale", r"single_transformer_blocks.\1.attn.norm_k.weight"),
-)
+from library.models.files import FamilyFiles, Part, Shapes
+from library.models.inspection import Architecture, WeightlessNorms
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, TextEncoderTargets, count_blocks
 
 
 def _double(image: str, block: str) -> KeyRow:
@@ -223,117 +70,33 @@ FLUX_KEYS = KeyNames(
     )
 )
 
-
-def bfl_prefix(weights: WeightFiles) -> str | None:
-    """Return the prefix of a BFL-layout transformer in ``weights`` ("": bare), None without one."""
-    for prefix in ("", COMFY_PREFIX):
-        if f"{prefix}double_blocks.0.img_attn.qkv.weight" in weights and f"{prefix}img_in.weight" in weights:
-            return prefix
-    return None
-
-
-def refuse_other_architectures(weights: WeightFiles) -> None:
-    """Raise a UserError that says what ``weights`` are, if they are no FLUX.1 transformer."""
-    names = weights.names
-    what: str | None = None
-    if any(re.search(r"\.lora_(A|B|up|down)\b|lora_unet_", name) for name in names):
-        raise UserError(
-            f"{weights.path}: a LoRA, not a base model; give it as network_weights, and a FLUX.1 model as "
-            "pretrained_model_name_or_path"
-        )
-    if any(".input_blocks." in name for name in names):
-        what = "a Stable Diffusion or SDXL checkpoint"
-    elif any("double_stream_modulation" in name for name in names):
-        what = "a FLUX.2 checkpoint"
-    elif any("distilled_guidance_layer" in name for name in names):
-        what = "a Chroma checkpoint"
-    elif any("joint_blocks." in name for name in names):
-        what = "a Stable Diffusion 3 checkpoint"
-    elif any("img_mod.1." in name for name in names):
-        raise UserError(f'{weights.path}: a Qwen-Image checkpoint, not FLUX.1; set model_type = "qwen_image"')
-    elif any(name.endswith("cap_pad_token") for name in names):
-        raise UserError(f'{weights.path}: a Z-Image checkpoint, not FLUX.1; set model_type = "z_image"')
-    elif bfl_prefix(weights) is None and "single_transformer_blocks.0.attn.to_q.weight" not in weights:
-        what = "of no known layout (no double_blocks.0.img_attn.qkv, no single_transformer_blocks.0)"
-    if what:
-        raise UserError(f"{weights.path}: {what}, not FLUX.1; give a FLUX.1 transformer")
+# Norms of queries and keys, as regular expressions: BFL's names against diffusers'.
+FLUX_NORMS = (
+    (r"double_blocks\.(\d+)\.img_attn\.norm\.query_norm\.scale", r"transformer_blocks.\1.attn.norm_q.weight"),
+    (r"double_blocks\.(\d+)\.img_attn\.norm\.key_norm\.scale", r"transformer_blocks.\1.attn.norm_k.weight"),
+    (r"double_blocks\.(\d+)\.txt_attn\.norm\.query_norm\.scale", r"transformer_blocks.\1.attn.norm_added_q.weight"),
+    (r"double_blocks\.(\d+)\.txt_attn\.norm\.key_norm\.scale", r"transformer_blocks.\1.attn.norm_added_k.weight"),
+    (r"single_blocks\.(\d+)\.norm\.query_norm\.scale", r"single_transformer_blocks.\1.attn.norm_q.weight"),
+    (r"single_blocks\.(\d+)\.norm\.key_norm\.scale", r"single_transformer_blocks.\1.attn.norm_k.weight"),
+)
 
 
-def bfl_config(weights: WeightFiles, prefix: str) -> dict[str, Any]:
-    """Return the arguments of ``FluxTransformer2DModel`` that fit a BFL-layout file.
-
-    Raises:
-        UserError: a tensor that must be there is missing.
-    """
-    width, in_channels = weights.shape(f"{prefix}img_in.weight")
-    head_dim = weights.shape(f"{prefix}double_blocks.0.img_attn.norm.query_norm.scale")[0]
-    return _config(
-        width,
-        head_dim,
-        in_channels=in_channels,
-        out_channels=weights.shape(f"{prefix}final_layer.linear.weight")[0],
-        num_layers=count_blocks(weights, f"{prefix}double_blocks."),
-        num_single_layers=count_blocks(weights, f"{prefix}single_blocks."),
-        joint_attention_dim=weights.shape(f"{prefix}txt_in.weight")[1],
-        pooled_projection_dim=weights.shape(f"{prefix}vector_in.in_layer.weight")[1],
-        guidance_embeds=f"{prefix}guidance_in.in_layer.weight" in weights,
-    )
-
-
-def diffusers_config(weights: WeightFiles) -> dict[str, Any]:
-    """Return the arguments of ``FluxTransformer2DModel`` that fit a lone diffusers-layout file."""
-    width, in_channels = weights.shape("x_embedder.weight")
-    head_dim = weights.shape("single_transformer_blocks.0.attn.norm_q.weight")[0]
-    return _config(
-        width,
-        head_dim,
-        in_channels=in_channels,
-        out_channels=weights.shape("proj_out.weight")[0],
-        num_layers=count_blocks(weights, "transformer_blocks."),
-        num_single_layers=count_blocks(weights, "single_transformer_blocks."),
-        joint_attention_dim=weights.shape("context_embedder.weight")[1],
-        pooled_projection_dim=weights.shape("time_text_embed.text_embedder.linear_1.weight")[1],
-        guidance_embeds="time_text_embed.guidance_embedder.linear_1.weight" in weights,
-    )
-
-
-def check_inputs(path: object, config: dict[str, Any], model_type: str) -> None:
-    """Refuse a transformer whose inputs are not those of ``model_type``.
-
-    dev, schnell and Kontext take what they return; Fill also takes the blanked picture and the mask; Depth and Canny,
-    which no family here is, a second picture. Kontext has dev's shapes: nothing in a file tells the two apart.
-
-    Raises:
-        UserError: another variant of FLUX.1.
-    """
-    taken, returned = config["in_channels"], output_channels(config)
-    fill = taken == 2 * returned + _MASK_CHANNELS
-    if not fill and taken != returned:
-        raise UserError(
-            f"{path}: the transformer takes {taken} channels and returns {returned}, as FLUX.1 Depth and Canny do; "
-            "give FLUX.1 dev, schnell, Fill or Kontext"
-        )
-    if fill and model_type != "flux_fill":
-        raise UserError(f"{path}: a FLUX.1 Fill transformer ({taken} channels); set model_type = flux_fill")
-    if not fill and model_type == "flux_fill":
-        raise UserError(
-            f"{path}: the transformer takes {taken} channels and no mask, so it is not FLUX.1 Fill; set model_type = "
-            "flux (Kontext: flux_kontext), or give flux1-fill-dev"
-        )
-
-
-def output_channels(config: dict[str, Any]) -> int:
-    """Return the numbers a token of the velocity has: 4 a latent channel."""
-    return config.get("out_channels") or config.get("in_channels", _LATENT_CHANNELS)
-
-
-def _config(width: int, head_dim: int, **rest: Any) -> dict[str, Any]:
+def _arguments(shapes: Shapes) -> dict[str, Any]:
+    """Return the arguments of ``FluxTransformer2DModel`` that fit a file; schnell has no guidance input."""
+    width, in_channels = shapes["x_embedder.weight"]
+    (head_dim,) = shapes["transformer_blocks.0.attn.norm_q.weight"]
     return {
         "patch_size": 1,
+        "in_channels": in_channels,
+        "out_channels": shapes["proj_out.weight"][0],
+        "num_layers": count_blocks(shapes, "transformer_blocks."),
+        "num_single_layers": count_blocks(shapes, "single_transformer_blocks."),
         "attention_head_dim": head_dim,
         "num_attention_heads": width // head_dim,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
+        "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
         "axes_dims_rope": rope_axes(head_dim),
-        **rest,
     }
 
 
@@ -347,6 +110,24 @@ def rope_axes(head_dim: int) -> tuple[int, int, int]:
     return (first, (head_dim - first) // 2, (head_dim - first) // 2)
 
 
+FILES = FamilyFiles(
+    title="FLUX.1",
+    model_type="flux",
+    transformer="FluxTransformer2DModel",
+    arguments=_arguments,
+    keys=FLUX_KEYS,
+    norms=FLUX_NORMS,
+    vae=Part("ae", "vae", "ae.safetensors"),
+    text_encoders=(
+        Part("clip_l", "text_encoder", "clip_l.safetensors"),
+        Part("t5xxl", "text_encoder_2", "t5xxl_fp16.safetensors"),
+    ),
+    tokenizers=(Part("clip_l_tokenizer", "tokenizer"), Part("t5xxl_tokenizer", "tokenizer_2")),
+)
+
+# Text encoders, in transformers' names and in those of LoRA files. CLIP's layers lay below ``text_model`` until
+# transformers 5; every published file has that in its keys. T5 has one naming. diffusers knows CLIP's keys only and
+# passes over T5's.
 _CLIP_LAYERS = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -369,6 +150,9 @@ T5_KEYS = KeyNames(
     tuple(KeyRow(f"encoder.block.{{i}}.{layer}", (f"encoder.block.{{i}}.{layer}",)) for layer in _T5_LAYERS)
 )
 
+# Before a module's name, by layout; the first is written, all are read. lora_te2_ is OneTrainer's T5. ComfyUI
+# (``model_lora_keys_clip``) and diffusers read kohya's in every version, text_encoders.clip_l... only newer ComfyUI
+# does and diffusers raises on it; so comfy's is kohya's.
 CLIP_PREFIXES = {
     "diffusers": ("text_encoder.",),
     "kohya": ("lora_te1_", "lora_te_"),
@@ -431,9 +215,76 @@ FLUX_TARGETS = LoraTargets(
     keys=FLUX_KEYS,
     dim_lists={"in_dims": ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")},
     text_encoders=(FLUX_CLIP, FLUX_T5),
+    kohya_facts={"model_type": "flux", "model_prediction_type": "raw", "apply_t5_attn_mask": False},
 )
 
 # Fill and Kontext have dev's layers; Fill's x_embedder is wider, which no option or key shows.
 FLUX_FILL_TARGETS = replace(FLUX_TARGETS, family="flux_fill")
 FLUX_KONTEXT_TARGETS = replace(FLUX_TARGETS, family="flux_kontext")
 LORA_TARGETS = (FLUX_TARGETS, FLUX_FILL_TARGETS, FLUX_KONTEXT_TARGETS)
+
+_AUTOENCODER = (("latent channels", "decoder.conv_in.weight", 1),)
+ARCHITECTURES = (
+    Architecture(
+        "FLUX.1 transformer (diffusers' names)",
+        (r"single_transformer_blocks\.0\.attn\.to_q\.weight", r"transformer_blocks\.0\.norm1_context\.linear\.weight"),
+        weightless=(
+            WeightlessNorms(
+                r"transformer_blocks\.(\d+)\.norm1\.linear\.weight",
+                (r"transformer_blocks.\1.norm1.norm", r"transformer_blocks.\1.norm2"),
+            ),
+            WeightlessNorms(
+                r"transformer_blocks\.(\d+)\.norm1_context\.linear\.weight",
+                (r"transformer_blocks.\1.norm1_context.norm", r"transformer_blocks.\1.norm2_context"),
+            ),
+            WeightlessNorms(
+                r"single_transformer_blocks\.(\d+)\.norm\.linear\.weight",
+                (r"single_transformer_blocks.\1.norm.norm",),
+            ),
+            WeightlessNorms(r"norm_out\.linear\.weight", ("norm_out.norm",)),
+        ),
+        facts=(
+            ("width", "x_embedder.weight", 0),
+            ("guidance", "time_text_embed.guidance_embedder.linear_1.weight", None),
+        ),
+        model_type="flux",
+    ),
+    Architecture(
+        "FLUX.1 transformer (Black Forest Labs' names)",
+        (r"double_blocks\.0\.img_attn\.qkv\.weight", r"double_blocks\.0\.img_mod\.lin\.weight"),
+        weightless=(
+            WeightlessNorms(
+                r"double_blocks\.(\d+)\.img_mod\.lin\.weight",
+                tuple(rf"double_blocks.\1.{stream}_norm{n}" for stream in ("img", "txt") for n in (1, 2)),
+            ),
+            WeightlessNorms(r"single_blocks\.(\d+)\.modulation\.lin\.weight", (r"single_blocks.\1.pre_norm",)),
+            WeightlessNorms(r"final_layer\.linear\.weight", ("final_layer.norm_final",)),
+        ),
+        facts=(("width", "img_in.weight", 0), ("guidance", "guidance_in.in_layer.weight", None)),
+        model_type="flux",
+    ),
+    Architecture(
+        "image autoencoder, AutoencoderKL (diffusers' names)",
+        (r"encoder\.down_blocks\.0\.resnets\.0\.norm1\.weight",),
+        with_bias="GroupNorm",
+        facts=_AUTOENCODER,
+    ),
+    Architecture(
+        "image autoencoder, AutoencoderKL (Black Forest Labs' names)",
+        (r"encoder\.down\.0\.block\.0\.norm1\.weight",),
+        with_bias="GroupNorm",
+        facts=_AUTOENCODER,
+    ),
+    Architecture(
+        "CLIP text encoder",
+        (
+            r"(text_model\.)?encoder\.layers\.0\.layer_norm1\.weight",
+            r"(text_model\.)?embeddings\.token_embedding\.weight",
+        ),
+    ),
+    Architecture(
+        "T5 encoder",
+        (r"encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight",),
+        facts=(("width", "shared.weight", 1), ("vocabulary", "shared.weight", 0)),
+    ),
+)

@@ -1,52 +1,35 @@
-"""How FLUX.1 sees pictures: 2 x 2 latents as one token, each token at (index, row, column).
+"""FLUX.1's transformer: how it sees images, and its optimised forward.
 
-The published code is https://github.com/black-forest-labs/flux/blob/main/src/flux/sampling.py; diffusers' pipelines
-do the same and are what the tests compare with. ``index`` is 0 for the picture that is painted and larger for
-reference pictures. The mask of a Fill model has no encoder: the pixels under a token become its channels.
+*Tokens.* 2 x 2 latents are one token, each token at (index, row, column). The published code is
+https://github.com/black-forest-labs/flux/blob/main/src/flux/sampling.py; diffusers' pipelines do the same and are what
+the tests compare with. ``index`` is 0 for the image that is sampled and larger for reference images. The mask of a Fill
+model has no encoder: the pixels under a token become its channels.
 
-FLUX's blocks with Tandem's forward: diffusers' modules, names and numbers, less kept for backward.
+*Forward* (:func:`optimise_forward`, ``library.models.blocks``). Beside norms, attention and blocks:
 
-A block is four or eight wide linear layers with cheap operations before each: norm and modulation, GELU, a
-concatenation. Autograd keeps the results of those for the LoRA's gradient; written with ``project_recomputed`` a layer
-keeps what they are made of, which the operation before it keeps anyway, and makes them again in backward. Layers that
-share an input (q, k, v and the MLP of a single block) are projected together.
+- the MLP of a single block is projected together with q, k and v;
+- the *position table* has one cosine and sine per pair instead of two;
+- *timestep embedding*: diffusers casts the timestep to the compute dtype, *then* multiplies by 1000 and takes sines of
+  it. In bf16, 0.711 x 1000 becomes 712, and sin(712) is a whole radian off. Here the timestep travels beside the pooled
+  text in fp32, and only the finished embedding is rounded. The guidance scale keeps diffusers' rounding.
 
-:func:`swap_blocks` changes the class of every block and nothing else: children, names, hooks and settings stay. In
-fp32 the output is that of diffusers bit for bit.
-
-Tandem's hot paths in diffusers' FLUX transformer: ``optimise_forward`` puts them in, parameter names stay.
-
-What is replaced, and why:
-
-- *attention*: q, k and v are projected together (LoRAs on one input share their down projection), then
-  RMSNorm, RoPE and attention of ``library.nn``.
-- *blocks*: their forward, ``library.models.flux.model``, keeps less for backward.
-- *RMSNorm*: ours keep the dtype of their input under autocast, so q and k stay bf16 beside v.
-- *position table*: one cosine and sine per pair instead of two.
-- *timestep embedding*: diffusers casts the timestep to the compute dtype, *then* multiplies by 1000 and takes
-  sines of it. In bf16, 0.711 x 1000 becomes 712, and sin(712) is a whole radian off. Here the timestep
-  travels beside the pooled text in fp32, and only the finished embedding is rounded. With an fp32 model
-  nothing changes. The guidance scale keeps diffusers' rounding.
-
-Everything else (checkpointing, configs, saving) stays diffusers'. In fp32 the result is bit for bit
-that of the unchanged transformer.
+In fp32 the result is bit for bit that of the unchanged transformer.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from diffusers import FluxTransformer2DModel
-from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
 
-from library.nn.attention import Backend, attend_jointly
-from library.nn.frozen_linear import project_recomputed, project_together
-from library.nn.norms import ModulationCache, RMSNorm, clamp_fp16, gelu, memoise, modulated, slice_tokens
+from library.models.blocks import AttentionProcessor, adopt_classes, adopt_norms, feedforward, modulation
+from library.nn.attention import Backend
+from library.nn.frozen_linear import project_recomputed
+from library.nn.norms import ModulationCache, clamp_fp16, gelu, modulated, slice_tokens
 from library.nn.rope import MultiAxisRope, Table
 
 
@@ -76,14 +59,14 @@ def pack_mask(mask: Tensor, factor: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)  # what is drawn with serves training too
+@torch.inference_mode(mode=False)  # made while sampling, it serves training too
 def text_positions(tokens: int, device: torch.device | str = "cpu") -> Tensor:
     """Return (0, 0, 0) for every text token, fp32 [tokens, 3]; the same tensor each time, not to be changed."""
     return torch.zeros(tokens, 3, device=device)
 
 
 @functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)  # what is drawn with serves training too
+@torch.inference_mode(mode=False)  # made while sampling, it serves training too
 def image_positions(rows: int, columns: int, device: torch.device | str = "cpu", index: int = 0) -> Tensor:
     """Return (index, row, column) of every image token, fp32 [rows * columns, 3].
 
@@ -93,14 +76,6 @@ def image_positions(rows: int, columns: int, device: torch.device | str = "cpu",
     column = torch.arange(columns, device=device, dtype=torch.float32)
     grid = torch.stack(torch.meshgrid(row, column, indexing="ij"), dim=-1).reshape(-1, 2)
     return torch.nn.functional.pad(grid, (1, 0), value=index)
-
-
-def swap_blocks(transformer: diffusers_flux.FluxTransformer2DModel) -> None:
-    """Give every block of ``transformer`` the forward of this module."""
-    for ours in (FluxTransformerBlock, FluxSingleTransformerBlock):
-        for module in transformer.modules():
-            if type(module) is ours.__base__:
-                module.__class__ = ours
 
 
 class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
@@ -131,8 +106,8 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
         attn: Any = self.attn
         image, text = hidden_states, encoder_hidden_states
-        image_mod = _modulation(self.norm1, temb, 6, modulation_cache, "image")
-        text_mod = _modulation(self.norm1_context, temb, 6, modulation_cache, "text")
+        image_mod = modulation(self.norm1.silu, self.norm1.linear, temb, 6, modulation_cache, "image")
+        text_mod = modulation(self.norm1_context.silu, self.norm1_context.linear, temb, 6, modulation_cache, "text")
         norm, text_norm = modulated(self.norm1.norm), modulated(self.norm1_context.norm)
         image_qkv = project_recomputed([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
         text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
@@ -141,8 +116,9 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
         length = text.shape[1]
         (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(slice_tokens, start=length), attended)
         (text_update,) = project_recomputed([attn.to_add_out], functools.partial(slice_tokens, end=length), attended)
-        image = _feedforward(image + image_mod[2] * image_update, self.norm2, self.ff, image_mod[3:])
-        text = _feedforward(text + text_mod[2] * text_update, self.norm2_context, self.ff_context, text_mod[3:])
+        image = feedforward(image + image_mod[2] * image_update, modulated(self.norm2), self.ff, image_mod[3:])
+        text = text + text_mod[2] * text_update
+        text = feedforward(text, modulated(self.norm2_context), self.ff_context, text_mod[3:])
         return clamp_fp16(text), image
 
 
@@ -166,27 +142,13 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
         attn: Any = self.attn
         length = encoder_hidden_states.shape[1]
         stream = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        shift, scale, gate = _modulation(self.norm, temb, 3, modulation_cache, "both")
+        shift, scale, gate = modulation(self.norm.silu, self.norm.linear, temb, 3, modulation_cache, "both")
         layers = [attn.to_q, attn.to_k, attn.to_v, self.proj_mlp]
         *qkv, wide = project_recomputed(layers, modulated(self.norm.norm), stream, shift, scale)
         attended = attn.processor.attend(attn, qkv, None, image_rotary_emb)
         (update,) = project_recomputed([self.proj_out], _beside_gelu, attended, wide)
         stream = clamp_fp16(stream + gate * update)
         return stream[:, :length], stream[:, length:]
-
-
-def _modulation(norm: Any, temb: Tensor, parts: int, cache: ModulationCache | None, name: str) -> tuple[Tensor, ...]:
-    """Return shift, scale, gate (twice, with six parts), each [B, 1, W]."""
-    vector = memoise(cache, name, lambda: project_together([norm.linear], norm.silu(temb))[0])
-    return vector.unsqueeze(1).chunk(parts, dim=-1)
-
-
-def _feedforward(stream: Tensor, norm: nn.Module, feedforward: Any, modulation: tuple[Tensor, ...]) -> Tensor:
-    """Return ``stream + gate * MLP(modulated norm of stream)``."""
-    shift, scale, gate = modulation
-    (wide,) = project_recomputed([feedforward.net[0].proj], modulated(norm), stream, shift, scale)
-    (update,) = project_recomputed([feedforward.net[2]], gelu, wide)
-    return stream + gate * update
 
 
 def _beside_gelu(attended: Tensor, wide: Tensor) -> Tensor:
@@ -199,82 +161,14 @@ def optimise_forward(transformer: FluxTransformer2DModel, backend: Backend = "au
 
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after.
     """
-    for parent in list(transformer.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, (nn.RMSNorm, DiffusersRMSNorm)):
-                setattr(parent, name, RMSNorm.adopt(child))
-    transformer.set_attn_processor(FluxAttentionProcessor(backend))
-    swap_blocks(transformer)
+    adopt_norms(transformer)
+    adopt_classes(transformer, FluxTransformerBlock, FluxSingleTransformerBlock)
+    transformer.set_attn_processor(AttentionProcessor(backend))
     transformer.pos_embed = MultiAxisRope(transformer.config.axes_dims_rope, theta=transformer.pos_embed.theta)
     if not isinstance(transformer.time_text_embed, ExactTimeTextEmbedding):
         transformer.time_text_embed = ExactTimeTextEmbedding(transformer.time_text_embed)
         transformer.register_forward_pre_hook(_before_forward, with_kwargs=True)
     return transformer
-
-
-class FluxAttentionProcessor:
-    """Joint attention of a double block (two streams) or self-attention of a single block (one stream)."""
-
-    def __init__(self, backend: Backend = "auto") -> None:
-        self.backend: Backend = backend
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Table | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend.
-
-        Args:
-            attn: diffusers' ``FluxAttention``, whose projections may be LoRA-wrapped.
-            hidden_states: [B, S, W]; in a single block text and image together.
-            encoder_hidden_states: text stream [B, L, W] of a double block, or None.
-            attention_mask: boolean or additive, [B, keys] or broadcastable to [B, H, queries, keys].
-            image_rotary_emb: (cos, sin), each [L + S, D/2].
-
-        Returns:
-            [B, S, W]; or (image, text) in a double block.
-        """
-        image = project_together([attn.to_q, attn.to_k, attn.to_v], hidden_states)
-        if encoder_hidden_states is None:
-            return self.attend(attn, image, None, image_rotary_emb, attention_mask)
-        text = project_together([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], encoder_hidden_states)
-        attended = self.attend(attn, image, text, image_rotary_emb, attention_mask)
-        length = encoder_hidden_states.shape[1]
-        image_out = attn.to_out[1](attn.to_out[0](attended[:, length:].contiguous()))
-        return image_out, attn.to_add_out(attended[:, :length].contiguous())
-
-    def attend(
-        self,
-        attn: Any,
-        image: Sequence[Tensor],
-        text: Sequence[Tensor] | None,
-        rope: Table | None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return attention over text and image, [B, L + S, W], of projected q, k and v.
-
-        Args:
-            attn: holds the norms.
-            image: q, k, v, each [B, S, W].
-            text: q, k, v of the text stream, each [B, L, W], or None.
-            rope, mask: as in a call.
-        """
-        query, key, value = _heads(image, attn.head_dim)
-        streams = [(attn.norm_q(query), attn.norm_k(key), value)]
-        if text is not None:
-            query, key, value = _heads(text, attn.head_dim)
-            streams.insert(0, (attn.norm_added_q(query), attn.norm_added_k(key), value))
-        return attend_jointly(streams, rope, mask=mask, backend=self.backend).flatten(2)
-
-
-def _heads(projected: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [B, S, W] into [B, S, H, D]; under tensor parallelism W, and so H, is this rank's share."""
-    query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)
-    return query, key, value
 
 
 class _PooledAndTimestep(NamedTuple):

@@ -1,31 +1,26 @@
-"""FLUX.1 dev and schnell (https://github.com/black-forest-labs/flux): the family, and what its variants share.
+"""FLUX.1 (https://github.com/black-forest-labs/flux): dev, schnell, Fill and Kontext.
 
-The transformer sees a picture as a sequence: 2 x 2 latents of 16 channels are one token of 64 numbers, placed
+The transformer sees an image as a sequence: 2 x 2 latents of 16 channels are one token of 64 numbers, placed
 at (0, row, column); text tokens all sit at (0, 0, 0). It is told the noise level sigma, the pooled text and,
 in the guidance-distilled dev, the guidance scale, and returns the velocity noise - image per token. Schnell
 is the same network without the guidance input.
 
-A variant (``flux_fill``, ``flux_kontext``) is a subclass that says which other tokens or channels stand beside the
-noise (:meth:`FluxFamily.picture_tokens`) and which pipeline of diffusers draws (:meth:`FluxFamily.pipeline`).
+A variant is a subclass that says which other tokens or channels stand beside the noise
+(:meth:`FluxFamily.image_tokens`) and which of diffusers' pipelines samples (:meth:`FluxFamily.pipeline`).
 
-FLUX.1 Fill dev (https://huggingface.co/black-forest-labs/FLUX.1-Fill-dev): a region of a picture is painted anew.
+*Fill* dev (https://huggingface.co/black-forest-labs/FLUX.1-Fill-dev) inpaints a region. Its first layer is wider: a
+token holds the noisy latents, the latents of the image with its region blanked to mid-grey, and the 256 mask pixels
+under it, in this order (BFL's ``prepare_fill``; diffusers' FluxFillPipeline is what the tests compare with). A sample
+is the model's whole image, the known part too as it came out of the autoencoder. Pasting the original's pixels back
+over it keeps them exact, but shows the autoencoder's small errors as a line along the border; that is the user's choice
+and not made here.
 
-FLUX.1 dev with a wider first layer: a token holds the noisy latents, the latents of the picture with its region
-blanked to mid-grey, and the 256 mask pixels under it, in this order (BFL's ``prepare_fill``; diffusers'
-FluxFillPipeline is what the tests compare with).
-
-A sample is the model's whole picture, the known part too as it came out of the autoencoder. Pasting the original's
-pixels back over it keeps them exact, but draws the autoencoder's small errors as a line along the border; that is the
-user's choice and not made here.
-
-FLUX.1 Kontext dev (https://huggingface.co/black-forest-labs/FLUX.1-Kontext-dev): a picture from reference pictures.
-
-FLUX.1 dev, shape for shape. Tokens of the reference pictures follow those of the picture and take part in attention;
-their positions begin with 1 where the picture's begin with 0, and what comes out for them is cut off.
-
-Kontext was trained on one reference and diffusers' FluxKontextPipeline takes one. Several lie side by side on one
-canvas of index 1, as ComfyUI places them by default (comfy/ldm/flux/model.py, method "offset"): the first at the
-origin, each further one to the right of all before it or below them, whichever reaches less far.
+*Kontext* dev (https://huggingface.co/black-forest-labs/FLUX.1-Kontext-dev) edits by reference images; shape for shape
+it is dev. Tokens of the references follow those of the image and take part in attention; their positions begin with 1
+where the image's begin with 0, and what comes out for them is cut off. It was trained on one reference and diffusers'
+FluxKontextPipeline takes one. Several lie side by side on one canvas of index 1, as ComfyUI places them by default
+(comfy/ldm/flux/model.py, method "offset"): the first at the origin, each further one to the right of all before it or
+below them, whichever reaches less far.
 """
 
 from __future__ import annotations
@@ -36,142 +31,142 @@ from typing import Any
 import torch
 from diffusers import (
     DiffusionPipeline,
-    FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
     FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
 )
-from PIL.Image import Image
 from torch import Tensor, nn
+from transformers import CLIPTokenizer, T5TokenizerFast
 
-import library.models.flux.files as flux_layout
+import library.models.flux.files as flux_files
+import library.models.flux.model as flux_model
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
-from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.files import fingerprint
-from library.models.family import (
-    ImageEncoder,
-    TransformerFiles,
-    check_size,
-    drawing_autocast,
-    dtype_name,
-    evaluating,
-    unwrapped,
-)
-from library.models.flux.files import FluxFiles, locate
-from library.models.flux.model import (
-    image_positions,
-    optimise_forward,
-    pack_latents,
-    pack_mask,
-    text_positions,
-    unpack_latents,
-)
-from library.models.text_encoders import (
-    FluxTextEncoder,
-    clip_positions,
-    load_clip,
-    load_clip_tokenizer,
-    load_t5,
-    load_t5_tokenizer,
-)
-from library.models.vae import VaeImageEncoder, computed_as, load_vae, vae_config
-from library.nn.attention import Backend
+from library.models.family import Family, batched, in_loaded_dtype
+from library.models.flux.model import image_positions, pack_latents, pack_mask, text_positions, unpack_latents
+from library.models.flux.text import FluxTextEncoder, check_t5, clip_positions, load_clip, load_t5
+from library.models.flux.vae import FluxImageEncoder
+from library.models.text import load_tokenizer
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Recipe
 
 _DEV_TEXT_TOKENS, _SCHNELL_TEXT_TOKENS = 512, 256  # T5 tokens the published models were made with
+_MASK_CHANNELS = 256  # of a Fill token: 16 x 16 pixels of the mask
 
 
-class FluxFamily(TransformerFiles):
-    """FLUX.1 from a diffusers folder, BFL's files or ComfyUI's; see ``library.models.flux.files``."""
+class FluxFamily(Family):
+    """FLUX.1 dev and schnell."""
 
     name = "flux"
-    timestep_sampling = "flux_shift"
-    conditioning: ConditionKind = "none"
-    most_references: int | None = None
-    sample_guidance = 3.5  # what pictures are drawn with unless told otherwise; the published pipelines' default
+    layout = flux_files.FILES
+    targets = flux_files.FLUX_TARGETS
     transformer_class = FluxTransformer2DModel
-    patch_size = 2
-    repeated_blocks: tuple[str, ...] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
-    behind_blocks: tuple[str, ...] = ("norm_out", "proj_out")
+    published = {"guidance_embeds": True}  # noqa: RUF012
+    depths = ("num_layers", "num_single_layers")
+    image_encoder = FluxImageEncoder
+    published_scheduler = {"shift": 3.0, "use_dynamic_shifting": True}  # noqa: RUF012
+    timestep_sampling = "flux_shift"
+    guidance_input = True
+    sample_guidance = 3.5  # the published pipelines' default
+    repeated_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    behind_blocks = ("norm_out", "proj_out")
+    optimise_forward = staticmethod(flux_model.optimise_forward)
 
-    def __init__(self, config: ModelConfig) -> None:
-        """Find and check the files of ``config``; nothing is loaded.
+    @staticmethod
+    def blocks(transformer: Any) -> list[nn.Module]:
+        """Return double blocks, then single blocks."""
+        return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+
+    @classmethod
+    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
+        """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
+        seen = tokens * (2 if cls.conditioning == "references" else 1)
+        inputs = {
+            "hidden_states": torch.randn(1, seen, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
+            "pooled_projections": torch.randn(1, config.pooled_projection_dim),
+            "timestep": torch.rand(1),
+            "img_ids": torch.zeros(seen, 3),
+            "txt_ids": torch.zeros(text, 3),
+            "return_dict": False,
+        }
+        return inputs | ({"guidance": torch.ones(1)} if config.guidance_embeds else {})
+
+    def check_variant(self) -> None:
+        """Refuse a transformer whose inputs are not those of ``name``.
+
+        dev, schnell and Kontext take what they return; Fill also takes the blanked image and the mask; Depth and Canny,
+        which no family here is, a second image. Kontext has dev's shapes: nothing in a file tells the two apart.
 
         Raises:
-            UserError: a part is missing or is another kind of model.
+            UserError: another variant of FLUX.1.
         """
-        self._config = config
-        self._files: FluxFiles = locate(config)
-        self.guidance_embeds: bool = bool(self._files.transformer_config.get("guidance_embeds", False))
-        self.guidance_input: bool = self.guidance_embeds
+        path, config = self.files.transformer, {"in_channels": 64} | self.files.transformer_config
+        taken, returned = config["in_channels"], config.get("out_channels") or config["in_channels"]
+        fill = taken == 2 * returned + _MASK_CHANNELS
+        if not fill and taken != returned:
+            raise UserError(
+                f"{path}: the transformer takes {taken} channels and returns {returned}, as FLUX.1 Depth and Canny do; "
+                "give FLUX.1 dev, schnell, Fill or Kontext"
+            )
+        if fill and self.conditioning != "fill":
+            raise UserError(f"{path}: a FLUX.1 Fill transformer ({taken} channels); set model_type = flux_fill")
+        if not fill and self.conditioning == "fill":
+            raise UserError(
+                f"{path}: the transformer takes {taken} channels and no mask, so it is not FLUX.1 Fill; set model_type "
+                "= flux (Kontext: flux_kontext), or give flux1-fill-dev"
+            )
+        self.latent_channels = returned // self.patch_size**2
+        self.guidance_input = bool(config.get("guidance_embeds", False))
+        # dev's variants have no few-step sibling, whatever their inputs
+        self._schnell = self.name == "flux" and not self.guidance_input
         self.modelspec_architecture = "flux-1-schnell" if self._schnell else "flux-1-dev"
-        self.latent_channels: int = flux_layout.output_channels(self._files.transformer_config) // self.patch_size**2
+        if self._schnell:
+            self.published_scheduler = {"shift": 1.0}
 
-    @property
-    def _schnell(self) -> bool:
-        """Whether the model is schnell: dev's variants have no few-step sibling, whatever their inputs."""
-        return self.name == "flux" and not self.guidance_embeds
-
-    def _with_hot_paths(self, transformer: Any, backend: Backend) -> Any:
-        return optimise_forward(transformer, backend)
-
-    def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> VaeImageEncoder:
-        """Return the image encoder; its weights are loaded at the first use. On a CPU it computes in fp32."""
-        path = self._files.vae
-        used, mark = computed_as(path, dtype, device)
-        return VaeImageEncoder(lambda: load_vae(path, used, device), vae_config(path), mark, self.patch_size)
+    def check_text_encoders(self) -> None:
+        """Read the headers of CLIP and T5."""
+        clip, t5 = self.files.text_encoders
+        clip_positions(clip)
+        check_t5(t5)
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Fp8Recipe | None = None
     ) -> FluxTextEncoder:
-        """Return the text encoder; tokenizers are loaded now, weights at the first caption.
-
-        Args:
-            dtype, device: of weights and products.
-            recipe: how T5 becomes fp8; None leaves it as its file has it.
+        """Return CLIP and T5, of which ``recipe`` makes T5 fp8.
 
         Raises:
             UserError: a tokenizer cannot be had, or is asked for more tokens than it gives; T5 is fp8 already, or is
                 to run in fp8 and fp16 together.
         """
-        clip, t5 = self._files.clip, self._files.t5
-        t5_layout = WeightFiles(t5).fp8
-        if recipe is not None and t5_layout is not None:
-            raise UserError(f"fp8_text_encoder: {t5} is in fp8 already and is used as it is; remove fp8_text_encoder")
-        if dtype == torch.float16 and (recipe is not None or t5_layout is not None):
-            raise UserError(f"{t5}: T5 in fp8 leaves the range of fp16; use bf16, or T5's fp16 file")
-        clip_tokenizer = load_clip_tokenizer(self._files.clip_tokenizer)
-        t5_tokenizer = load_t5_tokenizer(self._files.t5_tokenizer)
+        clip, t5 = self.files.text_encoders
+        loaders = (CLIPTokenizer.from_pretrained, T5TokenizerFast.from_pretrained)
+        options = [part.option for part in self.layout.tokenizers]
+        tokenizers = [load_tokenizer(*found) for found in zip(loaders, self.files.tokenizers, options, strict=True)]
         lengths = (
-            min(clip_positions(clip), clip_tokenizer.model_max_length),
-            self._t5_length(t5_tokenizer.model_max_length),
+            min(clip_positions(clip), tokenizers[0].model_max_length),
+            self._t5_length(tokenizers[1].model_max_length),
         )
-        mark = f"{fingerprint(clip)}-{fingerprint(t5)}-{lengths[0]}-{lengths[1]}-{dtype_name(dtype)}"
-        mark += f"-{recipe.describe()}" if recipe is not None else ""
+        fingerprint = self.text_fingerprint(dtype, recipe, *lengths)
+        if dtype == torch.float16 and (recipe is not None or WeightFiles(t5).fp8 is not None):
+            raise UserError(f"{t5}: T5 in fp8 leaves the range of fp16; use bf16, or T5's fp16 file")
         return FluxTextEncoder(
             lambda: load_clip(clip, dtype, device),
             lambda: load_t5(t5, dtype, device, recipe),
-            clip_tokenizer,
-            t5_tokenizer,
+            (tokenizers[0], tokenizers[1]),
             lengths,
-            mark,
+            fingerprint,
         )
 
     def _t5_length(self, most: int) -> int:
         """Return T5's tokens per caption: the option, else the published number, within the tokenizer's."""
-        asked = self._config.t5xxl_max_token_length
+        asked = self.config.t5xxl_max_token_length
         if asked is None:
             return min(_SCHNELL_TEXT_TOKENS if self._schnell else _DEV_TEXT_TOKENS, most)
         if asked > most:
             raise UserError(f"t5xxl_max_token_length {asked}: the tokenizer gives at most {most}; lower it")
         return asked
-
-    def blocks(self, transformer: Any) -> list[nn.Module]:
-        """Return double blocks, then single blocks."""
-        return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
 
     def predict_velocity(
         self,
@@ -179,31 +174,17 @@ class FluxFamily(TransformerFiles):
         latents: Tensor,
         sigmas: Tensor,
         text: dict[str, Tensor],
-        guidance_scale: float,
+        guidance_scale: float = 1.0,
         conditions: Conditions = NO_CONDITIONS,
     ) -> Tensor:
-        """Return the velocity noise - image at ``latents``, [B, 16, h, w] fp32.
-
-        Args:
-            transformer: from :meth:`load_transformer`, possibly wrapped (DDP, compile); it is only called.
-            latents: noisy latents [B, 16, h, w], h and w even.
-            sigmas: noise levels [B] in (0, 1]; passed on in fp32.
-            text: ``prompt_embeds`` [B, L, D] and ``pooled_prompt_embeds`` [B, P].
-            guidance_scale: given to models with a guidance input, of no meaning to others.
-            conditions: what :attr:`conditioning` names, with the batch axis of ``latents``.
-
-        Raises:
-            UserError: the conditions are not those of this family.
-        """
+        """Return the velocity [B, 16, h, w] fp32; ``text`` has ``pooled_prompt_embeds`` [B, P] too."""
         batch, _, height, width = latents.shape
-        embeds, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
-        tokens, positions = self.picture_tokens(latents, conditions)
-        if not torch.is_autocast_enabled(latents.device.type):
-            # Without autocast nobody else brings activations to the dtype of the weights.
-            dtype = self._dtype or tokens.dtype
-            tokens, embeds, pooled = tokens.to(dtype), embeds.to(dtype), pooled.to(dtype)
+        tokens, positions = self.image_tokens(latents, conditions)
+        tokens, embeds, pooled = in_loaded_dtype(
+            transformer, tokens, text["prompt_embeds"], text["pooled_prompt_embeds"]
+        )
         guidance = None
-        if self.guidance_embeds:
+        if self.guidance_input:
             guidance = torch.full((batch,), guidance_scale, device=latents.device, dtype=torch.float32)
         output = transformer(
             hidden_states=tokens,
@@ -218,140 +199,77 @@ class FluxFamily(TransformerFiles):
         own = (height // 2) * (width // 2)
         return unpack_latents(output[:, :own].float(), height, width)
 
-    def picture_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
-        """Return what the transformer sees of pictures: tokens [B, N, C] and their positions [N, 3].
+    def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
+        """Return what the transformer sees of images: tokens [B, N, C] and their positions [N, 3].
 
         The tokens of ``latents`` [B, 16, h, w] come first.
         """
         height, width = latents.shape[-2:]
         return pack_latents(latents), image_positions(height // 2, width // 2, latents.device)
 
-    def pipeline(
-        self, transformer: FluxTransformer2DModel, scheduler: FlowMatchEulerDiscreteScheduler, conditions: Conditions
-    ) -> DiffusionPipeline:
-        """Return diffusers' pipeline around ``transformer``, without encoders; ``conditions`` as in :meth:`sample`."""
+    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
+        """Return FluxPipeline."""
         return FluxPipeline(scheduler, None, None, None, None, None, transformer)
 
-    def pipeline_inputs(self, width: int, height: int, seed: int, cfg: float, conditions: Conditions) -> dict[str, Any]:
-        """Return the arguments of the pipeline's call that not every variant takes, and its noise's source.
+    def pipeline_inputs(
+        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return both guidances and the noise's source."""
+        generator = torch.Generator().manual_seed(seed)
+        return {"guidance_scale": guidance, "true_cfg_scale": cfg, "generator": generator}
 
-        Raises:
-            UserError: the pipeline cannot do what is asked.
-        """
-        return {"true_cfg_scale": cfg, "generator": torch.Generator().manual_seed(seed)}
+    def pipeline_text(self, text: dict[str, Tensor], prefix: str, transformer: Any) -> dict[str, Any]:
+        """Return the embeddings of T5 and of CLIP."""
+        embeds, pooled = batched(text["prompt_embeds"], 3), batched(text["pooled_prompt_embeds"], 2)
+        return {
+            f"{prefix}prompt_embeds": embeds.to(transformer.device, torch.float32),
+            f"{prefix}pooled_prompt_embeds": pooled.to(transformer.device, torch.float32),
+        }
 
-    def sample(
-        self,
-        transformer: nn.Module,
-        image_encoder: ImageEncoder,
-        text: dict[str, Tensor],
-        width: int,
-        height: int,
-        steps: int,
-        guidance: float,
-        seed: int,
-        negative_text: dict[str, Tensor] | None = None,
-        cfg: float = 1.0,
-        conditions: Conditions = NO_CONDITIONS,
-    ) -> Image:
-        """Draw one picture with the variant's pipeline from diffusers and the running transformer.
-
-        The same seed gives the same picture. Noise and solver work in fp32; a 16-bit transformer runs under
-        autocast, so that LoRA weights of any dtype fit. The training mode is put back afterwards and nothing
-        keeps a reference to the transformer.
-
-        Args:
-            transformer: the network, possibly with LoRA; DDP and compile wrappers are taken off.
-            text: ``prompt_embeds`` [L, D] and ``pooled_prompt_embeds`` [P], with or without a batch axis of
-                one.
-            width, height: pixels, multiples of ``image_encoder.pixel_multiple``.
-            guidance: for the guidance input, where there is one.
-            negative_text: what to steer away from, with ``cfg`` above 1 (two evaluations a step).
-            conditions: what :attr:`conditioning` names, with a batch axis of one.
-
-        Raises:
-            UserError: the size is not possible, the conditions are not those of this family, or it knows no negative
-                text.
-        """
-        check_size(width, height, image_encoder.pixel_multiple)
-        plain = unwrapped(transformer)
-        pipeline: Any = self.pipeline(plain, self._scheduler(), conditions.to(plain.device))
-        pipeline.vae_scale_factor = image_encoder.latent_factor  # read from the VAE otherwise, which stays outside
-        pipeline.set_progress_bar_config(disable=True)
-        inputs = self.pipeline_inputs(width, height, seed, cfg, conditions) | _pipeline_text(text, "", plain.device)
-        if negative_text is not None:
-            inputs |= _pipeline_text(negative_text, "negative_", plain.device)
-        with torch.no_grad(), evaluating(plain), drawing_autocast(plain, self._dtype):
-            packed = pipeline(
-                **inputs,
-                width=width,
-                height=height,
-                num_inference_steps=steps,
-                guidance_scale=guidance,
-                output_type="latent",
-                return_dict=False,
-            )[0]
-        factor = image_encoder.latent_factor
-        pixels = image_encoder.decode(unpack_latents(packed, height // factor, width // factor))
-        return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
-
-    def _scheduler(self) -> FlowMatchEulerDiscreteScheduler:
-        """Return the folder's scheduler, or with single files the published one of dev or schnell."""
-        if self._files.scheduler is not None:
-            return FlowMatchEulerDiscreteScheduler.from_pretrained(self._files.scheduler)
-        if self._schnell:
-            return FlowMatchEulerDiscreteScheduler(shift=1.0)
-        return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
-
-
-def _pipeline_text(text: dict[str, Tensor], prefix: str, device: torch.device) -> dict[str, Tensor]:
-    embeds, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
-    embeds = embeds if embeds.ndim == 3 else embeds.unsqueeze(0)
-    pooled = pooled if pooled.ndim == 2 else pooled.unsqueeze(0)
-    # fp32, because the pipeline draws its noise in the dtype of the text: one noise for every dtype.
-    return {
-        f"{prefix}prompt_embeds": embeds.to(device, torch.float32),
-        f"{prefix}pooled_prompt_embeds": pooled.to(device, torch.float32),
-    }
+    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Return latents of tokens."""
+        return unpack_latents(latents, height, width)
 
 
 class FluxFillFamily(FluxFamily):
-    """FLUX.1 Fill from the same kinds of files as FLUX.1 dev."""
+    """FLUX.1 Fill."""
 
     name = "flux_fill"
+    targets = flux_files.FLUX_FILL_TARGETS
+    published = {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}  # noqa: RUF012
     conditioning: ConditionKind = "fill"
     sample_guidance = 30.0
 
-    def picture_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
-        """Return tokens [B, N, 384], noise beside blanked picture beside mask, and their positions [N, 3]."""
+    def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
+        """Return tokens [B, N, 384], noise beside blanked image beside mask, and their positions [N, 3]."""
         masked, mask = _region(conditions)
         height, width = latents.shape[-2:]
         if masked.shape != latents.shape or mask.shape[-2] % height or mask.shape[-1] % width:
             raise UserError(
-                f"the region to fill is for {tuple(masked.shape)} latents, mask {tuple(mask.shape)}, the picture has "
-                f"{tuple(latents.shape)}; use one size for the picture and its mask"
+                f"the region to fill is for {tuple(masked.shape)} latents, mask {tuple(mask.shape)}, the image has "
+                f"{tuple(latents.shape)}; use one size for the image and its mask"
             )
-        noise, positions = super().picture_tokens(latents, conditions)
+        noise, positions = super().image_tokens(latents, conditions)
         known = (pack_latents(masked), pack_mask(mask, mask.shape[-2] // height))
         return torch.cat([noise, *(part.to(noise.dtype) for part in known)], dim=-1), positions
 
-    def pipeline(
-        self, transformer: FluxTransformer2DModel, scheduler: FlowMatchEulerDiscreteScheduler, conditions: Conditions
-    ) -> FluxFillPipeline:
-        """Return FluxFillPipeline with an autoencoder that gives the blanked picture's latents as we have them.
+    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
+        """Return FluxFillPipeline with an autoencoder that gives the blanked image's latents as we have them.
 
-        The pipeline takes pictures only: latents that it is given make it fail on the picture that is then missing
+        The pipeline takes images only: latents that it is given make it fail on the image that is then missing
         (diffusers 0.42).
         """
         pipeline = FluxFillPipeline(scheduler, None, None, None, None, None, transformer)
         pipeline.vae = _KnownLatents(_region(conditions)[0])
         return pipeline
 
-    def pipeline_inputs(self, width: int, height: int, seed: int, cfg: float, conditions: Conditions) -> dict[str, Any]:
-        """Return mask, noise, and a picture for its size alone."""
+    def pipeline_inputs(
+        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return mask, noise, and an image for its size alone."""
         if cfg != 1.0:
             raise UserError("FLUX.1 Fill knows no negative prompt; remove --n and --l (negative_prompt, scale)")
-        masked, mask = _region(conditions)
+        (width, height), (masked, mask) = size, _region(conditions)
         if mask.shape[-2:] != (height, width):
             raise UserError(
                 f"sample of {width} x {height} pixels with a mask of {mask.shape[-1]} x {mask.shape[-2]}; use one size"
@@ -361,6 +279,7 @@ class FluxFillFamily(FluxFamily):
             "image": torch.zeros(1, 3, height, width),
             "mask_image": mask.float().cpu(),
             "latents": pack_latents(noise),
+            "guidance_scale": guidance,
         }
 
 
@@ -381,22 +300,23 @@ def _region(conditions: Conditions) -> tuple[Tensor, Tensor]:
     """Return masked latents [B, C, h, w] and mask [B, 1, H, W]."""
     if conditions.masked_latents is None or conditions.mask is None:
         raise UserError(
-            "FLUX.1 Fill needs a picture and a mask: in the dataset inpaint_mask_directory, inpaint_alpha_mask or "
+            "FLUX.1 Fill needs an image and a mask: in the dataset inpaint_mask_directory, inpaint_alpha_mask or "
             "inpaint_masks, in a prompt --ci and --mi"
         )
     return conditions.masked_latents, conditions.mask
 
 
 class FluxKontextFamily(FluxFamily):
-    """FLUX.1 Kontext from the same kinds of files as FLUX.1 dev."""
+    """FLUX.1 Kontext."""
 
     name = "flux_kontext"
+    targets = flux_files.FLUX_KONTEXT_TARGETS
     conditioning: ConditionKind = "references"
     sample_guidance = 2.5  # BFL's and the model card's; the pipeline's own default is 3.5
 
-    def picture_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
-        """Return tokens [B, N + R, 64], picture then references, and their positions [N + R, 3]."""
-        tokens, positions = super().picture_tokens(latents, conditions)
+    def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
+        """Return tokens [B, N + R, 64], image then references, and their positions [N + R, 3]."""
+        tokens, positions = super().image_tokens(latents, conditions)
         if not conditions.references:
             return tokens, positions
         reference_tokens, reference_positions = _reference_tokens(conditions.references)
@@ -405,17 +325,17 @@ class FluxKontextFamily(FluxFamily):
             torch.cat([positions, reference_positions]),
         )
 
-    def pipeline(
-        self, transformer: FluxTransformer2DModel, scheduler: FlowMatchEulerDiscreteScheduler, conditions: Conditions
-    ) -> FluxKontextPipeline:
+    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return FluxKontextPipeline with the references as tokens."""
         pipeline = _GivenReferences(scheduler, None, None, None, None, None, transformer)
         pipeline.references = conditions.references
         return pipeline
 
-    def pipeline_inputs(self, width: int, height: int, seed: int, cfg: float, conditions: Conditions) -> dict[str, Any]:
+    def pipeline_inputs(
+        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
+    ) -> dict[str, Any]:
         """Return the pipeline's arguments; it would otherwise choose a size of one megapixel itself."""
-        return super().pipeline_inputs(width, height, seed, cfg, conditions) | {"max_area": width * height}
+        return super().pipeline_inputs(size, seed, guidance, cfg, conditions) | {"max_area": size[0] * size[1]}
 
 
 class _GivenReferences(FluxKontextPipeline):

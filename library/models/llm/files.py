@@ -38,6 +38,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import write_text
+from library.models.inspection import Architecture
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
 from library.models.llm.model import TransformerLM, resize_vocabulary
 from library.models.llm.sources import Derived, DerivedWeights, TensorFlowFiles, TorchFiles
@@ -450,3 +451,7 @@ GPT2_TARGETS = LoraTargets(
     own_names=True,
 )
 LORA_TARGETS = (LLAMA_TARGETS, GPT2_TARGETS)
+ARCHITECTURES = (
+    Architecture("Llama-style language model", (r"(model\.)?layers\.0\.input_layernorm\.weight",)),
+    Architecture("GPT-2 language model", (r"(transformer\.)?h\.0\.ln_1\.weight",), without_bias="LayerNorm"),
+)

@@ -1,217 +1,33 @@
-"""Where the parts of a Qwen-Image model lie: ``[model]`` options in, checked paths out, no weights read.
+"""Qwen-Image's files: where their parts lie, what they call the layers, and which of these get a LoRA.
 
-Two ways of keeping a model are understood: a diffusers folder with everything in it, and ComfyUI's split files
-(``qwen_image_bf16.safetensors``, with ``vae`` and ``text_encoder`` beside it; musubi-tuner reads the same). With a
-folder ``vae`` and ``text_encoder`` replace the folder's own parts.
+Every published transformer file has diffusers' names, ComfyUI's optionally below ``model.diffusion_model.``; ``vae``
+and ``text_encoder`` lie beside it (``qwen_image_vae.safetensors``, ``qwen_2.5_vl_7b.safetensors``; musubi-tuner reads
+the same). One thing no weight shows: whether reference images are modulated as at timestep 0 (Edit-2511, diffusers'
+``zero_cond_t``). ComfyUI's files say so by an empty tensor ``__index_timestep_zero__``; for others there is the option
+``zero_cond_t``.
 
-The tokenizer of split files is Qwen2.5-VL's, from the hub or a local folder.
+LoRA files differ by prefix and separator only: ``transformer.transformer_blocks.0.attn.to_q``,
+``diffusion_model.transformer_blocks.0.attn.to_q``, ``lora_unet_transformer_blocks_0_attn_to_q``; Lightning's files have
+no prefix. All of them load in diffusers and in ComfyUI.
 
-What a Qwen-Image transformer file holds: its prefix, its configuration, and where each parameter comes from.
-
-Every published file has diffusers' names, ComfyUI's optionally below ``model.diffusion_model.``. The configuration
-follows from the shapes, so a file needs no sidecar. One thing no weight shows: whether reference pictures are modulated
-as at timestep 0 (Edit-2511, diffusers' ``zero_cond_t``). ComfyUI's files say so by an empty tensor
-``__index_timestep_zero__``; for others there is the option ``zero_cond_t``.
+*LoRA.* Attention and MLP of both streams are trained, for edit models too. So musubi-tuner's
+``networks/lora_qwen_image.py`` means to: its pattern against modulation looks for ``_mod_`` and never matches
+``img_mod.1``, so that its LoRAs have modulation; ``img_mod_dim`` and ``txt_mod_dim`` train it here. Of the last block's
+text stream only keys, values and modulation reach the image; the layers behind them get no gradient (under DDP a run
+would stop) and no LoRA.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from library.config.schema import ModelConfig
-from library.errors import UserError
-from library.models.flux.files import COMFY_PREFIX, rope_axes
-from library.models.inspection import UNKNOWN, recognise
-from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks, original_key_map
-from library.models.qwen_image.text import check_qwen_text
-from library.models.qwen_image.vae import qwen_vae_config
-from library.models.weights import KeyMap, read_config
-from library.precision.checkpoint_layouts import WeightFiles
+from library.models.files import FamilyFiles, Part, Shapes
+from library.models.flux.files import rope_axes
+from library.models.inspection import Architecture, WeightlessNorms
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
 
-_TOKENIZER = "Qwen/Qwen2.5-VL-7B-Instruct"
-_PIPELINES = {  # the pipelines of a model_type
-    "qwen_image": ("QwenImagePipeline",),
-    "qwen_image_edit": ("QwenImageEditPipeline",),
-    "qwen_image_edit_plus": ("QwenImageEditPlusPipeline",),
-}
-
-
-@dataclass(frozen=True)
-class QwenFiles:
-    """Checked locations. ``transformer_config`` holds the arguments of ``QwenImageTransformer2DModel``."""
-
-    transformer: Path
-    transformer_config: dict[str, Any]
-    prefix: str | None  # of a single file's names; None for a folder
-    vae: Path
-    text_encoder: Path
-    tokenizer: str | Path
-    processor: Path | None
-    scheduler: Path | None
-
-    def key_map(self, weights: WeightFiles) -> KeyMap:
-        """Return where each transformer parameter lies in ``weights``."""
-        found = original_key_map(weights, self.prefix or "", QWEN_KEYS)
-        return {name: pieces for name, pieces in found.items() if name != ZERO_COND_MARKER}
-
-
-def locate(config: ModelConfig) -> QwenFiles:
-    """Find and check every part of the model.
-
-    Raises:
-        UserError: a part is missing, unreadable or of another architecture.
-    """
-    root = Path(config.pretrained_model_name_or_path).expanduser()
-    if root.is_dir():
-        files = _locate_in_folder(root, config)
-    elif root.is_file():
-        files = _locate_single_file(root, config)
-    else:
-        raise UserError(
-            f"pretrained_model_name_or_path {str(root)!r} does not exist; give a local diffusers folder or a "
-            ".safetensors file"
-        )
-    qwen_vae_config(files.vae)
-    check_qwen_text(files.text_encoder)
-    return files
-
-
-def _locate_in_folder(root: Path, config: ModelConfig) -> QwenFiles:
-    pipeline = _pipeline_of(root)
-    if not (root / "transformer").is_dir():
-        raise UserError(f"{root}: a {pipeline or 'pipeline'} without a transformer folder; give a Qwen-Image folder")
-    transformer_config = read_config(root / "transformer")
-    kind = transformer_config.get("_class_name")
-    if kind != "QwenImageTransformer2DModel":
-        remedy = '; set model_type = "flux"' if str(kind).startswith("Flux") else "; give a Qwen-Image folder"
-        raise UserError(f"{root / 'transformer'}: {kind!r}, not QwenImageTransformer2DModel{remedy}")
-    if pipeline not in _PIPELINES[config.model_type]:
-        meant = next((name for name, known in _PIPELINES.items() if pipeline in known), None)
-        remedy = f'set model_type = "{meant}"' if meant else f"give a {_PIPELINES[config.model_type][0]}"
-        raise UserError(f"{root}: a {pipeline}, which model_type {config.model_type} does not fit; {remedy}")
-    return QwenFiles(
-        transformer=root / "transformer",
-        transformer_config=_with_zero_cond(transformer_config, config),
-        prefix=None,
-        vae=_part(config.vae, "vae", "vae") if config.vae else root / "vae",
-        text_encoder=_part(config.text_encoder, "text_encoder", "text_encoder")
-        if config.text_encoder
-        else root / "text_encoder",
-        tokenizer=root / "tokenizer" if (root / "tokenizer").is_dir() else config.qwen_tokenizer or _TOKENIZER,
-        processor=root / "processor",
-        scheduler=root / "scheduler" if (root / "scheduler" / "scheduler_config.json").is_file() else None,
-    )
-
-
-def _pipeline_of(root: Path) -> str:
-    index = root / "model_index.json"
-    if not index.is_file():
-        raise UserError(f"{root}: no model_index.json, so no diffusers pipeline; give the folder that holds it")
-    try:
-        return json.loads(index.read_text(encoding="utf-8")).get("_class_name", "")
-    except ValueError as error:
-        raise UserError(f"{index}: not valid JSON ({error}); download it again") from error
-
-
-def _locate_single_file(root: Path, config: ModelConfig) -> QwenFiles:
-    weights = WeightFiles(root)
-    prefix = find_prefix(weights)
-    for option, published in (("vae", "qwen_image_vae.safetensors"), ("text_encoder", "qwen_2.5_vl_7b.safetensors")):
-        if not getattr(config, option):
-            raise UserError(f"{root}: a transformer file needs {option} beside it; set {option} to {published}")
-    return QwenFiles(
-        transformer=root,
-        transformer_config=_with_zero_cond(file_config(weights, prefix), config),
-        prefix=prefix,
-        vae=_part(config.vae, "vae", "vae"),
-        text_encoder=_part(config.text_encoder, "text_encoder", "text_encoder"),
-        tokenizer=config.qwen_tokenizer or _TOKENIZER,
-        processor=None,
-        scheduler=None,
-    )
-
-
-def _with_zero_cond(transformer: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """Let the option decide how reference pictures are modulated, where it is set."""
-    found = bool(transformer.get("zero_cond_t", False))
-    if config.zero_cond_t is False and found:
-        raise UserError("zero_cond_t: the model's files say it is Edit-2511, which was trained with it; remove it")
-    if found and config.model_type != "qwen_image_edit_plus":
-        raise UserError(
-            f'{config.pretrained_model_name_or_path}: Qwen-Image-Edit-2511; set model_type = "qwen_image_edit_plus"'
-        )
-    return transformer | {"zero_cond_t": found or bool(config.zero_cond_t)}
-
-
-def _part(value: str | None, option: str, subfolder: str) -> Path:
-    """Return the file or model folder that ``option`` names; a pipeline's folder stands for its part."""
-    path = Path(value or "").expanduser()
-    if not path.exists():
-        raise UserError(f"{option} {str(path)!r} does not exist; give a .safetensors file or a model folder")
-    return path / subfolder if (path / subfolder).is_dir() else path
-
-
-ZERO_COND_MARKER = "__index_timestep_zero__"
-_LAYERED = "time_text_embed.addition_t_embedding.weight"
-
-
-def qwen_prefix(weights: WeightFiles) -> str | None:
-    """Return what stands before the names of a Qwen-Image transformer in ``weights``; None if there is none."""
-    for prefix in ("", COMFY_PREFIX):
-        if f"{prefix}transformer_blocks.0.img_mod.1.weight" in weights and f"{prefix}txt_norm.weight" in weights:
-            return prefix
-    return None
-
-
-def find_prefix(weights: WeightFiles) -> str:
-    """Return the prefix of the Qwen-Image transformer in ``weights``.
-
-    Raises:
-        UserError: says what it is instead.
-    """
-    prefix = qwen_prefix(weights)
-    if prefix is not None:
-        if prefix + _LAYERED in weights:
-            raise UserError(
-                f"{weights.path}: Qwen-Image-Layered, not a model family of this version; give Qwen-Image or "
-                "Qwen-Image-Edit"
-            )
-        return prefix
-    if any(re.search(r"\.lora_(A|B|up|down)\b|lora_unet_", name) for name in weights.names):
-        raise UserError(
-            f"{weights.path}: a LoRA, not a base model; give it as network_weights, and a Qwen-Image model as "
-            "pretrained_model_name_or_path"
-        )
-    found = recognise({name.removeprefix(COMFY_PREFIX) for name in weights.names})
-    what = "of no known layout (no transformer_blocks.0.img_mod.1)" if found is UNKNOWN else f"a {found.name}"
-    remedy = '; set model_type = "flux"' if found.name.startswith("FLUX.1") else "; give a Qwen-Image transformer"
-    raise UserError(f"{weights.path}: {what}, not Qwen-Image{remedy}")
-
-
-def file_config(weights: WeightFiles, prefix: str) -> dict[str, Any]:
-    """Return the arguments of ``QwenImageTransformer2DModel`` that fit a file.
-
-    Raises:
-        UserError: a tensor that must be there is missing.
-    """
-    width, in_channels = weights.shape(f"{prefix}img_in.weight")
-    head_dim = weights.shape(f"{prefix}transformer_blocks.0.attn.norm_q.weight")[0]
-    return {
-        "patch_size": 2,
-        "in_channels": in_channels,
-        "out_channels": weights.shape(f"{prefix}proj_out.weight")[0] // 4,
-        "num_layers": count_blocks(weights, f"{prefix}transformer_blocks."),
-        "attention_head_dim": head_dim,
-        "num_attention_heads": width // head_dim,
-        "joint_attention_dim": weights.shape(f"{prefix}txt_in.weight")[1],
-        "axes_dims_rope": rope_axes(head_dim),
-        "zero_cond_t": prefix + ZERO_COND_MARKER in weights,
-    }
-
+_ZERO_COND_MARKER = "__index_timestep_zero__"
 
 _BLOCK = (
     *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -229,6 +45,37 @@ _TOP = (
 
 QWEN_KEYS = KeyNames(
     tuple(KeyRow(n, (n,)) for n in (*(f"transformer_blocks.{{i}}.{layer}" for layer in _BLOCK), *_TOP))
+)
+
+
+def _arguments(shapes: Shapes) -> dict[str, Any]:
+    """Return the arguments of ``QwenImageTransformer2DModel`` that fit a file."""
+    width, in_channels = shapes["img_in.weight"]
+    (head_dim,) = shapes["transformer_blocks.0.attn.norm_q.weight"]
+    return {
+        "patch_size": 2,
+        "in_channels": in_channels,
+        "out_channels": shapes["proj_out.weight"][0] // 4,
+        "num_layers": count_blocks(shapes, "transformer_blocks."),
+        "attention_head_dim": head_dim,
+        "num_attention_heads": width // head_dim,
+        "joint_attention_dim": shapes["txt_in.weight"][1],
+        "axes_dims_rope": rope_axes(head_dim),
+        "zero_cond_t": _ZERO_COND_MARKER in shapes,
+    }
+
+
+FILES = FamilyFiles(
+    title="Qwen-Image",
+    model_type="qwen_image",
+    transformer="QwenImageTransformer2DModel",
+    arguments=_arguments,
+    keys=QWEN_KEYS,
+    vae=Part("vae", "vae", "qwen_image_vae.safetensors"),
+    text_encoders=(Part("text_encoder", "text_encoder", "qwen_2.5_vl_7b.safetensors"),),
+    tokenizers=(Part("qwen_tokenizer", "tokenizer", "Qwen/Qwen2.5-VL-7B-Instruct"),),
+    unused=(_ZERO_COND_MARKER,),
+    variants={"time_text_embed.addition_t_embedding.weight": "Qwen-Image-Layered"},
 )
 
 _DOUBLE = r"transformer_blocks\.\d+\."
@@ -257,3 +104,36 @@ QWEN_TARGETS = LoraTargets(
 QWEN_EDIT_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit", architecture="Qwen-Image-Edit")
 QWEN_EDIT_PLUS_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit_plus", architecture="Qwen-Image-Edit-Plus")
 LORA_TARGETS = (QWEN_TARGETS, QWEN_EDIT_TARGETS, QWEN_EDIT_PLUS_TARGETS)
+
+ARCHITECTURES = (
+    Architecture(
+        "Qwen-Image transformer",
+        (r"transformer_blocks\.0\.img_mod\.1\.weight",),
+        weightless=(
+            *(
+                WeightlessNorms(
+                    rf"transformer_blocks\.(\d+)\.{stream}_mod\.1\.weight",
+                    (rf"transformer_blocks.\1.{stream}_norm1", rf"transformer_blocks.\1.{stream}_norm2"),
+                )
+                for stream in ("img", "txt")
+            ),
+            WeightlessNorms(r"norm_out\.linear\.weight", ("norm_out.norm",)),
+        ),
+        facts=(("width", "img_in.weight", 0),),
+        model_type="qwen_image",
+    ),
+    Architecture(
+        "Qwen-Image autoencoder (diffusers' names)",
+        (r"encoder\.down_blocks\.0\.norm1\.gamma",),
+        facts=(("latent channels", "decoder.conv_in.weight", 1),),
+    ),
+    Architecture(
+        "Qwen-Image autoencoder (Wan's names)",
+        (r"encoder\.downsamples\.0\.residual\.0\.gamma",),
+        facts=(("latent channels", "decoder.conv1.weight", 1),),
+    ),
+    Architecture(
+        "Qwen2.5-VL text encoder",
+        (r"(model\.)?visual\.blocks\.0\.attn\.qkv\.weight", r"(.*\.)?layers\.0\.self_attn\.q_proj\.weight"),
+    ),
+)

@@ -1,28 +1,16 @@
-"""Qwen-Image's block with Tandem's forward: diffusers' modules, names and numbers, less kept for backward.
+"""Qwen-Image's transformer with an optimised forward (:func:`optimise_forward`, ``library.models.blocks``).
 
-As in ``library.models.flux.model``, what stands before a linear layer (norm and modulation, GELU, a slice of tokens)
-is made again in backward instead of kept.
+Beside norms, attention and blocks:
 
-Edit-2511 (``zero_cond_t``) modulates the tokens of reference pictures as at timestep 0: the conditioning then holds two
-vectors a sample, and an index says which one a token takes.
-
-:func:`swap_blocks` changes the class of every block and nothing else.
-
-Tandem's hot paths in diffusers' Qwen-Image transformer: ``optimise_forward`` puts them in, parameter names stay.
-
-What is replaced, and why:
-
-- *attention*: q, k and v are projected together (LoRAs on one input share their down projection), then
-  RMSNorm, RoPE and attention of ``library.nn``; without padded text no mask is made.
-- *blocks*: their forward, ``library.models.qwen_image.model``, keeps less for backward.
-- *RMSNorm*: ours keep the dtype of their input under autocast, so q and k stay bf16 beside v.
-- *position table*: diffusers' own numbers (complex64; the rows and columns of a picture are counted from its middle,
-  text goes on where they end) as one cosine and one sine a pair, for text and pictures together.
+- *attention*: without padded text no mask is made;
+- *position table*: diffusers' own numbers (complex64; the rows and columns of an image are counted from its middle,
+  text goes on where they end) as one cosine and one sine a pair, for text and images together;
 - *timestep embedding*: diffusers rounds the timestep to the compute dtype, *then* multiplies by 1000 and takes
   sines of it; in bf16, 0.7127 becomes 0.7109, and the sine of 710.9 is that of 712.7 no more. Here the timestep
   travels in fp32 and only the finished embedding is rounded. With an fp32 model nothing changes.
 
-Everything else (checkpointing, configs, saving) stays diffusers'.
+Edit-2511 (``zero_cond_t``) modulates the tokens of reference images as at timestep 0: the conditioning then holds two
+vectors a sample, and an index says which one a token takes.
 """
 
 from __future__ import annotations
@@ -33,31 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 from diffusers import QwenImageTransformer2DModel
-from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from diffusers.models.transformers import transformer_qwenimage as diffusers_qwen
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor, nn
 
-from library.nn.attention import Backend, attend_jointly
-from library.nn.frozen_linear import project_recomputed, project_together
-from library.nn.norms import (
-    ModulationCache,
-    RMSNorm,
-    clamp_fp16,
-    gelu,
-    memoise,
-    modulated,
-    modulated_norm,
-    slice_tokens,
-)
+from library.models.blocks import AttentionProcessor, adopt_classes, adopt_norms, feedforward, modulation
+from library.nn.attention import Backend
+from library.nn.frozen_linear import project_recomputed
+from library.nn.norms import ModulationCache, clamp_fp16, modulated, modulated_norm, slice_tokens
 from library.nn.rope import Table, make_room
-
-
-def swap_blocks(transformer: diffusers_qwen.QwenImageTransformer2DModel) -> None:
-    """Give every block of ``transformer`` the forward of this module."""
-    for module in transformer.modules():
-        if type(module) is diffusers_qwen.QwenImageTransformerBlock:
-            module.__class__ = QwenImageTransformerBlock
 
 
 class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
@@ -100,37 +72,24 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
             )
         attn: Any = self.attn
         image, text = hidden_states, encoder_hidden_states
-        image_mod = _modulation(self.img_mod, temb, modulation_cache, "image")
-        text_mod = _modulation(self.txt_mod, temb.chunk(2)[0] if self.zero_cond_t else temb, modulation_cache, "text")
+        image_mod = modulation(self.img_mod[0], self.img_mod[1], temb, 6, modulation_cache, "image")
+        text_temb = temb.chunk(2)[0] if self.zero_cond_t else temb
+        text_mod = modulation(self.txt_mod[0], self.txt_mod[1], text_temb, 6, modulation_cache, "text")
         norm = _modulated(self.img_norm1, modulate_index)
         image_qkv = project_recomputed([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
         text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
         text_qkv = project_recomputed(text_layers, modulated(self.txt_norm1), text, *text_mod[:2])
-        attended = attn.processor.attend(attn, image_qkv, text_qkv, image_rotary_emb, encoder_hidden_states_mask)
+        attended = attn.processor.attend(
+            attn, image_qkv, text_qkv, image_rotary_emb, text_mask=encoder_hidden_states_mask
+        )
         length = text.shape[1]
         (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(slice_tokens, start=length), attended)
         (text_update,) = project_recomputed([attn.to_add_out], functools.partial(slice_tokens, end=length), attended)
         image = image + _chosen(image_mod[2], modulate_index) * image_update
-        image = _feedforward(image, self.img_norm2, self.img_mlp, image_mod[3:], modulate_index)
-        text = _feedforward(text + text_mod[2] * text_update, self.txt_norm2, self.txt_mlp, text_mod[3:])
+        image_mod = (*image_mod[3:5], _chosen(image_mod[5], modulate_index))
+        image = feedforward(image, _modulated(self.img_norm2, modulate_index), self.img_mlp, image_mod)
+        text = feedforward(text + text_mod[2] * text_update, modulated(self.txt_norm2), self.txt_mlp, text_mod[3:])
         return clamp_fp16(text), clamp_fp16(image)
-
-
-def _modulation(layers: Any, temb: Tensor, cache: ModulationCache | None, name: str) -> tuple[Tensor, ...]:
-    """Return shift, scale, gate, twice, each [B, 1, W] ([2B, 1, W])."""
-    silu, linear = layers
-    vector = memoise(cache, name, lambda: project_together([linear], silu(temb))[0])
-    return vector.unsqueeze(1).chunk(6, dim=-1)
-
-
-def _feedforward(
-    stream: Tensor, norm: nn.Module, feedforward: Any, modulation: Sequence[Tensor], index: Tensor | None = None
-) -> Tensor:
-    """Return ``stream + gate * MLP(modulated norm of stream)``."""
-    shift, scale, gate = modulation
-    (wide,) = project_recomputed([feedforward.net[0].proj], _modulated(norm, index), stream, shift, scale)
-    (update,) = project_recomputed([feedforward.net[2]], gelu, wide)
-    return stream + _chosen(gate, index) * update
 
 
 def _modulated(norm: Any, index: Tensor | None) -> Callable[..., Tensor]:
@@ -157,12 +116,9 @@ def optimise_forward(
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after. The position table
     is made anew, so the model may come from the meta device.
     """
-    for parent in list(transformer.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, (nn.RMSNorm, DiffusersRMSNorm)):
-                setattr(parent, name, RMSNorm.adopt(child))
-    transformer.set_attn_processor(QwenAttentionProcessor(backend))
-    swap_blocks(transformer)
+    adopt_norms(transformer)
+    adopt_classes(transformer, QwenImageTransformerBlock)
+    transformer.set_attn_processor(AttentionProcessor(backend))
     if not isinstance(transformer.pos_embed, JointRope):
         transformer.pos_embed = JointRope(transformer.config.axes_dims_rope, transformer.pos_embed.theta)
         transformer.time_text_embed = ExactTimeEmbedding(transformer.time_text_embed)
@@ -170,69 +126,8 @@ def optimise_forward(
     return transformer
 
 
-class QwenAttentionProcessor:
-    """Joint attention of a block: text and image each with their own projections and norms."""
-
-    def __init__(self, backend: Backend = "auto") -> None:
-        self.backend: Backend = backend
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        encoder_hidden_states_mask: Tensor | None = None,
-        image_rotary_emb: Table | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Attend.
-
-        Args:
-            attn: diffusers' ``Attention``, whose projections may be LoRA-wrapped.
-            hidden_states: image [B, S, W].
-            encoder_hidden_states: text [B, L, W].
-            encoder_hidden_states_mask: boolean [B, L], true for real text tokens; None: all are.
-            image_rotary_emb: (cos, sin), each [L + S, D/2].
-
-        Returns:
-            (image [B, S, W], text [B, L, W]).
-        """
-        image = project_together([attn.to_q, attn.to_k, attn.to_v], hidden_states)
-        text = project_together([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], encoder_hidden_states)
-        attended = self.attend(attn, image, text, image_rotary_emb, encoder_hidden_states_mask)
-        length = encoder_hidden_states.shape[1]
-        image_out = attn.to_out[1](attn.to_out[0](attended[:, length:].contiguous()))
-        return image_out, attn.to_add_out(attended[:, :length].contiguous())
-
-    def attend(
-        self,
-        attn: Any,
-        image: Sequence[Tensor],
-        text: Sequence[Tensor],
-        rope: Table | None,
-        text_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return attention over text and image, [B, L + S, W], of projected q, k and v; arguments as in a call."""
-        head_dim = attn.inner_dim // attn.heads
-        query, key, value = _heads(image, head_dim)
-        text_query, text_key, text_value = _heads(text, head_dim)
-        streams = [
-            (attn.norm_added_q(text_query), attn.norm_added_k(text_key), text_value),
-            (attn.norm_q(query), attn.norm_k(key), value),
-        ]
-        mask = None
-        if text_mask is not None:
-            mask = torch.cat([text_mask, text_mask.new_ones(image[0].shape[:2])], dim=1)
-        return attend_jointly(streams, rope, mask=mask, backend=self.backend).flatten(2)
-
-
-def _heads(projected: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [B, S, W] into [B, S, H, D]; under tensor parallelism W, and so H, is this rank's share."""
-    query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)
-    return query, key, value
-
-
 class JointRope(nn.Module):
-    """diffusers' position table for text, then pictures, as real numbers."""
+    """diffusers' position table for text, then images, as real numbers."""
 
     def __init__(self, axes_dims: Sequence[int], theta: int) -> None:
         super().__init__()
@@ -245,9 +140,9 @@ class JointRope(nn.Module):
     def forward(
         self, video_fhw: list[Any], device: torch.device | None = None, max_txt_seq_len: int | Tensor = 0
     ) -> Table:
-        """Return (cos, sin), each fp32 [L + S, D/2], of ``max_txt_seq_len`` text tokens and the pictures' tokens.
+        """Return (cos, sin), each fp32 [L + S, D/2], of ``max_txt_seq_len`` text tokens and the images' tokens.
 
-        ``video_fhw`` lists for each sample its pictures' (1, rows, columns); the first sample counts for all.
+        ``video_fhw`` lists for each sample its images' (1, rows, columns); the first sample counts for all.
         """
         key = str(video_fhw[0]), device, int(max_txt_seq_len)
         if key not in self._known:
@@ -287,7 +182,7 @@ class ExactTimeEmbedding(nn.Module):
         self.train(original.training)
 
     def forward(self, timestep: Tensor, hidden_states: Tensor, additional_t_cond: Any = None) -> Tensor:
-        """Return the conditioning vector [B, W]; [2B, W] where reference pictures have one of their own.
+        """Return the conditioning vector [B, W]; [2B, W] where reference images have one of their own.
 
         Args:
             timestep: [B] or [2B] in the compute dtype (possibly rounded), 0 to 1; in the second half 0.

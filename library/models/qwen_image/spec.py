@@ -1,128 +1,130 @@
-"""Qwen-Image (https://github.com/QwenLM/Qwen-Image): the family.
+"""Qwen-Image (https://github.com/QwenLM/Qwen-Image) and its edit models.
 
-The transformer sees a picture as a sequence: 2 x 2 latents of 16 channels are one token of 64 numbers, placed at its
-row and column counted from the picture's middle; text goes on where the picture ends. It is told the noise level sigma
-and the text with its mask, and returns the velocity noise - image per token. There is no guidance input: pictures are
+The transformer sees an image as a sequence: 2 x 2 latents of 16 channels are one token of 64 numbers, placed at its
+row and column counted from the image's middle; text goes on where the image ends. It is told the noise level sigma
+and the text with its mask, and returns the velocity noise - image per token. There is no guidance input: images are
 steered by a negative prompt and true classifier-free guidance.
 
-Qwen-Image-Edit and Edit-2509 / Edit-2511 ("Edit Plus"): Qwen-Image that sees reference pictures.
-
-The pictures come in twice: their latents stand behind the tokens of the picture that is painted, clean at every noise
-level, each picture with its own rows and columns; and the text encoder looks at them while it reads the caption. Edit
-takes one, Edit Plus any number (it was trained with up to three), of any sizes. The loss counts the painted picture
-alone. Edit-2511 is Edit Plus with ``zero_cond_t`` set: reference tokens are modulated as at timestep 0.
+*Qwen-Image-Edit* and *Edit-2509 / 2511* ("Edit Plus") see reference images, which come in twice: their latents stand
+behind the tokens of the image that is sampled, clean at every noise level, each with its own rows and columns; and the
+text encoder looks at them while it reads the caption. Edit takes one, Edit Plus any number (it was trained with up to
+three), of any sizes. The loss counts the sampled image alone. Edit-2511 is Edit Plus with ``zero_cond_t`` set:
+reference tokens are modulated as at timestep 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
-from PIL.Image import Image
+from diffusers import DiffusionPipeline, QwenImagePipeline, QwenImageTransformer2DModel
 from torch import Tensor, nn
 
+import library.models.qwen_image.files as qwen_files
+import library.models.qwen_image.model as qwen_model
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
-from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.files import fingerprint
-from library.models.family import (
-    ImageEncoder,
-    TransformerFiles,
-    check_size,
-    drawing_autocast,
-    dtype_name,
-    evaluating,
-    unwrapped,
-)
+from library.models.family import Family, batched, in_loaded_dtype
+from library.models.files import pipeline_class
 from library.models.flux.model import pack_latents, unpack_latents
-from library.models.qwen_image.files import QwenFiles, locate
-from library.models.qwen_image.model import optimise_forward
 from library.models.qwen_image.text import (
+    IMAGE_TOKEN,
     MOST_TOKENS,
     TEMPLATES,
     QwenTextEncoder,
+    check_qwen_text,
+    image_processor,
     load_qwen_text,
-    load_qwen_tokenizer,
-    picture_processor,
 )
-from library.models.qwen_image.vae import QwenVaeImageEncoder, load_qwen_vae, qwen_vae_config
-from library.models.vae import computed_as
-from library.nn.attention import Backend
-from library.precision.checkpoint_layouts import WeightFiles
+from library.models.qwen_image.vae import QwenImageEncoder
+from library.models.text import load_qwen_tokenizer
 from library.precision.recipe import Fp8Recipe
 
+_PIPELINES = {  # of diffusers folders -> model_type
+    "QwenImagePipeline": "qwen_image",
+    "QwenImageEditPipeline": "qwen_image_edit",
+    "QwenImageEditPlusPipeline": "qwen_image_edit_plus",
+}
 
-class QwenImageFamily(TransformerFiles):
-    """Qwen-Image from a diffusers folder or ComfyUI's split files; see ``library.models.qwen_image.files``."""
+
+class QwenImageFamily(Family):
+    """Qwen-Image."""
 
     name = "qwen_image"
-    timestep_sampling = "qwen_shift"
-    modelspec_architecture = "Qwen-Image"
-    conditioning: ConditionKind = "none"
-    most_references: int | None = None
-    guidance_input = False
-    sample_guidance = 1.0  # of no meaning
+    layout = qwen_files.FILES
+    targets = qwen_files.QWEN_TARGETS
     transformer_class = QwenImageTransformer2DModel
+    depths = ("num_layers",)
+    image_encoder = QwenImageEncoder
+    published_scheduler = {  # noqa: RUF012
+        "shift": 1.0,
+        "use_dynamic_shifting": True,
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 8192,
+        "base_shift": 0.5,
+        "max_shift": 0.9,
+        "shift_terminal": 0.02,
+        "time_shift_type": "exponential",
+    }
+    modelspec_architecture = "Qwen-Image"
+    timestep_sampling = "qwen_shift"
     masks_padding = True
-    patch_size = 2
-    repeated_blocks: tuple[str, ...] = ("QwenImageTransformerBlock",)
-    behind_blocks: tuple[str, ...] = ("norm_out", "proj_out")
+    repeated_blocks = ("QwenImageTransformerBlock",)
+    behind_blocks = ("norm_out", "proj_out")
+    optimise_forward = staticmethod(qwen_model.optimise_forward)
 
-    def __init__(self, config: ModelConfig) -> None:
-        """Find and check the files of ``config``; nothing is loaded.
+    @classmethod
+    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
+        """Return the arguments of a transformer of ``config``; the image is square, one reference is as large."""
+        side, images = round(tokens**0.5), 2 if cls.conditioning == "references" else 1
+        return {
+            "hidden_states": torch.randn(1, side * side * images, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
+            "encoder_hidden_states_mask": None,
+            "timestep": torch.rand(1),
+            "img_shapes": [[(1, side, side)] * images],
+            "return_dict": False,
+        }
 
-        Raises:
-            UserError: a part is missing or is another kind of model.
-        """
-        self._files: QwenFiles = locate(config)
-        self.latent_channels: int = self._files.transformer_config.get("in_channels", 64) // self.patch_size**2
+    def check_variant(self) -> None:
+        """Refuse another pipeline's folder; let the option decide how references are modulated, where it is set."""
+        root, config = self.config.pretrained_model_name_or_path, self.files.transformer_config
+        if self.files.transformer.is_dir():
+            pipeline = pipeline_class(self.files.transformer.parent)
+            if (meant := _PIPELINES.get(pipeline)) != self.name:
+                wanted = next(known for known, name in _PIPELINES.items() if name == self.name)
+                remedy = f'set model_type = "{meant}"' if meant else f"give a {wanted}"
+                raise UserError(f"{root}: a {pipeline}, which model_type {self.name} does not fit; {remedy}")
+        found = bool(config.get("zero_cond_t", False))
+        if self.config.zero_cond_t is False and found:
+            raise UserError("zero_cond_t: the model's files say it is Edit-2511, which was trained with it; remove it")
+        if found and self.name != "qwen_image_edit_plus":
+            raise UserError(f'{root}: Qwen-Image-Edit-2511; set model_type = "qwen_image_edit_plus"')
+        config["zero_cond_t"] = found or bool(self.config.zero_cond_t)
+        self.latent_channels = config.get("in_channels", 64) // self.patch_size**2
 
-    def _with_hot_paths(self, transformer: Any, backend: Backend) -> Any:
-        return optimise_forward(transformer, backend)
-
-    def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> QwenVaeImageEncoder:
-        """Return the image encoder; its weights are loaded at the first use. On a CPU it computes in fp32."""
-        path = self._files.vae
-        used, mark = computed_as(path, dtype, device)
-        return QwenVaeImageEncoder(
-            lambda: load_qwen_vae(path, used, device), qwen_vae_config(path), mark, self.patch_size
-        )
+    def check_text_encoders(self) -> None:
+        """Read the headers of Qwen2.5-VL."""
+        check_qwen_text(self.files.text_encoders[0])
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Fp8Recipe | None = None
     ) -> QwenTextEncoder:
-        """Return the text encoder; the tokenizer is loaded now, weights at the first caption.
-
-        Args:
-            dtype, device: of weights and products.
-            recipe: how Qwen2.5-VL becomes fp8; None leaves it as its file has it.
-
-        Raises:
-            UserError: the tokenizer cannot be had; the file is in fp8 already.
-        """
-        path = self._files.text_encoder
-        if recipe is not None and WeightFiles(path).fp8 is not None:
-            raise UserError(f"fp8_text_encoder: {path} is in fp8 already and is used as it is; remove fp8_text_encoder")
-        tokenizer = load_qwen_tokenizer(self._files.tokenizer)
-        template = TEMPLATES[self.name]
-        pictures = picture_processor(self._files.processor) if template.picture is not None else None
-        token = tokenizer.convert_tokens_to_ids("<|image_pad|>") if pictures is not None else None
-        mark = f"{fingerprint(path)}-{self.name}-{MOST_TOKENS}-{dtype_name(dtype)}"
-        mark += f"-{recipe.describe()}" if recipe is not None else ""
+        """Return Qwen2.5-VL; with the vision tower where the template shows images."""
+        (path,), template = self.files.text_encoders, TEMPLATES[self.name]
+        fingerprint = self.text_fingerprint(dtype, recipe, self.name, MOST_TOKENS)
+        tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], IMAGE_TOKEN, "Qwen2.5-VL")
+        processor = image_processor(self.files.processor) if template.label is not None else None
+        token: Any = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) if processor is not None else None
         return QwenTextEncoder(
-            lambda: load_qwen_text(path, dtype, device, recipe, picture_token=token),
+            lambda: load_qwen_text(path, dtype, device, recipe, image_token=token),
             tokenizer,
             template,
-            mark,
-            pictures,
+            fingerprint,
+            processor,
         )
-
-    def blocks(self, transformer: Any) -> list[nn.Module]:
-        """Return the blocks in running order."""
-        return [*transformer.transformer_blocks]
 
     def predict_velocity(
         self,
@@ -133,114 +135,43 @@ class QwenImageFamily(TransformerFiles):
         guidance_scale: float = 1.0,
         conditions: Conditions = NO_CONDITIONS,
     ) -> Tensor:
-        """Return the velocity noise - image at ``latents``, [B, 16, h, w] fp32.
-
-        Args:
-            transformer: from :meth:`load_transformer`, possibly wrapped (DDP, compile); it is only called.
-            latents: noisy latents [B, 16, h, w], h and w even.
-            sigmas: noise levels [B] in (0, 1]; passed on in fp32.
-            text: ``prompt_embeds`` [B, L, D] and ``prompt_embeds_mask`` [B, L], true for real tokens; without it all
-                are, and attention is masked by nothing, which the fastest kernels need.
-            guidance_scale: of no meaning here.
-            conditions: reference pictures, of edit models: latents [B, 16, h_i, w_i] each.
-        """
+        """Return the velocity [B, 16, h, w] fp32; references are latents [B, 16, h_i, w_i] each."""
         batch, _, height, width = latents.shape
-        embeds, mask = text["prompt_embeds"], text.get("prompt_embeds_mask")
-        pictures = [latents, *conditions.references]
-        tokens = torch.cat([pack_latents(picture.to(latents.dtype)) for picture in pictures], dim=1)
-        if not torch.is_autocast_enabled(latents.device.type):
-            # Without autocast nobody else brings activations to the dtype of the weights.
-            dtype = self._dtype or tokens.dtype
-            tokens, embeds = tokens.to(dtype), embeds.to(dtype)
+        mask, images = text.get("prompt_embeds_mask"), [latents, *conditions.references]
+        tokens = torch.cat([pack_latents(image.to(latents.dtype)) for image in images], dim=1)
+        tokens, embeds = in_loaded_dtype(transformer, tokens, text["prompt_embeds"])
         output = transformer(
             hidden_states=tokens,
             timestep=sigmas.to(device=latents.device, dtype=torch.float32),
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=None if mask is None else mask.bool(),
-            img_shapes=[[grid(picture) for picture in pictures]] * batch,
+            img_shapes=[[grid(image) for image in images]] * batch,
             return_dict=False,
         )[0]
         return unpack_latents(output[:, : height * width // 4].float(), height, width)
 
-    def sample(
-        self,
-        transformer: nn.Module,
-        image_encoder: ImageEncoder,
-        text: dict[str, Tensor],
-        width: int,
-        height: int,
-        steps: int,
-        guidance: float,
-        seed: int,
-        negative_text: dict[str, Tensor] | None = None,
-        cfg: float = 1.0,
-        conditions: Conditions = NO_CONDITIONS,
-    ) -> Image:
-        """Draw one picture with diffusers' QwenImagePipeline and the running transformer.
+    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
+        """Return QwenImagePipeline, for edit models too: :meth:`conditioned` adds what they see."""
+        return QwenImagePipeline(scheduler, None, None, None, transformer)
 
-        The same seed gives the same picture. Noise and solver work in fp32; a 16-bit transformer runs under
-        autocast, so that LoRA weights of any dtype fit. The training mode is put back afterwards and nothing
-        keeps a reference to the transformer.
+    def pipeline_inputs(
+        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return the guidance by the negative text and the noise's source."""
+        generator = torch.Generator().manual_seed(seed)
+        return {"true_cfg_scale": cfg, "max_sequence_length": MOST_TOKENS, "generator": generator}
 
-        Args:
-            transformer: the network, possibly with LoRA; DDP and compile wrappers are taken off.
-            image_encoder: decodes the result.
-            text: ``prompt_embeds`` [L, D] and ``prompt_embeds_mask`` [L], with or without a batch axis of one.
-            width, height: pixels, multiples of ``image_encoder.pixel_multiple``.
-            steps: at least 2: the schedule is stretched between the first and the last.
-            guidance: of no meaning here.
-            seed: of the noise.
-            negative_text, cfg: what to steer away from, with ``cfg`` above 1 (two evaluations a step).
-            conditions: reference pictures, of edit models.
+    def pipeline_text(self, text: dict[str, Tensor], prefix: str, transformer: Any) -> dict[str, Any]:
+        """Return the embeddings and their mask."""
+        embeds, mask = batched(text["prompt_embeds"], 3), batched(text["prompt_embeds_mask"], 2)
+        return {
+            f"{prefix}prompt_embeds": embeds.to(transformer.device, torch.float32),
+            f"{prefix}prompt_embeds_mask": mask.to(transformer.device),
+        }
 
-        Raises:
-            UserError: the size or number of steps is not possible.
-        """
-        check_size(width, height, image_encoder.pixel_multiple)
-        scheduler = self._scheduler()
-        if steps < 2 and scheduler.config.shift_terminal:
-            raise UserError(f"sample of {steps} step: Qwen-Image's schedule has at least two; set --s 2 or more")
-        plain = unwrapped(transformer)
-        pipeline = QwenImagePipeline(scheduler, None, None, None, plain)
-        pipeline.vae_scale_factor = image_encoder.latent_factor  # read from the VAE otherwise, which stays outside
-        pipeline.set_progress_bar_config(disable=True)
-        inputs = _pipeline_text(text, "", plain.device)
-        if negative_text is not None:
-            inputs |= _pipeline_text(negative_text, "negative_", plain.device)
-        with torch.no_grad(), evaluating(plain), drawing_autocast(plain, self._dtype), self._seeing(plain, conditions):
-            packed = pipeline(
-                **inputs,
-                width=width,
-                height=height,
-                num_inference_steps=steps,
-                true_cfg_scale=cfg,
-                max_sequence_length=MOST_TOKENS,
-                generator=torch.Generator().manual_seed(seed),
-                output_type="latent",
-                return_dict=False,
-            )[0]
-        factor = image_encoder.latent_factor
-        pixels = image_encoder.decode(unpack_latents(packed, height // factor, width // factor))
-        return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
-
-    def _seeing(self, transformer: Any, conditions: Conditions) -> AbstractContextManager:
-        """Let the transformer see what ``conditions`` hold while a picture is drawn; here there is nothing."""
-        return nullcontext()
-
-    def _scheduler(self) -> FlowMatchEulerDiscreteScheduler:
-        """Return the folder's scheduler, or with single files the published one."""
-        if self._files.scheduler is not None:
-            return FlowMatchEulerDiscreteScheduler.from_pretrained(self._files.scheduler)
-        return FlowMatchEulerDiscreteScheduler(
-            shift=1.0,
-            use_dynamic_shifting=True,
-            base_image_seq_len=256,
-            max_image_seq_len=8192,
-            base_shift=0.5,
-            max_shift=0.9,
-            shift_terminal=0.02,
-            time_shift_type="exponential",
-        )
+    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Return latents of tokens."""
+        return unpack_latents(latents, height, width)
 
 
 def grid(latents: Tensor) -> tuple[int, int, int]:
@@ -248,21 +179,11 @@ def grid(latents: Tensor) -> tuple[int, int, int]:
     return 1, latents.shape[-2] // 2, latents.shape[-1] // 2
 
 
-def _pipeline_text(text: dict[str, Tensor], prefix: str, device: torch.device) -> dict[str, Tensor]:
-    embeds, mask = text["prompt_embeds"], text["prompt_embeds_mask"]
-    embeds = embeds if embeds.ndim == 3 else embeds.unsqueeze(0)
-    mask = mask if mask.ndim == 2 else mask.unsqueeze(0)
-    # fp32, because the pipeline draws its noise in the dtype of the text: one noise for every dtype.
-    return {
-        f"{prefix}prompt_embeds": embeds.to(device, torch.float32),
-        f"{prefix}prompt_embeds_mask": mask.to(device),
-    }
-
-
 class QwenImageEditFamily(QwenImageFamily):
-    """Qwen-Image-Edit: one reference picture a caption."""
+    """Qwen-Image-Edit: one reference image a caption."""
 
     name = "qwen_image_edit"
+    targets = qwen_files.QWEN_EDIT_TARGETS
     modelspec_architecture = "Qwen-Image-Edit"
     conditioning: ConditionKind = "references"
     most_references: int | None = 1
@@ -276,10 +197,10 @@ class QwenImageEditFamily(QwenImageFamily):
         guidance_scale: float = 1.0,
         conditions: Conditions = NO_CONDITIONS,
     ) -> Tensor:
-        """Return the velocity at ``latents``; ``conditions`` hold the reference pictures' latents.
+        """Return the velocity at ``latents``; ``conditions`` hold the reference images' latents.
 
         Raises:
-            UserError: there are more pictures than the model takes, or none where it takes one.
+            UserError: there are more images than the model takes, or none where it takes one.
         """
         self._check(conditions)
         return super().predict_velocity(transformer, latents, sigmas, text, guidance_scale, conditions)
@@ -288,24 +209,24 @@ class QwenImageEditFamily(QwenImageFamily):
         count = len(conditions.references)
         if self.most_references is not None and count != self.most_references:
             remedy = 'use model_type = "qwen_image_edit_plus"' if count else "give control_directory"
-            raise UserError(f"{self.name}: takes one reference picture a sample, found {count}; {remedy}")
+            raise UserError(f"{self.name}: takes one reference image a sample, found {count}; {remedy}")
 
     @contextmanager
-    def _seeing(self, transformer: Any, conditions: Conditions) -> Iterator[None]:
+    def conditioned(self, transformer: nn.Module, conditions: Conditions) -> Iterator[None]:
         """Put the references behind the tokens that the pipeline gives, and take their output off again."""
         self._check(conditions)
-        references = [picture.to(transformer.device) for picture in conditions.references]
-        painted: list[int] = []
+        references = conditions.references
+        length: list[int] = []
 
         def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             tokens = kwargs["hidden_states"]
-            painted[:] = [tokens.shape[1]]
-            shown = [pack_latents(picture.to(tokens.dtype)) for picture in references]
-            shapes = [[*sample, *(grid(picture) for picture in references)] for sample in kwargs["img_shapes"]]
+            length[:] = [tokens.shape[1]]
+            shown = [pack_latents(image.to(tokens.dtype)) for image in references]
+            shapes = [[*sample, *(grid(image) for image in references)] for sample in kwargs["img_shapes"]]
             return args, kwargs | {"hidden_states": torch.cat([tokens, *shown], dim=1), "img_shapes": shapes}
 
         def remove(_: nn.Module, args: tuple[Any, ...], output: tuple[Tensor]) -> tuple[Tensor]:
-            return (output[0][:, : painted[0]],)
+            return (output[0][:, : length[0]],)
 
         hooks = [
             transformer.register_forward_pre_hook(add, with_kwargs=True, prepend=True),
@@ -319,13 +240,14 @@ class QwenImageEditFamily(QwenImageFamily):
 
 
 class QwenImageEditPlusFamily(QwenImageEditFamily):
-    """Qwen-Image-Edit-2509 and 2511: any number of reference pictures."""
+    """Qwen-Image-Edit-2509 and 2511: any number of reference images."""
 
     name = "qwen_image_edit_plus"
+    targets = qwen_files.QWEN_EDIT_PLUS_TARGETS
     most_references: int | None = None
 
-    def __init__(self, config: ModelConfig) -> None:
-        """Find and check the files of ``config``; see :class:`QwenImageFamily`."""
-        super().__init__(config)
-        newest = self._files.transformer_config.get("zero_cond_t", False)
+    def check_variant(self) -> None:
+        """As Qwen-Image's; 2509 or 2511."""
+        super().check_variant()
+        newest = self.files.transformer_config["zero_cond_t"]
         self.modelspec_architecture = "Qwen-Image-Edit-2511" if newest else "Qwen-Image-Edit-Plus"

@@ -1,18 +1,18 @@
-"""Qwen-Image's text encoder, Qwen2.5-VL: captions, and for edit models the reference pictures, to one vector a token.
+"""Qwen-Image's text encoder, Qwen2.5-VL: captions, and for edit models the reference images, to one vector a token.
 
 A caption is put into the model's chat template, and what the language model says about the template's own beginning is
 dropped again (34 tokens; 64 with edit models). Captions keep their own lengths; a batch fills them up and carries the
-mask. Edit models see the reference pictures through Qwen2.5-VL's vision tower, resized to the area that the diffusers
+mask. Edit models see the reference images through Qwen2.5-VL's vision tower, resized to the area that the diffusers
 pipelines use.
 
-Pictures take places in a grid (3-D rotary positions), for which transformers 5 must be told which tokens are
-pictures. diffusers 0.42's edit pipelines do not tell it (https://github.com/huggingface/diffusers/issues/14194) and
-so give pictures the places of plain text, unlike older versions, ComfyUI and the model's own training. Tandem tells it.
+Images take places in a grid (3-D rotary positions), for which transformers 5 must be told which tokens are
+images. diffusers 0.42's edit pipelines do not tell it (https://github.com/huggingface/diffusers/issues/14194) and
+so give images the places of plain text, unlike older versions, ComfyUI and the model's own training. Tandem tells it.
 
 Loading Qwen2.5-VL as Qwen-Image's text encoder: from a transformers folder or ComfyUI's single file.
 
 Its tensors were published as ``model.layers...`` and ``visual...``; later transformers say
-``model.language_model.layers...`` and ``model.visual...``. Both are read. Only what is used is loaded: without pictures
+``model.language_model.layers...`` and ``model.visual...``. Both are read. Only what is used is loaded: without images
 the language model alone, and never the head that would predict words.
 
 A single file needs no sidecar: its configuration follows from its shapes, but for head widths and a few constants that
@@ -22,15 +22,15 @@ no tensor shows; these are those of Qwen2.5-VL-7B.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2Tokenizer
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2_5_VLModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLRotaryEmbedding,
     Qwen2_5_VLTextModel,
@@ -39,14 +39,15 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from library.errors import UserError
-from library.models.text_encoders import load_tokenizer
+from library.models.layer_names import count_blocks
+from library.models.text import LanguageModelEncoder, padded
 from library.models.weights import load_into, read_config
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.safetensors_io import RowRange
 
-MOST_TOKENS = 1024  # of a caption without pictures; longer ones are cut, as in the pipeline
-_PICTURE = "<|image_pad|>"
+MOST_TOKENS = 1024  # of a caption without images; longer ones are cut, as in the pipeline
+IMAGE_TOKEN = "<|image_pad|>"
 _DESCRIBE = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
     "objects and background:"
@@ -65,22 +66,22 @@ class PromptTemplate:
     Attributes:
         task: the system's message.
         dropped: tokens of the template's beginning whose vectors are dropped.
-        picture: what stands before a picture, ``{}`` for its number; None: pictures are not seen.
-        area: pixels that a picture is resized to, about.
-        references: how many pictures a caption may have, from and to (None: any number).
+        label: what stands before an image, ``{}`` for its number; None: images are not seen.
+        area: pixels that an image is resized to, about.
+        references: how many images a caption may have, from and to (None: any number).
     """
 
     task: str
     dropped: int
-    picture: str | None = None
+    label: str | None = None
     area: int = 0
     references: tuple[int, int | None] = (0, 0)
 
-    def fill(self, caption: str, pictures: Sequence[int]) -> str:
-        """Return the whole prompt; ``pictures`` says how many tokens each picture takes."""
+    def fill(self, caption: str, images: Sequence[int]) -> str:
+        """Return the whole prompt; ``images`` says how many tokens each image takes."""
         shown = "".join(
-            f"{(self.picture or '').format(i)}<|vision_start|>{_PICTURE * count}<|vision_end|>"
-            for i, count in enumerate(pictures, start=1)
+            f"{(self.label or '').format(i)}<|vision_start|>{IMAGE_TOKEN * count}<|vision_end|>"
+            for i, count in enumerate(images, start=1)
         )
         return (
             f"<|im_start|>system\n{self.task}<|im_end|>\n<|im_start|>user\n{shown}{caption}<|im_end|>\n"
@@ -95,11 +96,10 @@ TEMPLATES = {
 }
 
 
-class QwenTextEncoder:
-    """Captions in, ``prompt_embeds`` [L, D] and ``prompt_embeds_mask`` [L] (all true) out, on the CPU.
+class QwenTextEncoder(LanguageModelEncoder):
+    """Qwen2.5-VL: the language model, or the whole model where reference images are seen."""
 
-    The model is loaded at the first caption, so a run whose captions are all cached never loads it.
-    """
+    title = "Qwen2.5-VL, 7 billion weights"
 
     def __init__(
         self,
@@ -107,91 +107,64 @@ class QwenTextEncoder:
         tokenizer: PreTrainedTokenizerBase,
         template: PromptTemplate,
         fingerprint: str,
-        pictures: Qwen2VLImageProcessorPil | None = None,
+        processor: Qwen2VLImageProcessorPil | None = None,
     ) -> None:
-        """``load`` gives the language model; with ``pictures``, the whole model, for pictures it prepares."""
-        self._load, self._model = load, None
-        self.tokenizer, self.template = tokenizer, template
-        self.fingerprint = fingerprint
-        self._pictures = pictures
-        self.sees_references = pictures is not None
+        """``load`` gives the language model; with ``processor``, the whole model, for images that it prepares."""
+        super().__init__(load, tokenizer, fingerprint)
+        self.template, self.dropped = template, template.dropped
+        self._processor = processor
+        self.sees_references = processor is not None
 
-    @torch.no_grad()
-    def encode(self, captions: list[str], references: list[list[Image.Image]] | None = None) -> list[dict[str, Tensor]]:
-        """Encode ``captions`` in one batch.
+    def inputs(self, captions: list[str], references: list[list[Image.Image]] | None) -> dict[str, Tensor]:
+        """Return ids and mask [B, T], filled up at the end, and the reference images' patches.
 
-        Args:
-            captions: texts of any length; without pictures they are cut at ``MOST_TOKENS``.
-            references: RGB pictures of each caption, where the encoder sees them.
+        Captions without images are cut at ``MOST_TOKENS``.
 
         Raises:
-            UserError: a caption has more or fewer pictures than the model takes.
+            UserError: a caption has more or fewer images than the model takes.
         """
-        if not captions:
-            return []
         shown = references if references is not None else [[] for _ in captions]
         self._check_references(shown)
-        if self._model is None:
-            self._model = self._load()
-        model: Any = self._model
-        inputs = {name: tensor.to(model.device) for name, tensor in self._inputs(captions, shown).items()}
-        hidden = model(**inputs, use_cache=False).last_hidden_state.to(model.dtype).cpu()
-        lengths = inputs["attention_mask"].sum(dim=1).tolist()
-        kept = [row[self.template.dropped : length].clone() for row, length in zip(hidden, lengths, strict=True)]
-        return [{"prompt_embeds": e, "prompt_embeds_mask": torch.ones(len(e), dtype=torch.bool)} for e in kept]
-
-    def _check_references(self, shown: Sequence[Sequence[Image.Image]]) -> None:
-        least, most = self.template.references
-        for pictures in shown:
-            if len(pictures) < least or (most is not None and len(pictures) > most):
-                takes = f"{least}" if least == most else f"at least {least}"
-                remedy = '; use model_type = "qwen_image_edit_plus"' if pictures and most == 1 else ""
-                raise UserError(
-                    f"control_directory: {len(pictures)} reference pictures of one caption, this model takes "
-                    f"{takes}{remedy or '; give each picture its own'}"
-                )
-
-    def _inputs(self, captions: Sequence[str], shown: Sequence[Sequence[Image.Image]]) -> dict[str, Tensor]:
-        """Return what the model is called with: ids and mask [B, T], filled up at the end; pictures' patches."""
         counts: list[list[int]] = [[] for _ in captions]
         inputs: dict[str, Tensor] = {}
-        flat = [self._resized(picture) for pictures in shown for picture in pictures]
-        if self._pictures is not None and flat:
-            inputs |= dict(self._pictures(images=flat, return_tensors="pt"))
-            tokens = iter((inputs["image_grid_thw"].prod(dim=1) // self._pictures.merge_size**2).tolist())
-            counts = [[next(tokens) for _ in pictures] for pictures in shown]
+        flat = [self._resized(image) for images in shown for image in images]
+        if self._processor is not None and flat:
+            inputs |= dict(self._processor(images=flat, return_tensors="pt"))
+            tokens = iter((inputs["image_grid_thw"].prod(dim=1) // self._processor.merge_size**2).tolist())
+            counts = [[next(tokens) for _ in images] for images in shown]
         prompts = [self.template.fill(caption, count) for caption, count in zip(captions, counts, strict=True)]
         ids = [self.tokenizer(prompt).input_ids for prompt in prompts]
         if not self.sees_references:
             ids = [row[: MOST_TOKENS + self.template.dropped] for row in ids]
-        longest = max(map(len, ids))
-        # What stands at the end is seen by no real token: attention looks back only.
-        filled = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids])
-        inputs |= {"input_ids": filled, "attention_mask": mask}
+        inputs |= padded(ids)
         if flat:
-            inputs["mm_token_type_ids"] = (filled == self.tokenizer.convert_tokens_to_ids(_PICTURE)).int()
+            inputs["mm_token_type_ids"] = (
+                inputs["input_ids"] == self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+            ).int()
         return inputs
 
-    def _resized(self, picture: Image.Image) -> Image.Image:
-        size = reference_size(self.template.area, *picture.size)
-        return picture if picture.size == size else picture.resize(size, Image.Resampling.LANCZOS)
+    def _check_references(self, shown: Sequence[Sequence[Image.Image]]) -> None:
+        least, most = self.template.references
+        for images in shown:
+            if len(images) < least or (most is not None and len(images) > most):
+                takes = f"{least}" if least == most else f"at least {least}"
+                remedy = '; use model_type = "qwen_image_edit_plus"' if images and most == 1 else ""
+                raise UserError(
+                    f"control_directory: {len(images)} reference images of one caption, this model takes "
+                    f"{takes}{remedy or '; give each image its own'}"
+                )
 
-    def release(self) -> None:
-        """Let go of the model's weights; the next caption loads them again."""
-        self._model = None
-
-    def load_modules(self, names: Collection[str]) -> nn.Module:
-        """Refuse: Qwen2.5-VL is not trained."""
-        raise UserError("text_encoder_lr: Qwen2.5-VL, 7 billion weights, is not trained; remove text_encoder_lr")
+    def _resized(self, image: Image.Image) -> Image.Image:
+        size = reference_size(self.template.area, *image.size)
+        return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
 def reference_size(area: int, width: int, height: int) -> tuple[int, int]:
-    """Return width and height of about ``area`` pixels in a picture's proportions, multiples of 32, as the pipelines'.
+    """Return width and height of about ``area`` pixels in an image's proportions, multiples of 32, as the pipelines'.
 
     Args:
         area: pixels wanted.
-        width, height: of the picture.
+        width, height: of the image.
     """
     ratio = width / height
     wide = math.sqrt(area * ratio)
@@ -210,7 +183,7 @@ def load_qwen_text(
     device: torch.device | str = "cpu",
     recipe: Fp8Recipe | None = None,
     *,
-    picture_token: int | None = None,
+    image_token: int | None = None,
 ) -> Qwen2_5_VLTextModel | Qwen2_5_VLModel:
     """Load the language model; ``recipe`` makes it fp8.
 
@@ -218,26 +191,26 @@ def load_qwen_text(
         path: a transformers folder or a file.
         dtype, device: of the weights.
         recipe: how linear weights become fp8; None leaves them as the file has them.
-        picture_token: id of the token that stands for pictures; None: the vision tower is not loaded.
+        image_token: id of the token that stands for images; None: the vision tower is not loaded.
 
     Raises:
         UserError: another model, incomplete or unreadable.
     """
     weights = WeightFiles(path)
-    config, pictures = _config(weights), picture_token is not None
-    config.image_token_id = picture_token if pictures else config.image_token_id
+    config, images = _config(weights), image_token is not None
+    config.image_token_id = image_token if images else config.image_token_id
     names = {_name(name): name for name in weights.names if not name.startswith("lm_head.")}
-    if not pictures:
+    if not images:
         inside = "language_model."
         names = {name.removeprefix(inside): source for name, source in names.items() if name.startswith(inside)}
     key_map = {name: [RowRange(source)] for name, source in names.items()}
 
     def build() -> Any:
-        model: Any = Qwen2_5_VLModel(config) if pictures else Qwen2_5_VLTextModel(config.text_config)
+        model: Any = Qwen2_5_VLModel(config) if images else Qwen2_5_VLTextModel(config.text_config)
         with torch.device("cpu"):  # frequencies are computed, no file has them
-            language = model.language_model if pictures else model
+            language = model.language_model if images else model
             language.rotary_emb = Qwen2_5_VLRotaryEmbedding(config.text_config)
-            if pictures:
+            if images:
                 model.visual.rotary_pos_emb = Qwen2_5_VLVisionRotaryEmbedding(config.vision_config)
         return model
 
@@ -248,25 +221,13 @@ def load_qwen_text(
     return model
 
 
-def load_qwen_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBase:
-    """Load Qwen2.5-VL's tokenizer from a folder or the hub (cache first).
-
-    Raises:
-        UserError: neither a folder nor to be had from the hub; or it knows no pictures, so it is another model's.
-    """
-    tokenizer = load_tokenizer(Qwen2Tokenizer.from_pretrained, folder_or_name, "qwen_tokenizer")
-    if "<|image_pad|>" not in tokenizer.get_vocab():
-        raise UserError(f"qwen_tokenizer: {folder_or_name} has no <|image_pad|>; give the tokenizer of Qwen2.5-VL")
-    return tokenizer
-
-
 def check_qwen_text(path: Path) -> None:
     """Raise a UserError if ``path`` holds no Qwen2.5-VL; reads headers only."""
     _config(WeightFiles(path))
 
 
-def picture_processor(folder: Path | None) -> Qwen2VLImageProcessorPil:
-    """Return what prepares pictures for the vision tower, without torchvision.
+def image_processor(folder: Path | None) -> Qwen2VLImageProcessorPil:
+    """Return what prepares images for the vision tower, without torchvision.
 
     Args:
         folder: with ``preprocessor_config.json``; None, or without one: the published settings.
@@ -312,14 +273,14 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
     first, vision = "language_model.layers.0", "visual.blocks.0"
     vocabulary, width = shape("language_model.embed_tokens.weight")
     vision_width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
-    depth = _count(names, "visual.blocks.")
-    every = max(1, depth // 4)  # of the 7B's 32 blocks 7, 15, 23 and 31 see the whole picture
+    depth = count_blocks(names, "visual.blocks.")
+    every = max(1, depth // 4)  # of the 7B's 32 blocks 7, 15, 23 and 31 see the whole image
     return Qwen2_5_VLConfig(
         text_config={
             "vocab_size": vocabulary,
             "hidden_size": width,
             "intermediate_size": shape(f"{first}.mlp.gate_proj.weight")[0],
-            "num_hidden_layers": _count(names, "language_model.layers."),
+            "num_hidden_layers": count_blocks(names, "language_model.layers."),
             "num_attention_heads": width // _HEAD_DIM,
             "num_key_value_heads": shape(f"{first}.self_attn.k_proj.weight")[0] // _HEAD_DIM,
             "max_position_embeddings": 128000,
@@ -340,8 +301,3 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
             "tokens_per_second": 2,
         },
     )
-
-
-def _count(names: dict[str, str], prefix: str) -> int:
-    numbers = [int(name[len(prefix) :].split(".", 1)[0]) for name in names if name.startswith(prefix)]
-    return 1 + max(numbers, default=-1)

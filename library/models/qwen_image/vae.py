@@ -1,6 +1,6 @@
 """Qwen-Image's autoencoder: pixels to latents (while caching) and back (while sampling).
 
-It is Wan's video autoencoder, further trained, and takes a picture as a video of one frame. Read from a diffusers
+It is Wan's video autoencoder, further trained, and takes an image as a video of one frame. Read from a diffusers
 folder or from ``qwen_image_vae.safetensors`` as ComfyUI has it, whose keys are Wan's
 (https://github.com/Wan-Video/Wan2.1/blob/main/wan/modules/vae.py): numbered places in flat lists
 (``decoder.upsamples.7``) where diffusers has blocks with parts (``decoder.up_blocks.1.upsamplers.0``).
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +20,8 @@ from diffusers import AutoencoderKLQwenImage
 from torch import Tensor
 
 from library.errors import UserError
-from library.models.vae import LazyVae
-from library.models.weights import KeyMap, identity_map, load_into, read_config
+from library.models.vae import ImageEncoder
+from library.models.weights import KeyMap, identity_map, read_config
 from library.precision.checkpoint_layouts import WeightFiles
 from library.safetensors_io import RowRange
 
@@ -32,83 +30,50 @@ _DEFAULTS = {
 }
 
 
-class QwenVaeImageEncoder(LazyVae):
-    """Pixels in, normalised latents out, and back. The weights are loaded at the first use."""
+class QwenImageEncoder(ImageEncoder):
+    """Latents are normalised by a mean and a standard deviation for each channel."""
 
-    def __init__(
-        self, load: Callable[[], AutoencoderKLQwenImage], config: Mapping[str, Any], fingerprint: str, patch: int = 2
-    ) -> None:
-        """Describe an autoencoder by its ``config``; ``patch`` latents a side make one transformer token."""
-        settings = _DEFAULTS | dict(config)
-        factor = 2 ** len(settings["temperal_downsample"])
-        super().__init__(load, fingerprint, int(settings["z_dim"]), factor, patch)
+    autoencoder = AutoencoderKLQwenImage
+    is_video = True
+
+    @classmethod
+    def describe(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
+        """Return config and key map, from a folder's config.json or from a file's names and shapes."""
+        if weights.path.is_dir():
+            config = read_config(weights.path)
+            if config.get("_class_name") != "AutoencoderKLQwenImage":
+                raise UserError(
+                    f"{weights.path / 'config.json'}: {config.get('_class_name')!r} is no AutoencoderKLQwenImage; "
+                    "give Qwen-Image's VAE"
+                )
+            _refuse_layered(weights, int(config.get("input_channels", 3)))
+            return config, identity_map(weights.names)
+        if "decoder.conv1.weight" in weights and "encoder.downsamples.0.residual.2.weight" in weights:
+            per_level = _residuals(weights, "encoder.downsamples.{}.resample.1.weight") + 2
+            key_map: KeyMap = {_diffusers_name(name, per_level): [RowRange(name)] for name in weights.names}
+        elif "decoder.conv_in.weight" in weights and "encoder.down_blocks.0.conv1.weight" in weights:
+            key_map = identity_map(weights.names)
+        else:
+            raise UserError(
+                f"{weights.path}: not Qwen-Image's autoencoder (no decoder.conv1.weight); give "
+                "qwen_image_vae.safetensors"
+            )
+        return _config(weights, key_map), key_map
+
+    def set_latents(self, config: dict[str, Any]) -> None:
+        """Read channels, factor, means and deviations, each [1, C, 1, 1]; the published ones unless told."""
+        settings = _DEFAULTS | config
+        self.latent_channels, self.latent_factor = int(settings["z_dim"]), 2 ** len(settings["temperal_downsample"])
         self._mean = torch.tensor(settings["latents_mean"]).view(1, -1, 1, 1)
         self._std = torch.tensor(settings["latents_std"]).view(1, -1, 1, 1)
 
-    @torch.no_grad()
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Return latents [B, C, H/8, W/8], fp32, on the device of ``pixels`` [B, 3, H, W] in [-1, 1].
+    def normalise(self, latents: Tensor) -> Tensor:
+        """Return (latents - mean) / std."""
+        return (latents - self._mean.to(latents.device)) / self._std.to(latents.device)
 
-        Raises:
-            UserError: a side is no multiple of ``pixel_multiple``.
-        """
-        moved = self._moved(pixels).unsqueeze(2)
-        with torch.autocast(self.vae.device.type, enabled=False):
-            mean = self.vae.encode(moved).latent_dist.mode().float().squeeze(2).to(pixels.device)
-        return (mean - self._mean.to(mean.device)) / self._std.to(mean.device)
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return pixels [B, 3, H, W] fp32 in [-1, 1] of normalised ``latents`` [B, C, h, w]."""
-        plain = latents.float() * self._std.to(latents.device) + self._mean.to(latents.device)
-        with torch.autocast(self.vae.device.type, enabled=False):
-            moved = plain.to(device=self.vae.device, dtype=self.vae.dtype).unsqueeze(2)
-            return self.vae.decode(moved).sample.float().squeeze(2)
-
-
-def qwen_vae_config(path: Path) -> dict[str, Any]:
-    """Return the config of the autoencoder in ``path``, a diffusers folder or a file; reads no weights.
-
-    Raises:
-        UserError: another kind of model, incomplete or unreadable.
-    """
-    return _describe(WeightFiles(path))[0]
-
-
-def load_qwen_vae(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> AutoencoderKLQwenImage:
-    """Load the autoencoder in ``path``.
-
-    Raises:
-        UserError: the file is another kind of autoencoder, incomplete or unreadable.
-    """
-    weights = WeightFiles(path)
-    config, key_map = _describe(weights)
-    vae = load_into(lambda: AutoencoderKLQwenImage.from_config(config), weights, key_map, dtype, device)
-    assert isinstance(vae, AutoencoderKLQwenImage)
-    return vae
-
-
-def _describe(weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
-    """Return config and key map, from a folder's config.json or from a file's names and shapes."""
-    if weights.path.is_dir():
-        config = read_config(weights.path)
-        if config.get("_class_name") != "AutoencoderKLQwenImage":
-            raise UserError(
-                f"{weights.path / 'config.json'}: {config.get('_class_name')!r} is no AutoencoderKLQwenImage; "
-                "give Qwen-Image's VAE"
-            )
-        _refuse_layered(weights, int(config.get("input_channels", 3)))
-        return config, identity_map(weights.names)
-    if "decoder.conv1.weight" in weights and "encoder.downsamples.0.residual.2.weight" in weights:
-        per_level = _residuals(weights, "encoder.downsamples.{}.resample.1.weight") + 2
-        key_map: KeyMap = {_diffusers_name(name, per_level): [RowRange(name)] for name in weights.names}
-    elif "decoder.conv_in.weight" in weights and "encoder.down_blocks.0.conv1.weight" in weights:
-        key_map = identity_map(weights.names)
-    else:
-        raise UserError(
-            f"{weights.path}: not Qwen-Image's autoencoder (no decoder.conv1.weight); give qwen_image_vae.safetensors"
-        )
-    return _config(weights, key_map), key_map
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """Return latents * std + mean."""
+        return latents * self._std.to(latents.device) + self._mean.to(latents.device)
 
 
 def _config(weights: WeightFiles, key_map: KeyMap) -> dict[str, Any]:

@@ -1,12 +1,9 @@
-"""Tandem's hot paths in diffusers' Z-Image transformer: ``optimise_forward`` puts them in, parameter names stay.
+"""Z-Image's transformer with an optimised forward (:func:`optimise_forward`, ``library.models.blocks``).
 
-What is replaced, and why:
+Beside norms and attention:
 
-- *attention*: q, k and v are projected together (LoRAs on one input share their down projection), then RMSNorm, RoPE
-  and attention of ``library.nn``.
-- *feed-forward*: both inner layers are projected together, and what the outer one takes is made again in backward.
-- *position table*: diffusers' own numbers, as real cosines and sines: compilers have no complex numbers.
-- *RMSNorm*: ours keep the dtype of their input under autocast, so q and k stay bf16 beside v.
+- *feed-forward*: both inner layers are projected together, and what the outer one takes is recomputed in backward;
+- *position table*: diffusers' own numbers, as real cosines and sines: compilers have no complex numbers;
 - *timestep embedding*: diffusers gives it the dtype of its first layer's weight, which may be fp8; here it is the
   dtype of that layer's bias, which never is. diffusers does not round the timestep itself: nothing else to mend.
 
@@ -16,19 +13,15 @@ learned one that is attended to, so a sample alone and in a batch gives the same
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from diffusers import ZImageTransformer2DModel
-from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from diffusers.models.transformers import transformer_z_image as diffusers_z
-from torch import Tensor, nn
+from torch import Tensor
 
-from library.nn.attention import Backend, attend
+from library.models.blocks import AttentionProcessor, adopt_classes, adopt_norms
+from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed, project_together
-from library.nn.norms import RMSNorm
-from library.nn.rope import rotate_interleaved
 
 
 def optimise_forward(transformer: ZImageTransformer2DModel, backend: Backend = "auto") -> ZImageTransformer2DModel:
@@ -36,16 +29,11 @@ def optimise_forward(transformer: ZImageTransformer2DModel, backend: Backend = "
 
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after.
     """
-    for parent in list(transformer.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, (nn.RMSNorm, DiffusersRMSNorm)):
-                setattr(parent, name, RMSNorm.adopt(child))
-        if type(parent) is diffusers_z.FeedForward:
-            parent.__class__ = FeedForward
-        elif type(parent) is diffusers_z.TimestepEmbedder:
-            parent.__class__ = TimestepEmbedder
-        elif isinstance(parent, diffusers_z.ZImageTransformerBlock):
-            parent.attention.set_processor(AttentionProcessor(backend))
+    adopt_norms(transformer)
+    adopt_classes(transformer, FeedForward, TimestepEmbedder)
+    for module in transformer.modules():
+        if isinstance(module, diffusers_z.ZImageTransformerBlock):
+            module.attention.set_processor(AttentionProcessor(backend))
     if not isinstance(transformer.rope_embedder, RealTable):
         transformer.rope_embedder = RealTable(transformer.rope_embedder)
     return transformer
@@ -61,40 +49,6 @@ class RealTable:
         """Return cosines, then sines, fp32 [S, D], of tokens at ``ids`` [S, 3]."""
         turns = self._original(ids)
         return torch.cat([turns.real, turns.imag], dim=-1)
-
-
-class AttentionProcessor:
-    """Self-attention of one stream of picture and text."""
-
-    def __init__(self, backend: Backend = "auto") -> None:
-        self.backend: Backend = backend
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        freqs_cis: Tensor | None = None,
-    ) -> Tensor:
-        """Attend.
-
-        Args:
-            attn: diffusers' ``Attention``, whose projections may be LoRA-wrapped.
-            hidden_states: [B, S, W].
-            encoder_hidden_states: of no meaning here.
-            attention_mask: boolean [B, S], true for tokens that count; None: all do.
-            freqs_cis: fp32 [B, S, D], from :class:`RealTable`: a turn for each pair of numbers of each token.
-        """
-        head_dim = attn.inner_dim // attn.heads
-        projected = project_together([attn.to_q, attn.to_k, attn.to_v], hidden_states)
-        query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        if freqs_cis is not None:
-            table = freqs_cis[..., : head_dim // 2], freqs_cis[..., head_dim // 2 :]
-            query, key = rotate_interleaved(query, table), rotate_interleaved(key, table)
-        attended = attend(query, key, value, mask=attention_mask, backend=self.backend).flatten(2)
-        return attn.to_out[1](attn.to_out[0](attended))
 
 
 class FeedForward(diffusers_z.FeedForward):

@@ -9,18 +9,17 @@ The file is a transformers folder or ComfyUI's ``qwen_3_4b.safetensors``, whose 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3Config, Qwen3Model
+from transformers import Qwen3Config, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from library.errors import UserError
-from library.models.text_encoders import load_tokenizer
+from library.models.layer_names import count_blocks
+from library.models.text import LanguageModelEncoder, padded
 from library.models.weights import load_into, read_config
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Loader, Fp8Recipe
@@ -30,45 +29,16 @@ MOST_TOKENS = 512  # of a caption with its template; longer ones are cut, as in 
 _TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
-class ZImageTextEncoder:
-    """Captions in, ``prompt_embeds`` [L, D] and ``prompt_embeds_mask`` [L] (all true) out, on the CPU.
+class ZImageTextEncoder(LanguageModelEncoder):
+    """Qwen3 without its last layer."""
 
-    The model is loaded at the first caption, so a run whose captions are all cached never loads it.
-    """
+    title = "Qwen3, 4 billion weights"
 
-    sees_references = False
-
-    def __init__(self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> None:
-        """``load`` gives the language model; ``fingerprint`` names weights and settings."""
-        self._load, self._model = load, None
-        self.tokenizer, self.fingerprint = tokenizer, fingerprint
-
-    @torch.no_grad()
-    def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
-        """Encode ``captions`` in one batch. No pictures are looked at."""
+    def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
+        """Return ids and mask [B, T], filled up at the end. No images are looked at."""
         assert references is None
-        if not captions:
-            return []
-        if self._model is None:
-            self._model = self._load()
-        model: Any = self._model
         prompts = [_TEMPLATE.replace("{}", caption) for caption in captions]
-        ids = [self.tokenizer(prompt).input_ids[:MOST_TOKENS] for prompt in prompts]
-        longest = max(map(len, ids))
-        # What stands at the end is seen by no real token: attention looks back only.
-        filled = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=model.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=model.device)
-        hidden = model(input_ids=filled, attention_mask=mask, use_cache=False).last_hidden_state.to(model.dtype).cpu()
-        kept = [row[: len(tokens)].clone() for row, tokens in zip(hidden, ids, strict=True)]
-        return [{"prompt_embeds": e, "prompt_embeds_mask": torch.ones(len(e), dtype=torch.bool)} for e in kept]
-
-    def release(self) -> None:
-        """Let go of the model's weights; the next caption loads them again."""
-        self._model = None
-
-    def load_modules(self, names: Collection[str]) -> nn.Module:
-        """Refuse: Qwen3 is not trained."""
-        raise UserError("text_encoder_lr: Qwen3, 4 billion weights, is not trained; remove text_encoder_lr")
+        return padded([self.tokenizer(prompt).input_ids[:MOST_TOKENS] for prompt in prompts])
 
 
 def load_z_image_text(
@@ -98,18 +68,6 @@ def load_z_image_text(
     return model
 
 
-def load_z_image_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBase:
-    """Load Qwen3's tokenizer from a folder or the hub (cache first).
-
-    Raises:
-        UserError: neither a folder nor to be had from the hub; or it knows no chats, so it is another model's.
-    """
-    tokenizer = load_tokenizer(Qwen2Tokenizer.from_pretrained, folder_or_name, "qwen_tokenizer")
-    if "<|im_start|>" not in tokenizer.get_vocab():
-        raise UserError(f"qwen_tokenizer: {folder_or_name} has no <|im_start|>; give the tokenizer of Qwen3")
-    return tokenizer
-
-
 def text_width(path: Path) -> int:
     """Return the width of the vectors that the Qwen3 in ``path`` gives; reads headers only.
 
@@ -134,15 +92,13 @@ def _config(weights: WeightFiles) -> Qwen3Config:
         raise UserError(
             f"{weights.path}: not Qwen3 (no {first}.self_attn.q_norm); give qwen_3_4b.safetensors as text_encoder"
         )
-    start = len("model.layers.")
-    layers = {int(name[start:].split(".", 1)[0]) for name in weights.names if name.startswith("model.layers.")}
     vocabulary, width = weights.shape("model.embed_tokens.weight")
     (head_dim,) = weights.shape(f"{first}.self_attn.q_norm.weight")
     return Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=weights.shape(f"{first}.mlp.gate_proj.weight")[0],
-        num_hidden_layers=max(layers),
+        num_hidden_layers=count_blocks(weights.names, "model.layers.") - 1,
         num_attention_heads=weights.shape(f"{first}.self_attn.q_proj.weight")[0] // head_dim,
         num_key_value_heads=weights.shape(f"{first}.self_attn.k_proj.weight")[0] // head_dim,
         head_dim=head_dim,

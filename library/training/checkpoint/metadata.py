@@ -38,6 +38,7 @@ from library.data.dataset import TrainingData
 from library.data.samples import Sample
 from library.errors import UserError
 from library.files import write_text
+from library.models.registry import lora_targets
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Position
 from library.training.optim.factory import describe_optimizer
@@ -66,7 +67,6 @@ _OFF: dict[str, object] = {  # sd-scripts' own values for what is not used
     "fp8_base_unet": False,
     "max_validation_steps": None,
 }
-_FLUX: dict[str, object] = {"model_type": "flux", "model_prediction_type": "raw", "apply_t5_attn_mask": False}
 
 
 def training_facts(
@@ -84,7 +84,7 @@ def training_facts(
     memory = data.text_folder / "file_hashes.json"
     return {
         **_OFF,
-        **(_FLUX if config.model.model_type.startswith("flux") else {}),
+        **lora_targets()[config.model.model_type].kohya_facts,
         **_settings(config),
         **dataset_facts(data, processes * accumulated),
         **model_file_facts("sd_model", config.model.pretrained_model_name_or_path, memory),

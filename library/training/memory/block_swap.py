@@ -11,9 +11,10 @@ the blocks of the turn lie in the ring already. LoRA weights, biases, norms and 
     ring        [ 1 ][ 2 ]               device: 1 computes, 2 arrives; then 3 goes where 1 was
 
 *Counting.* N is that of the kohya trainers: with N swapped, the device holds as many blocks as there are minus N, the
-ring included. Where a model has two kinds of blocks, as FLUX (19 double, 38 single, a double twice as large as a
-single), N // 2 double blocks and 2 (N - N // 2) single ones leave the device; two of each kind stay, so FLUX's
-largest N is 35. Swapped blocks are spread evenly among those that stay: those compute while a copy is under way.
+ring included. Where a model has several kinds of blocks, N is shared evenly among them, counted in blocks of the
+largest kind: of FLUX (19 double, 38 single, a double 2.4 times as large as a single) N // 2 double blocks and 2 (N - N
+// 2) single ones leave the device; two of each kind stay, so FLUX's largest N is 35. Swapped blocks are spread evenly
+among those that stay: those compute while a copy is under way.
 
 *How a block finds its weights.* Parameters stay the same objects; ``.data`` points to the slot while the block is in
 the ring and to its home otherwise, so names, state dicts and saving see all weights at all times. What must never
@@ -35,11 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from library.config.schema import TrainingConfig
 from library.errors import UserError
 from library.nn.frozen_linear import FrozenLinear
 
-SWAP_OPTION = "blocks_to_swap"
 RING = 2  # slots: the block that runs and the one that arrives
 _ALIGNMENT = 256  # bytes; what the CUDA allocator gives, and more than any kernel asks for
 _SMALLEST = 1 << 16  # bytes; smaller tensors (biases, norms) stay on the device
@@ -77,7 +76,7 @@ def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, dev
         UserError: ``swapped`` is more than the model allows.
     """
     kinds = kinds_of(blocks)
-    counts = swapped_per_kind([len(kind) for kind in kinds], swapped)
+    counts = swapped_per_kind(kind_sizes(blocks), swapped)
     chosen = [_spread(kind, count) for kind, count in zip(kinds, counts, strict=True)]
     for block in (block for ring in chosen for block in ring):
         _keep_weights_from_autograd(block)
@@ -87,13 +86,8 @@ def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, dev
     return BlockSwap(rings)
 
 
-def swapped_blocks(training: TrainingConfig) -> int:
-    """Return how many blocks are to wait in host memory: ``SWAP_OPTION``'s value."""
-    return training.blocks_to_swap
-
-
-def swapped_per_kind(sizes: Sequence[int], swapped: int) -> list[int]:
-    """Return how many blocks of each kind leave the device, ``sizes`` being the blocks there are.
+def swapped_per_kind(sizes: Sequence[tuple[int, int]], swapped: int) -> list[int]:
+    """Return how many blocks of each kind leave the device; ``sizes`` as of :func:`kind_sizes`.
 
     Raises:
         UserError: less than the ring would be left of a kind; the message names the largest possible number.
@@ -101,16 +95,16 @@ def swapped_per_kind(sizes: Sequence[int], swapped: int) -> list[int]:
     most = most_swapped(sizes)
     if swapped > most:
         raise UserError(f"blocks_to_swap: {swapped} is more than this model allows; set at most {most}")
-    return _shares(swapped, len(sizes))
+    return _shares(swapped, sizes)
 
 
-def most_swapped(sizes: Sequence[int]) -> int:
-    """Return the largest N for which the ring is left of each kind, ``sizes`` being the blocks there are."""
+def most_swapped(sizes: Sequence[tuple[int, int]]) -> int:
+    """Return the largest N for which the ring is left of each kind."""
 
     def fits(n: int) -> bool:
-        return all(count <= size - RING for count, size in zip(_shares(n, len(sizes)), sizes, strict=True))
+        return all(count <= there - RING for count, (there, _) in zip(_shares(n, sizes), sizes, strict=True))
 
-    return next((n for n in range(sum(sizes), 0, -1) if fits(n)), 0)
+    return next((n for n in range(sum(there for there, _ in sizes), 0, -1) if fits(n)), 0)
 
 
 def kinds_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
@@ -121,9 +115,17 @@ def kinds_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
     return list(kinds.values())
 
 
-def _shares(swapped: int, kinds: int) -> list[int]:
-    assert kinds in (1, 2), f"no rule for {kinds} kinds of blocks"
-    return [swapped] if kinds == 1 else [swapped // 2, 2 * (swapped - swapped // 2)]
+def kind_sizes(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """Return of each kind how many blocks there are, and how many weights of one could move."""
+    return [(len(kind), sum(tensor.numel() for tensor in _movable(kind[0]))) for kind in kinds_of(blocks)]
+
+
+def _shares(swapped: int, sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """Return N shared evenly among kinds, the rest to the last ones, in blocks: a small kind gives several for one."""
+    each, rest = divmod(swapped, len(sizes))
+    largest = max(weights for _, weights in sizes)
+    shares = (each + (kind >= len(sizes) - rest) for kind in range(len(sizes)))
+    return [share * max(1, round(largest / max(1, weights))) for share, (_, weights) in zip(shares, sizes, strict=True)]
 
 
 class Ring:

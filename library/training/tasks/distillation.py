@@ -21,6 +21,7 @@ import hashlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -28,13 +29,10 @@ from rich.console import Console
 from torch import nn
 
 from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
-from library.config.schema import FlowConfig, TrainConfig
 from library.data.batches import Batch, collate
-from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.files import clear_leftovers, fingerprint
-from library.models.family import Family
-from library.models.registry import lora_targets, model_family, with_transformer
+from library.models.family import model_family, with_transformer
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import Position, read_position
 from library.training.flow import add_noise, noise_for, sample_sigmas
@@ -44,6 +42,11 @@ from library.training.tasks.image_step import Teacher
 from library.training.tasks.lora import base_dtype
 from networks.files.adapters import load_lora
 from networks.injection import attach_lora
+
+if TYPE_CHECKING:
+    from library.config.schema import FlowConfig, TrainConfig
+    from library.data.dataset import TrainingData
+    from library.models.family import Family
 
 
 def prepare_teacher(
@@ -88,7 +91,7 @@ def prepare_teacher(
 def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerator) -> nn.Module:
     dtype, backend = base_dtype(config.model, config.training), config.training.attention
     transformer = family.load_transformer(dtype, accelerator.device, backend)
-    targets = lora_targets()[family.name]
+    targets = family.targets
     weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
     if not weights:
         raise UserError(f"distill_lora: {lora} has nothing for the transformer; give the LoRA that was trained in bf16")

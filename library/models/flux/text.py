@@ -15,20 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from PIL.Image import Image
 from torch import Tensor, nn
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTokenizer,
-    PreTrainedTokenizerBase,
-    T5Config,
-    T5EncoderModel,
-    T5TokenizerFast,
-)
+from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
 from library.errors import UserError
+from library.models.layer_names import count_blocks
+from library.models.text import TextEncoder
 from library.models.weights import load_into, read_config
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Loader, Fp8Recipe
@@ -41,33 +34,30 @@ _CLIP_UNUSED = re.compile(
 _CLIP_HEAD_DIM = 64  # of CLIP-L; no tensor shows it
 
 
-class FluxTextEncoder:
+class FluxTextEncoder(TextEncoder):
     """Captions in, ``prompt_embeds`` [L, D] and ``pooled_prompt_embeds`` [P] out, on the CPU.
 
     The encoders are loaded at the first caption, so a run whose captions are all cached never loads T5.
     """
 
-    sees_references = False
-
     def __init__(
         self,
         load_clip: Callable[[], Any],
         load_t5: Callable[[], Any],
-        clip_tokenizer: PreTrainedTokenizerBase,
-        t5_tokenizer: PreTrainedTokenizerBase,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase],
         lengths: tuple[int, int],
         fingerprint: str,
     ) -> None:
         """``lengths``: tokens per caption of CLIP and of T5; ``fingerprint`` names weights and settings."""
         self._load_clip, self._load_t5 = load_clip, load_t5
-        self.clip_tokenizer, self.t5_tokenizer = clip_tokenizer, t5_tokenizer
+        self.clip_tokenizer, self.t5_tokenizer = tokenizers
         self.clip_length, self.t5_length = lengths
         self.fingerprint = fingerprint
         self._models: tuple[Any, Any] | None = None
 
     @torch.no_grad()
     def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
-        """Encode ``captions`` in one batch; longer ones are cut at the encoders' lengths. No pictures are looked at."""
+        """Encode ``captions`` in one batch; longer ones are cut at the encoders' lengths. No images are looked at."""
         assert references is None
         if not captions:
             return []
@@ -82,7 +72,7 @@ class FluxTextEncoder:
         return [{"prompt_embeds": e.clone(), "pooled_prompt_embeds": p.clone()} for e, p in zip(embeds, pooled)]
 
     def release(self) -> None:
-        """Let go of the encoders' weights; the next caption loads them again."""
+        """Free the encoders' weights; the next caption loads them again."""
         self._models = None
 
     def load_modules(self, names: Collection[str]) -> FluxTextModules:
@@ -135,11 +125,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase, captions: list[str], length: 
 
 
 def load_clip(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> CLIPTextModel:
-    """Load CLIP's text model from a transformers folder or a ``clip_l`` file.
-
-    Raises:
-        UserError: another model, incomplete or unreadable.
-    """
+    """Load CLIP's text model from a transformers folder or a ``clip_l`` file."""
     weights = WeightFiles(path)
     config = CLIPTextConfig(**_text_config(read_config(path))) if path.is_dir() else _clip_config(weights)
     config.attention_dropout = 0.0  # 0 as published
@@ -159,9 +145,6 @@ def load_t5(
 
     With fp16 the feed-forward output matrices stay fp32, as in transformers: their products overflow
     otherwise.
-
-    Raises:
-        UserError: another model, incomplete or unreadable.
     """
     weights = WeightFiles(path)
     config = T5Config(**read_config(path)) if path.is_dir() else _t5_config(weights)
@@ -186,69 +169,8 @@ def load_t5(
     return model
 
 
-def load_clip_tokenizer(folder_or_name: str | Path, option: str = "clip_l_tokenizer") -> PreTrainedTokenizerBase:
-    """Load CLIP's tokenizer from a folder or the hub (cache first).
-
-    Raises:
-        UserError: neither a folder nor to be had from the hub; names ``option``.
-    """
-    return load_tokenizer(CLIPTokenizer.from_pretrained, folder_or_name, option)
-
-
-def load_t5_tokenizer(folder_or_name: str | Path, option: str = "t5xxl_tokenizer") -> PreTrainedTokenizerBase:
-    """Load T5's tokenizer from a folder or the hub (cache first).
-
-    Raises:
-        UserError: neither a folder nor to be had from the hub; names ``option``.
-    """
-    return load_tokenizer(T5TokenizerFast.from_pretrained, folder_or_name, option)
-
-
-# One of these must be there: without any, transformers 5 silently makes a tokenizer with an empty vocabulary.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
-_TOKENIZER_FILES = [*_VOCABULARIES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json"]
-
-
-def load_tokenizer(load: Callable[..., Any], folder_or_name: str | Path, option: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer with ``load`` from a folder or the hub (cache first).
-
-    Raises:
-        UserError: neither a folder nor to be had from the hub; names ``option``.
-    """
-    folder = Path(folder_or_name).expanduser()
-    if not folder.is_dir():
-        folder = _tokenizer_from_hub(str(folder_or_name), option)
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
-        raise UserError(
-            f"{option}: {folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); give a tokenizer folder"
-        )
-    try:
-        return load(str(folder), local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{option}: {folder} holds no readable tokenizer; download it again") from error
-
-
-def _tokenizer_from_hub(name: str, option: str) -> Path:
-    """Return the folder of hub tokenizer ``name``: from the cache if it is there, else downloaded."""
-    try:
-        return Path(snapshot_download(name, allow_patterns=_TOKENIZER_FILES, local_files_only=True))
-    except (OSError, ValueError):  # not cached, or no name of the hub's
-        pass
-    try:
-        return Path(snapshot_download(name, allow_patterns=_TOKENIZER_FILES))
-    except Exception as error:  # the hub's client lets its transport's exceptions through
-        raise UserError(
-            f"{option}: tokenizer {name!r} is neither a folder nor cached, and the hub did not give it; "
-            f"point {option} to a local tokenizer folder"
-        ) from error
-
-
 def clip_positions(path: Path) -> int:
-    """Return the number of tokens CLIP has positions for (77), from the header.
-
-    Raises:
-        UserError: ``path`` holds no CLIP text model.
-    """
+    """Return the number of tokens CLIP has positions for (77), from the header."""
     weights = WeightFiles(path)
     for name in weights.names:
         if name.endswith("embeddings.position_embedding.weight") and not name.startswith("vision_model."):
@@ -274,11 +196,6 @@ def _clip_name(name: str, wanted: set[str]) -> str:
     return bare if bare in wanted else f"text_model.{bare}" if f"text_model.{bare}" in wanted else name
 
 
-def _blocks(weights: WeightFiles, prefix: str) -> int:
-    numbers = [int(name[len(prefix) :].split(".", 1)[0]) for name in weights.names if name.startswith(prefix)]
-    return 1 + max(numbers, default=-1)
-
-
 def _clip_config(weights: WeightFiles) -> CLIPTextConfig:
     prefix = "text_model." if "text_model.embeddings.token_embedding.weight" in weights else ""
     vocabulary, width = weights.shape(f"{prefix}embeddings.token_embedding.weight")
@@ -287,7 +204,7 @@ def _clip_config(weights: WeightFiles) -> CLIPTextConfig:
         hidden_size=width,
         intermediate_size=weights.shape(f"{prefix}encoder.layers.0.mlp.fc1.weight")[0],
         projection_dim=width,
-        num_hidden_layers=_blocks(weights, f"{prefix}encoder.layers."),
+        num_hidden_layers=count_blocks(weights.names, f"{prefix}encoder.layers."),
         num_attention_heads=max(1, width // _CLIP_HEAD_DIM),
         max_position_embeddings=weights.shape(f"{prefix}embeddings.position_embedding.weight")[0],
         hidden_act="quick_gelu",
@@ -308,7 +225,7 @@ def _t5_config(weights: WeightFiles) -> T5Config:
         d_model=width,
         d_kv=weights.shape(f"{first}.q.weight")[0] // heads,
         d_ff=weights.shape("encoder.block.0.layer.1.DenseReluDense.wi_0.weight")[0],
-        num_layers=_blocks(weights, "encoder.block."),
+        num_layers=count_blocks(weights.names, "encoder.block."),
         num_heads=heads,
         relative_attention_num_buckets=buckets,
         feed_forward_proj="gated-gelu",

@@ -1,0 +1,129 @@
+"""What the optimised forwards of diffusers' transformers share; parameter names, hooks and settings stay diffusers'.
+
+A block is wide linear layers with cheap operations before each: norm and modulation, GELU, a slice of tokens, a
+concatenation. Autograd saves the results of those for the LoRA's gradient; written with ``project_recomputed`` a layer
+saves what they are made of, which the operation before it saves anyway, and recomputes them in backward. Layers that
+share an input (q, k, v) are projected together: LoRAs on one input share their down projection.
+
+A family's ``model.py`` gives diffusers' modules its own classes (:func:`adopt_classes`), RMSNorms that keep the dtype
+of their input under autocast, so that q and k stay bf16 beside v (:func:`adopt_norms`), and one attention processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
+from torch import Tensor, nn
+
+from library.nn.attention import Backend, attend_jointly
+from library.nn.frozen_linear import project_recomputed, project_together
+from library.nn.norms import ModulationCache, RMSNorm, gelu, memoise
+from library.nn.rope import Table
+
+
+def adopt_norms(transformer: nn.Module) -> None:
+    """Put our RMSNorm, with the same weight, in the place of every RMSNorm of torch and diffusers."""
+    for parent in list(transformer.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, (nn.RMSNorm, DiffusersRMSNorm)):
+                setattr(parent, name, RMSNorm.adopt(child))
+
+
+def adopt_classes(transformer: nn.Module, *classes: type[nn.Module]) -> None:
+    """Give every module of a base of ``classes`` that class of ours; nothing else of it changes."""
+    ours = {one.__base__: one for one in classes}
+    for module in transformer.modules():
+        if type(module) in ours:
+            module.__class__ = ours[type(module)]
+
+
+class AttentionProcessor:
+    """Attention of one stream, or of text and image among one another, each with its own projections and norms."""
+
+    def __init__(self, backend: Backend = "auto") -> None:
+        self.backend: Backend = backend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Table | None = None,
+        encoder_hidden_states_mask: Tensor | None = None,
+        freqs_cis: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            attn: diffusers' attention, whose projections may be LoRA-wrapped.
+            hidden_states: image [B, S, W], or the only stream.
+            encoder_hidden_states: text [B, L, W], or None.
+            attention_mask: boolean or additive, [B, keys] or broadcastable to [B, H, queries, keys].
+            image_rotary_emb: (cos, sin), each [L + S, D/2].
+            encoder_hidden_states_mask: boolean [B, L], true for real text tokens; None: all are.
+            freqs_cis: cosines, then sines, [B, S, D]: the table where each sample has its own.
+
+        Returns:
+            [B, S, W]; or (image, text) of two streams.
+        """
+        image, text = project_together([attn.to_q, attn.to_k, attn.to_v], hidden_states), None
+        if encoder_hidden_states is not None:
+            text = project_together([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], encoder_hidden_states)
+        rope = image_rotary_emb if freqs_cis is None else freqs_cis.chunk(2, dim=-1)
+        attended = self.attend(attn, image, text, rope, attention_mask, encoder_hidden_states_mask)
+        if encoder_hidden_states is None:
+            return attn.to_out[1](attn.to_out[0](attended)) if hasattr(attn, "to_out") else attended
+        length = encoder_hidden_states.shape[1]
+        image_out = attn.to_out[1](attn.to_out[0](attended[:, length:].contiguous()))
+        return image_out, attn.to_add_out(attended[:, :length].contiguous())
+
+    def attend(
+        self,
+        attn: Any,
+        image: Sequence[Tensor],
+        text: Sequence[Tensor] | None,
+        rope: Any,
+        mask: Tensor | None = None,
+        text_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention over text and image, [B, L + S, W].
+
+        Args:
+            attn: has the norms. image: projected q, k, v, each [B, S, W]; under tensor parallelism W, and so the heads,
+            is this rank's share. text: q, k, v of the text, each [B, L, W], or None. rope: (cos, sin), or None. mask,
+            text_mask: as in a call.
+        """
+        head_dim = attn.inner_dim // attn.heads
+
+        def normalised(
+            projected: Sequence[Tensor], norm_q: nn.Module, norm_k: nn.Module
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)  # [B, S, H, D]
+            return norm_q(query), norm_k(key), value
+
+        streams = [normalised(image, attn.norm_q, attn.norm_k)]
+        if text is not None:
+            streams.insert(0, normalised(text, attn.norm_added_q, attn.norm_added_k))
+        if text_mask is not None:
+            mask = torch.cat([text_mask, text_mask.new_ones(image[0].shape[:2])], dim=1)
+        return attend_jointly(streams, rope, mask=mask, backend=self.backend).flatten(2)
+
+
+def modulation(
+    silu: nn.Module, linear: nn.Module, temb: Tensor, parts: int, cache: ModulationCache | None, name: str
+) -> tuple[Tensor, ...]:
+    """Return shift, scale, gate (twice, with six parts), each [B, 1, W], of the conditioning ``temb`` [B, W]."""
+    vector = memoise(cache, name, lambda: project_together([linear], silu(temb))[0])
+    return vector.unsqueeze(1).chunk(parts, dim=-1)
+
+
+def feedforward(stream: Tensor, norm: Callable[..., Tensor], layers: Any, modulation: Sequence[Tensor]) -> Tensor:
+    """Return ``stream + gate * MLP(norm(stream, shift, scale))``, with ``modulation`` shift, scale and gate."""
+    shift, scale, gate = modulation
+    (wide,) = project_recomputed([layers.net[0].proj], norm, stream, shift, scale)
+    (update,) = project_recomputed([layers.net[2]], gelu, wide)
+    return stream + gate * update

@@ -1,0 +1,113 @@
+"""FLUX's autoencoder, Z-Image's too: diffusers' ``AutoencoderKL``.
+
+Read from a diffusers folder or from BFL's ``ae.safetensors``, whose keys follow the latent-diffusion code
+base (https://github.com/CompVis/latent-diffusion): ``encoder.down.i.block.j``, up blocks counted from the
+image side, attention as 1 x 1 convolutions. diffusers counts up blocks from the latent side and uses linears.
+Latents leave here normalised: (mean - shift) * scale.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+from diffusers import AutoencoderKL
+from torch import Tensor
+
+from library.errors import UserError
+from library.models.vae import ImageEncoder
+from library.models.weights import KeyMap, identity_map, read_config
+from library.precision.checkpoint_layouts import WeightFiles
+from library.safetensors_io import RowRange
+
+# BFL's constants, https://github.com/black-forest-labs/flux/blob/main/src/flux/util.py
+FLUX_SCALING, FLUX_SHIFT = 0.3611, 0.1159
+
+
+class FluxImageEncoder(ImageEncoder):
+    """Latents are normalised by one shift and one scale."""
+
+    autoencoder = AutoencoderKL
+
+    @classmethod
+    def describe(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
+        """Return config and key map, from a folder's config.json or from a file's shapes."""
+        if not weights.path.is_dir():
+            return _describe_file(weights)
+        config = read_config(weights.path)
+        if config.get("_class_name") != "AutoencoderKL":
+            raise UserError(
+                f"{weights.path / 'config.json'}: {config.get('_class_name')!r} is no AutoencoderKL; give FLUX's VAE"
+            )
+        return config, identity_map(weights.names)
+
+    def set_latents(self, config: dict[str, Any]) -> None:
+        """Read channels, factor, shift and scale."""
+        self.latent_channels = int(config["latent_channels"])
+        self.latent_factor = 2 ** (len(config["block_out_channels"]) - 1)
+        self.scaling, self.shift = float(config["scaling_factor"]), float(config.get("shift_factor") or 0.0)
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """Return (latents - shift) * scaling."""
+        return (latents - self.shift) * self.scaling
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """Return latents / scaling + shift."""
+        return latents / self.scaling + self.shift
+
+
+def _describe_file(weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
+    """Return config and key map of a file in BFL's layout, or in diffusers' without its config.json."""
+    if "encoder.conv_in.weight" not in weights or "decoder.conv_in.weight" not in weights:
+        raise UserError(f"{weights.path}: not an autoencoder (no encoder.conv_in.weight); give FLUX's ae.safetensors")
+    bfl = "encoder.down.0.block.0.conv1.weight" in weights
+    down = "encoder.down.{}.block.{}.conv1.weight" if bfl else "encoder.down_blocks.{}.resnets.{}.conv1.weight"
+    levels = next(i for i in itertools.count() if down.format(i, 0) not in weights)
+    channels = [weights.shape(down.format(i, 0))[0] for i in range(levels)]
+    attention = "encoder.mid.attn_1.q.weight" if bfl else "encoder.mid_block.attentions.0.to_q.weight"
+    latent_channels = weights.shape("decoder.conv_in.weight")[1]
+    if latent_channels != 16:
+        raise UserError(f"{weights.path}: {latent_channels} latent channels, FLUX has 16; give FLUX's ae.safetensors")
+    config: dict[str, Any] = {
+        "in_channels": weights.shape("encoder.conv_in.weight")[1],
+        "out_channels": weights.shape("decoder.conv_out.weight")[0],
+        "down_block_types": ["DownEncoderBlock2D"] * levels,
+        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "block_out_channels": channels,
+        "layers_per_block": next(i for i in itertools.count() if down.format(0, i) not in weights),
+        "latent_channels": latent_channels,
+        "norm_num_groups": 32 if all(count % 32 == 0 for count in channels) else 8,
+        "sample_size": 1024,
+        "scaling_factor": FLUX_SCALING,
+        "shift_factor": FLUX_SHIFT,
+        "use_quant_conv": "quant_conv.weight" in weights,
+        "use_post_quant_conv": "post_quant_conv.weight" in weights,
+        "mid_block_add_attention": attention in weights,
+        "force_upcast": True,
+    }
+    if not bfl:
+        return config, identity_map(weights.names)
+    return config, {_diffusers_name(name, levels): [RowRange(name)] for name in weights.names}
+
+
+_RENAMES = (
+    (r"\.nin_shortcut\.", ".conv_shortcut."),
+    (r"^encoder\.norm_out\.", "encoder.conv_norm_out."),
+    (r"^decoder\.norm_out\.", "decoder.conv_norm_out."),
+    (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
+    (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
+    (r"\.mid\.attn_1\.norm\.", ".mid_block.attentions.0.group_norm."),
+    (r"\.mid\.attn_1\.([qkv])\.", r".mid_block.attentions.0.to_\1."),
+    (r"\.mid\.attn_1\.proj_out\.", ".mid_block.attentions.0.to_out.0."),
+    (r"\.down\.(\d+)\.block\.", r".down_blocks.\1.resnets."),
+    (r"\.down\.(\d+)\.downsample\.", r".down_blocks.\1.downsamplers.0."),
+)
+
+
+def _diffusers_name(name: str, levels: int) -> str:
+    """Translate one key of BFL's autoencoder."""
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
+    name = re.sub(r"\.up\.(\d+)\.block\.", lambda m: f".up_blocks.{levels - 1 - int(m[1])}.resnets.", name)
+    return re.sub(r"\.up\.(\d+)\.upsample\.", lambda m: f".up_blocks.{levels - 1 - int(m[1])}.upsamplers.0.", name)

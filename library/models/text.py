@@ -1,0 +1,153 @@
+"""What the text encoders of all families share: weights that come with the first caption, and tokenizers.
+
+Captions become conditioning tensors, a dict a caption, which are cached; so a run whose captions are all cached never
+loads an encoder. A language model's captions keep their own lengths; a batch fills them up and carries the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from PIL.Image import Image
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer
+
+from library.errors import UserError
+
+
+class TextEncoder:
+    """Captions to conditioning tensors.
+
+    Attributes:
+        fingerprint: of weights and settings; a part of the names of cached embeddings.
+        sees_references: whether the embeddings depend on the reference images too.
+    """
+
+    fingerprint: str
+    sees_references: bool = False
+
+    def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
+        """Return one dict of tensors a caption, without a batch axis, on the CPU.
+
+        Args:
+            captions: to encode, in one batch.
+            references: of an encoder that sees them: each caption's RGB reference images, at the size at which their
+                latents are made; what the encoder wants smaller it resizes itself.
+        """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Free the weights; the next caption loads them again."""
+        raise NotImplementedError
+
+    def load_modules(self, names: Collection[str]) -> nn.Module:
+        """Load single encoders, by their names in diffusers' pipeline, for training; each is a child of that name.
+
+        Called with a list of captions the module returns their entries of the conditioning, batched, on its device
+        and with gradient. ``enable_gradient_checkpointing()`` makes it recompute its layers in backward.
+        """
+        raise NotImplementedError
+
+
+class LanguageModelEncoder(TextEncoder):
+    """Captions in, ``prompt_embeds`` [L, D] and ``prompt_embeds_mask`` [L] (all true) out, of a language model.
+
+    Attributes:
+        title: of the model, for messages.
+        dropped: tokens of the prompt's beginning whose vectors are left out.
+    """
+
+    title: str
+    dropped = 0
+
+    def __init__(self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> None:
+        """``load`` gives the language model."""
+        self._load, self._model = load, None
+        self.tokenizer, self.fingerprint = tokenizer, fingerprint
+
+    @torch.no_grad()
+    def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
+        """Encode ``captions`` in one batch."""
+        if not captions:
+            return []
+        inputs = self.inputs(captions, references)
+        if self._model is None:
+            self._model = self._load()
+        model: Any = self._model
+        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+        hidden = model(**inputs, use_cache=False).last_hidden_state.to(model.dtype).cpu()  # [B, T, D]
+        lengths = inputs["attention_mask"].sum(dim=1).tolist()
+        # Clones: a row that is kept must not keep its whole batch alive.
+        rows = [row[self.dropped : length].clone() for row, length in zip(hidden, lengths, strict=True)]
+        return [{"prompt_embeds": row, "prompt_embeds_mask": torch.ones(len(row), dtype=torch.bool)} for row in rows]
+
+    def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
+        """Return what the model is called with, ``input_ids`` and ``attention_mask`` [B, T] among it."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Free the model's weights; the next caption loads them again."""
+        self._model = None
+
+    def load_modules(self, names: Collection[str]) -> nn.Module:
+        """Refuse: language models are not trained as text encoders."""
+        raise UserError(f"text_encoder_lr: {self.title}, is not trained; remove text_encoder_lr")
+
+
+def padded(rows: list[list[int]]) -> dict[str, Tensor]:
+    """Return ``input_ids`` and ``attention_mask`` [B, T] of token ids, filled up at the end.
+
+    What stands at the end is seen by no real token: attention looks back only.
+    """
+    longest = max(map(len, rows))
+    return {
+        "input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows]),
+    }
+
+
+# One of these must be there: without any, transformers 5 silently makes a tokenizer with an empty vocabulary.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
+_TOKENIZER_FILES = [*_VOCABULARIES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json"]
+
+
+def load_tokenizer(load: Callable[..., Any], folder_or_name: str | Path, option: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer with ``load`` from a folder or the hub (cache first); errors name ``option``."""
+    folder = Path(folder_or_name).expanduser()
+    if not folder.is_dir():
+        folder = _tokenizer_from_hub(str(folder_or_name), option)
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise UserError(
+            f"{option}: {folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); give a tokenizer folder"
+        )
+    try:
+        return load(str(folder), local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{option}: {folder} holds no readable tokenizer; download it again") from error
+
+
+def load_qwen_tokenizer(folder_or_name: str | Path, token: str, title: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a Qwen model from a folder or the hub; one without ``token`` is another model's."""
+    tokenizer = load_tokenizer(Qwen2Tokenizer.from_pretrained, folder_or_name, "qwen_tokenizer")
+    if token not in tokenizer.get_vocab():
+        raise UserError(f"qwen_tokenizer: {folder_or_name} has no {token}; give the tokenizer of {title}")
+    return tokenizer
+
+
+def _tokenizer_from_hub(name: str, option: str) -> Path:
+    """Return the folder of hub tokenizer ``name``: from the cache if it is there, else downloaded."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=_TOKENIZER_FILES, local_files_only=True))
+    except (OSError, ValueError):  # not cached, or no name of the hub's
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=_TOKENIZER_FILES))
+    except Exception as error:  # the hub's client lets its transport's exceptions through
+        raise UserError(
+            f"{option}: tokenizer {name!r} is neither a folder nor cached, and the hub did not give it; "
+            f"point {option} to a local tokenizer folder"
+        ) from error
