@@ -30,7 +30,7 @@ def main() -> None:
     """Run one training from the command line; a run that was stopped from outside leaves with an exit code."""
     notes: list[Note] = []
     is_chat = names_language_model(sys.argv[1:])
-    config = load_language_config(sys.argv[1:]) if is_chat else load_config(sys.argv[1:], notes)
+    config = load_language_config(sys.argv[1:], notes) if is_chat else load_config(sys.argv[1:], notes)
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(summary(notes)), end="\n" if notes else "")
     if exit_code := train(config).stop_request.exit_code:
