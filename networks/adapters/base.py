@@ -11,35 +11,16 @@ Kinds differ in the change:
 
 None of them keeps anything of the weight's size for backward: the base may be fp8, or lie elsewhere between the two.
 
-Frozen layers with low-rank updates as one step of autograd, saving only what backward cannot recompute.
-
-    x = prologue(*inputs)         y_i = base_i(x) + scale_i * (x A_i^T) B_i^T
-
-``prologue`` stands for the cheap operations in front of a linear layer (norm and modulation, an activation, a
-concatenation). Left to itself autograd keeps their result for the gradient of A, and with it the widest tensors of a
-transformer block. Here ``inputs`` and the low-rank products are kept and ``prologue`` is run again in backward: a pass
-over memory beside three matrix products. Further:
-
-* the down-projections of all layers are one product over the stacked A;
-* the input gradients of all layers are summed into one tensor as they are made;
-* frozen weights are asked of their layers again (``library.nn.frozen_linear``), never kept.
-
-With g_i the gradient of y_i and u = x A^T:
-
-    du_i = scale_i g_i B_i      dB_i = scale_i g_i^T u_i      dA = du^T x      dx = sum_i g_i W_i + du A
+The plain formulas, on full weights, are in ``networks.files.weights``, as files hold the kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from library.nn.frozen_linear import add_input_gradient, has_input_gradient, output
-from library.nn.tensor_split import Split, sum_over
 from networks.files.weights import KINDS, AdapterWeights
 
 
@@ -67,6 +48,15 @@ class AdapterLinear(nn.Module):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by the names they have in files (``lora_A.weight``, ``lokr_w1``)."""
+        return dict(self.named_parameters(recurse=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
+        out = self.base(x)
+        return self.changed(out, x) if self.enabled else out
+
+    def changed(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return the base's outputs ``out`` of ``x`` with the change."""
         raise NotImplementedError
 
     @property
@@ -151,137 +141,3 @@ def new_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str | 
 def fill(parameter: nn.Parameter, values: Tensor) -> None:
     """Copy ``values``, drawn in fp32 on the CPU, into ``parameter``."""
     parameter.copy_(values)
-
-
-Prologue = Callable[..., Tensor]
-
-
-class Update(NamedTuple):
-    """One layer's frozen base and its update; ``rank`` rows of A."""
-
-    base: nn.Module
-    rank: int
-    scale: float
-
-
-def fused(
-    updates: Sequence[Update],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    prologue: Prologue,
-    *inputs: Tensor,
-    split: Split | None = None,
-) -> list[Tensor]:
-    """Return ``y_i`` of each update, ``[..., out_i]``, in the dtype of ``prologue(*inputs)``, or autocast's.
-
-    Args:
-        updates: layers with a common input and an input gradient (:func:`can_fuse`).
-        downs: A of each, [rank_i, in].
-        ups: B of each, [out_i, rank_i].
-        prologue: differentiable function of ``inputs`` that draws no random numbers.
-        inputs: what ``prologue`` makes x [..., in] of.
-        split: the part of every layer that this process has, bases, ``downs`` and ``ups`` being that part; sums over
-            its group are made here, one for all layers.
-    """
-    return list(_Fused.apply(tuple(updates), prologue, len(inputs), split, *inputs, *downs, *ups))
-
-
-def can_fuse(bases: Sequence[nn.Module]) -> bool:
-    """Return whether all of ``bases`` are frozen layers that :func:`fused` can run backward."""
-    return not torch.compiler.is_compiling() and all(has_input_gradient(base) for base in bases)
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, updates: tuple[Update, ...], prologue: Prologue, count: int, split: Split | None, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        inputs, downs, ups = _parts(tensors, count, len(updates))
-        device = inputs[0].device.type
-        ctx.updates, ctx.prologue, ctx.count, ctx.device, ctx.split = updates, prologue, count, device, split
-        ctx.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        x = _made(ctx, inputs)
-        rows = x.reshape(-1, x.shape[-1])
-        with torch.autocast(device, enabled=False):
-            low = rows @ _stacked(downs, rows.dtype).t()  # [N, sum of ranks]
-            outputs = []
-            for update, part, up in zip(updates, low.split([u.rank for u in updates], dim=1), ups, strict=True):
-                out = output(update.base, rows)
-                out.addmm_(part, up.to(out.dtype).t(), alpha=update.scale)
-                if split is not None and split.dim == 1:
-                    sum_over(split.group, out)
-                outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
-        ctx.save_for_backward(*tensors, low)
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, low = ctx.saved_tensors
-        inputs, downs, ups = _parts(tensors, ctx.count, len(ctx.updates))
-        wanted = ctx.needs_input_grad[4:]
-        with torch.autocast(ctx.device, enabled=False):
-            rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
-            parts = low.split([update.rank for update in ctx.updates], dim=1)
-            low_gradient = torch.cat(
-                [(g @ up.to(g.dtype)).mul_(u.scale) for g, up, u in zip(rows, ups, ctx.updates, strict=True)], dim=1
-            )
-            up_gradients = [
-                (g.t() @ part).to(up.dtype).mul_(u.scale)
-                for g, part, up, u in zip(rows, parts, ups, ctx.updates, strict=True)
-            ]
-            # x is made, used for the gradient of A and let go, before there is a gradient of its size.
-            x = _MadeAgain(ctx, inputs, wanted)
-            down_gradient = low_gradient.t() @ x.free_weights()
-            if any(wanted[: ctx.count]):
-                x_gradient = low_gradient @ _stacked(downs, low_gradient.dtype)
-                for g, update in zip(rows, ctx.updates, strict=True):
-                    add_input_gradient(update.base, g, x_gradient)
-                if ctx.split is not None and ctx.split.dim == 0:
-                    sum_over(ctx.split.group, x_gradient)
-                x.backward(x_gradient)
-        ranks = [update.rank for update in ctx.updates]
-        down_gradients = [part.to(down.dtype) for part, down in zip(down_gradient.split(ranks), downs, strict=True)]
-        return None, None, None, None, *x.gradients, *down_gradients, *up_gradients
-
-
-def _parts(tensors: Sequence[Tensor], count: int, layers: int) -> tuple[Sequence[Tensor], ...]:
-    """Return inputs, downs and ups."""
-    return tensors[:count], tensors[count : count + layers], tensors[count + layers :]
-
-
-def _stacked(downs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([down.to(dtype) for down in downs])
-
-
-def _made(ctx: Any, inputs: Sequence[Tensor]) -> Tensor:
-    """Return x in the compute dtype, under the autocast that forward ran under."""
-    enabled, dtype = ctx.autocast
-    with torch.autocast(ctx.device, dtype, enabled=enabled):
-        x = ctx.prologue(*inputs)
-    return x.to(dtype) if enabled else x
-
-
-class _MadeAgain:
-    """x made once more from ``inputs``, with a way back to them."""
-
-    def __init__(self, ctx: Any, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> None:
-        self._leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, wanted, strict=False)]
-        self._needing = [leaf for leaf in self._leaves if leaf.requires_grad]
-        with torch.set_grad_enabled(bool(self._needing)):
-            self._x: Tensor | None = _made(ctx, self._leaves)
-        self._shape = self._x.shape
-        self._edge = torch.autograd.graph.get_gradient_edge(self._x) if self._needing else None
-        self.gradients: list[Tensor | None] = [None] * len(inputs)
-
-    def free_weights(self) -> Tensor:
-        """Return x, [N, in], and keep no reference to it."""
-        x, self._x = self._x, None
-        assert x is not None
-        return x.detach().reshape(-1, x.shape[-1])
-
-    def backward(self, x_gradient: Tensor) -> None:
-        """Set ``gradients`` of the inputs, None where none is needed."""
-        assert self._edge is not None
-        found = iter(torch.autograd.grad(self._edge, self._needing, x_gradient.view(self._shape)))
-        self.gradients = [next(found) if leaf.requires_grad else None for leaf in self._leaves]

@@ -1,27 +1,39 @@
-"""Low-rank adaptation of one linear layer (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+"""LoRA and its relatives: a low-rank update beside a frozen linear layer (https://arxiv.org/abs/2106.09685).
 
-    y = base(x) + multiplier * alpha / rank * B(A(x))        A: [rank, in], B: [out, rank]
+The textbook needs two lines:
 
-``base`` is frozen and can be any module with ``in_features``, ``out_features`` and a forward that returns a
-fresh tensor (``nn.Linear``, later an fp8 one). The way of the data, and what it saves over the textbook
-form:
+    low = dropout(A(x))                       A: [rank, in], B: [out, rank], both small; only they are trained
+    out = base(x) + alpha / rank * B(low)
 
-* Under autocast ``x`` is cast once, for the base and for A; the weights are cast to ``x``, never the
-  reverse.
-* B's product is accumulated into the base's output by one in-place ``addmm`` that also applies the scale,
-  so no tensor of the output's size is made besides the output itself.
-* Layers with a common input (q, k, v) run A as one matrix product over their stacked A weights
-  (:meth:`LoRALinear.forward_together`).
-* Without dropout, and outside of a compiler, base and update are one step of autograd that keeps less and sums
-  input gradients in place (``networks.adapters.base``).
+``base`` is frozen and can be any module with ``in_features``, ``out_features`` and a forward that returns a fresh
+tensor: ``nn.Linear``, an fp8 one. Written so, each layer makes two more tensors of the output's size and saves x, the
+widest tensor there is, for the gradient of A. So the same numbers are computed in another order:
 
-Dropouts follow kohya's sd-scripts: neuron dropout on ``A(x)``; rank dropout zeroes whole ranks per sample
-and divides by the share kept; module dropout switches the layer off for a call, without rescaling. kohya's
-module dropout leaves a Python-level branch; here it is a factor of 0 or 1, which compiles, works under
-checkpointing and gives DDP a (zero) gradient for every parameter. All draws come from torch's global
-generator of the device.
+* Under autocast x is cast once, for the base and for A; the weights are cast to x, never the reverse.
+* B's product is accumulated into the base's output by one in-place ``addmm`` that also applies the scale, so no tensor
+  of the output's size is made besides the output itself.
+* Layers with a common input (q, k, v) run A as one matrix product (:meth:`LoRALinear.forward_together`).
+* Without dropout, and outside of a compiler, base and updates are one step of autograd (:func:`fused`):
 
-LoRAs that begin at the weights' own directions instead of at random.
+      x = prologue(*inputs)         y_i = base_i(x) + scale_i * (x A_i^T) B_i^T
+
+  ``prologue`` stands for the cheap operations in front of a linear layer (norm and modulation, an activation, a
+  concatenation). ``inputs`` and the low-rank products are saved, x is recomputed in backward: a pass over memory beside
+  three matrix products. The input gradients of all layers are summed into one tensor as they are made, and frozen
+  weights are asked of their layers again (``library.nn.frozen_linear``), never saved. With g_i the gradient of y_i and
+  u = x A^T:
+
+      du_i = scale_i g_i B_i      dB_i = scale_i g_i^T u_i      dA = du^T x      dx = sum_i g_i W_i + du A
+
+Against peft's layers, which are the textbook's, a step of FLUX adds 0.71 of the memory in bf16 and 0.41 over fp8
+weights, of Qwen-Image 0.75 and 0.45, in 0.92, 0.64, 0.96 and 0.81 of the time (docs/benchmarks.md).
+
+*Dropouts* follow kohya's sd-scripts: neuron dropout on ``A(x)``; rank dropout zeroes whole ranks per sample and divides
+by the share kept; module dropout switches the layer off for a call, without rescaling. kohya's module dropout leaves a
+Python-level branch; here it is a factor of 0 or 1, which compiles, works under checkpointing and gives DDP a (zero)
+gradient for every parameter. All draws come from torch's global generator of the device.
+
+*Starts* (:func:`init_from_weights`) at the weights' own directions instead of at random:
 
     pissa   A = diag(sqrt(s/c)) V^T, B = U diag(sqrt(s/c)): the largest singular directions of W, c being the scale
             (https://arxiv.org/abs/2404.02948)
@@ -33,16 +45,13 @@ bf16 weight minus its largest directions loses bits), it may be fp8, and switchi
 a product of the rank's size. The file then is a plain LoRA of twice the rank, [A; A_0] and [B, -B_0], as the one that
 peft converts to.
 
-Weight-decomposed low-rank adaptation (Liu et al. 2024, https://arxiv.org/abs/2402.09353) of a linear layer.
+*DoRA* (https://arxiv.org/abs/2402.09353) trains the lengths of the merged weight's rows besides:
 
     W' = m * V / |V|        V = W + s B A, its rows divided by their length, m [out] trained
 
-As in peft, whose file diffusers loads: a length for each output row, m beginning at |W|, and |V| a constant to the
-gradient (section 4.3 of the paper). With c = m / |V| and z = V x + b, what a LoRA computes,
-
-    y = c * z + (1 - c) * b
-
-so all of LoRA's fast paths serve here too. |V| is had without forming V:
+As in peft, whose file diffusers loads: m begins at |W|, and |V| is a constant to the gradient (section 4.3 of the
+paper). With c = m / |V| and z = V x + b, what a LoRA computes, y = c * z + (1 - c) * b, so all of LoRA's fast paths
+serve here too. |V| is had without forming V:
 
     |v_i|^2 = |w_i|^2 + 2 s b_i . (A w_i) + s^2 b_i (A A^T) b_i^T
 
@@ -53,41 +62,23 @@ weight in bf16 or fp8 is there in fp32 for a moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 from library.errors import UserError
-from library.nn.tensor_split import Split, entering, gathering, leaving
-from networks.adapters.base import (
-    AdapterLinear,
-    Prologue,
-    Update,
-    base_weight,
-    can_fuse,
-    fill,
-    fused,
-    in_compute_dtype,
-    new_parameter,
-)
+from library.nn.frozen_linear import add_input_gradient, has_input_gradient, output
+from library.nn.tensor_split import Split, entering, gathering, leaving, sum_over
+from networks.adapters.base import AdapterLinear, base_weight, fill, in_compute_dtype, new_parameter
 from networks.files.weights import AdapterWeights, DoraWeights, LoraWeights
 from networks.merging.low_rank import decompose
 
-
-class LoraInit(nn.Module):
-    """What a LoRA was begun from; not among the layer's own tensors, so that swapped blocks leave it on the device."""
-
-    A: Tensor
-    B: Tensor
-
-    def __init__(self, down: Tensor, up: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("A", down)
-        self.register_buffer("B", up)
+Prologue = Callable[..., Tensor]
 
 
 class LoRALinear(AdapterLinear):
@@ -131,6 +122,76 @@ class LoRALinear(AdapterLinear):
         self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device or "cpu")
         self.lora_B = skip_init(nn.Linear, rank, self.out_features, bias=False, dtype=dtype, device=device or "cpu")
         nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
+        return LoRALinear.forward_together([self], x)[0]
+
+    @staticmethod
+    def forward_together(
+        layers: Sequence[LoRALinear], x: Tensor, *more: Tensor, prologue: Prologue | None = None
+    ) -> list[Tensor]:
+        """Return ``[layer(x) for layer in layers]`` with one matrix product for all A.
+
+        Args:
+            layers: LoRA layers with the same ``in_features``, of any ranks and output sizes, split alike.
+            x: ``[..., in]``; with ``prologue`` its first argument.
+            more: the further arguments of ``prologue``.
+            prologue: if given, the layers' input is ``prologue(x, *more)``, recomputed in backward instead of saved.
+
+        Returns:
+            One ``[..., out_i]`` per layer. Dropouts are drawn in the layers' order, as in separate calls.
+        """
+        simple = all(layer.enabled and not layer._drops() for layer in layers)
+        if not simple or not can_fuse([layer.base for layer in layers]):
+            return LoRALinear._textbook(layers, prologue(x, *more) if prologue else x)
+        split = layers[0].split
+        updates = [Update(layer.base, layer.width, layer.scale * layer.multiplier) for layer in layers]
+        downs, ups = [layer._own_down() for layer in layers], [layer._own_up() for layer in layers]
+        outputs = fused(updates, downs, ups, prologue or _itself, x, *more, split=split)
+        return [gathering(y, split) for y in outputs]
+
+    @staticmethod
+    def _textbook(layers: Sequence[LoRALinear], x: Tensor) -> list[Tensor]:
+        """Return base(x) + scale * B(dropout(A(x))) of each layer."""
+        x = entering(x, layers[0].split)
+        active = [layer for layer in layers if layer.enabled]
+        if not active:
+            return [leaving(layer.base(x), layer.split) for layer in layers]
+        x = in_compute_dtype(x)
+        rows = x.reshape(-1, x.shape[-1])  # [N, in]: base outputs are then no views and may be added to in place
+        stacked = [layer._own_down().to(x.dtype) for layer in active]
+        low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # A(x): [N, sum of ranks]
+        parts = iter(low.split([layer.width for layer in active], dim=-1))
+        outputs = []
+        for layer in layers:
+            out = layer.base(rows)  # [N, out]
+            if layer.enabled:
+                part, scale = next(parts), layer.scale * layer.multiplier
+                if layer.training:
+                    part, scale = layer._drop(part, x.shape), scale / (1 - layer.rank_dropout)
+                out.addmm_(part.to(out.dtype), layer._own_up().to(out.dtype).t(), alpha=scale)
+            out = leaving(out, layer.split)
+            outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
+        return outputs
+
+    def _drops(self) -> bool:
+        """Return whether some dropout is at work."""
+        return self.training and max(self.dropout, self.rank_dropout, self.module_dropout) > 0
+
+    def _drop(self, low: Tensor, shape: torch.Size) -> Tensor:
+        """Apply the three dropouts to ``low`` [N, rank]."""
+        gate = None
+        if self.module_dropout > 0:
+            gate = torch.rand((), device=low.device) >= self.module_dropout
+        if self.dropout > 0:
+            low = F.dropout(low, p=self.dropout)
+        if self.rank_dropout > 0:
+            samples = shape[0] if len(shape) > 1 else 1
+            kept = torch.rand((samples, self.rank), device=low.device) > self.rank_dropout
+            kept = kept if gate is None else kept & gate
+            return (low.view(samples, -1, self.rank) * kept[:, None].to(low.dtype)).view(-1, self.rank)
+        return low if gate is None else low * gate.to(low.dtype)
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw A from Kaiming's uniform with a = sqrt(5), that is U(-1, 1) / sqrt(in); set B to zero."""
@@ -207,80 +268,6 @@ class LoRALinear(AdapterLinear):
         """Return the update, ``[out, in]`` in fp32, without the multiplier."""
         return torch.mm(self.up().float(), self.down().float()).mul_(self.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
-        return LoRALinear.forward_together([self], x)[0]
-
-    @staticmethod
-    def forward_together(
-        layers: Sequence[LoRALinear], x: Tensor, *more: Tensor, prologue: Prologue | None = None
-    ) -> list[Tensor]:
-        """Return ``[layer(x) for layer in layers]`` with one matrix product for all A.
-
-        Args:
-            layers: LoRA layers with the same ``in_features``, of any ranks and output sizes, split alike.
-            x: ``[..., in]``; with ``prologue`` its first argument.
-            more: the further arguments of ``prologue``.
-            prologue: if given, the layers' input is ``prologue(x, *more)``, recomputed in backward instead of saved.
-
-        Returns:
-            One ``[..., out_i]`` per layer. Dropouts are drawn in the layers' order, as in separate calls.
-        """
-        active = [layer for layer in layers if layer.enabled]
-        if (
-            len(active) == len(layers)
-            and not any(map(LoRALinear._drops, layers))
-            and can_fuse([m.base for m in layers])
-        ):
-            updates = [Update(layer.base, layer.width, layer.scale * layer.multiplier) for layer in layers]
-            downs, ups = [m._own_down() for m in layers], [m._own_up() for m in layers]
-            split = layers[0].split
-            made = fused(updates, downs, ups, prologue or _itself, x, *more, split=split)
-            return [gathering(y, split) for y in made]
-        x = prologue(x, *more) if prologue else x
-        x = entering(x, layers[0].split)
-        if not active:
-            return [leaving(layer.base(x), layer.split) for layer in layers]
-        x = in_compute_dtype(x)
-        rows = x.reshape(-1, x.shape[-1])  # [N, in]: base outputs are then no views and may be added to in place
-        stacked = [layer._own_down().to(x.dtype) for layer in active]
-        low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # [N, sum of ranks]
-        parts = iter(low.split([layer.width for layer in active], dim=-1))
-        outputs = []
-        for layer in layers:
-            out = layer.base(rows)  # [N, out]
-            if layer.enabled:
-                out = layer._add_update(out, next(parts), x.shape)
-            out = leaving(out, layer.split)
-            outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
-        return outputs
-
-    def _drops(self) -> bool:
-        """Return whether some dropout is at work."""
-        return self.training and max(self.dropout, self.rank_dropout, self.module_dropout) > 0
-
-    def _add_update(self, out: Tensor, low: Tensor, shape: torch.Size) -> Tensor:
-        """Add ``scale * low @ B.T`` in place: ``out`` [N, out], ``low`` [N, width]; ``shape`` is that of x."""
-        scale = self.scale * self.multiplier
-        if self.training:
-            low = self._drop(low, shape)
-            scale = scale / (1 - self.rank_dropout)
-        return out.addmm_(low.to(out.dtype), self._own_up().to(out.dtype).t(), alpha=scale)
-
-    def _drop(self, low: Tensor, shape: torch.Size) -> Tensor:
-        """Apply the three dropouts to ``low`` [N, rank]."""
-        gate = None
-        if self.module_dropout > 0:
-            gate = torch.rand((), device=low.device) >= self.module_dropout
-        if self.dropout > 0:
-            low = F.dropout(low, p=self.dropout)
-        if self.rank_dropout > 0:
-            samples = shape[0] if len(shape) > 1 else 1
-            kept = torch.rand((samples, self.rank), device=low.device) > self.rank_dropout
-            kept = kept if gate is None else kept & gate
-            return (low.view(samples, -1, self.rank) * kept[:, None].to(low.dtype)).view(-1, self.rank)
-        return low if gate is None else low * gate.to(low.dtype)
-
     def extra_repr(self) -> str:
         """Show rank, alpha and dropouts in ``print(model)``."""
         return (
@@ -291,6 +278,149 @@ class LoRALinear(AdapterLinear):
 
 def _itself(x: Tensor) -> Tensor:
     return x
+
+
+class Update(NamedTuple):
+    """One layer's frozen base and its update; ``rank`` rows of A."""
+
+    base: nn.Module
+    rank: int
+    scale: float
+
+
+def fused(
+    updates: Sequence[Update],
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    prologue: Prologue,
+    *inputs: Tensor,
+    split: Split | None = None,
+) -> list[Tensor]:
+    """Return ``y_i`` of each update, ``[..., out_i]``, in the dtype of ``prologue(*inputs)``, or autocast's.
+
+    Args:
+        updates: layers with a common input and an input gradient (:func:`can_fuse`).
+        downs: A of each, [rank_i, in].
+        ups: B of each, [out_i, rank_i].
+        prologue: differentiable function of ``inputs`` that draws no random numbers.
+        inputs: what ``prologue`` makes x [..., in] of.
+        split: the part of every layer that this process has, bases, ``downs`` and ``ups`` being that part; sums over
+            its group are made here, one for all layers.
+    """
+    return list(_Fused.apply(tuple(updates), prologue, len(inputs), split, *inputs, *downs, *ups))
+
+
+def can_fuse(bases: Sequence[nn.Module]) -> bool:
+    """Return whether all of ``bases`` are frozen layers that :func:`fused` can run backward."""
+    return not torch.compiler.is_compiling() and all(has_input_gradient(base) for base in bases)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, updates: tuple[Update, ...], prologue: Prologue, count: int, split: Split | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        inputs, downs, ups = _parts(tensors, count, len(updates))
+        device = inputs[0].device.type
+        ctx.updates, ctx.prologue, ctx.count, ctx.device, ctx.split = updates, prologue, count, device, split
+        ctx.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        x = _made(ctx, inputs)
+        rows = x.reshape(-1, x.shape[-1])
+        with torch.autocast(device, enabled=False):
+            low = rows @ _stacked(downs, rows.dtype).t()  # [N, sum of ranks]
+            outputs = []
+            for update, part, up in zip(updates, low.split([u.rank for u in updates], dim=1), ups, strict=True):
+                out = output(update.base, rows)
+                out.addmm_(part, up.to(out.dtype).t(), alpha=update.scale)
+                if split is not None and split.dim == 1:
+                    sum_over(split.group, out)
+                outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
+        ctx.save_for_backward(*tensors, low)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, low = ctx.saved_tensors
+        inputs, downs, ups = _parts(tensors, ctx.count, len(ctx.updates))
+        wanted = ctx.needs_input_grad[4:]
+        with torch.autocast(ctx.device, enabled=False):
+            rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
+            parts = low.split([update.rank for update in ctx.updates], dim=1)
+            low_gradient = torch.cat(
+                [(g @ up.to(g.dtype)).mul_(u.scale) for g, up, u in zip(rows, ups, ctx.updates, strict=True)], dim=1
+            )
+            up_gradients = [
+                (g.t() @ part).to(up.dtype).mul_(u.scale)
+                for g, part, up, u in zip(rows, parts, ups, ctx.updates, strict=True)
+            ]
+            # x is made, used for the gradient of A and let go, before there is a gradient of its size.
+            x = _MadeAgain(ctx, inputs, wanted)
+            down_gradient = low_gradient.t() @ x.free_weights()
+            if any(wanted[: ctx.count]):
+                x_gradient = low_gradient @ _stacked(downs, low_gradient.dtype)
+                for g, update in zip(rows, ctx.updates, strict=True):
+                    add_input_gradient(update.base, g, x_gradient)
+                if ctx.split is not None and ctx.split.dim == 0:
+                    sum_over(ctx.split.group, x_gradient)
+                x.backward(x_gradient)
+        ranks = [update.rank for update in ctx.updates]
+        down_gradients = [part.to(down.dtype) for part, down in zip(down_gradient.split(ranks), downs, strict=True)]
+        return None, None, None, None, *x.gradients, *down_gradients, *up_gradients
+
+
+def _parts(tensors: Sequence[Tensor], count: int, layers: int) -> tuple[Sequence[Tensor], ...]:
+    """Return inputs, downs and ups."""
+    return tensors[:count], tensors[count : count + layers], tensors[count + layers :]
+
+
+def _stacked(downs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([down.to(dtype) for down in downs])
+
+
+def _made(ctx: Any, inputs: Sequence[Tensor]) -> Tensor:
+    """Return x in the compute dtype, under the autocast that forward ran under."""
+    enabled, dtype = ctx.autocast
+    with torch.autocast(ctx.device, dtype, enabled=enabled):
+        x = ctx.prologue(*inputs)
+    return x.to(dtype) if enabled else x
+
+
+class _MadeAgain:
+    """x made once more from ``inputs``, with a way back to them."""
+
+    def __init__(self, ctx: Any, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+        self._leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, wanted, strict=False)]
+        self._needing = [leaf for leaf in self._leaves if leaf.requires_grad]
+        with torch.set_grad_enabled(bool(self._needing)):
+            self._x: Tensor | None = _made(ctx, self._leaves)
+        self._shape = self._x.shape
+        self._edge = torch.autograd.graph.get_gradient_edge(self._x) if self._needing else None
+        self.gradients: list[Tensor | None] = [None] * len(inputs)
+
+    def free_weights(self) -> Tensor:
+        """Return x, [N, in], and keep no reference to it."""
+        x, self._x = self._x, None
+        assert x is not None
+        return x.detach().reshape(-1, x.shape[-1])
+
+    def backward(self, x_gradient: Tensor) -> None:
+        """Set ``gradients`` of the inputs, None where none is needed."""
+        assert self._edge is not None
+        found = iter(torch.autograd.grad(self._edge, self._needing, x_gradient.view(self._shape)))
+        self.gradients = [next(found) if leaf.requires_grad else None for leaf in self._leaves]
+
+
+class LoraInit(nn.Module):
+    """What a LoRA was begun from; not among the layer's own tensors, so that swapped blocks leave it on the device."""
+
+    A: Tensor
+    B: Tensor
+
+    def __init__(self, down: Tensor, up: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("A", down)
+        self.register_buffer("B", up)
 
 
 StartName = Literal["default", "pissa", "olora"]

@@ -72,15 +72,8 @@ class LoKrLinear(AdapterLinear):
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
             fill(parameter, values)
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return w1 and w2, or their factors."""
-        return dict(self.named_parameters(recurse=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
-        out = self.base(x)
-        if not self.enabled:
-            return out
+    def changed(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add w1 x w2^T of each x as a matrix."""
         x = in_compute_dtype(x)
         own = {name: parameter.to(x.dtype) for name, parameter in self.trained().items()}
         h = x.reshape(-1, *self._in_shape)  # [N, in_1, in_2]
@@ -123,15 +116,8 @@ class LoHaLinear(AdapterLinear):
         for name, parameter in self.trained().items():
             fill(parameter, torch.randn(parameter.shape, generator=generator) * widths[name])
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return the four factors."""
-        return dict(self.named_parameters(recurse=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
-        out = self.base(x)
-        if not self.enabled:
-            return out
+    def changed(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add the product with the [out, in] matrix."""
         x = in_compute_dtype(x)
         own = self.trained()
         factors = [own[name] for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")]

@@ -52,15 +52,8 @@ class OFTLinear(AdapterLinear):
         """Set the blocks to zero, R to the identity."""
         fill(self.oft_blocks, torch.zeros(self.oft_blocks.shape))
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return the blocks."""
-        return {"oft_blocks": self.oft_blocks}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
-        out = self.base(x)
-        if not self.enabled:
-            return out
+    def changed(self, out: Tensor, x: Tensor) -> Tensor:
+        """Rotate ``out``, but for the bias."""
         rotations = cayley(self.oft_blocks)
         rotated = rotate(out, rotations.to(out.dtype))
         if self.bias is None:

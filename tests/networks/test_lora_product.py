@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from library.nn.frozen_linear import project_recomputed
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import quantize
-from networks.adapters.base import can_fuse
-from networks.adapters.lora import LoRALinear
+from networks.adapters.lora import LoRALinear, can_fuse
 
 
 def _norm_and_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

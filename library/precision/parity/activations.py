@@ -8,7 +8,7 @@ of held-out batches, a few hundred a layer, to measure with. Layers that share a
 collected.
 
 Forward hooks would miss most layers: attention and LoRA layers call each other without going through ``__call__``
-(``library.nn.frozen_linear``, ``networks.adapters.base``). A layer that is watched is wrapped instead, in a module that
+(``library.nn.frozen_linear``, ``networks.adapters.lora``). A layer that is watched is wrapped instead, in a module that
 those short cuts do not know, and is put back afterwards.
 """
 

@@ -2,7 +2,7 @@
 
 torch's ``parallelize_module`` walks the plan, which for FLUX and Qwen-Image is diffusers' ``_tp_plan`` and a rule for
 the modulation that it leaves whole (a quarter of FLUX's weights, a third of Qwen-Image's). What is put at each layer is
-ours (:class:`Part`): a LoRA's fused product (``networks.adapters.base``) asks its frozen base for plain tensors, and is
+ours (:class:`Part`): a LoRA's fused product (``networks.adapters.lora``) asks its frozen base for plain tensors, and is
 summed over the group once for all layers with a common input.
 
 A LoRA stays whole on every process of the group: of A and B a layer takes the columns or rows that belong to its part.
