@@ -88,9 +88,11 @@ def calibrated(
             console.print(_table(candidates, {one.name for one in kept}))
             console.print(f"kept: {len(kept)} of {len(candidates)} weights within {options.budget_mb:g} MiB")
             recipe = replace(
-                recipe, keep_patterns=(*recipe.keep_patterns, *(f"^{re.escape(one.name)}$" for one in kept))
+                recipe, exclude_patterns=(*recipe.exclude_patterns, *(f"^{re.escape(one.name)}$" for one in kept))
             )
-            modules = {name: of for name, of in modules.items() if recipe.kept_as(name.removesuffix(".weight")) is None}
+            modules = {
+                name: of for name, of in modules.items() if recipe.excluded_as(name.removesuffix(".weight")) is None
+            }
         if options.compensated:
             first = {names[0]: tensor for tensor, names in modules.items()}
             forwards, memory = calibration.forwards(transformer, batches), int(options.statistics_gb * 2**30)

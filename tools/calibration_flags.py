@@ -83,7 +83,7 @@ def recipe_named(text: str, option: str) -> Fp8Recipe:
         UserError: it is none of them, nor a file.
     """
     plain = text.removesuffix("+all")
-    keep = Fp8Recipe().keep if plain == text else ()
+    keep = Fp8Recipe().exclude if plain == text else ()
     name, _, fp8 = plain.partition(":")
     for granularity in GRANULARITIES:
         if name == granularity:

@@ -21,7 +21,7 @@ from library.models.layer_names import LoraTargets
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.checkpoint_writing import write_fp8_checkpoint
 from library.precision.parity.activations import collect_inputs
-from library.precision.parity.layer_errors import Survival
+from library.precision.parity.layer_errors import UpdateRetention
 from library.precision.quantize import Granularity
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.training.calibration import prepare_calibration
@@ -32,7 +32,7 @@ from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import Fits, LoraSource, partial_notes, plan_updates, unknown_keys
-from networks.merging.merge_fp8 import Fp8Merge, recipe_of_base, rounding_survival
+from networks.merging.merge_fp8 import Fp8Merge, recipe_of_base, rounding_retention
 from tools.parity_tables import survival_table
 
 FP8_PRECISIONS: dict[str, tuple[LayoutKind, Granularity]] = {
@@ -83,7 +83,7 @@ def goes_into_fp8(options: argparse.Namespace) -> bool:
 
 def merge_to_fp8(
     options: argparse.Namespace, sources: Sequence[LoraSource], targets: LoraTargets, console: Console
-) -> dict[str, Survival]:
+) -> dict[str, UpdateRetention]:
     """Merge into fp8; return what is left of each tensor's update in what was written.
 
     Raises:
@@ -113,7 +113,7 @@ def merge_to_fp8(
     options.save_to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.save_to.parent, prefix=f".{options.save_to.name}.") as spool:
         merge = Fp8Merge(base, updates, kind, recipe, targets, Path(spool))
-        found = dict(rounding_survival(merge))
+        found = dict(rounding_retention(merge))
         shown = len(found) if options.survival else 10
         if found:
             console.print(
@@ -145,7 +145,7 @@ def _what_is_written(options: argparse.Namespace, base: Base, rounding: str) -> 
             f"--save_precision {options.save_precision}: {options.model} is in fp8 and stays as it is; remove it, or "
             "merge into the bf16 model"
         )
-    return kind, Fp8Recipe(recipe.granularity, recipe.fp8, keep=(), stochastic=stochastic, seed=options.seed)
+    return kind, Fp8Recipe(recipe.granularity, recipe.fp8, exclude=(), stochastic=stochastic, seed=options.seed)
 
 
 def _check_target(base: Base, save_to: Path) -> None:
@@ -174,7 +174,7 @@ def _calibrated(
     compensated: bool,
     correction: dict[str, LoraWeights],
     console: Console,
-) -> dict[str, Survival]:
+) -> dict[str, UpdateRetention]:
     """Run the calibration, round and correct group by group; fill ``correction``, return what is left of updates."""
     device, dtype = flags.device_and_dtype(options)
     family = model_family(flags.model_config(options, options.model))
@@ -191,7 +191,7 @@ def _calibrated(
         modules = {tensor: names for tensor, names in modules.items() if tensor in merge.updates}
     first = {names[0]: tensor for tensor, names in modules.items()}
     fit = calibration.forwards(transformer, [*calibration.fit, *calibration.check])
-    left: dict[str, Survival] = {}
+    left: dict[str, UpdateRetention] = {}
     memory = int(options.statistics_gb * 2**30)
     for group in collect_inputs(transformer, list(first), fit, memory_bytes=memory, seed=options.seed):
         for name, inputs in group.items():
@@ -199,7 +199,7 @@ def _calibrated(
             if compensated and (one := merge.compensate(tensor, inputs)) is not None:
                 left[tensor] = one
             if options.correction_rank:
-                correction |= merge.correction(tensor, modules[tensor], inputs, options.correction_rank)
+                correction |= merge.low_rank_correction(tensor, modules[tensor], inputs, options.correction_rank)
     return left
 
 

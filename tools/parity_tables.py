@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from library.precision.parity.layer_errors import FLAGGED, Survival
+from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
 from networks.merging.refit import Refit
 
 
@@ -34,7 +34,7 @@ def refit_table(fits: Mapping[str, Refit], shown: int) -> Table:
     return table
 
 
-def survival_table(title: str, found: Mapping[str, Survival], shown: int) -> Table:
+def survival_table(title: str, found: Mapping[str, UpdateRetention], shown: int) -> Table:
     """Return layers by rising survival."""
     table = _table("layer", "survives", "cosine", "in outputs", "", title=title)
     order = sorted(found, key=lambda name: found[name].gain)

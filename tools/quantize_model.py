@@ -86,8 +86,8 @@ def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
     recipe = Fp8Recipe(
         granularity=options.granularity or default_granularity(options.layout),
         fp8=format_named(options.format),
-        keep=tuple(kind.strip() for kind in options.keep.split(",") if kind.strip()),
-        keep_patterns=tuple(options.keep_pattern),
+        exclude=tuple(kind.strip() for kind in options.keep.split(",") if kind.strip()),
+        exclude_patterns=tuple(options.keep_pattern),
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
     )

@@ -43,7 +43,7 @@ from networks.files.base import BaseModule, find_modules, open_base
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
-from networks.merging.refit import Refit, retarget_layer
+from networks.merging.refit import Refit, refit_layer
 from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
 from tools.parity_tables import refit_table
 
@@ -90,7 +90,7 @@ class Deployment:
         """Return whether the layer ``name`` is served in fp8."""
         if self.served is not None:
             return self.layout is not None and self.served.places[name].tensor in self.layout.dtypes
-        return self.recipe is not None and self.recipe.kept_as(name) is None
+        return self.recipe is not None and self.recipe.excluded_as(name) is None
 
 
 def open_deployment(base: Family, options: argparse.Namespace) -> Deployment:
@@ -144,7 +144,7 @@ def fit_unit(
     if names[0] in lora:
         ups = torch.cat([lora[name].up for name in names])
         whole = LoraWeights(lora[names[0]].down.to(weight.device), ups.to(weight.device), lora[names[0]].alpha)
-    done = retarget_layer(whole, weight, served, inputs, correction_rank=correction_rank, dtype=dtype)
+    done = refit_layer(whole, weight, served, inputs, correction_rank=correction_rank, dtype=dtype)
     if done.weights is None:
         return done, {}
     rows = [deployment.base.places[name].shape[0] for name in names]

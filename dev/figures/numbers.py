@@ -21,7 +21,7 @@ from torch import Tensor
 
 from library.precision.fake_quantize import ActivationRounding, round_activations
 from library.precision.parity.compensated import merge_into_fp8
-from library.precision.parity.layer_errors import moment_energy, saturated, survival
+from library.precision.parity.layer_errors import moment_energy, saturated, update_retention
 from library.precision.quantize import E4M3FN, FORMATS, Granularity, Quantized, dequantize, quantize, round_to_nearest
 
 SIZE = 512
@@ -159,11 +159,11 @@ def merges(stds: Sequence[float], names: Sequence[str] = tuple(MERGES)) -> Merge
             base = quantize(weight, granularity)
             served = base.dequantize(torch.float32)
             update = update_without_direction(served)
-            found = survival(merged(base, update, granularity, how, moment), served, update)
+            found = update_retention(merged(base, update, granularity, how, moment), served, update)
             result.anywhere[name].append(found.gain)
             update = update_along_inputs(served, moment)
             made = merged(base, update, granularity, how, moment)
-            left = survival(made, served, update, moment).output_gain
+            left = update_retention(made, served, update, moment).output_gain
             result.along_inputs[name].append(math.nan if left is None else left)
             error = moment_energy(made - served - update, moment) / moment_energy(update, moment)
             result.error[name].append(math.sqrt(error))

@@ -9,7 +9,7 @@
     musubi         musubi-tuner: ``<layer>.scale_weight`` of shape [1], [out, 1] or [out, in / block, 1], in the dtype
                    the weight had; no marker.
 
-In all of them weight = codes * scale. Sources: ComfyUI ``comfy/ops.py``, ``comfy/utils.py``
+In all of them weight = values * scale. Sources: ComfyUI ``comfy/ops.py``, ``comfy/utils.py``
 (``convert_old_quants``), ``QUANTIZATION.md``; musubi-tuner ``modules/fp8_optimization_utils.py``. Scales for
 activations are not used: Tandem scales activations by their own size, or does not round them at all.
 
@@ -118,10 +118,10 @@ class WeightFiles:
         """
         if self.fp8 is None or not self.fp8.holds(ranges):
             return None
-        codes = self.read(ranges).view(self.fp8.dtypes[ranges[0].source])  # a uint8 container becomes what it holds
-        if holds_nan_or_inf(codes):
+        values = self.read(ranges).view(self.fp8.dtypes[ranges[0].source])  # a uint8 container becomes what it holds
+        if holds_nan_or_inf(values):
             raise UserError(f"{self.path}: {ranges[0].source!r} holds NaN or infinity; download it again")
-        return Quantized(codes, self.fp8.scale_of(ranges))
+        return Quantized(values, self.fp8.scale_of(ranges))
 
     def read_float(self, rows: RowRange, device: torch.device | str = "cpu") -> Tensor:
         """Return ``rows`` of a matrix in fp32 on ``device``, dequantised where they are fp8."""
@@ -129,7 +129,7 @@ class WeightFiles:
         if quantized is None:
             return self.read([rows]).to(device).float()
         scale = None if quantized.scale is None else quantized.scale.to(device)
-        return dequantize(quantized.codes.to(device), scale, torch.float32)
+        return dequantize(quantized.values.to(device), scale, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Fp8Layout:
     Attributes:
         kind: the layout.
         bookkeeping: names of scales and markers; no parameter of a model takes them.
-        dtypes: weight name -> dtype of its codes.
+        dtypes: weight name -> dtype of its values.
         scales: weight name -> name of its scale tensor.
         ignored: names among ``bookkeeping`` that hold activation scales.
     """
@@ -296,7 +296,7 @@ class _Detector:
         return "musubi" if scales else "plain"
 
     def _weights(self, marked: Mapping[str, dict]) -> dict[str, torch.dtype]:
-        """Return every fp8 tensor with the dtype of its codes."""
+        """Return every fp8 tensor with the dtype of its values."""
         found = {name: _FP8[entry.dtype].dtype for name, entry in self.entries.items() if entry.dtype in _FP8}
         for layer, config in marked.items():
             weight = f"{layer}.weight"

@@ -7,11 +7,11 @@ and written before the next.
 ComfyUI files are marked so that products are made in high precision on dequantised weights (``scaled_fp8``
 of two elements; ``full_precision_matrix_mult``), because that is what training saw. ComfyUI otherwise also
 rounds activations on GPUs that have fp8 products; ``fp8_matmul`` leaves the mark out. Scales are stored in
-fp32, musubi-tuner's in the dtype of the weight as it does; codes are then made for the scale as stored, so
+fp32, musubi-tuner's in the dtype of the weight as it does; values are then made for the scale as stored, so
 nothing is lost between the two.
 
 A merge writes through here too: it changes weights as they are read, brings weights that it has rounded itself, and may
-start from a file that is in fp8 already. What it leaves alone in such a file keeps its codes and scales bit for bit.
+start from a file that is in fp8 already. What it leaves alone in such a file keeps its values and scales bit for bit.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def write_fp8_checkpoint(
     linears = linear_weights(weights)
     if layout is None:
         recipe.check_patterns(linears)
-        chosen = {name for name in linears if recipe.kept_as(name) is None}
+        chosen = {name for name in linears if recipe.excluded_as(name) is None}
     else:
         chosen = {name for name in linears if f"{name}.weight" in layout.dtypes}
     if not chosen:
@@ -166,13 +166,13 @@ def linear_weights(weights: WeightFiles) -> list[str]:
     """Return the linear layers of ``weights``, by name; of an all-in-one file the transformer's alone."""
     all_in_one = any(name.startswith(_COMFY_PREFIX) for name in weights.entries)
     in_fp8 = weights.fp8.dtypes if weights.fp8 is not None else {}
-    tables = Fp8Recipe(keep=())
+    tables = Fp8Recipe(exclude=())
 
     def is_linear(name: str) -> bool:
         dtype, shape = weights.entries[name].spec
         inside = not all_in_one or name.startswith(_COMFY_PREFIX)
         matrix = name.endswith(".weight") and len(shape) == 2 and (dtype in _HIGH or name in in_fp8)
-        return matrix and inside and tables.kept_as(name.removesuffix(".weight")) is None
+        return matrix and inside and tables.excluded_as(name.removesuffix(".weight")) is None
 
     return [name.removesuffix(".weight") for name in weights.entries if is_linear(name)]
 
@@ -210,14 +210,14 @@ def _quantized_tensors(
     recipe: Fp8Recipe,
     fp8_matmul: bool,
 ) -> dict[str, _Planned]:
-    """Return what stands for the weight ``name``: codes, scale, marker.
+    """Return what stands for the weight ``name``: values, scale, marker.
 
-    A file holds wide dtypes first, so all scales come before any codes. Each is made from the weight anew, which
+    A file holds wide dtypes first, so all scales come before any values. Each is made from the weight anew, which
     reads the source twice and keeps nothing.
     """
     layer = name.removesuffix(".weight")
     scale_dtype = stored_scale_dtype(kind, dtype)
-    planned = {name: _Planned(recipe.fp8.dtype, weight_shape, lambda: quantized().codes)}
+    planned = {name: _Planned(recipe.fp8.dtype, weight_shape, lambda: quantized().values)}
     if kind != "plain":
         shape = _musubi_shape(weight_shape, recipe.granularity) if kind == "musubi" else ()
 

@@ -47,8 +47,8 @@ def round_activations(x: Tensor, how: ActivationRounding, scale: Tensor | None =
         magnitudes = values.abs()
         largest = magnitudes.amax(dim=-1, keepdim=True) if how == "row" else magnitudes.amax()
         factor = (largest / E4M3FN.max).clamp_min(_TINY)
-    codes = (values / factor).clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype)
-    flat = codes.reshape(-1, codes.shape[-1])
+    values = (values / factor).clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype)
+    flat = values.reshape(-1, values.shape[-1])
     return (dequantize(flat, None, torch.float32).view(values.shape) * factor).to(x.dtype)
 
 

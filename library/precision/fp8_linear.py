@@ -1,34 +1,40 @@
-"""Matrix products in fp8 itself, on GPUs whose tensor cores have it: ``torch._scaled_mm``.
+"""A frozen linear layer whose weight stays fp8 in memory, and in the products where the GPU can.
+
+Why fp8 at all: a LoRA's base is frozen, so its weights are only ever read. In e4m3fn they take one byte instead of
+bf16's two; FLUX's 24 GB become 12, Qwen-Image's 41 become 20. What a trainer saves depends on how long the weight in
+high precision lives. The obvious way, dequantise and call ``F.linear``, lets autograd keep the dequantised copy for the
+input gradient, so that between forward and backward the whole model is there in bf16 after all, beside its fp8 self.
+Here one autograd function does both passes and keeps *nothing* of the weight's size:
+
+    forward    y  = x (values * scale)^T + b       the weight is dequantised, used and freed
+    backward   dx = g (values * scale)             dequantised once more; there is no gradient of a frozen weight
+
+The price is a second dequantisation a step, a pass over memory beside a matrix product.
+
+There are two ways to the product:
+
+*Dequantised* (``dequant``), everywhere: exact to the compute dtype, for every layout of scales. On the CPU the weight
+is dequantised and multiplied in chunks of two million numbers: forward by rows, so that each chunk gives finished
+outputs; backward by columns, so that each gives finished input gradients and none is summed in bf16. That costs no
+time (a chunk is still in the cache when it is used) and bounds the extra memory at 8 MiB in bf16. On a GPU kernels want
+to be large: a FLUX or Qwen-Image weight is one chunk.
+
+*In fp8 itself* (``scaled_mm``), on GPUs whose tensor cores have it (compute capability 8.9, Ada, or 9.0 and above,
+Hopper and Blackwell): ``torch._scaled_mm`` multiplies the file's fp8 values as they are, at up to twice bf16's rate.
 
     x[n, i] ~ qx[n, i] * sx[n]      w[o, i] = qw[o, i] * sw[o]
     y[n, o] = sx[n] * sw[o] * sum_i qx[n, i] * qw[o, i]
 
-The weight is what the file holds. The activations are rounded to e4m3fn on the way in, each row by its own
-largest value (dynamic scales, nothing to calibrate), and that rounding is the price: about 2.5 % of each
-row's length, where the dequantising path is exact to the compute dtype. In the input gradient the weight's
-row scales sit on the summed index, so they go into the gradient before it is rounded: ``dx = q(dy * sw) @
-qw``.
+Both operands have to be fp8, so activations are rounded to e4m3fn on the way in, each row by its own largest value
+(dynamic scales, nothing to calibrate), and that rounding costs accuracy: about 2.5 % of each row's length. Scales can
+be taken out of the sum only where they do not change along it: one a tensor or a row. Block-scaled weights are
+dequantised instead. In the input gradient the weight's row scales sit on the summed index, so they go into the gradient
+before it is rounded: ``dx = q(dy * sw) @ qw``. It stays dequantised unless ``fp8_input_gradient`` asks for it. The op
+also runs on CPUs, slowly, for tests.
 
-One call form is used for weights with one scale and with a scale a row: a [n, 1] and a [1, o] fp32 scale. A
-scale that changes along the inputs of a row cannot be taken out of the sum, so block-scaled weights are
-dequantised instead. Needs compute capability 8.9 (Ada) or 9.0 and above (Hopper, Blackwell); the op also
-runs on CPUs, slowly, for tests.
-
-A frozen linear layer whose weight stays fp8 in memory.
-
-Forward turns the weight into the compute dtype, uses it and lets it go; backward, which needs it once more
-for the input gradient, turns it again. Nothing of the weight's size lives in between: autograd is told
-neither of the weight (the layer already holds it) nor of a dequantised copy. The trainers that let autograd
-keep that copy hold the whole model in bf16 from forward to backward, and so peak above plain bf16 training.
-
-On the CPU the weight is dequantised and multiplied in pieces of two million numbers: forward by rows, so that
-each piece gives finished outputs; backward by columns, so that each gives finished input gradients and none
-is summed in bf16. That costs no time (a piece is still in the cache when it is used) and bounds the extra
-memory at 8 MiB in bf16. On a GPU kernels want to be large: a FLUX or Qwen-Image weight is one piece.
-
-The layer is an ``nn.Linear`` to whoever asks (LoRA, tensor parallelism by type), its weight a parameter of
-fp8 dtype, its scale an fp32 buffer. Moving it moves both; casting it (``model.to(torch.bfloat16)``) changes
-neither, since a cast without the scale would be a wrong weight.
+The layer is an ``nn.Linear`` to whoever asks (LoRA, tensor parallelism by type), its weight a parameter of fp8 dtype,
+its scale an fp32 buffer. Moving it moves both; casting it (``model.to(torch.bfloat16)``) changes neither, since a cast
+without the scale would be a wrong weight.
 """
 
 from __future__ import annotations
@@ -52,18 +58,18 @@ def device_has_fp8_matmul(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def weight_fits(codes: Tensor, scale: Tensor | None) -> bool:
-    """Return whether ``codes`` [out, in] with ``scale`` can be an operand: e4m3fn, no blocks, aligned sides."""
+def weight_fits(values: Tensor, scale: Tensor | None) -> bool:
+    """Return whether ``values`` [out, in] with ``scale`` can be an operand: e4m3fn, no blocks, aligned sides."""
     one_scale_a_row = scale is None or scale.shape[1] == 1
-    return codes.dtype == E4M3FN.dtype and one_scale_a_row and all(side % _ALIGNMENT == 0 for side in codes.shape)
+    return values.dtype == E4M3FN.dtype and one_scale_a_row and all(side % _ALIGNMENT == 0 for side in values.shape)
 
 
-def scaled_linear(x: Tensor, codes: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return ``x @ (codes * scale).T + bias`` with ``x`` rounded to fp8.
+def scaled_linear(x: Tensor, values: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return ``x @ (values * scale).T + bias`` with ``x`` rounded to fp8.
 
     Args:
         x: [n, in], bf16, fp16 or fp32.
-        codes: [out, in] e4m3fn.
+        values: [out, in] e4m3fn.
         scale: [1 or out, 1] fp32, or None.
         bias: [out] in the dtype of ``x``.
 
@@ -71,23 +77,25 @@ def scaled_linear(x: Tensor, codes: Tensor, scale: Tensor | None, bias: Tensor |
         [n, out] in the dtype of ``x``; summed in fp32.
     """
     rounded, row_scale = _round_rows(x)
-    out = _scaled_mm(rounded, codes.t(), row_scale, _column_scale(scale, codes.shape[0], x.device), x.dtype)
+    out = _scaled_mm(rounded, values.t(), row_scale, _column_scale(scale, values.shape[0], x.device), x.dtype)
     return out if bias is None else out.add_(bias)
 
 
-def scaled_input_gradient(gradient: Tensor, codes: Tensor, scale: Tensor | None) -> Tensor:
-    """Return ``gradient @ (codes * scale)`` with the scaled gradient rounded to fp8.
+def scaled_input_gradient(gradient: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    """Return ``gradient @ (values * scale)`` with the scaled gradient rounded to fp8.
 
-    The op wants its second operand by columns, so the codes are transposed: a copy of one byte a weight.
+    The op wants its second operand by columns, so the values are transposed: a copy of one byte a weight.
 
     Args:
         gradient: [n, out].
-        codes, scale: as for :func:`scaled_linear`.
+        values, scale: as for :func:`scaled_linear`.
     """
     scaled = gradient.float() if scale is None else gradient.float() * scale.reshape(1, -1)
     rounded, row_scale = _round_rows(scaled)
-    by_columns = codes.t().contiguous().t()
-    return _scaled_mm(rounded, by_columns, row_scale, _column_scale(None, codes.shape[1], codes.device), gradient.dtype)
+    by_columns = values.t().contiguous().t()
+    return _scaled_mm(
+        rounded, by_columns, row_scale, _column_scale(None, values.shape[1], values.device), gradient.dtype
+    )
 
 
 def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,15 +113,21 @@ def _column_scale(scale: Tensor | None, columns: int, device: torch.device) -> T
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Call the op. Row-wise scales give bf16 only, which loses nothing that rounding to fp8 had left."""
-    out = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
-    return out.to(dtype)
+    """Return ``(a * scale_a) @ (b * scale_b)`` in ``dtype``.
+
+    With a scale a row the op gives bf16 only; for other dtypes the sums come out in fp32 and are scaled here.
+    """
+    if dtype == torch.bfloat16:
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
+    one = torch.ones((), device=a.device)
+    out = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return out.mul_(scale_a).mul_(scale_b).to(dtype)
 
 
 Fp8Compute = Literal["auto", "dequant", "scaled_mm"]
 
-_CPU_PIECE = 1 << 21  # 4 MiB in bf16; with AMX smaller ones take 20 % longer, on Zen 5 all up to this cost the same
-_GPU_PIECE = 1 << 27  # 256 MiB in bf16, larger than any weight of FLUX or Qwen-Image
+_CPU_CHUNK = 1 << 21  # 4 MiB in bf16; with AMX smaller ones take 20 % longer, on Zen 5 all up to this cost the same
+_GPU_CHUNK = 1 << 27  # 256 MiB in bf16, larger than any weight of FLUX or Qwen-Image
 
 
 class Fp8Linear(nn.Linear):
@@ -145,12 +159,12 @@ class Fp8Linear(nn.Linear):
             UserError: ``scaled_mm`` is asked of a weight it cannot take.
         """
         nn.Module.__init__(self)  # not nn.Linear's: it would allocate a weight
-        codes, scale = quantized.codes, quantized.scale
-        assert format_of(codes.dtype) is not None, f"{codes.dtype} is no fp8 dtype"
-        self.out_features, self.in_features = codes.shape
+        values, scale = quantized.values, quantized.scale
+        assert format_of(values.dtype) is not None, f"{values.dtype} is no fp8 dtype"
+        self.out_features, self.in_features = values.shape
         # The bias first: diffusers takes the dtype of a model's first parameter for that of activations.
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
-        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight = nn.Parameter(values, requires_grad=False)
         self.register_buffer("scale", scale)
         self.fp8_input_gradient = fp8_input_gradient
         self.set_compute(compute)
@@ -170,13 +184,13 @@ class Fp8Linear(nn.Linear):
 
     @property
     def _weight(self) -> Tensor:
-        """The codes, also where a subclass hides ``weight``."""
+        """The values, also where a subclass hides ``weight``."""
         weight = self._parameters["weight"]
         assert weight is not None
         return weight
 
     def quantized(self) -> Quantized:
-        """Return codes and scale, not copied."""
+        """Return values and scale, not copied."""
         return Quantized(self._weight, self.scale)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -204,7 +218,7 @@ class Fp8Linear(nn.Linear):
         return self.compute == "scaled_mm" or (self.compute == "auto" and fits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
-        """Move what ``to``, ``cuda``, ``half``, ... ask for, but let no cast reach codes and scale.
+        """Move what ``to``, ``cuda``, ``half``, ... ask for, but let no cast reach values and scale.
 
         Both are shown to ``fn`` as integers, which every cast leaves alone.
         """
@@ -246,7 +260,7 @@ class Fp8LinearOfHiddenDtype(Fp8Linear):
 
     @property
     def weight(self) -> None:  # type: ignore[override]
-        """None; the codes are in ``quantized()``."""
+        """None; the values are in ``quantized()``."""
         return
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -290,53 +304,53 @@ def _moved(fn: Callable[[Tensor], Tensor], tensor: Tensor, as_dtype: torch.dtype
 
 
 class _Fp8Product(torch.autograd.Function):
-    """``x [n, in] @ (codes * scale).T + bias``, differentiable in ``x`` and ``bias``."""
+    """``x [n, in] @ (values * scale).T + bias``, differentiable in ``x`` and ``bias``."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        codes: Tensor,
+        values: Tensor,
         scale: Tensor | None,
         bias: Tensor | None,
         in_fp8: bool,
         gradient_in_fp8: bool,
     ) -> Tensor:
         if torch.compiler.is_compiling():
-            ctx.save_for_backward(codes, scale)  # a compiled graph passes its inputs on, without a copy
+            ctx.save_for_backward(values, scale)  # a compiled graph passes its inputs on, without a copy
         else:
             # Kept by reference, past saved-tensor hooks: activation offloading must not carry off the weights.
-            ctx.codes, ctx.scale = codes, scale
+            ctx.values, ctx.scale = values, scale
         ctx.gradient_in_fp8 = in_fp8 and gradient_in_fp8
         bias = None if bias is None else bias.to(x.dtype)
         if in_fp8:
-            return scaled_linear(x, codes, scale, bias)
-        return _product_by_rows(x, codes, scale, bias)
+            return scaled_linear(x, values, scale, bias)
+        return _product_by_rows(x, values, scale, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        codes, scale = (ctx.codes, ctx.scale) if hasattr(ctx, "codes") else ctx.saved_tensors
+        values, scale = (ctx.values, ctx.scale) if hasattr(ctx, "values") else ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
             if ctx.gradient_in_fp8:
-                dx = scaled_input_gradient(gradient, codes, scale)
+                dx = scaled_input_gradient(gradient, values, scale)
             else:
-                dx = _gradient_by_columns(gradient, codes, scale)
+                dx = _gradient_by_columns(gradient, values, scale)
         dbias = gradient.float().sum(dim=0) if ctx.needs_input_grad[3] else None
         return dx, None, None, dbias, None, None
 
 
-def _product_by_rows(x: Tensor, codes: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    out_features, in_features = codes.shape
-    step = _step(codes, out_features, in_features)
+def _product_by_rows(x: Tensor, values: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    out_features, in_features = values.shape
+    step = _step(values, out_features, in_features)
     if torch.compiler.is_compiling() or step >= out_features:
-        return torch.nn.functional.linear(x, dequantize(codes, scale, x.dtype), bias)
+        return torch.nn.functional.linear(x, dequantize(values, scale, x.dtype), bias)
     out = x.new_empty(x.shape[0], out_features)
     for start in range(0, out_features, step):
         rows = slice(start, start + step)
         own = scale if scale is None or scale.shape[0] == 1 else scale[rows]
-        weight = dequantize(codes[rows], own, x.dtype).t()
+        weight = dequantize(values[rows], own, x.dtype).t()
         if bias is None:
             torch.mm(x, weight, out=out[:, rows])
         else:
@@ -344,28 +358,28 @@ def _product_by_rows(x: Tensor, codes: Tensor, scale: Tensor | None, bias: Tenso
     return out
 
 
-def _gradient_by_columns(gradient: Tensor, codes: Tensor, scale: Tensor | None) -> Tensor:
-    out_features, in_features = codes.shape
+def _gradient_by_columns(gradient: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    out_features, in_features = values.shape
     blocks = 1 if scale is None else scale.shape[1]
     block = in_features // blocks
-    step = _step(codes, in_features, out_features)
+    step = _step(values, in_features, out_features)
     if blocks > 1:
         step = max(1, step // block) * block
     if torch.compiler.is_compiling() or step >= in_features:
-        return gradient @ dequantize(codes, scale, gradient.dtype)
+        return gradient @ dequantize(values, scale, gradient.dtype)
     dx = gradient.new_empty(gradient.shape[0], in_features)
     for start in range(0, in_features, step):
         columns = slice(start, start + step)
         own = scale if scale is None or blocks == 1 else scale[:, start // block : -(-(start + step) // block)]
-        torch.mm(gradient, dequantize(codes[:, columns], own, gradient.dtype), out=dx[:, columns])
+        torch.mm(gradient, dequantize(values[:, columns], own, gradient.dtype), out=dx[:, columns])
     return dx
 
 
-def _step(codes: Tensor, side: int, other_side: int) -> int:
+def _step(values: Tensor, side: int, other_side: int) -> int:
     """Return into pieces of how many rows (columns) a side is cut: a multiple of 64 that divides it, if there is one.
 
     Equal pieces need one matrix product kernel instead of two; oneDNN keeps every kernel it has made.
     """
-    piece = _CPU_PIECE if codes.device.type == "cpu" else _GPU_PIECE
+    piece = _CPU_CHUNK if values.device.type == "cpu" else _GPU_CHUNK
     most = max(64, piece // max(1, other_side) // 64 * 64)
     return next((step for step in range(most, most // 2, -64) if side % step == 0), most)

@@ -1,52 +1,41 @@
-"""The two 8-bit floating-point formats that model weights are published in.
+"""A weight as fp8 values and scales, and back.
 
-``e4m3fn`` has 4 exponent and 3 mantissa bits, no infinity and one NaN code (S.1111.111): 448 is its largest
-number, 2^-6 its smallest normal one, 2^-9 its smallest of all. ``e5m2`` is the upper byte of an IEEE half:
-57344, 2^-14, 2^-16, with infinities and NaNs. Weights use e4m3fn nearly always; it has twice the resolution.
-Source: Micikevicius et al. 2022, "FP8 formats for deep learning" (https://arxiv.org/abs/2209.05433), tables
-1 and 2.
+    weight[o, i]  ~  values[o, i] * scale[o or 0, i // block]
 
-Rounding to fp8: to nearest (ties to even) and stochastically, both saturating.
+*Formats.* ``e4m3fn`` has 4 exponent and 3 mantissa bits, no infinity and one NaN (S.1111.111): 448 is its largest
+number, 2^-6 its smallest normal one, 2^-9 its smallest of all. ``e5m2`` is the upper byte of an IEEE half: 57344,
+2^-14, 2^-16, with infinities and NaNs. Weights use e4m3fn nearly always; it has twice the resolution (Micikevicius et
+al. 2022, https://arxiv.org/abs/2209.05433, tables 1 and 2).
 
-Saturating means that what lies outside the format becomes its largest number, never NaN or infinity: torch's
-own cast has done either, by version and device, so the clamp is ours.
-
-Stochastic rounding goes to one of the two neighbouring codes, with the probability that makes the expected
-value equal the input. For normal numbers that is one integer addition: the bits of an fp32 mantissa that fp8
-has no room for are the distance from the lower neighbour; adding as many random bits carries into the kept
-part with just that probability. Below the smallest normal number fp8's step is fixed, so there it is
-``floor(x / step + u) * step``.
-
-fp8 codes back to numbers on the CPU, which is on the training path: every linear does it twice a step.
-
-torch's own cast takes 25 to 30 ms for 3072 x 3072 on one core, longer than the matrix product with 640 tokens
-(17 to 26 ms), and a table look-up 3 to 40 ms. There are two better ways, which give the same bits: the product
-with the scale is made in fp32 and rounded once.
-
-By bits: a code shifted left by 7 (e4m3fn) or 8 (e5m2) has sign, exponent and mantissa in the fields of an IEEE
-half, denormals included, and is that half times a power of two, which joins the scale. Done in pieces that stay in
-the cache this takes 2.8 ms on an AMD Zen 5 and 11 ms on an Intel Xeon with AMX, with nothing to compile. (Codes
-shifted into bf16's fields would be quicker still, but there every fp8 denormal is a bf16 denormal, slow on CPUs
-that trap those and zero where they are flushed.)
-
-Compiled: the cast itself, one pass instead of six, compiled by inductor: 3.6 ms and 4.1 ms on the same machines (8.5
-where most codes are denormals, as in a plain cast: torch's vector code has a branch for them). It takes a C++ compiler,
-a few seconds, and 150 MiB for inductor's modules. Which one serves a process is measured at its first large weight.
-
-A weight as fp8 codes and scales, and back.
-
-    weight[o, i]  ~  codes[o, i] * scale[o or 0, i // block]
-
-Scales are fp32 and two-dimensional, ``[rows, blocks]`` with rows 1 or ``out`` and blocks 1 or ``in / block``:
+*Scales* are fp32 and two-dimensional, ``[rows, blocks]`` with rows 1 or ``out`` and blocks 1 or ``in / block``; each
+is its group's largest magnitude divided by the format's largest number, 1 for a group of zeros:
 
     plain cast        no scale            every number rounded as it is
     tensor            [1, 1]              one scale for the matrix (ComfyUI's scaled fp8)
     row               [out, 1]            one for each output (torchao, musubi-tuner's "channel")
     block64, 128      [out, in / block]   one for each run of inputs of a row (musubi-tuner's "block")
 
-A scale is the group's largest magnitude divided by the format's largest number. A group of zeros has scale 1.
+*Rounding* is to nearest (ties to even) or stochastic, and saturates: what lies outside the format becomes its largest
+number, never NaN or infinity. torch's own cast has done either, by version and device, so the clamp is ours. Stochastic
+rounding goes to one of the two neighbours, with the probability that makes the expected value equal the input. For
+normal numbers that is one integer addition: the bits of an fp32 mantissa that fp8 has no room for are the distance from
+the lower neighbour; adding as many random bits carries into the rest with just that probability. Below the smallest
+normal number fp8's step is fixed, so there it is ``floor(x / step + u) * step``.
 
-How codes become numbers again quickly on a CPU: ``cpu_dequantize``.
+*Dequantising on a CPU* is on the training path: every linear does it twice a step. torch's own cast takes 25 to 30 ms
+for 3072 x 3072 on one core, longer than the matrix product with 640 tokens (17 to 26 ms), and a table look-up 3 to 40
+ms. Two ways are better and give the same bits, the product with the scale being made in fp32 and rounded once:
+
+- *by bits*: a value shifted left by 7 (e4m3fn) or 8 (e5m2) has sign, exponent and mantissa in the fields of an IEEE
+  half, denormals included, and is that half times a power of two, which joins the scale. In chunks that stay in the
+  cache this takes 2.8 ms on an AMD Zen 5 and 11 ms on an Intel Xeon with AMX, with nothing to compile. (bf16's fields
+  would be quicker still, but there every fp8 denormal is a bf16 denormal, slow on CPUs that trap those and zero where
+  they are flushed.)
+- *compiled*: the cast itself, one pass instead of six, by inductor: 3.6 ms and 4.1 ms on the same machines (8.5 where
+  most values are denormals, as in a plain cast: torch's vector code has a branch for them). It takes a C++ compiler, a
+  few seconds, and 150 MiB for inductor's modules.
+
+Which one serves a process is measured at its first large weight.
 """
 
 from __future__ import annotations
@@ -116,15 +105,15 @@ def format_named(name: str) -> Fp8Format:
 
 
 def format_of(dtype: torch.dtype) -> Fp8Format | None:
-    """Return the format whose codes ``dtype`` holds, or None."""
+    """Return the format whose values ``dtype`` holds, or None."""
     return next((fp8 for fp8 in FORMATS if fp8.dtype == dtype), None)
 
 
-def holds_nan_or_inf(codes: Tensor) -> bool:
-    """Return whether any of ``codes`` (an fp8 tensor) stands for no finite number; such a weight is a broken file."""
-    fp8 = format_of(codes.dtype)
-    assert fp8 is not None, f"{codes.dtype} is no fp8 dtype"
-    magnitudes = codes.view(torch.uint8).bitwise_and(0x7F)
+def holds_nan_or_inf(values: Tensor) -> bool:
+    """Return whether any of ``values`` (an fp8 tensor) stands for no finite number; such a weight is a broken file."""
+    fp8 = format_of(values.dtype)
+    assert fp8 is not None, f"{values.dtype} is no fp8 dtype"
+    magnitudes = values.view(torch.uint8).bitwise_and(0x7F)
     first_bad = 0x7F if fp8 is E4M3FN else 0x7C
     return bool(magnitudes.ge(first_bad).any())
 
@@ -169,7 +158,7 @@ def _refuse_nan(values: Tensor) -> None:
         raise ValueError("NaN cannot be rounded to fp8")
 
 
-_PIECE = 1 << 18  # numbers turned at a time: 1 MiB as fp32; 8 times that falls out of the cache and takes 5 x
+_CHUNK = 1 << 18  # numbers turned at a time: 1 MiB as fp32; 8 times that falls out of the cache and takes 5 x
 _LARGE = 1 << 20  # weights from here on are worth a compiler's start
 _COMPILED_DTYPES = (torch.bfloat16, torch.float16)  # those of products; fp32 is for preparing files
 _MOST_KERNELS = 64  # two formats, two dtypes, three kinds of scale, whole weights and slices of them
@@ -177,31 +166,31 @@ _MOST_KERNELS = 64  # two formats, two dtypes, three kinds of scale, whole weigh
 Dequantize = Callable[[Tensor, Tensor | None, torch.dtype], Tensor]
 
 
-def dequantize_on_cpu(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``codes * scale`` in ``dtype``; see ``quantize.dequantize``."""
-    if codes.numel() < _LARGE or dtype not in _COMPILED_DTYPES:
-        return by_bits(codes, scale, dtype)
-    return _faster()(codes, scale, dtype)
+def dequantize_on_cpu(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``values * scale`` in ``dtype``; see ``quantize.dequantize``."""
+    if values.numel() < _LARGE or dtype not in _COMPILED_DTYPES:
+        return by_bits(values, scale, dtype)
+    return _faster()(values, scale, dtype)
 
 
-def by_bits(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``codes * scale`` in ``dtype`` through the fields of IEEE halves."""
-    fp8 = format_of(codes.dtype)
-    assert fp8 is not None, f"{codes.dtype} is no fp8 dtype"
-    result = torch.empty(codes.shape, dtype=dtype)
-    rows = max(1, _PIECE // max(1, codes.shape[1]))
-    for start in range(0, codes.shape[0], rows):
-        piece = slice(start, start + rows)
-        values = _as_halves(codes[piece], fp8).float()
-        own = torch.ones(1, 1) if scale is None else scale if scale.shape[0] == 1 else scale[piece]
+def by_bits(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``values * scale`` in ``dtype`` through the fields of IEEE halves."""
+    fp8 = format_of(values.dtype)
+    assert fp8 is not None, f"{values.dtype} is no fp8 dtype"
+    result = torch.empty(values.shape, dtype=dtype)
+    rows = max(1, _CHUNK // max(1, values.shape[1]))
+    for start in range(0, values.shape[0], rows):
+        chunk = slice(start, start + rows)
+        floats = _as_halves(values[chunk], fp8).float()
+        factor = torch.ones(1, 1) if scale is None else scale if scale.shape[0] == 1 else scale[chunk]
         # the power of two is exact in fp32 unless it overflows the scale, which then overflows the weight as well
-        values.view(len(values), own.shape[1], -1).mul_((own * fp8.half_factor).unsqueeze(-1))
-        result[piece].copy_(values)
+        floats.view(len(floats), factor.shape[1], -1).mul_((factor * fp8.half_factor).unsqueeze(-1))
+        result[chunk].copy_(floats)
     return result
 
 
-def compiled(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``codes * scale`` in ``dtype`` by one compiled loop.
+def compiled(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``values * scale`` in ``dtype`` by one compiled loop.
 
     Raises:
         Exception: whatever inductor raises where it finds no compiler.
@@ -209,20 +198,20 @@ def compiled(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     own = torch.ones(1, 1) if scale is None else scale
     with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):  # past the limit it would run the slow cast
         if own.shape[1] == 1:
-            return _kernel()(codes, own, dtype)
+            return _kernel()(values, own, dtype)
         # blocks as a dimension of the input: a view inside the kernel would divide for every number
-        return _kernel()(codes.unflatten(1, (own.shape[1], -1)), own.unsqueeze(-1), dtype).view(codes.shape)
+        return _kernel()(values.unflatten(1, (own.shape[1], -1)), own.unsqueeze(-1), dtype).view(values.shape)
 
 
-def _as_halves(codes: Tensor, fp8: Fp8Format) -> Tensor:
-    halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(fp8.half_shift)
+def _as_halves(values: Tensor, fp8: Fp8Format) -> Tensor:
+    halves = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(fp8.half_shift)
     if fp8.half_shift == 7:
         halves.bitwise_and_(-0x4001)  # bit 14 is the sign extension's; the half's exponent there is 0
     return halves.view(torch.float16)
 
 
-def _cast(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (codes.to(torch.float32) * scale).to(dtype)
+def _cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (values.to(torch.float32) * scale).to(dtype)
 
 
 @functools.cache
@@ -233,24 +222,24 @@ def _kernel() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
 @functools.cache
 def _faster() -> Dequantize:
     """Return the quicker of the two ways on this machine."""
-    codes = torch.arange(_LARGE).to(torch.uint8).bitwise_and_(0x7B).view(torch.float8_e4m3fn).view(-1, 1024)
-    scale = torch.ones(len(codes), 1)
+    values = torch.arange(_LARGE).to(torch.uint8).bitwise_and_(0x7B).view(torch.float8_e4m3fn).view(-1, 1024)
+    scale = torch.ones(len(values), 1)
     try:
-        seconds = _seconds(compiled, codes, scale)
+        seconds = _seconds(compiled, values, scale)
     except Exception as failure:  # no compiler, no Python headers, a read-only home: inductor has many names for them
         reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
         warnings.warn(f"fp8 weights are turned back without a compiled kernel, more slowly: {reason}", stacklevel=2)
         return by_bits
-    return compiled if seconds < _seconds(by_bits, codes, scale) else by_bits
+    return compiled if seconds < _seconds(by_bits, values, scale) else by_bits
 
 
-def _seconds(way: Dequantize, codes: Tensor, scale: Tensor) -> float:
+def _seconds(way: Dequantize, values: Tensor, scale: Tensor) -> float:
     """Return the shortest of five times; the first call, which compiles, does not count."""
-    way(codes, scale, torch.bfloat16)
+    way(values, scale, torch.bfloat16)
     times = []
     for _ in range(5):
         begun = time.perf_counter()
-        way(codes, scale, torch.bfloat16)
+        way(values, scale, torch.bfloat16)
         times.append(time.perf_counter() - begun)
     return min(times)
 
@@ -263,12 +252,12 @@ GRANULARITIES: tuple[Granularity, ...] = ("cast", "tensor", "row", "block64", "b
 class Quantized:
     """Codes ``[out, in]`` (an fp8 dtype) and their scale ``[1 or out, blocks]`` fp32, or None for a plain cast."""
 
-    codes: Tensor
+    values: Tensor
     scale: Tensor | None
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in ``dtype``."""
-        return dequantize(self.codes, self.scale, dtype)
+        return dequantize(self.values, self.scale, dtype)
 
 
 def block_size(granularity: Granularity) -> int | None:
@@ -291,7 +280,7 @@ def compute_scale(
     """Return the scale of ``weight`` [out, in], fp32, as the module's first lines lay it out; None for a cast.
 
     Args:
-        scale_dtype: dtype the scale will be stored in. It is rounded to that first, so that codes fit what
+        scale_dtype: dtype the scale will be stored in. It is rounded to that first, so that values fit what
             is stored.
 
     Raises:
@@ -340,21 +329,21 @@ def quantize(
     return Quantized(round_to_nearest(values, fp8), scale)
 
 
-def dequantize(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``codes * scale`` in ``dtype``: the product in fp32, rounded once.
+def dequantize(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``values * scale`` in ``dtype``: the product in fp32, rounded once.
 
     Args:
-        codes: [out, in], e4m3fn or e5m2, finite (see ``formats.holds_nan_or_inf``); may be a slice.
+        values: [out, in], e4m3fn or e5m2, finite (see ``formats.holds_nan_or_inf``); may be a slice.
         scale: [1 or out, blocks] fp32, or None.
         dtype: fp32, bf16 or fp16.
     """
-    assert format_of(codes.dtype) is not None, f"{codes.dtype} is no fp8 dtype"
-    if codes.device.type == "cpu" and not torch.compiler.is_compiling():
-        return dequantize_on_cpu(codes, scale, dtype)
+    assert format_of(values.dtype) is not None, f"{values.dtype} is no fp8 dtype"
+    if values.device.type == "cpu" and not torch.compiler.is_compiling():
+        return dequantize_on_cpu(values, scale, dtype)
     if scale is None:
-        return codes.to(dtype)
-    product = _blocked(codes.to(torch.float32), scale) * _per_block(scale)
-    return product.to(dtype).view(codes.shape)
+        return values.to(dtype)
+    product = _blocked(values.to(torch.float32), scale) * _per_block(scale)
+    return product.to(dtype).view(values.shape)
 
 
 def _blocked(values: Tensor, scale: Tensor) -> Tensor:

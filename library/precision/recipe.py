@@ -60,15 +60,15 @@ class Fp8Recipe:
             inputs
             become rows for that layer.
         fp8: the format.
-        keep: kinds that stay in high precision, of ``KINDS``.
-        keep_patterns: regular expressions; a layer stays high if one is found in its name.
+        exclude: kinds that stay in high precision, of ``KINDS``.
+        exclude_patterns: regular expressions; a layer stays high if one is found in its name.
         stochastic: round stochastically, by ``seed`` and layer name.
     """
 
     granularity: Granularity = "cast"
     fp8: Fp8Format = E4M3FN
-    keep: tuple[str, ...] = ("embedders", "final")
-    keep_patterns: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ("embedders", "final")
+    exclude_patterns: tuple[str, ...] = ()
     stochastic: bool = False
     seed: int = 0
 
@@ -78,28 +78,28 @@ class Fp8Recipe:
         Raises:
             UserError: a kind is unknown or a pattern is no regular expression.
         """
-        for kind in self.keep:
+        for kind in self.exclude:
             if kind not in KINDS:
                 raise UserError(f"kept kind {kind!r} is none of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
-        for pattern in self.keep_patterns:
+        for pattern in self.exclude_patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise UserError(f"kept pattern {pattern!r} is no regular expression ({error}); correct it") from None
 
-    def kept_as(self, name: str) -> str | None:
+    def excluded_as(self, name: str) -> str | None:
         """Return why the layer ``name`` stays in high precision (its kind, pattern or ``table``), or None."""
         if _NEVER.fullmatch(name):
             return "table"
-        for kind in self.keep:
+        for kind in self.exclude:
             if re.fullmatch(KINDS[kind], name):
                 return kind
-        return next((repr(pattern) for pattern in self.keep_patterns if re.search(pattern, name)), None)
+        return next((repr(pattern) for pattern in self.exclude_patterns if re.search(pattern, name)), None)
 
     def check_patterns(self, names: Iterable[str]) -> None:
         """Raise a UserError for the first pattern that is found in none of ``names``: a typing mistake."""
         names = list(names)
-        for pattern in self.keep_patterns:
+        for pattern in self.exclude_patterns:
             if not any(re.search(pattern, name) for name in names):
                 raise UserError(f"kept pattern {pattern!r} matches no linear layer; correct or remove it")
 
@@ -134,7 +134,7 @@ class Fp8Recipe:
         named = {"cast": "plain cast", "tensor": "one scale a tensor", "row": "a scale a row"}
         scales = named.get(self.granularity)
         scales = scales or f"a scale per {self.granularity.removeprefix('block')} inputs"
-        kept = ", ".join((*self.keep, *map(repr, self.keep_patterns))) or "nothing"
+        kept = ", ".join((*self.exclude, *map(repr, self.exclude_patterns))) or "nothing"
         rounding = "stochastically" if self.stochastic else "to nearest"
         return f"{self.fp8.name}, {scales}, rounded {rounding}; kept high: {kept}"
 
@@ -187,7 +187,7 @@ def quantize_model(
     for number, name in enumerate(names):
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        reason = "tied" if owners[id(linear.weight)] > 1 else recipe.kept_as(name)
+        reason = "tied" if owners[id(linear.weight)] > 1 else recipe.excluded_as(name)
         if reason is not None:
             kept[reason] += 1
             continue
@@ -282,7 +282,7 @@ class Fp8Loader:
             quantized = value
             self.read += 1
         elif linear and self.recipe is not None and value.is_floating_point():
-            if self.recipe.kept_as(layer) is not None:
+            if self.recipe.excluded_as(layer) is not None:
                 self.kept += 1
                 return value
             quantized = self.recipe.quantize(layer, value)
@@ -290,7 +290,7 @@ class Fp8Loader:
         else:
             return value
         scale = None if quantized.scale is None else quantized.scale.to(device)
-        on_device = Quantized(quantized.codes.to(device), scale)
+        on_device = Quantized(quantized.values.to(device), scale)
         bias = module.get_submodule(layer).bias
         install(module, layer, on_device, None, compute=self.compute, fp8_input_gradient=self.fp8_input_gradient)
         module.get_submodule(layer).bias = bias  # the caller fills it next
@@ -317,8 +317,8 @@ class Fp8Loader:
 
 
 def _upcast(quantized: Quantized) -> Tensor:
-    """Return fp32 numbers of codes of any shape; exact without a scale."""
-    codes, scale = quantized.codes, quantized.scale
-    assert format_of(codes.dtype) is not None
-    flat = codes.reshape(codes.shape[0] if codes.ndim else 1, -1)
-    return dequantize(flat, scale, torch.float32).reshape(codes.shape)
+    """Return fp32 numbers of values of any shape; exact without a scale."""
+    values, scale = quantized.values, quantized.scale
+    assert format_of(values.dtype) is not None
+    flat = values.reshape(values.shape[0] if values.ndim else 1, -1)
+    return dequantize(flat, scale, torch.float32).reshape(values.shape)

@@ -4,10 +4,10 @@
     into an fp8 file       dequantised, D added, fresh scales of the same kind; layers without an update keep their bits
 
 Q rounds to nearest, stochastically, or compensated on calibration data (``library.precision.parity.compensated``). What
-rounding to nearest would leave of each update is known before anything is written: :func:`rounding_survival`. Into bf16
-weights nearly all of it is left, since W is spread over the steps of the grid; into an fp8 file, whose weights lie on
-the grid, an update that is smaller than half a step is not. Compensated weights are made one layer at a time and wait
-in small files beside the target until it is written, since the file's order wants all scales first.
+rounding to nearest would leave of each update is known before anything is written (:func:`rounding_retention`). Into
+bf16 weights nearly all of it is left, since W is spread over the steps of the grid; into an fp8 file, whose weights are
+on the grid, an update that is smaller than half a step is not. Compensated weights are made one layer at a time and
+wait in small files beside the target until it is written, since the file's order wants all scales first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from library.precision.checkpoint_layouts import Fp8Layout, LayoutKind
 from library.precision.checkpoint_writing import linear_weights, stored_scale_dtype
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
-from library.precision.parity.layer_errors import Survival, fit_low_rank, survival
+from library.precision.parity.layer_errors import UpdateRetention, fit_low_rank, update_retention
 from library.precision.quantize import Quantized, fitting_granularity, format_of
 from library.precision.recipe import Fp8Recipe
 from library.safetensors_io import RowRange
@@ -63,7 +63,7 @@ class Fp8Merge:
         """Return the tensors that will be in fp8."""
         if self.layout is None:
             linears = linear_weights(self.base.weights)
-            return [f"{name}.weight" for name in linears if self.recipe.kept_as(name) is None]
+            return [f"{name}.weight" for name in linears if self.recipe.excluded_as(name) is None]
         return [name for name in self.layout.dtypes if len(self.base.weights.shape(name)) == 2]
 
     def modules(self) -> dict[str, list[str]]:
@@ -104,7 +104,7 @@ class Fp8Merge:
         assert fp8 is not None
         return replace(self.recipe, granularity=self.layout.granularity_of(name), fp8=fp8)
 
-    def compensate(self, name: str, inputs: LayerInputs) -> Survival | None:
+    def compensate(self, name: str, inputs: LayerInputs) -> UpdateRetention | None:
         """Round a tensor by its inputs and keep it for the file; return what is left of its update, if it has one."""
         recipe, moment = self.recipe_of(name), inputs.moment
         scale_dtype = self.scale_dtype(name)
@@ -120,9 +120,11 @@ class Fp8Merge:
         self._keep(name, made)
         if name not in self.updates:
             return None
-        return survival(made.dequantize(torch.float32), weight, update, moment)
+        return update_retention(made.dequantize(torch.float32), weight, update, moment)
 
-    def correction(self, name: str, modules: Sequence[str], inputs: LayerInputs, rank: int) -> dict[str, LoraWeights]:
+    def low_rank_correction(
+        self, name: str, modules: Sequence[str], inputs: LayerInputs, rank: int
+    ) -> dict[str, LoraWeights]:
         """Return module -> the remainder of rank ``rank`` of what rounding ``name`` lost."""
         served = self.rounded(name) or self.recipe_of(name).quantize(name.removesuffix(".weight"), self.merged(name))
         error = self.merged(name) - served.dequantize(torch.float32)
@@ -153,7 +155,7 @@ class Fp8Merge:
 
     def _keep(self, name: str, made: Quantized) -> None:
         path = self.spool / f"{len(self._made)}.safetensors"
-        tensors = {"codes": made.codes.cpu().contiguous()}
+        tensors = {"codes": made.values.cpu().contiguous()}
         if made.scale is not None:
             tensors["scale"] = made.scale.cpu().contiguous()
         save_file(tensors, path)
@@ -175,10 +177,10 @@ def recipe_of_base(base: Base) -> tuple[LayoutKind, Fp8Recipe] | None:
     mixed = set(granularities) - {granularity, "row"}
     if mixed:
         raise UserError(f"{base.path}: its scales are of several kinds ({', '.join(sorted(mixed))}); merge into bf16")
-    return layout.kind, Fp8Recipe(granularity, max(set(fp8), key=fp8.count), keep=())
+    return layout.kind, Fp8Recipe(granularity, max(set(fp8), key=fp8.count), exclude=())
 
 
-def rounding_survival(merge: Fp8Merge) -> Iterator[tuple[str, Survival]]:
+def rounding_retention(merge: Fp8Merge) -> Iterator[tuple[str, UpdateRetention]]:
     """Yield for each tensor with updates that goes into fp8 what the recipe's rounding leaves of them."""
     served = set(merge.in_fp8())
     for name in merge.updates:
@@ -190,4 +192,4 @@ def rounding_survival(merge: Fp8Merge) -> Iterator[tuple[str, Survival]]:
         if merge.layout is None:
             base = recipe.quantize(layer, weight).dequantize(torch.float32)
         rounded = recipe.quantize(layer, wanted).dequantize(torch.float32)
-        yield name, survival(rounded, base, wanted - weight)
+        yield name, update_retention(rounded, base, wanted - weight)

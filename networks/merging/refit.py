@@ -47,7 +47,7 @@ class Refit:
     effect: float
 
 
-def retarget_layer(
+def refit_layer(
     lora: LoraWeights | None,
     weight: Tensor,
     served: Tensor,

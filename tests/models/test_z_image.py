@@ -171,7 +171,7 @@ def test_text_embeddings_are_those_of_the_pipeline(folder: Path, pipeline: ZImag
 def test_the_last_layer_of_the_text_encoder_is_not_loaded_and_an_fp8_one_is_near(folder: Path) -> None:
     family = family_of(folder)
     plain = family.load_text_encoder(torch.bfloat16)
-    small = family.load_text_encoder(torch.bfloat16, recipe=Fp8Recipe("block64", keep=()))
+    small = family.load_text_encoder(torch.bfloat16, recipe=Fp8Recipe("block64", exclude=()))
     assert plain.fingerprint != small.fingerprint
     (expected,), (found,) = plain.encode(CAPTIONS[:1]), small.encode(CAPTIONS[:1])
     error = (found["prompt_embeds"] - expected["prompt_embeds"]).float().norm() / expected["prompt_embeds"].norm()
@@ -249,7 +249,7 @@ def test_a_lone_file_in_diffusers_names_is_read(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("keep", [("embedders", "final"), ()])
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path, keep: tuple[str, ...]) -> None:
     family, inputs = family_of(folder), tiny_z_inputs()
-    loading = Fp8Loader(Fp8Recipe("block64", keep=keep), compute="dequant")
+    loading = Fp8Loader(Fp8Recipe("block64", exclude=keep), compute="dequant")
     velocities = []
     for fp8 in (None, loading):
         transformer = family.load_transformer(torch.float32, fp8=fp8)

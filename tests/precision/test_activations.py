@@ -98,14 +98,14 @@ def test_contributions_of_single_layers_are_what_restoring_each_changes() -> Non
     high = tiny_flux_transformer()
     weights = {name: high.get_submodule(name).weight.detach().clone() for name in LAYERS}
     model = optimise_forward(tiny_flux_transformer())
-    quantize_model(model, Fp8Recipe("cast", keep=("embedders", "final")), compute="dequant")
+    quantize_model(model, Fp8Recipe("cast", exclude=("embedders", "final")), compute="dequant")
     groups = [[LAYERS[1], LAYERS[2]], [LAYERS[4]], [LAYERS[7]]]
     shares = measure_contributions(model, groups, weights.__getitem__, lambda: call(model, 0).flatten())
     before = call(model, 0).double()
     for names, share in zip(groups, shares, strict=True):
         by_hand = optimise_forward(tiny_flux_transformer())
         keep = tuple(f"^{name}$" for name in names)
-        quantize_model(by_hand, Fp8Recipe("cast", keep_patterns=keep), compute="dequant")
+        quantize_model(by_hand, Fp8Recipe("cast", exclude_patterns=keep), compute="dequant")
         change = call(by_hand, 0).double() - before
         assert share > 0
         assert abs(share / float(change.square().sum() / before.square().sum()) - 1) < 1e-2  # fp32 forward passes

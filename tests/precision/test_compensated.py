@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
-from library.precision.parity.layer_errors import saturated, survival
+from library.precision.parity.layer_errors import saturated, update_retention
 from library.precision.quantize import E4M3FN, FORMATS, GRANULARITIES, Fp8Format, Granularity, quantize
 from tests.precision.layers import make_layer
 from tests.precision.users_merges import comfyui
@@ -68,7 +68,9 @@ def test_a_merge_keeps_the_update_and_a_third_of_the_error_goes(granularity: Gra
     assert layer.output_error(values - wanted) < 0.67 * layer.output_error(nearest - wanted)
     # The rounding error is 3 (e5m2: 5) times the update and all but independent of it: over 200 thousand entries its
     # projection on the update has a spread of 3 / sqrt(2e5) = 0.007 (0.011), hence these bounds for one small layer.
-    assert survival(values, layer.weight, layer.update).gain == pytest.approx(1, abs=0.02 if fp8 is E4M3FN else 0.04)
+    assert update_retention(values, layer.weight, layer.update).gain == pytest.approx(
+        1, abs=0.02 if fp8 is E4M3FN else 0.04
+    )
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -77,7 +79,7 @@ def test_the_survival_of_a_merge_is_one_within_a_hundredth(granularity: Granular
     for seed in range(4):  # the mean over four layers halves the spread above
         layer = make_layer(384, 384, seed=seed)
         merged = quantize_compensated(layer.weight + layer.update, layer.inputs.moment, granularity)
-        kept.append(survival(merged.dequantize(torch.float32), layer.weight, layer.update).gain)
+        kept.append(update_retention(merged.dequantize(torch.float32), layer.weight, layer.update).gain)
     assert 0.99 <= sum(kept) / len(kept) <= 1.01
 
 
@@ -114,8 +116,8 @@ def test_it_goes_into_a_file_that_is_fp8_already(granularity: Granularity) -> No
     merged = merge_into_fp8(base, layer.update, moment, granularity)
     nearest = quantize(wanted, granularity)
     ours, theirs = (q.dequantize(torch.float32) for q in (merged, nearest))
-    assert survival(theirs, values, layer.update).gain < 0.6
-    done = survival(ours, values, layer.update, moment)
+    assert update_retention(theirs, values, layer.update).gain < 0.6
+    done = update_retention(ours, values, layer.update, moment)
     assert done.output_gain == pytest.approx(1, abs=0.01)
     assert done.gain > 0.85  # entry by entry less returns than in the outputs: the update lies where inputs are large
     # on rows unseen by the fit: a quarter to a third of nearest rounding's error

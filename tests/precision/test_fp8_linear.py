@@ -54,12 +54,12 @@ def test_output_and_input_gradient_equal_a_linear_layers(granularity: Granularit
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_work_in_pieces_gives_what_work_in_one_gives(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_in_chunks_gives_what_work_in_one_gives(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = fp8_layer(granularity)
     x = random(7, IN, seed=2).requires_grad_()
     whole = layer(x)
     (whole_dx,) = torch.autograd.grad(whole.sum(), x)
-    monkeypatch.setattr(fp8_linear, "_CPU_PIECE", 1)  # 64 rows, 64 columns
+    monkeypatch.setattr(fp8_linear, "_CPU_CHUNK", 1)  # 64 rows, 64 columns
     pieces = layer(x)
     (pieces_dx,) = torch.autograd.grad(pieces.sum(), x)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
@@ -176,7 +176,7 @@ def test_a_hidden_weight_reads_as_none_and_works_as_any_other() -> None:
     assert hidden.weight is None
     assert torch.equal(hidden(x), layer(x))
     assert torch.equal(hidden.to(torch.bfloat16)(x), layer(x))
-    assert copy.deepcopy(hidden).quantized().codes.dtype == torch.float8_e4m3fn
+    assert copy.deepcopy(hidden).quantized().values.dtype == torch.float8_e4m3fn
 
 
 def test_scaled_mm_is_refused_where_the_weight_does_not_suit() -> None:

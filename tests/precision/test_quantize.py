@@ -47,7 +47,7 @@ def test_dequantised_weights_are_the_float64_product_rounded_once(
     granularity: Granularity, fp8: Fp8Format, dtype: torch.dtype
 ) -> None:
     quantized = quantize(weight(), granularity, fp8)
-    exact = quantized.codes.double()
+    exact = quantized.values.double()
     if quantized.scale is not None:
         blocks = quantized.scale.shape[1]
         exact = (exact.view(192, blocks, -1) * quantized.scale.double().unsqueeze(-1)).view(192, 256)
@@ -122,7 +122,7 @@ def test_slices_of_codes_are_dequantised_as_the_whole_is() -> None:
     quantized = quantize(weight(), "block64")
     assert quantized.scale is not None
     whole = quantized.dequantize(torch.bfloat16)
-    columns = dequantize(quantized.codes[:, 64:192], quantized.scale[:, 1:3], torch.bfloat16)
-    rows = dequantize(quantized.codes[10:20], quantized.scale[10:20], torch.bfloat16)
+    columns = dequantize(quantized.values[:, 64:192], quantized.scale[:, 1:3], torch.bfloat16)
+    rows = dequantize(quantized.values[10:20], quantized.scale[10:20], torch.bfloat16)
     assert torch.equal(columns, whole[:, 64:192])
     assert torch.equal(rows, whole[10:20])

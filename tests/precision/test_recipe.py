@@ -65,13 +65,13 @@ def test_embedders_and_final_layer_stay_high_unless_told_otherwise() -> None:
     assert report.kept == {"embedders": 8, "final": 2}
     assert "single_transformer_blocks.0.proj_out" in fp8_names(model)
     everything = tiny_flux_transformer()
-    quantize_model(everything, Fp8Recipe(keep=()))
+    quantize_model(everything, Fp8Recipe(exclude=()))
     assert not [name for name, module in everything.named_modules() if type(module) is nn.Linear]
 
 
 def test_modulation_and_patterns_can_be_kept() -> None:
     model = tiny_flux_transformer()
-    report = quantize_model(model, Fp8Recipe(keep=("modulation",), keep_patterns=(r"\.to_v$",)))
+    report = quantize_model(model, Fp8Recipe(exclude=("modulation",), exclude_patterns=(r"\.to_v$",)))
     left = fp8_names(model)
     assert not [
         name for name in left if name.endswith(("norm1.linear", "norm1_context.linear", ".norm.linear", "to_v"))
@@ -95,13 +95,13 @@ def test_modulation_and_patterns_can_be_kept() -> None:
     ],
 )
 def test_kinds_go_by_diffusers_and_by_bfl_names(kind: str, names: list[str]) -> None:
-    assert [Fp8Recipe(keep=(kind,)).kept_as(name) for name in names] == [kind] * len(names)
+    assert [Fp8Recipe(exclude=(kind,)).excluded_as(name) for name in names] == [kind] * len(names)
     others = [
         "double_blocks.0.img_attn.qkv",
         "single_transformer_blocks.0.proj_out",
         "transformer_blocks.0.attn.norm_q",
     ]
-    assert [Fp8Recipe(keep=(kind,)).kept_as(name) for name in others] == [None] * len(others)
+    assert [Fp8Recipe(exclude=(kind,)).excluded_as(name) for name in others] == [None] * len(others)
 
 
 def test_lora_layers_and_tied_weights_are_never_touched() -> None:
@@ -181,11 +181,11 @@ def test_text_encoders_run_in_fp8_and_stay_near(name: str, dtype: torch.dtype) -
 def test_a_user_can_put_every_mistake_right() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises(UserError, match="kept kind 'embeders' is none of .*; did you mean 'embedders'"):
-        Fp8Recipe(keep=("embeders",))
+        Fp8Recipe(exclude=("embeders",))
     with pytest.raises(UserError, match=r"kept pattern '\(' is no regular expression"):
-        Fp8Recipe(keep_patterns=("(",))
+        Fp8Recipe(exclude_patterns=("(",))
     with pytest.raises(UserError, match="kept pattern 'atn' matches no linear layer; correct or remove it"):
-        quantize_model(model, Fp8Recipe(keep_patterns=("atn",)))
+        quantize_model(model, Fp8Recipe(exclude_patterns=("atn",)))
     with torch.no_grad():
         model[0].weight[0, 0] = torch.inf
     with pytest.raises(UserError, match="0.weight holds NaN or infinity; the checkpoint is damaged"):

@@ -17,7 +17,7 @@ def comfyui(weight: Quantized, update: Tensor) -> Quantized:
 
 def musubi_base_weights(weight: Quantized, update: Tensor) -> Quantized:
     """musubi-tuner --base_weights on a scaled file: the update is added to the codes, whose scale nobody applies."""
-    codes = (weight.codes.to(torch.float32) + update).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = (weight.values.to(torch.float32) + update).clamp(-448, 448).to(torch.float8_e4m3fn)
     return Quantized(codes, weight.scale)
 
 

@@ -213,7 +213,7 @@ class Models:
                 layer.weight.data.copy_(weight)
                 continue
             made = round_like(layer.quantized(), weight, variant.merge or "nearest", derive_seed("merge", name))
-            layer.weight.data.copy_(made.codes)
+            layer.weight.data.copy_(made.values)
             if made.scale is not None and layer.scale is not None:
                 layer.scale.copy_(made.scale)
 
@@ -247,7 +247,7 @@ class Models:
 
 def round_like(kind: Quantized, weight: Tensor, how: Merge, seed: int) -> Quantized:
     """Return ``weight`` [out, in] in the fp8 format and granularity of ``kind``, with fresh scales."""
-    fp8 = format_of(kind.codes.dtype)
+    fp8 = format_of(kind.values.dtype)
     assert fp8 is not None
     random = torch.Generator(weight.device).manual_seed(seed) if how == "stochastic" else None
     return quantize(weight, granularity_of(kind), fp8, stochastic=how == "stochastic", generator=random)
@@ -259,7 +259,7 @@ def granularity_of(quantized: Quantized) -> Granularity:
     if scale is None:
         return "cast"
     if scale.shape[1] > 1:
-        size = quantized.codes.shape[1] // scale.shape[1]
+        size = quantized.values.shape[1] // scale.shape[1]
         return "block64" if size == 64 else "block128" if size == 128 else "row"
     return "row" if scale.shape[0] > 1 else "tensor"
 

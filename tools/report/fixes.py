@@ -261,7 +261,7 @@ def _deployed_flags(models: Models, options: FixOptions) -> list[str]:
         beside = [word for name, value in given.items() if value for word in flags[name]]
         return ["--pretrained_model_name_or_path", config.pretrained_model_name_or_path, *beside]
     words = ["--pretrained_model_name_or_path", options.base, "--fp8_format", recipe.fp8.name]
-    words += ["--fp8_exclude", *recipe.keep] if recipe.keep else ["--fp8_exclude"]
+    words += ["--fp8_exclude", *recipe.exclude] if recipe.exclude else ["--fp8_exclude"]
     return [*words, *(["--fp8_base"] if recipe.granularity == "cast" else
                       ["--fp8_scaled", "--fp8_granularity", recipe.granularity])]  # fmt: skip
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.parity.activations import LayerInputs, watched
-from library.precision.parity.layer_errors import relative_output_error, survival
+from library.precision.parity.layer_errors import relative_output_error, update_retention
 from library.precision.parity.seam import regions
 from library.precision.quantize import Quantized, format_of, holds_nan_or_inf
 from networks.files.weights import LoraWeights
@@ -122,7 +122,7 @@ def layer_row(
     size = float(wanted.double().square().sum())
     gain = float((weight.double() * wanted).sum()) / size if size else 1.0
     base = _rounded(reference, quantized) if merged == "in the file" else weight
-    kept = survival(numbers(served), base, delta) if delta is not None and inside else None
+    kept = update_retention(numbers(served), base, delta) if delta is not None and inside else None
     return LayerRow(
         name=name,
         kind=_kind(deployed),
@@ -249,7 +249,7 @@ def _kind(layer: Any) -> str:
     if not isinstance(layer, Fp8Linear):
         return str(layer.weight.dtype).removeprefix("torch.")
     quantized = layer.quantized()
-    fp8 = format_of(quantized.codes.dtype)
+    fp8 = format_of(quantized.values.dtype)
     assert fp8 is not None
     return f"{fp8.name} {granularity_of(quantized)}"
 
@@ -258,10 +258,10 @@ def _codes(quantized: Quantized | None, wanted: Tensor) -> dict[str, float]:
     """Return the shares of codes that are zero, subnormal and at the format's end."""
     if quantized is None:
         return {"zeros": 0.0, "subnormals": 0.0, "saturated": 0.0}
-    fp8 = format_of(quantized.codes.dtype)
+    fp8 = format_of(quantized.values.dtype)
     assert fp8 is not None
-    assert not holds_nan_or_inf(quantized.codes)
-    values = quantized.codes.float().abs()
+    assert not holds_nan_or_inf(quantized.values)
+    values = quantized.values.float().abs()
     saturated = (values == fp8.max).double().mean()
     if quantized.scale is not None:  # the largest of a group is the end of the format by intention
         limit = quantized.dequantize(torch.float32).abs() * (1 + 2.0 ** -(fp8.mantissa_bits + 2))

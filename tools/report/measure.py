@@ -79,7 +79,7 @@ def prepare_probe(models: Models, calibration: Calibration, asked: Asked) -> Pro
     batches = [batch.to(models.device) for batch in (*calibration.fit, *calibration.check)]
     texts: list[dict[str, Tensor]] = []
     if asked.variant.text:
-        encoder = models.family.load_text_encoder(models.dtype, models.device, recipe=Fp8Recipe("block64", keep=()))
+        encoder = models.family.load_text_encoder(models.dtype, models.device, recipe=Fp8Recipe("block64", exclude=()))
         for batch in batches:
             encoded = encoder.encode(batch.captions)[0]
             texts.append({name: tensor[None].to(models.device) for name, tensor in encoded.items()})

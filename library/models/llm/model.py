@@ -344,7 +344,7 @@ def _on_rows(joined: nn.Module, rows: slice) -> nn.Module:
     if isinstance(joined, Fp8Linear):
         whole, compute, input_gradient = joined.quantized(), joined.compute, joined.fp8_input_gradient
         own = whole.scale[rows] if whole.scale is not None and whole.scale.shape[0] > 1 else whole.scale
-        return Fp8Linear(Quantized(whole.codes[rows], own), compute=compute, fp8_input_gradient=input_gradient)
+        return Fp8Linear(Quantized(whole.values[rows], own), compute=compute, fp8_input_gradient=input_gradient)
     assert isinstance(joined, nn.Linear)
     assert joined.bias is None
     part = nn.Linear(joined.in_features, rows.stop - rows.start, bias=False, device="meta")

@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from library.precision.parity.layer_errors import damped, survival
+from library.precision.parity.layer_errors import damped, update_retention
 from library.precision.quantize import (
     E4M3FN,
     Fp8Format,
@@ -112,7 +112,7 @@ def merge_into_fp8(
         granularity: of the base's scales.
         scale_dtype: dtype the scale will be stored in.
     """
-    fp8 = format_of(base.codes.dtype)
+    fp8 = format_of(base.values.dtype)
     assert fp8 is not None
     values = base.dequantize(torch.float32)
     strength = 1.0
@@ -121,7 +121,7 @@ def merge_into_fp8(
             values + strength * update, moment, granularity, fp8, room=0.0, scale_dtype=scale_dtype
         )
         if not last:
-            left = survival(merged.dequantize(torch.float32), values, update, moment).output_gain
+            left = update_retention(merged.dequantize(torch.float32), values, update, moment).output_gain
             if left is None or not _FEASIBLE[0] < left < _FEASIBLE[1]:
                 break  # an update without effect, or one that no strength brings in
             strength = 1 / left

@@ -90,11 +90,11 @@ def damped(moment: Tensor, damping: float, dtype: torch.dtype) -> Tensor:
 
 FLAGGED = 0.95  # below that an update has lost enough to be seen
 
-_PIECE = 1 << 22  # entries turned into float64 at a time
+_CHUNK = 1 << 22  # entries turned into float64 at a time
 
 
 @dataclass(frozen=True)
-class Survival:
+class UpdateRetention:
     """What a merge left of an update; see the module's first lines."""
 
     gain: float
@@ -107,7 +107,7 @@ class Survival:
         return (self.gain if self.output_gain is None else self.output_gain) < FLAGGED
 
 
-def survival(merged: Tensor, base: Tensor, update: Tensor, moment: Tensor | None = None) -> Survival:
+def update_retention(merged: Tensor, base: Tensor, update: Tensor, moment: Tensor | None = None) -> UpdateRetention:
     """Return what is left of ``update`` in ``merged``, all [out, in]; of an update of zeros everything is left.
 
     Args:
@@ -117,7 +117,7 @@ def survival(merged: Tensor, base: Tensor, update: Tensor, moment: Tensor | None
         moment: [in, in], second moment of the inputs, for the output gain.
     """
     inner = change_energy = update_energy = seen = effect = 0.0
-    rows = max(1, _PIECE // merged.shape[1])
+    rows = max(1, _CHUNK // merged.shape[1])
     for start in range(0, merged.shape[0], rows):
         piece = slice(start, start + rows)
         change = merged[piece].double() - base[piece].double()
@@ -130,12 +130,12 @@ def survival(merged: Tensor, base: Tensor, update: Tensor, moment: Tensor | None
             seen += float((change * metered).sum())
             effect += float((wanted * metered).sum())
     if update_energy == 0:
-        return Survival(1.0, 1.0)
+        return UpdateRetention(1.0, 1.0)
     cosine = inner / math.sqrt(change_energy * update_energy) if change_energy else 0.0
-    return Survival(inner / update_energy, cosine, seen / effect if effect > 0 else None)
+    return UpdateRetention(inner / update_energy, cosine, seen / effect if effect > 0 else None)
 
 
-def survival_of_rounding(name: str, weight: Tensor, update: Tensor, recipe: Fp8Recipe) -> Survival:
+def retention_of_rounding(name: str, weight: Tensor, update: Tensor, recipe: Fp8Recipe) -> UpdateRetention:
     """Return what would be left if ``weight + update`` were rounded into fp8 by ``recipe``, with fresh scales.
 
     Args:
@@ -145,12 +145,12 @@ def survival_of_rounding(name: str, weight: Tensor, update: Tensor, recipe: Fp8R
     """
     base = recipe.quantize(name, weight.float()).dequantize(torch.float32)
     merged = recipe.quantize(name, weight.float() + update.float()).dequantize(torch.float32)
-    return survival(merged, base, update)
+    return update_retention(merged, base, update)
 
 
 def saturated(values: Tensor, quantized: Quantized) -> float:
     """Return the share of ``values`` [out, in] that lies outside of what the scales of ``quantized`` can hold."""
-    fp8: Fp8Format | None = format_of(quantized.codes.dtype)
+    fp8: Fp8Format | None = format_of(quantized.values.dtype)
     assert fp8 is not None
     limit = fp8.max * (1 + 2.0**-20)  # amax / scale rounds to a hair above the largest number
     scaled = values.float()

@@ -207,7 +207,7 @@ def _numbers(parameters: Mapping[str, Tensor], lora: set[str], linear: set[str])
             counts["lora"] += parameter.numel()
             continue
         counts["weights"] += parameter.numel()
-        if name in linear and not recipe.kept_as(name.removesuffix(".weight").removesuffix(".base")):
+        if name in linear and not recipe.excluded_as(name.removesuffix(".weight").removesuffix(".base")):
             counts["matrices"] += parameter.numel()
     return counts
 

@@ -177,8 +177,8 @@ def transformer_recipe(config: PrecisionConfig, seed: int) -> Fp8Recipe | None:
     return Fp8Recipe(
         granularity=config.fp8_granularity if config.fp8_scaled else "cast",
         fp8=format_named(config.fp8_format),
-        keep=tuple(config.fp8_exclude),
-        keep_patterns=tuple(config.fp8_exclude_patterns),
+        exclude=tuple(config.fp8_exclude),
+        exclude_patterns=tuple(config.fp8_exclude_patterns),
         stochastic=config.fp8_rounding == "stochastic",
         seed=seed,
     )
@@ -186,7 +186,7 @@ def transformer_recipe(config: PrecisionConfig, seed: int) -> Fp8Recipe | None:
 
 def text_encoder_recipe(config: PrecisionConfig) -> Fp8Recipe | None:
     """Return how T5 becomes fp8; None if it does not."""
-    return Fp8Recipe("block64", keep=()) if config.fp8_text_encoder else None
+    return Fp8Recipe("block64", exclude=()) if config.fp8_text_encoder else None
 
 
 def describe_base(layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Survival of a LoRA's update against sums written out, the findings' cliff, and what other trainers' merges leave."""
+"""What is left of an update against sums written out, the findings' cliff, and what other trainers' merges leave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from library.precision.parity.layer_errors import saturated, survival, survival_of_rounding
+from library.precision.parity.layer_errors import retention_of_rounding, saturated, update_retention
 from library.precision.quantize import GRANULARITIES, Granularity, Quantized, quantize
 from library.precision.recipe import Fp8Recipe
 from tests.precision.layers import make_layer
@@ -31,20 +31,20 @@ def brute_force(merged: Tensor, base: Tensor, update: Tensor) -> tuple[float, fl
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_survival_is_the_sum_written_out(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("library.precision.parity.layer_errors._PIECE", 1000)  # several pieces
+def test_retention_is_the_sum_written_out(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("library.precision.parity.layer_errors._CHUNK", 1000)  # several pieces
     layer = make_layer(128, 128)
     base = quantize(layer.weight, granularity).dequantize(torch.float32)
     merged = quantize(base + layer.update, granularity).dequantize(torch.float32)
     moment = layer.inputs.moment
-    found = survival(merged, base, layer.update, moment)
+    found = update_retention(merged, base, layer.update, moment)
     gain, cosine = brute_force(merged, base, layer.update)
     assert found.gain == pytest.approx(gain, abs=1e-9)  # both in float64
     assert found.cosine == pytest.approx(cosine, abs=1e-9)
     outputs = [layer.inputs.rows.double() @ m.double().t() for m in (merged - base, layer.update)]
     exact = float((outputs[0] * outputs[1]).sum() / outputs[1].square().sum())
     assert found.output_gain == pytest.approx(exact, abs=0.03)  # 512 other rows of the same kind
-    assert survival_of_rounding("layer", base, layer.update, Fp8Recipe(granularity)).gain == pytest.approx(
+    assert retention_of_rounding("layer", base, layer.update, Fp8Recipe(granularity)).gain == pytest.approx(
         gain, abs=0.02
     )
 
@@ -63,7 +63,7 @@ def test_an_update_of_one_percent_falls_off_the_cliff_of_the_plain_cast(std: flo
     # shared/findings/fp8.md, "The cliff". How heavy the tails were is not recorded there and moves the first two: 3 to
     # 5 degrees of freedom give .40 to .52 and .13 to .19, normal weights .34 and .11. The last is .00 for all.
     base = quantize(heavy_tailed(std), "cast").dequantize(torch.float32)
-    found = survival_of_rounding("layer", base, isotropic(base), Fp8Recipe("cast"))
+    found = retention_of_rounding("layer", base, isotropic(base), Fp8Recipe("cast"))
     assert found.gain == pytest.approx(left, abs=within)
     assert found.flagged
 
@@ -72,16 +72,16 @@ def test_the_same_update_in_a_file_with_scales_keeps_half() -> None:
     weight = heavy_tailed(0.02)
     for granularity in ("tensor", "row", "block64"):
         base = quantize(weight, granularity).dequantize(torch.float32)
-        found = survival_of_rounding("layer", base, isotropic(base), Fp8Recipe(granularity))
+        found = retention_of_rounding("layer", base, isotropic(base), Fp8Recipe(granularity))
         assert found.gain == pytest.approx(0.49, abs=0.04)  # findings: about .49
 
 
 def test_nothing_to_add_survives_and_a_change_elsewhere_does_not_count() -> None:
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    assert survival(weight, weight, torch.zeros(8, 8)).gain == 1.0
+    assert update_retention(weight, weight, torch.zeros(8, 8)).gain == 1.0
     update, beside = torch.zeros(8, 8), torch.zeros(8, 8)
     update[0, 0], beside[1, 1] = 1.0, 3.0
-    half = survival(weight + 0.5 * update + beside, weight, update)
+    half = update_retention(weight + 0.5 * update + beside, weight, update)
     assert half.gain == pytest.approx(0.5, abs=1e-6)
     assert half.cosine == pytest.approx(0.5 / (0.25 + 9) ** 0.5, abs=1e-6)
 
@@ -92,7 +92,7 @@ def test_what_other_programs_merges_leave_of_an_update() -> None:
 
     def left(how: Any, base: Quantized) -> Any:
         values = base.dequantize(torch.float32)
-        return survival(how(base, update).dequantize(torch.float32), values, update)
+        return update_retention(how(base, update).dequantize(torch.float32), values, update)
 
     update = isotropic(weight)
     # Stochastic rounding keeps all of it on average and buries it in noise of 3 % beside a change of 1 %.

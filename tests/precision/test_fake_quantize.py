@@ -23,7 +23,7 @@ def test_rounded_rows_times_a_weight_are_the_fp8_product() -> None:
     weight = quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)) * 0.05, "row")
     x = activations().bfloat16()
     served = FakeQuantLinear(Fp8Linear(weight, compute="dequant"), "row")(x)
-    in_fp8 = scaled_linear(x, weight.codes, weight.scale, None)
+    in_fp8 = scaled_linear(x, weight.values, weight.scale, None)
     # Both are sums of the same products; bf16 rounds each result once, by 2^-9 at most, twice where sums differ.
     torch.testing.assert_close(served, in_fp8, rtol=2**-7, atol=2**-8)
 
