@@ -26,7 +26,7 @@ class GpuCase:
             cast to fp8 without scales, cast up for each product.
         checkpointing: every block is recomputed in backward.
         every, kept_mb, offloaded: with it, checkpoint_every_n_blocks, activation_budget_mb, cpu_offload_checkpointing.
-        swapped: blocks_to_swap.
+        swapped: blocks whose weights wait in host memory.
         compiled: regional compilation.
     """
 

@@ -21,8 +21,7 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from library.config.kohya.flags import FLAGS, Flag, Tool
-from library.config.kohya.values import DEFAULTS
+from library.config.kohya.flags import DEFAULTS, FLAGS, Flag, Tool
 from library.config.model_types import MODEL_TYPES
 from library.config.rules import LAYOUTS, LORA_MATRIX, PRETRAIN_MATRIX, Row
 from library.config.schema import MustMatch, OnlyWith, listed

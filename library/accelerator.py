@@ -1,14 +1,15 @@
-"""accelerate, set up in code, and checked afterwards.
+"""The process's ``Accelerator``: all Accelerate settings are explicit and verified.
 
-``accelerate`` reads environment variables and a machine-wide ``default_config.yaml``, and falls back to
-something simpler without a word when what it finds does not fit: under torchrun on a CPU, for one, every
-process trains alone. So everything is passed explicitly, and what came out is compared with what was asked;
-a difference ends the run. No ``accelerate config`` is needed, and an existing one changes nothing.
+``accelerate`` reads environment variables and a machine-wide ``default_config.yaml``, and falls back to something
+simpler without a word when what it finds does not fit: under torchrun on a CPU, for one, every process trains alone. So
+every setting is passed, what came out is compared with it, and a difference ends the run. No ``accelerate config`` is
+needed, and an existing one changes nothing.
 
-DeepSpeed as the engine under accelerate: what has to be said before its first import, and its settings.
+DeepSpeed, the engine of ``zero``, is an extra (``requirements-zero.txt``) and imported only there. Left to itself it
+would look for a GPU on a CPU, compile an exchange through shared memory for minutes, and split text encoders too; its
+settings say none of that.
 
-It is an extra (``requirements-zero.txt``) and imported only where ``zero`` is set. On a CPU it would look for a GPU
-and compile an exchange through shared memory for minutes; here it does neither.
+Below that, what the rest of the code asks about the layout: its mesh, and this process's place in it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -40,12 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
-from library.config.schema import ParallelConfig
+from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
 from library.errors import UserError
-
-if TYPE_CHECKING:
-    from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
-
 
 # Engines that ``accelerate launch`` switches on through the environment. Tandem sets up its own.
 _FOREIGN_ENGINES = (
@@ -96,7 +93,7 @@ def build_accelerator(
         log_with=_trackers(logging),
         dynamo_plugin=_dynamo(accelerate),
         step_scheduler_with_optimizer=False,
-        deepspeed_plugin=zero_plugin(stage, steps) if stage is not None else None,
+        deepspeed_plugin=_zero_plugin(stage, steps) if stage is not None else None,
         fsdp_plugin=_sharding() if parallel.accelerate_shards else None,
         parallelism_config=_mesh(replicas, parallel.shard) if parallel.accelerate_shards and replicas > 1 else None,
         kwargs_handlers=[
@@ -116,9 +113,9 @@ def build_accelerator(
     for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         os.environ.pop(variable, None)  # accelerate has set it; a run that follows would take it for asked
     if stage is not None:
-        hide_from_transformers()
+        _hide_from_transformers()
         accelerator.native_amp = training.mixed_precision == "bf16"  # accelerate leaves this to DeepSpeed
-    _compare_with_what_was_asked(accelerator, training.mixed_precision, parallel)
+    _verify(accelerator, training.mixed_precision, parallel)
     return accelerator
 
 
@@ -231,7 +228,7 @@ def accelerate_shards(accelerator: Accelerator) -> bool:
 
 
 def is_tensor_parallel(accelerator: Accelerator) -> bool:
-    """Return whether processes have layers together."""
+    """Return whether processes share layers."""
     return mesh_sizes(accelerator).get("tp", 1) > 1
 
 
@@ -241,7 +238,7 @@ def mesh_sizes(accelerator: Accelerator) -> dict[str, int]:
 
 
 def is_pipelined(accelerator: Accelerator) -> bool:
-    """Return whether the model's blocks are shared out among processes."""
+    """Return whether the model's blocks are shared among processes."""
     return mesh_sizes(accelerator).get("pp", 1) > 1
 
 
@@ -251,9 +248,9 @@ def is_model_parallel(accelerator: Accelerator) -> bool:
 
 
 def dp_rank_and_size(accelerator: Accelerator) -> tuple[int, int]:
-    """Return (rank, count): which share of a step's batches is this process's, of how many.
+    """Return (rank, size) among the processes that have batches of their own.
 
-    Processes that compute one batch together (along ``tp`` and ``pp``) have the same share.
+    Those that compute one batch together (along ``tp`` and ``pp``) have the same rank.
     """
     sizes = mesh_sizes(accelerator)
     count = sizes.get("dp", 1) * sizes.get("shard", 1)
@@ -261,7 +258,7 @@ def dp_rank_and_size(accelerator: Accelerator) -> tuple[int, int]:
 
 
 def model_parallel_rank_and_size(accelerator: Accelerator) -> tuple[int, int]:
-    """Return (rank, count): which one this is of the processes with its share of the batches, of how many."""
+    """Return (rank, size) among the processes that compute this one's batches together."""
     tp, (_, shares) = mesh_sizes(accelerator).get("tp", 1), dp_rank_and_size(accelerator)
     stage, inner = accelerator.process_index // (shares * tp), accelerator.process_index % tp
     return stage * tp + inner, accelerator.num_processes // shares
@@ -294,7 +291,7 @@ def device_mesh(accelerator: Accelerator) -> DeviceMesh:
     return accelerator.device_mesh
 
 
-def _compare_with_what_was_asked(accelerator: Accelerator, mixed_precision: str, parallel: ParallelConfig) -> None:
+def _verify(accelerator: Accelerator, mixed_precision: str, parallel: ParallelConfig) -> None:
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     plain = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     fits, wanted = accelerator.distributed_type in plain, ""
@@ -339,7 +336,7 @@ def require_deepspeed() -> None:
         deepspeed.comm.comm.cdb = None
 
 
-def zero_plugin(stage: int, accumulation: int) -> Any:
+def _zero_plugin(stage: int, accumulation: int) -> Any:
     """Return accelerate's plugin with all settings that do not depend on the model.
 
     Raises:
@@ -361,7 +358,7 @@ def zero_plugin(stage: int, accumulation: int) -> Any:
     return DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=False)
 
 
-def hide_from_transformers() -> None:
+def _hide_from_transformers() -> None:
     """Let transformers load models whole: accelerate tells it of stage 3, and it would split text encoders, too."""
     from transformers.integrations import unset_hf_deepspeed_config
 

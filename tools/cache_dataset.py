@@ -23,7 +23,7 @@ from library.config.kohya.translate import Note, summary
 from library.data.dataset import TrainingData
 from library.errors import exit_on_user_error
 from library.models.family import model_family
-from library.training.sampling.conditions import check_pictures
+from library.training.sampling.conditions import check_prompt_images
 from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
 from library.training.tasks.image_lora import cache_data, read_data
 from library.training.tasks.lora import base_dtype
@@ -46,7 +46,7 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
     prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple, usual)
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
         console.print(f"note: {remark}")
-    check_pictures(prompts, family.conditioning, family.most_references)
+    check_prompt_images(prompts, family.conditioning, family.most_references)
     data = read_data(
         config.dataset, config.training, config.flow, image_encoder, accelerator, console, family.conditioning,
         family.most_references,

@@ -43,8 +43,8 @@ from library.models.family import Family, model_family
 from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
 from library.precision.recipe import Fp8Loader
-from library.training.sampling.conditions import PictureRules, check_pictures, encode_pictures, text_jobs
-from library.training.sampling.images import save_picture
+from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
+from library.training.sampling.images import save_image
 from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
 from library.training.tasks.lora_plan import describe_base, plan_fp8
 from networks.files.adapters import load_lora
@@ -86,18 +86,18 @@ def draw(
     Raises:
         UserError: a LoRA cannot be read or does not fit the model; prompts lack the pictures that the model needs.
     """
-    check_pictures(prompts, family.conditioning, family.most_references)
+    check_prompt_images(prompts, family.conditioning, family.most_references)
     weights = read_loras(loras, family, console)  # before anything that takes time
     source = " + ".join(str(lora.path) for lora in loras)
     targets = family.targets
     image_encoder = family.load_image_encoder(dtype, device)
     text_encoder = family.load_text_encoder(dtype, device)
-    rules = PictureRules(family.conditioning, sizing or ControlSizing(), image_encoder.pixel_multiple)
+    rules = PromptImageRules(family.conditioning, sizing or ControlSizing(), image_encoder.pixel_multiple)
     texts: dict[str, TextJob] = {}
     for prompt in prompts:
         texts |= text_jobs(prompt, text_encoder.sees_references, rules)
     embeddings = encode(text_encoder, texts, weights, targets, source)
-    conditions = [encode_pictures(prompt, image_encoder, rules) for prompt in prompts]
+    conditions = [encode_prompt_images(prompt, image_encoder, rules) for prompt in prompts]
     fp8 = fp8 or Fp8Loader()
     transformer = family.load_transformer(dtype, device, fp8=fp8)
     if (layout := family.fp8_layout()) or fp8.recipe:
@@ -221,7 +221,7 @@ def image(options: argparse.Namespace) -> list[Path]:
     written: list[Path] = []
     for prompt, picture in draw(family, prompts, sources, dtype, device, console, fp8, sizing):
         path = free_path(options.save_to, prompt)
-        save_picture(picture, path, {"prompt": prompt.line(), **record})
+        save_image(picture, path, {"prompt": prompt.line(), **record})
         console.print(f"{path}: {prompt.line()}")
         written.append(path)
     return written

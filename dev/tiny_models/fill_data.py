@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL
 
-from dev.tiny_models.latent_pool import ENCODER_BATCH, SIZES, Captions, encode_pictures, tokenize
+from dev.tiny_models.latent_pool import ENCODER_BATCH, SIZES, Captions, encode_prompt_images, tokenize
 from dev.tiny_models.run_state import Progress, save_state
 from dev.tiny_models.scenes import random_scene
 
@@ -116,8 +116,8 @@ def paint_fill_pool(vae: AutoencoderKL, count: int, seed: int, path: Path) -> No
             scenes = [random_scene(rng, height, width) for _ in range(ENCODER_BATCH)]
             pictures = np.stack([scene.picture for scene in scenes])
             regions = np.stack([random_mask(rng, height, width) for _ in scenes])
-            latents.append(encode_pictures(vae, pictures))
-            masked.append(encode_pictures(vae, blanked(pictures, regions)))
+            latents.append(encode_prompt_images(vae, pictures))
+            masked.append(encode_prompt_images(vae, blanked(pictures, regions)))
             masks.append(torch.from_numpy(regions))
             texts += [scene.caption for scene in scenes]
             progress.report(done, {})

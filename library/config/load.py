@@ -32,7 +32,7 @@ from library.config.kohya.translate import Note, is_known, translate
 from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES
 from library.config.pretrain_schema import PretrainConfig
 from library.config.rules import find_conflicts
-from library.config.schema import TrainConfig
+from library.config.schema import TrainConfig, words_of
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError, did_you_mean, nearest_of
 
@@ -376,7 +376,7 @@ def _add_kohya_flag(parser: argparse.ArgumentParser, name: str, takes: str) -> N
 
 def _add_flag(group: Any, key: str, field: FieldInfo) -> None:
     """Add the flag of one key; values stay text, the schema converts them."""
-    choices = _choices(field.annotation)
+    choices = words_of(field.annotation)
     default = "required" if field.is_required() else f"default: {field.get_default()}"
     text = f"{field.description}" + (f"; one of {', '.join(choices)}" if choices else "") + f" ({default})"
     text = text.replace("%", "%%")
@@ -386,10 +386,3 @@ def _add_flag(group: Any, key: str, field: FieldInfo) -> None:
         group.add_argument(f"--{key}", nargs="*", metavar="X", help=text)
     else:
         group.add_argument(f"--{key}", metavar="X", help=text)
-
-
-def _choices(annotation: Any) -> list[str]:
-    """Return the words a ``Literal`` (possibly optional) allows, or nothing."""
-    if get_args(annotation) and all(isinstance(a, str) for a in get_args(annotation)):
-        return list(get_args(annotation))
-    return [word for part in get_args(annotation) for word in _choices(part)]

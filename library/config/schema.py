@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
@@ -91,6 +91,12 @@ def _need(key: str, wanted: tuple[str, ...] | Above | bool) -> str:
 def listed(words: tuple[str, ...]) -> str:
     """Return "a, b or c"."""
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def words_of(annotation: Any) -> tuple[str, ...]:
+    """Return the words that a ``Literal``, possibly within another type, allows, or nothing."""
+    inner = get_args(annotation)
+    return tuple(word for part in inner for word in ((part,) if isinstance(part, str) else words_of(part)))
 
 
 @dataclass(frozen=True)
@@ -447,7 +453,7 @@ class TrainingConfig(RecomputationKeys):
     preflight: Annotated[bool | None, IMAGES] = Field(
         None,
         description="take real steps at the largest bucket before anything is cached, and say what they take; "
-        "default: on a GPU; the model is loaded twice for it",
+        "the model is loaded twice for it; default: on a GPU, if the files' headers leave a doubt that a step fits",
     )
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",

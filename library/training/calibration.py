@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -22,13 +21,11 @@ from library.config.schema import DatasetArguments
 from library.data.batches import Batch, collate
 from library.data.dataset import TrainingData, build_dataset
 from library.errors import UserError
+from library.models.family import Family
 from library.precision.parity.activations import Forward
 from library.randomness import generator
 from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
-
-if TYPE_CHECKING:
-    from library.models.family import Family
 
 SIGMAS = (0.95, 0.75, 0.5, 0.25)  # from the sketch to the details; the tokens of one image differ more than these
 IMAGES = 8

@@ -74,7 +74,11 @@ class RunEvents:
         step = position.step
         if _due(step, self._validates_every()) and position.validated_at != step:
             self._compare(position)
-        if _due(step, self.sampling.sample_every_n_steps) and self.task.sampler and step not in self.task.sampler.drawn:
+        if (
+            _due(step, self.sampling.sample_every_n_steps)
+            and self.task.sampler
+            and step not in self.task.sampler.sampled
+        ):
             self._sample(step)
         if _due(step, self.saving.save_every_n_steps):
             self._rotate(step=step)

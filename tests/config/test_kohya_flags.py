@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 
 from dev.write_config_docs import kohya_page
-from library.config.kohya.flags import FLAGS, Fate
-from library.config.kohya.values import DEFAULTS
+from library.config.kohya.flags import DEFAULTS, FLAGS, Fate
 from library.config.scripts import fields
 
 ROOT = Path(__file__).resolve().parents[2]

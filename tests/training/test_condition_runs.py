@@ -73,12 +73,12 @@ def test_an_edit_model_trains_on_references_that_its_text_encoder_sees(tmp_path:
 @pytest.mark.parametrize(
     ("model_type", "line", "message"),
     [
-        ("flux_fill", "x --w 64 --h 64", "prompt 'x': no picture to fill; write --ci"),
-        ("flux_kontext", "x --w 64 --h 64", "prompt 'x': no picture to edit; add --ci"),
+        ("flux_fill", "x --w 64 --h 64", "prompt 'x': no image to fill; write --ci"),
+        ("flux_kontext", "x --w 64 --h 64", "prompt 'x': no image to edit; add --ci"),
         (
             "flux",
             "x --w 64 --h 64 --ci images/1.png",
-            "prompt 'x': --ci is not taken: this model paints from text alone",
+            "prompt 'x': --ci is not taken: this model generates from text alone",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from library.config import load_config
 from library.config.schema import ParallelConfig
 from library.training.memory.budget import tensor_bytes
-from library.training.memory.estimator import Options, estimate, footprint, shape_of
+from library.training.memory.estimator import StepOptions, estimate, model_memory, shape_of
 from library.training.optim.factory import unwrapped
 from tests.runs import arguments, write_base, write_dataset
 from tests.worker_group import run_in_group
@@ -61,7 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_fullest_process_holds_what_was_planned(name: str, place: Path) -> None:
     held = [json.loads((place / name / f"{rank}.json").read_text()) for rank in range(2)]
     layout = ParallelConfig(**{"dp": 1} | LAYOUTS[name])
-    planned = estimate(footprint(shape_of(str(place / "base")), 16, 24, 4), layout, Options(batch=2))
+    planned = estimate(model_memory(shape_of(str(place / "base")), 16, 24, 4), layout, StepOptions(batch=2))
     for key in ("weights", "lora", "optimizer"):
         ratio = getattr(planned, key) / max(one[key] for one in held)
         # norm and projection behind the blocks are on the last stage alone; the plan counts them on each

@@ -8,21 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import library.training.memory.dry_run as memory_choice
-import library.training.memory.dry_run as rehearsal
+import library.training.memory.dry_run as dry_run
 from library.config import load_config
 from library.config.schema import TrainingConfig
 from library.errors import UserError
-from library.training.memory.budget import Parts
-from library.training.memory.dry_run import Trial, choose
+from library.training.memory.budget import MemoryEstimate
+from library.training.memory.dry_run import Measured, choose
 from tests.runs import arguments, lora, run
-from tests.training.test_rehearsal import two_sizes
+from tests.training.test_memory_dry_run import two_sizes
 
 MIB = 2**20
 
 
 class Device:
-    """Stands for the rehearsal of a model of 20 blocks of 40 MiB: 800 MiB of weights, 1000 of activations.
+    """Stands for the dry run of a model of 20 blocks of 40 MiB: 800 MiB of weights, 1000 of activations.
 
     Recomputing needs 150 MiB of them, 100 of which are the blocks' inputs. Sums are done by hand below.
     """
@@ -33,16 +32,16 @@ class Device:
         config = SimpleNamespace(training=TrainingConfig(), accelerate=SimpleNamespace(torch_compile=compiled))
         self.task = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(kind)), config=config)
 
-    def trial(self, training: TrainingConfig) -> Trial:
+    def measure(self, training: TrainingConfig) -> Measured:
         self.tried.append(training)
         activations = 150 + training.activation_budget_mb if training.gradient_checkpointing else 1000
         activations -= 100 * training.cpu_offload_checkpointing
         weights = 800 - 40 * training.blocks_to_swap
-        parts = Parts(weights * MIB, 0, 0, 0, 0, activations * MIB, block=40 * MIB)
+        memory = MemoryEstimate(weights * MIB, 0, 0, 0, 0, activations * MIB)
         swappable = 18 if self.task.accelerator.device.type == "cuda" else 0
-        return Trial(parts, parts.total <= self.limit, 20, swappable)
+        return Measured(memory, memory.total <= self.limit, swappable, 40 * MIB)
 
-    refuse = rehearsal.Rehearsal.refuse
+    refuse = dry_run.MemoryProbe.refuse
 
 
 @pytest.mark.parametrize(
@@ -58,11 +57,11 @@ class Device:
 )
 def test_the_fastest_policy_that_fits_is_taken(size: int, expected: dict[str, object]) -> None:
     device = Device(size)
-    chosen, trial = choose(device)  # type: ignore[arg-type]
+    chosen, measured = choose(device)  # type: ignore[arg-type]
     found = chosen.model_dump(exclude_defaults=True)
     assert found == expected
-    assert trial.parts is not None
-    assert trial.parts.total <= device.limit
+    assert measured.memory is not None
+    assert measured.memory.total <= device.limit
     assert len(device.tried) <= 6
 
 
@@ -80,10 +79,10 @@ def test_a_run_chooses_by_real_steps_and_trains_the_same_lora(
 ) -> None:
     settings = {"max_train_steps": 2, "network_dropout": 0.1}
     run(base, two_sizes(tmp_path), tmp_path / "plain", **settings)
-    monkeypatch.setattr(memory_choice, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(dry_run, "_WORTH_KEEPING", 1)
     told = {}
     for name, size in (("much", 2**40), ("little", 4 * MIB)):
-        monkeypatch.setattr(rehearsal, "available_bytes", lambda device, size=size: size)
+        monkeypatch.setattr(dry_run, "available_bytes", lambda device, size=size: size)
         run(base, two_sizes(tmp_path), tmp_path / name, memory="auto", **settings)
         told[name] = " ".join(capsys.readouterr().out.split())
         found, expected = lora(tmp_path / name), lora(tmp_path / "plain")

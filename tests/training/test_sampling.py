@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from torch import nn
 
-from library.training.sampling.images import Sampler, save_picture
+from library.training.sampling.images import Sampler, save_image
 from library.training.sampling.prompts import SamplePrompt
 
 
 class Painter:
-    """A family whose picture shows what it was asked for: the prompt's length in red, the "weights" in green."""
+    """A family whose image shows what it was asked for: the prompt's length in red, the "weights" in green."""
 
     def sample(
         self, transformer: nn.Linear, encoder: object, text: dict, width: int, height: int, **_: object
@@ -76,7 +76,7 @@ def test_no_sheet_is_written_of_what_was_not_drawn(steps: tuple[int, ...], names
     assert [path.name for path in one.write_sheets()] == names
 
 
-def test_a_picture_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> None:
+def test_an_image_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> None:
     one = sampler(tmp_path)
     draw(one, 3)
     with Image.open(tmp_path / "step000003_01.png") as picture:
@@ -85,22 +85,22 @@ def test_a_picture_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> N
 
 
 def test_texts_of_any_script_survive(tmp_path: Path) -> None:
-    save_picture(Image.new("RGB", (4, 4)), tmp_path / "x.png", {"prompt": "猫 – чай"})
+    save_image(Image.new("RGB", (4, 4)), tmp_path / "x.png", {"prompt": "猫 – чай"})
     with Image.open(tmp_path / "x.png") as picture:
         assert picture.info["prompt"] == "猫 – чай"
 
 
-def test_a_resumed_run_goes_on_with_its_own_pictures_alone(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_own_images_alone(tmp_path: Path) -> None:
     draw(sampler(tmp_path), 0, 10, 20, 1234567)
     (tmp_path / "step000010_01.png").write_bytes(b"broken")
     resumed = sampler(tmp_path)
     resumed.recall(20)
-    assert sorted(resumed.drawn) == [0, 20]  # 10 is broken, 1234567 lies behind the point of resumption
+    assert sorted(resumed.sampled) == [0, 20]  # 10 is broken, 1234567 lies behind the point of resumption
     draw(resumed, 30)
     assert len(resumed.write_sheets()) == 2
     other = sampler(tmp_path, [PROMPTS[0], SamplePrompt("another", width=64, height=32)])
     other.recall(20)
-    assert other.drawn == {}
+    assert other.sampled == {}
     other = sampler(tmp_path / "nowhere")
     other.recall(20)
-    assert other.drawn == {}
+    assert other.sampled == {}

@@ -13,7 +13,8 @@ TOML files. Each has one of five fates:
     refused   not taken, with the reason and what to do instead; ``off`` lists values that ask for nothing
 
 A flag that is a key of the schema is ``same`` whatever stands here, so a row need not change on the day on
-which a feature arrives. ``library.config.kohya.translate`` applies the table; ``docs/kohya_flags.md`` is made from it.
+which a feature arrives. Below them, what unset keys and single values mean there where that is not what they mean here.
+``library.config.kohya.translate`` applies the tables; ``docs/kohya_flags.md`` is made from them.
 """
 
 from __future__ import annotations
@@ -299,3 +300,51 @@ _REFUSED = [
 ]  # fmt: skip
 
 FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (*_SAME, *_RENAMED, *_ACCEPTED, *_DATASET, *_REFUSED)}
+
+_COMMON: Mapping[str, Any] = {
+    "network_dim": 4,
+    "network_alpha": 1.0,
+    "learning_rate": 2e-6,
+    "max_train_steps": 1600,
+    "max_grad_norm": 1.0,
+    "optimizer_type": "AdamW",
+    "lr_scheduler": "constant",
+    "timestep_sampling": "sigma",
+    "sigmoid_scale": 1.0,
+    "weighting_scheme": "none",
+    "save_format": "kohya",
+}
+DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
+    "sd-scripts": {
+        **_COMMON,
+        "mixed_precision": "no",
+        "discrete_flow_shift": 3.0,
+        "guidance_scale": 3.5,
+        "loss_type": "l2",
+        "huber_c": 0.1,
+        "prior_loss_weight": 1.0,
+    },
+    "musubi-tuner": {**_COMMON, "discrete_flow_shift": 1.0, "guidance_scale": 1.0},
+}  # what an unset key means there, where training or its result depends on it (their parsers' defaults)
+
+SAME_AS: Mapping[tuple[str, str], str] = {  # (key, value there) -> value here
+    ("weighting_scheme", "uniform"): "none",
+    ("save_precision", "float"): "fp32",
+    ("network_module", "networks.lora_flux.py"): "networks.lora_flux",
+}
+
+REFUSED_VALUES: Mapping[tuple[str, str], str] = {  # refused unless the schema takes the value
+    ("loss_type", "l1"): "use smooth_l1 with a small huber_c, which is near it",
+    ("lr_scheduler", "inverse_sqrt"): "use cosine or polynomial",
+    ("lr_scheduler", "piecewise_constant"): "use warmup_stable_decay",
+    ("lr_scheduler", "reduce_lr_on_plateau"): "use cosine",
+    ("lr_scheduler", "cosine_warmup_with_min_lr"): "use cosine with lr_scheduler_min_lr_ratio",
+    ("lr_scheduler", "adafactor"): "it comes with Adafactor's relative_step=True only; use constant_with_warmup",
+    ("model_type", "chroma"): "Chroma is not a model family of this version; train FLUX.1",
+    ("timestep_sampling", "logsnr"): "use sigmoid, which is logSNR at mean 0 and standard deviation 2",
+    ("timestep_sampling", "flux2_shift"): "it belongs to FLUX.2; use flux_shift or shift",
+    ("timestep_sampling", "ideogram4_shift"): "it belongs to Ideogram; use flux_shift or shift",
+    ("timestep_sampling", "krea2_shift"): "it belongs to Krea; use flux_shift or shift",
+    ("timestep_sampling", "qinglong_flux"): "use flux_shift",
+    ("timestep_sampling", "qinglong_qwen"): "use qwen_shift",
+}

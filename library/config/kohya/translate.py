@@ -11,22 +11,77 @@ which cannot start without it, and is read as a whole the way they read it:
 - an empty text is no text.
 
 What is refused is collected, a line each: which key, where it stands, why it is not taken, what replaces it.
-The rules between keys stand in ``kohya_rules``, single flags in ``kohya_flags``, single values in ``kohya_values``.
+Single flags and values are settled by the tables in ``library.config.kohya.flags``; what a key means that depends on
+others by the rules below: each looks at one matter (the learning rate, the Huber loss, ...), rewrites the values in
+place and leaves a note on every key that it touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from library.config.kohya.flags import FLAGS, Flag, Tool
-from library.config.kohya.rules import RULES, Known, Note, Outcome, Translation, is_off
-from library.config.kohya.values import DEFAULTS, REFUSED_VALUES, SAME_AS
+from pydantic.fields import FieldInfo
+
+from library.config.kohya.flags import DEFAULTS, FLAGS, REFUSED_VALUES, SAME_AS, Flag, Tool
 from library.config.model_types import MODEL_TYPES, kohya_model_type
-from library.config.schema import OnlyWith, estimates_step_size
+from library.config.schema import OnlyWith, estimates_step_size, is_nothing, words_of
 from library.errors import UserError
 
-__all__ = ["Known", "Note", "Outcome", "Translation", "choices", "find_tool", "is_known", "summary", "translate"]
+Known = Mapping[str, tuple[str, FieldInfo]]  # the schema: key -> (section, field)
+Outcome = Literal["same", "changed", "renamed", "accepted", "dataset", "left out", "default", "told", "refused"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """What became of one key; ``text`` is one line for the person, with the remedy where it is refused."""
+
+    key: str
+    outcome: Outcome
+    text: str
+    where: str = ""
+    to: str = ""  # where it is renamed: the key it became
+
+    def line(self) -> str:
+        """Return the note as a line of its own: the place (or key) and what became of it."""
+        place = self.key if self.outcome == "default" else self.where or self.key
+        return f"{place}: {self.text}"
+
+
+@dataclass
+class Translation:
+    """A configuration in the schema's keys.
+
+    Attributes:
+        values, origins: keys of the schema, and where each one stands.
+        tool: whose configuration it is; None: Tandem's own.
+        notes: what became of the keys, in the order in which that was settled; nothing on unchanged keys.
+        dataset: keys that belong in the dataset TOML.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    tool: Tool | None = None
+    notes: list[Note] = field(default_factory=list)
+    dataset: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, key: str, outcome: Outcome, text: str, to: str = "") -> None:
+        """Add a note on ``key``, with its place."""
+        self.notes.append(Note(key, outcome, text, self.origins.get(key, ""), to))
+
+    def take(self, key: str) -> Any:
+        """Remove ``key`` and return its value, None if it is not there."""
+        return self.values.pop(key, None)
+
+    def place(self, key: str, value: Any, source: str) -> None:
+        """Set ``key`` to what ``source`` asked for; messages about it point there."""
+        self.values[key] = value
+        self.origins[key] = self.origins.get(source, source)
+
+    def problems(self) -> list[str]:
+        """Return a line for everything that keeps this configuration from running unchanged."""
+        return [note.line() for note in self.notes if note.outcome in ("refused", "dataset")]
 
 
 def is_known(key: str) -> bool:
@@ -82,15 +137,7 @@ def summary(notes: Sequence[Note]) -> list[str]:
 
 def choices(known: Known, key: str) -> tuple[str, ...]:
     """Return the words that ``key`` may be, or nothing where it is free."""
-    return tuple(_words(known[key][1].annotation)) if key in known else ()
-
-
-def _words(annotation: Any) -> Iterator[str]:
-    for part in get_args(annotation):
-        if isinstance(part, str):
-            yield part
-        else:
-            yield from _words(part)
+    return words_of(known[key][1].annotation) if key in known else ()
 
 
 def _check_family(result: Translation, known: Known) -> None:
@@ -201,3 +248,258 @@ def _tell(result: Translation, known: Known) -> None:
         result.note("network_args", "told", text)
     if "mixed_precision" not in result.values:
         result.note("mixed_precision", "told", "unset, so that of accelerate launch in musubi-tuner; here it is no")
+
+
+def is_off(value: Any, off: tuple[Any, ...] = ()) -> bool:
+    """Return whether a value asks for nothing: false, zero, empty, or one of ``off``."""
+    if is_nothing(value) or value in off:
+        return True
+    try:
+        return float(value) in (0.0, *(float(v) for v in off if isinstance(v, int | float)))
+    except (TypeError, ValueError):
+        return False
+
+
+def _learning_rate(result: Translation, known: Known) -> None:
+    if "unet_lr" in result.values and "unet_lr" not in known:
+        rate = result.take("unet_lr")
+        result.note("unet_lr", "renamed", "becomes learning_rate, which it wins over, as there", "learning_rate")
+        result.place("learning_rate", rate, "unet_lr")
+
+
+_MODEL_VERSIONS = {  # musubi-tuner's model_version -> model_type
+    "original": "qwen_image",
+    "edit": "qwen_image_edit",
+    "edit-2509": "qwen_image_edit_plus",
+    "edit-2511": "qwen_image_edit_plus",
+}
+
+
+def _model(result: Translation, known: Known) -> None:
+    """musubi-tuner names the kind of Qwen-Image; its older switches count where it does not."""
+    switches = {key: not is_off(result.take(key)) for key in ("edit", "edit_plus") if key in result.values}
+    version = result.take("model_version")
+    source = "model_version" if version else "edit_plus" if switches.get("edit_plus") else "edit"
+    named = str(version).lower() if version else {"edit_plus": "edit-2509"}.get(source, source)
+    for key in switches:
+        if key != source or not switches[key]:
+            result.note(key, "left out", "has no effect there beside the others" if any(switches.values()) else "off")
+    if not version and not any(switches.values()):
+        return
+    if named not in _MODEL_VERSIONS:
+        text = f"not taken: {named!r} is not a model family of this version; set one of {', '.join(_MODEL_VERSIONS)}"
+        result.note(source, "refused", text)
+        return
+    result.place("model_type", _MODEL_VERSIONS[named], source)
+    result.note(source, "renamed", f"becomes model_type = {_MODEL_VERSIONS[named]}", "model_type")
+    if named == "edit-2511":
+        result.place("zero_cond_t", True, source)
+        result.note("zero_cond_t", "default", "true, which is what tells edit-2511 from edit-2509")
+
+
+def _vae(result: Translation, known: Known) -> None:
+    """Qwen-Image's VAE is vae; FLUX's is ae, also where sd-scripts' common option vae names it."""
+    row = MODEL_TYPES.get(str(result.values.get("model_type", known["model_type"][1].default)))
+    if result.tool == "sd-scripts" and "vae" in result.values and not (row and "vae" in row.files):
+        path = result.take("vae")
+        if "ae" in result.values:
+            result.note("vae", "left out", "ae is set too and counts")
+        else:
+            result.place("ae", path, "vae")
+            result.note("vae", "renamed", "becomes ae; the VAE", "ae")
+
+
+def _text_encoders(result: Translation, known: Known) -> None:
+    """sd-scripts trains CLIP-L, at learning_rate unless text_encoder_lr is set, if it is not told to leave it."""
+    if result.tool != "sd-scripts":
+        return
+    rates = result.values.get("text_encoder_lr")
+    if rates is not None and not isinstance(rates, list):
+        result.values["text_encoder_lr"] = rates = [rates]
+    if not is_off(result.values.get("network_train_unet_only")):
+        if rates is not None:
+            result.take("text_encoder_lr")
+            result.note("text_encoder_lr", "left out", "has no effect with network_train_unet_only")
+    elif rates and is_off(rates):
+        result.take("text_encoder_lr")
+        result.note("text_encoder_lr", "left out", "zero, so text encoders stay as they are")
+    elif not rates:
+        estimated = estimates_step_size(str(result.values.get("optimizer_type", "")))
+        rate = result.values.get("learning_rate", 1.0 if estimated else DEFAULTS["sd-scripts"]["learning_rate"])
+        result.place("text_encoder_lr", [rate], "text_encoder_lr")
+        text = "CLIP-L is trained at learning_rate, as in sd-scripts without network_train_unet_only"
+        result.note("text_encoder_lr", "default", text)
+
+
+def _alpha(result: Translation, known: Known) -> None:
+    if "network_alpha" in result.values and is_off(result.values["network_alpha"]):
+        rank = result.values.get("network_dim", 4 if result.tool else known["network_dim"][1].default)
+        result.place("network_alpha", rank, "network_alpha")
+        result.note("network_alpha", "changed", f"0 means the rank, so it is {rank}")
+
+
+def _network_args(result: Translation, known: Known) -> None:
+    """Rewrite what the LoRA takes under another name here; what it refuses it names itself."""
+    if not result.tool or not isinstance(result.values.get("network_args"), list):
+        return
+    kept: list[str] = []
+    excludes = any(str(pair).strip().startswith("exclude_patterns") for pair in result.values["network_args"])
+    for pair in result.values["network_args"]:
+        key, _, value = (part.strip() for part in str(pair).partition("="))
+        text = ""
+        if key == "include_patterns" and result.tool == "musubi-tuner":
+            if excludes:
+                reason = "it brings back what exclude_patterns take there, here it restricts; narrow exclude_patterns"
+                result.note("network_args", "refused", f"not taken: {pair}: {reason}")
+                continue
+            text = "left out, it has no effect there without exclude_patterns"
+        elif key == "train_blocks" and value in ("all", "single", "double"):
+            other = {"single": "double", "double": "single"}.get(value)
+            text = f"train_{other}_block_indices=none" if other else "left out, it is what happens"
+            kept += [text] if other else []
+        elif key == "split_qkv":
+            text = "left out, q, k and v always have LoRAs of their own"
+        elif key in ("conv_dim", "conv_alpha", "verbose") or (key == "train_t5xxl" and value == "False"):
+            text = "left out, it changes nothing"
+        else:
+            kept.append(str(pair))
+        if text:
+            result.note("network_args", "changed", f"{pair}: {text}")
+    result.values["network_args"] = kept
+
+
+def _optimizer(result: Translation, known: Known) -> None:
+    if result.values.get("optimizer_type") == "":
+        result.values["optimizer_type"] = "AdamW"
+    if not result.tool or str(result.values.get("optimizer_type")).lower() != "adafactor":
+        return
+    arguments = list(result.values.get("optimizer_args", []))
+    relative = [a for a in arguments if a.replace(" ", "").startswith("relative_step=")]
+    if not relative:
+        arguments.append("relative_step=True")
+        result.place("optimizer_args", arguments, "optimizer_type")
+        result.note("optimizer_args", "default", f"relative_step=True is Adafactor's default in {result.tool}")
+    elif relative[0].replace(" ", "") != "relative_step=True":
+        return
+    for key in ("learning_rate", "lr_scheduler"):
+        if key in result.values:
+            result.take(key)
+            result.note(key, "left out", "Adafactor with relative_step=True computes its own rate")
+
+
+def _schedule(result: Translation, known: Known) -> None:
+    for key in ("lr_warmup_steps", "lr_decay_steps"):
+        text = result.values.get(key)
+        if isinstance(text, str) and text.endswith("%"):
+            try:
+                result.values[key] = float(text[:-1]) / 100
+            except ValueError:
+                continue  # the schema says what it expected
+            result.note(key, "changed", f"{text} is {result.values[key]:g}")
+    if result.values.get("lr_scheduler") == "cosine_with_min_lr":
+        result.values["lr_scheduler"] = "cosine"
+        result.note("lr_scheduler", "changed", "cosine, with lr_scheduler_min_lr_ratio as its floor")
+
+
+def _huber(result: Translation, known: Known) -> None:
+    scale, schedule = result.take("huber_scale"), result.take("huber_schedule")
+    if result.values.get("loss_type", "l2") not in ("huber", "smooth_l1"):
+        for key, value in (("huber_scale", scale), ("huber_schedule", schedule)):
+            if value is not None:
+                result.note(key, "left out", "has no effect with this loss_type")
+        return
+    if schedule is not None:
+        result.values["huber_schedule"] = schedule  # judged by the table
+    elif result.tool == "sd-scripts":
+        result.note("huber_schedule", "told", "unset it is snr, which does not run for FLUX; here it is constant")
+    if scale is not None:
+        try:
+            c = float(result.values.get("huber_c", 0.1)) * float(scale)
+        except ValueError:
+            result.note("huber_scale", "refused", f"{scale!r} is not a number; multiply huber_c by it and remove it")
+            return
+        result.place("huber_c", c, "huber_scale")
+        result.note("huber_scale", "renamed", f"multiplies huber_c, which is then {c:g}", "huber_c")
+
+
+def _weighting(result: Translation, known: Known) -> None:
+    """sd-scripts weighs the loss with sigma_scaled only, both trainers shape the density with sigma only."""
+    scheme = result.values.get("weighting_scheme")
+    if not result.tool or scheme is None:
+        return
+    sampling = result.values.get("timestep_sampling", "sigma")
+    weighs = scheme in ("sigma_sqrt", "cosmap")
+    if (weighs and result.tool == "sd-scripts") or (scheme in ("logit_normal", "mode") and sampling != "sigma"):
+        result.values["weighting_scheme"] = "none"
+        reason = "the raw prediction" if weighs else f"timestep_sampling = {sampling}"
+        result.note("weighting_scheme", "changed", f"{scheme} has no effect there with {reason}, so it is none")
+
+
+def _compile(result: Translation, known: Known) -> None:
+    for name in ("compile_backend", "compile_mode"):
+        if name in result.values and is_off(result.values.get("compile")):
+            result.take(name)
+            result.note(name, "left out", "has no effect without compile")
+    backend = result.values.get("dynamo_backend")
+    if not isinstance(backend, str):
+        return
+    result.values["dynamo_backend"] = backend.lower()
+    if backend.lower() == "no":
+        result.take("dynamo_backend")
+        result.note("dynamo_backend", "changed", "no is torch_compile = false")
+        if not is_off(result.take("torch_compile")):
+            result.note("torch_compile", "left out", "dynamo_backend = no turns it off")
+    elif result.tool == "musubi-tuner":
+        result.values.setdefault("torch_compile", True)
+
+
+def _fp8(result: Translation, known: Known) -> None:
+    """musubi-tuner's fp8_scaled stands beside fp8_base; here it stands alone."""
+    if not result.tool or is_off(result.values.get("fp8_scaled")) or "fp8_base" not in result.values:
+        return
+    result.take("fp8_base")
+    result.note("fp8_base", "left out", "fp8_scaled is set too and counts")
+
+
+def _tracking(result: Translation, known: Known) -> None:
+    if result.tool and "logging_dir" in result.values and "log_with" not in result.values:
+        result.place("log_with", "tensorboard", "logging_dir")
+        result.note("log_with", "default", "logging_dir alone means tensorboard there")
+
+
+def _sampling(result: Translation, known: Known) -> None:
+    for key in ("sample_every_n_steps", "sample_every_n_epochs"):
+        if key in result.values and str(result.values[key]).lstrip("-").isdigit() and int(result.values[key]) <= 0:
+            result.take(key)
+            result.note(key, "left out", "zero or less means never")
+
+
+def _images(result: Translation, known: Known) -> None:
+    """One line for a training folder without a dataset TOML, instead of one for each key that describes it."""
+    given = [key for key in ("train_data_dir", "in_json") if key in result.values]
+    if not given or "dataset_config" in result.values:
+        return
+    for key in [key for key in result.values if key not in known and FLAGS[key].fate == "dataset"]:
+        result.dataset[key] = result.take(key)
+        if key == given[0]:
+            text = "images are described by a dataset TOML; tools/migrate_config.py writes it"
+            result.note(key, "dataset", f"not taken: {text} from {', '.join(given)} and the keys beside")
+
+
+RULES: tuple[Callable[[Translation, Known], None], ...] = (
+    _model,
+    _vae,
+    _text_encoders,  # before learning_rate becomes unet_lr
+    _learning_rate,
+    _alpha,
+    _network_args,
+    _optimizer,
+    _schedule,
+    _huber,
+    _weighting,
+    _compile,
+    _fp8,
+    _tracking,
+    _sampling,
+    _images,
+)

@@ -7,19 +7,16 @@ tensors of the largest bucket's size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from library.config.schema import TrainConfig
+from library.data.dataset import TrainingData
 from library.errors import UserError
+from library.models.family import Family
 from library.nn.attention import Backend, attend, chosen_backend
 from library.training.memory.dry_run import largest
-
-if TYPE_CHECKING:
-    from library.config.schema import TrainConfig
-    from library.data.dataset import TrainingData
-    from library.models.family import Family
 
 _TRIED = 64  # tokens; kernels care for the head's width and dtype, not for how many there are
 
@@ -30,7 +27,7 @@ class AttentionShape:
 
     Attributes:
         heads, head_dim: of the transformer.
-        tokens: of the largest picture.
+        tokens: of the largest image.
         padded: whether texts of a batch are padded, and so masked.
     """
 
@@ -87,7 +84,7 @@ def _try(asked: Backend, shape: AttentionShape, dtype: torch.dtype, device: torc
 def _tensors(
     shape: AttentionShape, tokens: int, dtype: torch.dtype, device: torch.device, masked: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return query, key and value of one picture, and a mask."""
+    """Return query, key and value of one image, and a mask."""
     size = (1, tokens, shape.heads, shape.head_dim)
     query, key, value = (torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     return query, key, value, torch.ones(1, tokens, dtype=torch.bool, device=device) if masked else None

@@ -36,9 +36,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from library.config.schema import TrainingConfig
 from library.errors import UserError
 from library.nn.frozen_linear import FrozenLinear
 
+SWAP_OPTION = "blocks_to_swap"
 RING = 2  # slots: the block that runs and the one that arrives
 _ALIGNMENT = 256  # bytes; what the CUDA allocator gives, and more than any kernel asks for
 _SMALLEST = 1 << 16  # bytes; smaller tensors (biases, norms) stay on the device
@@ -84,6 +86,11 @@ def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, dev
     _place_rest(model, {id(t) for ring in tensors for block in ring for t in block}, device)
     rings = [Ring(ring, weights, device) for ring, weights in zip(chosen, tensors, strict=True) if ring]
     return BlockSwap(rings)
+
+
+def swapped_blocks(training: TrainingConfig) -> int:
+    """Return how many blocks are to wait in host memory: ``SWAP_OPTION``'s value."""
+    return training.blocks_to_swap
 
 
 def swapped_per_kind(sizes: Sequence[tuple[int, int]], swapped: int) -> list[int]:

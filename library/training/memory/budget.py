@@ -1,7 +1,4 @@
-"""Memory: what there is, what a run's parts take, which setting takes less, and what to say when it is not enough.
-
-Gradient checkpointing as the settings ask for it, put into a model.
-"""
+"""The memory that there is, what a step needs of it in bytes by part, and how running out of it is recognised."""
 
 from __future__ import annotations
 
@@ -12,16 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from library.config.schema import RecomputationKeys
 from library.errors import UserError
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
-
-if TYPE_CHECKING:
-    from library.config.schema import RecomputationKeys
-
 
 GIB = 2**30
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")  # of torch
@@ -48,7 +42,7 @@ def _address_space_is_spent() -> bool:
 
 @contextmanager
 def when_memory_runs_out(explain: Callable[[], UserError]) -> Iterator[None]:
-    """Turn running out of memory in the block into ``explain()``'s error, after letting go of what the block held."""
+    """Turn running out of memory in the block into ``explain()``'s error, after freeing what the block held."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -99,18 +93,15 @@ def tensor_bytes(tensors: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a training step takes, in bytes."""
+class MemoryEstimate:
+    """What a training step holds on a device, in bytes, estimated (``estimator``) or measured (``dry_run``)."""
 
-    weights: int  # frozen, on the device
+    weights: int  # frozen ones, or all that are trained
     lora: int
     gradients: int
     optimizer: int
-    update: int  # copies held while the optimizer runs, after the activations are gone
+    update: int  # copies held while the optimizer runs, after the activations are freed
     activations: int
-    block: int = 0  # frozen weights of one transformer block
-    linears: int = 0  # frozen weights that fp8 would halve, at their present width
-    width: int = 2  # bytes of one of those
 
     @property
     def total(self) -> int:

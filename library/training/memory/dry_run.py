@@ -1,25 +1,27 @@
-"""Whether a training step fits, found out before thousands of images are cached: real steps at the largest bucket.
+"""Memory dry run: whether a training step fits, found out before thousands of images are cached.
 
-The model is loaded as for the run, with LoRA, optimizer and memory policy; latents are noise of the right shape, one
-caption (the longest) is encoded for its text. Two steps are taken, the second with the optimizer's state in place and,
-with accumulation, gradients held beside the activations. First at a sixteenth and a quarter of the area: from what
-these take the full step is estimated, so that a CPU run that would be killed for its memory is not started.
+Real steps at the largest bucket. The model is loaded as for the run, with LoRA, optimizer and memory policy; latents
+are noise of the right shape, one caption (the longest) is encoded for its text. Two steps are taken, the second with
+the optimizer's state in place and, with accumulation, gradients held beside the activations. First at a sixteenth and a
+quarter of the area: from what these take the full step is extrapolated, so that a CPU run that would be killed for its
+memory is not started. Then everything is freed. Nothing of it reaches the run: it loads its networks anew, all its
+random numbers are functions of seed and step, and the global generator and the loss scaler are put back.
 
-Then everything is let go of. Nothing of it reaches the run: it loads its networks anew, all its random numbers are
-functions of seed and step, and the global generator and the loss scaler are put back. The price is loading the model
-twice.
+The price is loading the model twice. Where the option ``preflight`` is not set, a GPU run pays it only if it is in
+doubt: ``estimator`` says from the files' headers what a step holds, and what clearly fits, or clearly does not, is not
+tried.
 
-``memory = "auto"``: the fastest memory policy with which the largest batch fits, found by taking real steps.
-
-From the fastest on: nothing is computed again; everything is, but for as much as the free memory keeps; the inputs of
-blocks wait in host memory; frozen blocks do too. None of it changes a number of the training, so a run may go on under
-another choice. A GPU without other work is what is measured: a twentieth is left free for what the allocator wastes.
+``memory = "auto"``: the fastest memory policy with which the largest batch fits, found by real steps. From the fastest
+on: nothing is recomputed; everything is, but for as much as the free memory keeps; the inputs of blocks wait in host
+memory; frozen blocks do too. None of it changes a number of the training, so a run may be resumed under another choice.
+A GPU without other work is what is measured: a twentieth is left free for what the allocator wastes.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -28,10 +30,10 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
-from library.config.schema import TrainConfig, TrainingConfig
+from library.config.schema import ParallelConfig, TrainConfig, TrainingConfig
 from library.data.batches import Batch, Bucket
 from library.data.cache import TextJob
 from library.data.dataset import TrainingData
@@ -42,33 +44,48 @@ from library.models.text import TextEncoder
 from library.randomness import generator
 from library.training.checkpoint.state import Position
 from library.training.guard.update_guard import build_guard
-from library.training.memory.block_swap import kind_sizes, most_swapped
-from library.training.memory.budget import Parts, available_bytes, in_words, is_out_of_memory, release, tensor_bytes
+from library.training.memory.block_swap import SWAP_OPTION, kind_sizes, most_swapped, swapped_blocks
+from library.training.memory.budget import (
+    MemoryEstimate,
+    available_bytes,
+    in_words,
+    is_out_of_memory,
+    release,
+    tensor_bytes,
+)
+from library.training.memory.estimator import ModelMemory, ModelShape, StepOptions, estimate, model_memory, suggestions
 from library.training.optim.factory import unwrapped
 from library.training.tasks.task import Task
 
-Stub = dict[str, Tensor]
 _SHARES = (4, 2)  # the first steps have so many times shorter sides
+_TEXT_TOKENS = 512  # of a caption, as most: T5's for FLUX
+# Of the memory there is. The estimate was within 5 % of what steps held (tests/training/test_memory_estimator.py), and
+# knows nothing of the CUDA context, fragments, averages or other processes.
+_CLEARLY_FITS, _CLEARLY_TOO_MUCH = 0.75, 1.5
+_ROOM = 0.95  # of the memory there is
+_WORTH_KEEPING = 64 * 2**20  # bytes; less buys no time
+_SWAP_TRIES = 3
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What a step took.
+class Measured:
+    """What steps under a memory policy took.
 
     Attributes:
-        parts: in bytes; None if not even small steps could be taken.
-        fits: the step was taken, or on a CPU is estimated to fit.
-        blocks, swappable: of the transformer, and how many of them may be swapped; 0 where host memory is the same.
+        memory: None if not even small steps could be taken.
+        fits: the step was taken, or on a CPU is extrapolated to fit.
+        swappable: how many blocks may be swapped; 0 where host memory is the same.
+        block: bytes of a block's frozen weights.
     """
 
-    parts: Parts | None
+    memory: MemoryEstimate | None
     fits: bool
-    blocks: int = 0
     swappable: int = 0
+    block: int = 0
 
     def within(self, share: float, limit: int) -> bool:
         """Whether the step fits with room to spare: into ``share`` of ``limit``."""
-        return self.fits and self.parts is not None and self.parts.total <= share * limit
+        return self.fits and self.memory is not None and self.memory.total <= share * limit
 
 
 class ImageTask(Protocol):
@@ -77,6 +94,7 @@ class ImageTask(Protocol):
     config: TrainConfig
     accelerator: Accelerator
     family: Family
+    dtype: torch.dtype
     text_encoder: TextEncoder
     data: TrainingData
 
@@ -84,8 +102,8 @@ class ImageTask(Protocol):
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """Takes steps ahead of a run, at its largest bucket."""
+class MemoryProbe:
+    """Estimates and takes steps ahead of a run, at its largest bucket."""
 
     task: ImageTask
 
@@ -109,72 +127,141 @@ class Rehearsal:
         return f"{size} at {width}x{height}"
 
     @cached_property
-    def _text(self) -> Stub:
+    def _text(self) -> dict[str, Tensor]:
         return _text(self.task.text_encoder, self.task.data, self.bucket[0])
 
-    def trial(self, training: TrainingConfig) -> Trial:
-        """Take real steps under the memory policy of ``training``; everything is let go of again."""
+    @cached_property
+    def model(self) -> ModelMemory | None:
+        """The model's numbers from its files' headers; None where the estimate does not know what is trained."""
+        config, family, (sample, _) = self.task.config, self.task.family, self.bucket
+        if config.optimizer.text_encoder_lr or config.network.network_type != "lora" or config.network.dim_from_weights:
+            return None
+        width, height = _sides(self.task.data, family, sample.fit.bucket, 1)
+        tokens = width * height // family.patch_size**2
+        shape = ModelShape(family.name, family.files.transformer_config)
+        with suppress(UserError):
+            return model_memory(shape, tokens, _TEXT_TOKENS, config.network.network_dim)
+        return None
+
+    @property
+    def options(self) -> StepOptions:
+        """The step as the configuration asks for it."""
+        config, training, (_, size) = self.task.config, self.task.config.training, self.bucket
+        eight_bit = "8bit" in config.optimizer.optimizer_type.lower()
+        return StepOptions(
+            fp8=bool(config.precision.fp8_base or config.precision.fp8_scaled or self.task.family.fp8_layout()),
+            checkpointing=training.gradient_checkpointing,
+            batch=size,
+            base_bytes=self.task.dtype.itemsize,
+            lora_bytes=2 if training.full_bf16 else 4,
+            optimizer_bytes=2 if eight_bit else 8,
+            swapped=swapped_blocks(training),
+            inputs_on_host=training.cpu_offload_checkpointing,
+        )
+
+    def estimate(self) -> MemoryEstimate | None:
+        """Return what a step holds, from headers alone; None where that is not known."""
+        return None if self.model is None else estimate(self.model, ParallelConfig(), self.options)
+
+    def measure(self, training: TrainingConfig) -> Measured:
+        """Take real steps under the memory policy of ``training``; everything is freed again."""
         family, data, accelerator = self.task.family, self.task.data, self.task.accelerator
         device, (sample, size) = accelerator.device, self.bucket
-        parts: Parts | None = None
-        with _unnoticed(accelerator):
+        memory: MemoryEstimate | None = None
+        with _restored(accelerator):
             try:
                 text = self._text
                 task = self.task.trial(training)
-                blocks = family.blocks(task.transformer)
-                small, parts = (
-                    _measured(task, blocks, _batch(data, family, sample, text, size, share)) for share in _SHARES
-                )
-                parts = replace(parts, activations=_extrapolated(data, family, sample, small, parts))
+                small, memory = (_steps(task, _batch(data, family, sample, text, size, share)) for share in _SHARES)
+                memory = replace(memory, activations=_extrapolated(data, family, sample, small, memory))
                 # a GPU says itself when it is full
-                fits = parts.total <= self.limit * (1.2 if device.type == "cuda" else 1.0)
+                fits = memory.total <= self.limit * (1.2 if device.type == "cuda" else 1.0)
                 if fits:
-                    parts = _measured(task, blocks, _batch(data, family, sample, text, size, 1))
+                    memory = _steps(task, _batch(data, family, sample, text, size, 1))
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 fits = False
-            if parts is None:
-                blocks = []
+            blocks = family.blocks(task.transformer) if memory is not None else []
             swappable = most_swapped(kind_sizes(blocks)) if device.type != "cpu" else 0
-            trial = Trial(parts, fits, len(blocks), swappable)
-            task = blocks = None  # type: ignore[assignment]
-        return trial
+            frozen = [p for p in (blocks[0].parameters() if blocks else ()) if not p.requires_grad]
+            measured = Measured(memory, fits, swappable, tensor_bytes(frozen))
+            task = blocks = frozen = None  # type: ignore[assignment]
+        return measured
 
-    def refuse(self, trial: Trial, remedy: str) -> UserError:
+    def refuse(self, memory: MemoryEstimate | None, remedy: str) -> UserError:
         """Return the error with which a run ends whose step does not fit."""
-        if trial.parts is None:
+        if memory is None:
             return UserError(
                 f"preflight: not even the model fits into {in_words(self.limit)}; set fp8_scaled = true or "
-                "blocks_to_swap"
+                f"{SWAP_OPTION}"
             )
-        needed = in_words(trial.parts.total)
+        needed = in_words(memory.total)
         return UserError(f"preflight: a step of {self.what} needs about {needed} of {in_words(self.limit)}; {remedy}")
 
 
-def preflight(rehearsal: Rehearsal, console: Console) -> None:
+def fit_memory(probe: MemoryProbe, console: Console) -> TrainConfig:
+    """Return the run's configuration after a memory dry run, if one is due: as it was, or with memory's choice made.
+
+    Raises:
+        UserError: a step does not fit, whatever is chosen.
+    """
+    config = probe.task.config
+    if config.training.memory == "auto":
+        chosen, measured = choose(probe)
+        assert measured.memory is not None
+        said = ", ".join(f"{key} = {_toml(value)}" for key, value in _changes(chosen).items()) or "nothing recomputed"
+        takes = f"{measured.memory.describe()}, of {in_words(probe.limit)}"
+        console.print(f"memory: {said}; a step of {probe.what} takes {takes}", soft_wrap=True)
+        return config.model_copy(update={"training": chosen})
+    asked, on_gpu = config.training.preflight, probe.task.accelerator.device.type == "cuda"
+    if asked or (asked is None and on_gpu and not config.parallel.splits_model and _in_doubt(probe, console)):
+        _check_fits(probe, console)
+    return config
+
+
+def _in_doubt(probe: MemoryProbe, console: Console) -> bool:
+    """Whether only real steps can tell if a step fits; say so where the estimate can.
+
+    Raises:
+        UserError: it clearly does not.
+    """
+    memory, limit = probe.estimate(), probe.limit
+    if memory is None or _CLEARLY_FITS * limit < memory.total < _CLEARLY_TOO_MUCH * limit:
+        return True
+    console.print(
+        f"preflight: a step of {probe.what} is estimated at {memory.describe()}, of {in_words(limit)}; no dry run",
+        soft_wrap=True,
+    )
+    if memory.total < limit:
+        return False
+    raise _too_much(probe, memory, 0, console)
+
+
+def _check_fits(probe: MemoryProbe, console: Console) -> None:
     """Take real steps at the largest bucket and print what they take, by part.
 
     Raises:
         UserError: they do not fit; it names the settings that would, by estimate.
     """
-    config, limit = rehearsal.task.config, rehearsal.limit
-    trial = rehearsal.trial(config.training)
-    parts = trial.parts
-    if parts is None:
-        raise rehearsal.refuse(trial, "")
-    hidden = _hidden(parts, trial.blocks)
-    others = suggestions(parts, limit, config, trial.blocks, rehearsal.bucket[1], hidden, trial.swappable)
-    console.print(
-        f"preflight: a step of {rehearsal.what} takes {parts.describe()}, of {in_words(limit)}", soft_wrap=True
-    )
-    if trial.within(0.95, limit):
-        return
+    measured = probe.measure(probe.task.config.training)
+    if measured.memory is None:
+        raise probe.refuse(None, "")
+    takes = f"{measured.memory.describe()}, of {in_words(probe.limit)}"
+    console.print(f"preflight: a step of {probe.what} takes {takes}", soft_wrap=True)
+    if not measured.within(_ROOM, probe.limit):
+        error = _too_much(probe, measured.memory, measured.swappable, console)
+        if not measured.fits:
+            raise error
+
+
+def _too_much(probe: MemoryProbe, memory: MemoryEstimate, swappable: int, console: Console) -> UserError:
+    """Print the settings that take less; return the error that names the first that fits."""
+    others = suggestions(memory, probe.model, probe.options, probe.limit, swappable) if probe.model else []
     for name, total, would_fit in others:
         console.print(f"  with {name}: about {in_words(total)}, {'fits' if would_fit else 'does not fit'}")
-    if not trial.fits:
-        fitting = [name for name, _, would_fit in others if would_fit]
-        raise rehearsal.refuse(trial, f"set {fitting[0]}" if fitting else "lower resolution, or use a larger device")
+    fitting = [name for name, _, would_fit in others if would_fit]
+    return probe.refuse(memory, f"set {fitting[0]}" if fitting else "lower resolution, or use a larger device")
 
 
 def largest(data: TrainingData, family: Family) -> tuple[Sample, int]:
@@ -195,7 +282,7 @@ def largest(data: TrainingData, family: Family) -> tuple[Sample, int]:
 
 
 def _sides(data: TrainingData, family: Family, size: tuple[int, int], share: int) -> tuple[int, int]:
-    """Height and width in latents of a picture with ``share`` times shorter sides, in whole patches."""
+    """Height and width in latents of an image with ``share`` times shorter sides, in whole patches."""
     unit = family.patch_size
     width, height = (max(1, side // data.latent_factor // unit // share) * unit for side in size)
     return height, width
@@ -206,7 +293,9 @@ def _area(data: TrainingData, family: Family, sample: Sample, share: int) -> flo
     return float(sum(h * w for h, w in (_sides(data, family, size, share) for size in sizes)))
 
 
-def _extrapolated(data: TrainingData, family: Family, sample: Sample, small: Parts, middle: Parts) -> int:
+def _extrapolated(
+    data: TrainingData, family: Family, sample: Sample, small: MemoryEstimate, middle: MemoryEstimate
+) -> int:
     """The activations of the full area, on the line through those of two smaller ones; the text's part is constant."""
     areas = [_area(data, family, sample, share) for share in (*_SHARES, 1)]
     if areas[1] == areas[0]:
@@ -215,22 +304,22 @@ def _extrapolated(data: TrainingData, family: Family, sample: Sample, small: Par
     return round(middle.activations + max(slope, 0.0) * (areas[2] - areas[1]))
 
 
-def _text(text_encoder: TextEncoder, data: TrainingData, sample: Sample) -> Stub:
+def _text(text_encoder: TextEncoder, data: TrainingData, sample: Sample) -> dict[str, Tensor]:
     """The embeddings of the longest caption: from the cache where they are, else encoded."""
     caption = max(data.captions(), key=len)
     path = TextJob(caption).path(data.text_folder, text_encoder.fingerprint)
     if path.exists() and not text_encoder.sees_references:
         data.missing_text(text_encoder.fingerprint)
         return data.text_embeddings(caption)
-    pictures = [Image.new("RGB", control.fit.encoded) for control in sample.controls]
-    (embeddings,) = text_encoder.encode([caption], [pictures] if text_encoder.sees_references else None)
+    images = [Image.new("RGB", control.fit.encoded) for control in sample.controls]
+    (embeddings,) = text_encoder.encode([caption], [images] if text_encoder.sees_references else None)
     text_encoder.release()
     return embeddings
 
 
-def _batch(data: TrainingData, family: Family, sample: Sample, text: Stub, size: int, share: int) -> Batch:
+def _batch(data: TrainingData, family: Family, sample: Sample, text: dict[str, Tensor], size: int, share: int) -> Batch:
     """A batch as the data loader gives it, of noise."""
-    noise = generator("rehearsal")
+    noise = generator("memory dry run")
     height, width = _sides(data, family, sample.fit.bucket, share)
 
     def latents(h: int, w: int) -> Tensor:
@@ -250,7 +339,7 @@ def _batch(data: TrainingData, family: Family, sample: Sample, text: Stub, size:
     return Batch(latents(height, width), batched, torch.ones(size), masks, ids, captions, conditions)
 
 
-def _measured(task: Task, blocks: list[nn.Module], batch: Batch) -> Parts:
+def _steps(task: Task, batch: Batch) -> MemoryEstimate:
     """Take two steps on ``batch``; return what they take."""
     device, position, guard = task.accelerator.device, Position(), build_guard(task)
     batch = batch.to(device)
@@ -260,21 +349,21 @@ def _measured(task: Task, blocks: list[nn.Module], batch: Batch) -> Parts:
     for _ in range(2):
         guard.begin(position, None)
         for _ in range(min(2, task.accelerator.gradient_accumulation_steps)):
-            with _held(device) as held:
+            with _peak_bytes(device) as peak:
                 loss, _ = task.loss(task.models[0], batch, position.step)
                 task.accelerator.backward(guard.nan_if_bad(loss))
-            activations = max(activations, held())
+            activations = max(activations, peak())
             del loss
         limit = task.config.optimizer.max_grad_norm or float("inf")
         guard.update(task.accelerator.clip_grad_norm_(task.parameters(), limit), task.optimizer.step)
         task.optimizer.zero_grad()
         position.step += 1
         guard.end(position)
-    return measured_parts(task, blocks, activations, device)
+    return measured_memory(task, activations, device)
 
 
 @contextlib.contextmanager
-def _held(device: torch.device) -> Iterator[Callable[[], int]]:
+def _peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
     """Yield a function that returns how many bytes the block held at most besides what there was before.
 
     On a GPU the allocator's peak. On a CPU, where nobody counts, what the forward pass keeps for the backward pass.
@@ -284,29 +373,20 @@ def _held(device: torch.device) -> Iterator[Callable[[], int]]:
         before = torch.cuda.memory_allocated(device)
         yield lambda: torch.cuda.max_memory_allocated(device) - before
         return
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or not tensor.is_leaf:
             storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield lambda: sum(kept.values())
-
-
-def _hidden(parts: Parts, blocks: int) -> int:
-    """Bytes of one block's input, as a part of its activations.
-
-    A transformer block with attention and a fourfold MLP keeps some 34 times its input for the backward pass
-    (Korthikanti et al. 2022, arXiv 2205.05198, equation 2, without the scores that flash attention does not keep).
-    """
-    return parts.activations // (34 * max(blocks, 1))
+        yield lambda: sum(saved.values())
 
 
 @contextlib.contextmanager
-def _unnoticed(accelerator: Accelerator) -> Iterator[None]:
+def _restored(accelerator: Accelerator) -> Iterator[None]:
     """Put back what the block changed of the process: generators, loss scaler, accelerate's lists and counts."""
     cpu, on_gpu = torch.get_rng_state(), torch.cuda.is_available()
     gpu = torch.cuda.get_rng_state_all() if on_gpu else []
@@ -324,84 +404,59 @@ def _unnoticed(accelerator: Accelerator) -> Iterator[None]:
             torch.cuda.reset_peak_memory_stats()
 
 
-_ROOM = 0.95  # of the memory there is
-_WORTH_KEEPING = 64 * 2**20  # bytes; less buys no time
-_SWAP_TRIES = 3
-
-
-def rehearsed(rehearsal: Rehearsal, console: Console) -> TrainConfig:
-    """Return the run's configuration after a rehearsal, if one is due: as it was, or with memory's choice made.
-
-    Raises:
-        UserError: a step does not fit, whatever is chosen.
-    """
-    config = rehearsal.task.config
-    if config.training.memory == "auto":
-        chosen, trial = choose(rehearsal)
-        assert trial.parts is not None
-        said = ", ".join(f"{key} = {_toml(value)}" for key, value in _changes(chosen).items()) or "nothing recomputed"
-        takes = f"{trial.parts.describe()}, of {in_words(rehearsal.limit)}"
-        console.print(f"memory: {said}; a step of {rehearsal.what} takes {takes}", soft_wrap=True)
-        return config.model_copy(update={"training": chosen})
-    asked, on_gpu = config.training.preflight, rehearsal.task.accelerator.device.type == "cuda"
-    if asked or (asked is None and on_gpu and not config.parallel.splits_model):
-        preflight(rehearsal, console)
-    return config
-
-
-def choose(rehearsal: Rehearsal) -> tuple[TrainingConfig, Trial]:
+def choose(probe: MemoryProbe) -> tuple[TrainingConfig, Measured]:
     """Return the first policy that fits, fastest first, and the step that was taken with it.
 
     Raises:
         UserError: none does.
     """
-    training, limit = rehearsal.task.config.training, rehearsal.limit
-    whole = rehearsal.trial(training)
-    if whole.within(_ROOM, limit):
-        return training, whole
+    training, limit = probe.task.config.training, probe.limit
+    fastest = probe.measure(training)
+    if fastest.within(_ROOM, limit):
+        return training, fastest
     recomputing = _with(training, gradient_checkpointing=True)
-    least = rehearsal.trial(recomputing)
+    least = probe.measure(recomputing)
     if least.within(_ROOM, limit):
-        return _keeping(rehearsal, recomputing, whole, least)
+        return _keeping(probe, recomputing, fastest, least)
     last = least
-    for candidate in _on_the_host(rehearsal, recomputing, least):
-        last = rehearsal.trial(candidate)
+    for candidate in _on_the_host(probe, recomputing, least):
+        last = probe.measure(candidate)
         if last.within(_ROOM, limit):
             return candidate, last
-    raise rehearsal.refuse(last, "set fp8_scaled = true, a smaller batch_size or a lower resolution")
+    raise probe.refuse(last.memory, "set fp8_scaled = true, a smaller batch_size or a lower resolution")
 
 
 def _keeping(
-    rehearsal: Rehearsal, recomputing: TrainingConfig, whole: Trial, least: Trial
-) -> tuple[TrainingConfig, Trial]:
+    probe: MemoryProbe, recomputing: TrainingConfig, fastest: Measured, least: Measured
+) -> tuple[TrainingConfig, Measured]:
     """Return ``recomputing`` with what the free memory can keep, if that is worth it and turns out to fit."""
-    assert least.parts is not None
-    room = int(_ROOM * rehearsal.limit) - least.parts.total
-    if whole.parts is not None:
-        room = min(room, whole.parts.activations - least.parts.activations)
-    compiled = rehearsal.task.config.accelerate.torch_compile  # a compiled block does not show what it keeps
+    assert least.memory is not None
+    room = int(_ROOM * probe.limit) - least.memory.total
+    if fastest.memory is not None:
+        room = min(room, fastest.memory.activations - least.memory.activations)
+    compiled = probe.task.config.accelerate.torch_compile  # a compiled block does not show what it keeps
     if room >= _WORTH_KEEPING and not compiled:
         keeping = _with(recomputing, activation_budget_mb=room // 2**20)
-        trial = rehearsal.trial(keeping)
-        if trial.within(1.0, rehearsal.limit):
-            return keeping, trial
+        measured = probe.measure(keeping)
+        if measured.within(1.0, probe.limit):
+            return keeping, measured
     return recomputing, least
 
 
-def _on_the_host(rehearsal: Rehearsal, recomputing: TrainingConfig, least: Trial) -> Iterator[TrainingConfig]:
+def _on_the_host(probe: MemoryProbe, recomputing: TrainingConfig, least: Measured) -> Iterator[TrainingConfig]:
     """Yield policies that use host memory, if that is another memory than the device's; the fastest first."""
-    if rehearsal.task.accelerator.device.type == "cpu":
+    if probe.task.accelerator.device.type == "cpu":
         return
     offloading = _with(recomputing, cpu_offload_checkpointing=True)
     yield offloading
     most = least.swappable
-    if least.parts is None or not least.parts.block or not most or rehearsal.task.config.accelerate.torch_compile:
+    if least.memory is None or not least.block or not most or probe.task.config.accelerate.torch_compile:
         return
-    over = least.parts.total - _ROOM * rehearsal.limit
-    swapped = max(1, -(-int(over) // least.parts.block))
+    over = least.memory.total - _ROOM * probe.limit
+    swapped = max(1, -(-int(over) // least.block))
     for attempt in range(_SWAP_TRIES):
         swapped = min(most, swapped + attempt * max(1, swapped // 4))
-        yield _with(offloading, blocks_to_swap=swapped)
+        yield _with(offloading, **{SWAP_OPTION: swapped})
         if swapped == most:
             return
 
@@ -412,7 +467,7 @@ def _with(training: TrainingConfig, **changes: Any) -> TrainingConfig:
 
 def _changes(chosen: TrainingConfig) -> dict[str, Any]:
     """Return the keys of the choice that are not at their defaults, as they are written."""
-    keys = ("gradient_checkpointing", "activation_budget_mb", "cpu_offload_checkpointing", "blocks_to_swap")
+    keys = ("gradient_checkpointing", "activation_budget_mb", "cpu_offload_checkpointing", SWAP_OPTION)
     values = {key: getattr(chosen, key) for key in keys}
     return {key: value for key, value in values.items() if value}
 
@@ -421,75 +476,22 @@ def _toml(value: Any) -> str:
     return str(value).lower()
 
 
-def measured_parts(task: Task, blocks: list[nn.Module], activations: int, device: torch.device) -> Parts:
+def measured_memory(task: Task, activations: int, device: torch.device) -> MemoryEstimate:
     """Return what a run's parts take after a step; gradients count as when they are there."""
     trained = task.parameters()
     ids = {id(p) for p in trained}
     models = [task.transformer, *task.models[1:]]
-    frozen = [
-        t
-        for model in models
-        for t in (*model.parameters(), *model.buffers())
-        if id(t) not in ids and t.device.type == device.type
-    ]
+    tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
+    frozen = [t for t in tensors if id(t) not in ids and t.device.type == device.type]
     optimizer = unwrapped(task.optimizer)
     state = [v for s in optimizer.state.values() if isinstance(s, Mapping) for v in s.values() if isinstance(v, Tensor)]
-    lora, kept = tensor_bytes(trained), tensor_bytes(state)
-    block = [t for t in (blocks[0].parameters() if blocks else ()) if id(t) not in ids]
-    linears = [p for b in blocks for p in b.parameters() if id(p) not in ids and p.ndim == 2 and p.dtype.itemsize > 1]
+    lora, held = tensor_bytes(trained), tensor_bytes(state)
     average = tensor_bytes(task.average.averages) if task.average is not None else 0
-    return Parts(
+    return MemoryEstimate(
         weights=tensor_bytes(frozen),
         lora=lora,
         gradients=lora,
-        optimizer=kept + average,
-        update=lora + kept + average,
+        optimizer=held + average,
+        update=lora + held + average,
         activations=activations,
-        block=tensor_bytes(block),
-        linears=tensor_bytes(linears),
-        width=linears[0].dtype.itemsize if linears else 1,
     )
-
-
-def suggestions(
-    parts: Parts, limit: int, config: TrainConfig, blocks: int, batch_size: int, hidden: int, swappable: int
-) -> list[tuple[str, int, bool]]:
-    """Return settings that take less, each with its estimated total and whether that fits into ``limit``.
-
-    Estimates: recomputing keeps every block's input (``hidden`` bytes) and one block's activations; a swapped block's
-    weights leave the device; fp8 keeps one byte a weight; activations are proportional to the batch; 8-bit optimizers
-    keep two bytes a weight where AdamW keeps eight. ``swappable``: the largest ``blocks_to_swap``.
-    """
-    training, estimates = config.training, list[tuple[str, int]]()
-
-    def less(**changes: int) -> int:
-        values = {"weights": parts.weights, "activations": parts.activations, "optimizer": parts.optimizer} | changes
-        lasting = values["weights"] + parts.lora + parts.gradients + values["optimizer"]
-        return lasting + max(values["activations"], parts.lora + values["optimizer"])
-
-    recomputed = hidden * blocks + parts.activations // max(blocks, 1)
-    if not training.gradient_checkpointing and recomputed < parts.activations:
-        estimates.append(("gradient_checkpointing = true", less(activations=recomputed)))
-    most = swappable
-    can_swap = bool(parts.block) and not training.blocks_to_swap and most > 0
-    if can_swap:
-        over = parts.total - limit
-        needed = min(most, max(1, -(-over // parts.block) if over > 0 else 1))
-        estimates.append((f"blocks_to_swap = {needed}", less(weights=parts.weights - needed * parts.block)))
-    if parts.linears and not (config.precision.fp8_base or config.precision.fp8_scaled):
-        saved = parts.linears - parts.linears // parts.width
-        estimates.append(("fp8_scaled = true", less(weights=parts.weights - saved)))
-    if batch_size > 1:
-        estimates.append(("batch_size = 1", less(activations=parts.activations // batch_size)))
-    count = parts.lora // (2 if training.full_bf16 else 4)
-    if parts.optimizer > 2 * count and "8bit" not in config.optimizer.optimizer_type.lower():
-        estimates.append(('optimizer_type = "AdamW8bit"', less(optimizer=2 * count)))
-    if len(estimates) > 1:
-        low = recomputed if not training.gradient_checkpointing else parts.activations
-        together = less(
-            activations=low // batch_size,
-            weights=max(parts.weights - most * parts.block, 0) if can_swap else parts.weights,
-            optimizer=min(parts.optimizer, 2 * count),
-        )
-        estimates.append(("all of these" + (", and every block swapped" if can_swap else ""), together))
-    return [(name, total, total <= limit) for name, total in estimates]

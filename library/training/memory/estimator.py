@@ -1,18 +1,19 @@
-"""What a model's parts take in a training step, found without its weights and without the memory for them.
+"""What a process holds at the highest point of a training step, estimated without the model's weights.
 
-Weights are counted on the meta device. Activations are what the forward pass keeps for the backward pass: one block of
-each kind is run on fake tensors, which have shapes and dtypes and no numbers, under the autocast of training, with
-Tandem's own layers. Blocks of a kind keep the same, so that a shallow model tells of a deep one.
+This one estimate is behind ``tools/plan_parallel.py``, the memory dry run (``dry_run``: whether real steps are needed)
+and the settings that it proposes. Two parts:
 
-What one process of a layout holds at the highest point of a step, estimated from a model's footprint.
-
-The arithmetic of ``docs/distributed.md``, in bytes. Weights are split by ``shard`` and ``zero = 3``, dealt out by
-blocks under ``pp``; ``tp`` splits the linear layers of the blocks. A LoRA is whole on every process, its optimizer's
-state split by ``zero`` alone; where all weights are trained, gradients and optimizer are split as the weights are. What
-is gathered for a moment counts as activations.
+- :func:`model_memory`: the model's own numbers. Weights are counted on the meta device. What a block keeps for the
+  backward pass, and holds for a moment, is counted in a forward and a backward pass of a shallow model on fake tensors,
+  which have shapes, dtypes and lifetimes and no numbers, under the autocast of training, with Tandem's own layers:
+  the same on every processor.
+- :func:`estimate`: the arithmetic of ``docs/distributed.md``. Weights are split by ``shard`` and ``zero = 3``, blocks
+  shared by ``pp``; ``tp`` splits the linear layers of the blocks. A LoRA is full on every process, its optimizer's
+  state split by ``zero`` alone; where all weights are trained, gradients and optimizer are split as the weights are.
+  What is gathered for a moment counts as activations.
 
 Not in it: the CUDA context and the libraries' own buffers, and what the allocator loses between blocks (:func:`fits`
-allows for both); sampling and validation, and encoders while the cache is made.
+allows for both); sampling and validation, and encoders while the cache is filled.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from library.models.llm.model import TransformerLM, separate_projections
 from library.models.llm.spec import PRESETS, LMConfig
 from library.models.registry import family_class, lora_targets
 from library.precision.recipe import Fp8Recipe
-from library.training.memory.budget import GIB, Parts
+from library.training.memory.block_swap import SWAP_OPTION
+from library.training.memory.budget import GIB, MemoryEstimate
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
 
@@ -49,7 +51,7 @@ Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockMemory:
     """Blocks of one kind, or what lies outside the blocks.
 
     Attributes:
@@ -72,7 +74,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Footprint:
+class ModelMemory:
     """A model and its step on a batch of one.
 
     Attributes:
@@ -84,20 +86,20 @@ class Footprint:
     """
 
     name: str
-    blocks: tuple[Part, ...]
-    outside: Part
+    blocks: tuple[BlockMemory, ...]
+    outside: BlockMemory
     largest_matrix: int
     heads: int
     has_stages: bool
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[BlockMemory, ...]:
         """Everything."""
         return (*self.blocks, self.outside)
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A model's kind and sizes: the arguments of its class, or a language model's configuration."""
 
     name: str  # of the family
@@ -109,16 +111,16 @@ def published_shapes() -> list[str]:
     return [*IMAGE_MODELS, *PRESETS]
 
 
-def shape_of(model: str) -> Shape:
+def shape_of(model: str) -> ModelShape:
     """Return the shape of a published model by name, or of a folder or file, of which headers are read.
 
     Raises:
         UserError: no such name, file or folder, or another kind of model.
     """
     if model in IMAGE_MODELS:
-        return Shape(model, family_class(model).published)
+        return ModelShape(model, family_class(model).published)
     if model in PRESETS:
-        return Shape(PRESETS[model].family, PRESETS[model])
+        return ModelShape(PRESETS[model].family, PRESETS[model])
     path = Path(model).expanduser()
     if not path.exists():
         names = published_shapes()
@@ -127,42 +129,44 @@ def shape_of(model: str) -> Shape:
         )
     if path.is_dir() and not (path / "model_index.json").is_file() and not (path / "transformer").is_dir():
         config, _, _ = open_lm(path)
-        return Shape(config.family, config)
-    return Shape(*transformer_of(path))
+        return ModelShape(config.family, config)
+    return ModelShape(*transformer_of(path))
 
 
-def footprint(shape: Shape, tokens: int, text: int, rank: int, base: torch.dtype = torch.bfloat16) -> Footprint:
+def model_memory(
+    shape: ModelShape, tokens: int, text: int, rank: int, base: torch.dtype = torch.bfloat16
+) -> ModelMemory:
     """Return what ``shape`` takes.
 
     Args:
         shape: of :func:`shape_of`.
-        tokens: of a picture (1024 x 1024 pixels are 4096), or of a text.
-        text: of a caption; of no meaning to language models.
+        tokens: of an image (1024 x 1024 pixels are 4096), or of a text.
+        text: of a caption; unused by language models.
         rank: of the LoRA; 0 trains all weights.
         base: dtype of the weights.
     """
-    (whole, lora), (shallow, _) = (_model(shape, base, rank, shallow=only_two) for only_two in (False, True))
-    linear = {f"{name}.weight" for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
+    (full, lora), (shallow, _) = (_model(shape, base, rank, shallow=only_two) for only_two in (False, True))
+    linear = {f"{name}.weight" for name, module in full.named_modules() if isinstance(module, nn.Linear)}
     kept = _step_bytes(shallow, _blocks(shape, shallow), lambda device: _inputs(shape, shallow, tokens, text, device))
-    blocks, kinds = _blocks(shape, whole), dict[str, list[nn.Module]]()
+    blocks, kinds = _blocks(shape, full), dict[str, list[nn.Module]]()
     for block in blocks:
         kinds.setdefault(type(block).__name__, []).append(block)
     inside = {id(p) for block in blocks for p in block.parameters()}
-    rest = {n: p for n, p in whole.named_parameters() if id(p) not in inside}
-    own = {id(p): n for n, p in whole.named_parameters()}
+    rest = {n: p for n, p in full.named_parameters() if id(p) not in inside}
+    names = {id(p): n for n, p in full.named_parameters()}
     parts = []
     for kind, members in kinds.items():
-        numbers = _numbers({own[id(p)]: p for block in members for p in block.parameters()}, lora, linear)
+        numbers = _numbers({names[id(p)]: p for block in members for p in block.parameters()}, lora, linear)
         each = {key: round(value / len(members)) for key, value in numbers.items()}
-        parts.append(Part(len(members), **each, **kept[kind]))
-    outside = Part(1, **_numbers(rest, lora, linear), **kept[""])
-    largest = max(p.numel() for n, p in whole.named_parameters() if p.ndim == 2 and id(p) in inside)
-    heads, has_stages = _cuts(shape, whole)
-    return Footprint(shape.name, tuple(parts), outside, largest, heads, has_stages)
+        parts.append(BlockMemory(len(members), **each, **kept[kind]))
+    outside = BlockMemory(1, **_numbers(rest, lora, linear), **kept[""])
+    largest = max(p.numel() for n, p in full.named_parameters() if p.ndim == 2 and id(p) in inside)
+    heads, has_stages = _cuts(shape, full)
+    return ModelMemory(shape.name, tuple(parts), outside, largest, heads, has_stages)
 
 
-def _cuts(shape: Shape, model: Any) -> tuple[int, bool]:
-    """Return into how many shares heads can be dealt out, and whether there can be stages."""
+def _cuts(shape: ModelShape, model: Any) -> tuple[int, bool]:
+    """Return among how many processes heads can be split, and whether there can be stages."""
     if isinstance(shape.arguments, LMConfig):
         return math.gcd(shape.arguments.heads, shape.arguments.kv_heads), True
     family: Any = family_class(shape.name)
@@ -170,7 +174,7 @@ def _cuts(shape: Shape, model: Any) -> tuple[int, bool]:
     return heads, bool(family.behind_blocks)
 
 
-def _model(shape: Shape, base: torch.dtype, rank: int, shallow: bool) -> tuple[nn.Module, set[str]]:
+def _model(shape: ModelShape, base: torch.dtype, rank: int, shallow: bool) -> tuple[nn.Module, set[str]]:
     """Return the model on the meta device, two blocks deep if ``shallow``, and the names of its LoRA's weights."""
     torch.set_default_dtype(base)
     try:
@@ -193,7 +197,7 @@ def _model(shape: Shape, base: torch.dtype, rank: int, shallow: bool) -> tuple[n
     return model, {name for name, p in model.named_parameters() if id(p) in trained}
 
 
-def _blocks(shape: Shape, model: nn.Module) -> list[nn.Module]:
+def _blocks(shape: ModelShape, model: nn.Module) -> list[nn.Module]:
     if isinstance(model, TransformerLM):
         return list(model.blocks)
     return family_class(shape.name).blocks(model)
@@ -237,7 +241,7 @@ class _LiveBytes(TorchDispatchMode):
 def _step_bytes(
     model: nn.Module, blocks: list[nn.Module], inputs: Callable[[str], Inputs]
 ) -> dict[str, dict[str, int]]:
-    """Return ``activations``, ``inputs`` and ``temporary`` of a :class:`Part` by kind of block, "" for the rest.
+    """Return ``activations``, ``inputs`` and ``temporary`` of a :class:`BlockMemory` by kind of block, "" for the rest.
 
     A forward and a backward pass on fake tensors; gradients of weights are there already, as in every step but the
     first.
@@ -311,7 +315,7 @@ def _on(device: str) -> Iterator[None]:
         yield
 
 
-def _inputs(shape: Shape, model: Any, tokens: int, text: int, device: str) -> Inputs:
+def _inputs(shape: ModelShape, model: Any, tokens: int, text: int, device: str) -> Inputs:
     """Return what ``model`` is called with, for a batch of one."""
     with _on(device):
         if isinstance(shape.arguments, LMConfig):
@@ -330,13 +334,18 @@ _ADAM = 8  # bytes of state for each trained number: two moments in fp32
 
 
 @dataclass(frozen=True)
-class Options:
+class StepOptions:
     """What a step is, besides its layout."""
 
-    full: bool = False  # all weights are trained, in fp32; else a LoRA in fp32 on a base in bf16
+    full: bool = False  # all weights are trained, in fp32; else a LoRA in fp32 on a frozen base
     fp8: bool = False  # the base's matrices in fp8
     checkpointing: bool = False
     batch: int = 1  # of a process that has data of its own
+    base_bytes: int = 2  # of a frozen weight
+    lora_bytes: int = 4  # of a LoRA's weight
+    optimizer_bytes: int = _ADAM  # of state for each trained number
+    swapped: int = 0  # blocks whose weights wait in host memory
+    inputs_on_host: bool = False  # of recomputed blocks
 
     def describe(self) -> str:
         """Return the options in a few words."""
@@ -344,17 +353,17 @@ class Options:
         return f"{base}, checkpointing" if self.checkpointing else base
 
 
-def fits(parts: Parts, limit: int) -> bool:
+def fits(parts: MemoryEstimate, limit: int) -> bool:
     """Return whether ``parts`` go into a GPU of ``limit`` bytes, with room for what is not counted."""
     return parts.total + RESERVE <= 0.95 * limit
 
 
-def layouts(model: Footprint, gpus: int, in_machine: int, batch: int, full: bool = False) -> Iterator[ParallelConfig]:
+def layouts(model: ModelMemory, gpus: int, in_machine: int, batch: int, full: bool = False) -> Iterator[ParallelConfig]:
     """Yield the layouts that ``gpus`` processes can have, simple ones first; ``full``: all weights are trained.
 
     Groups that exchange much (``shard``, ``tp``) lie within a machine; ``shard`` may take all there are instead. A
-    pipeline's pieces are whole images or texts: one of a batch of one, which leaves all stages but one idle. ``zero``
-    comes last: it takes another package.
+    pipeline's microbatches are full images or texts: one of a batch of one, which leaves all stages but one idle.
+    ``zero`` comes last: it takes another package.
     """
     yield ParallelConfig(dp=gpus)
     if gpus == 1:
@@ -381,25 +390,28 @@ def describe(layout: ParallelConfig) -> str:
     return f"{said}, LoRA too" if layout.shard_lora else said
 
 
-def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Parts:
+def estimate(model: ModelMemory, layout: ParallelConfig, options: StepOptions) -> MemoryEstimate:
     """Return what the fullest process holds.
 
     ``weights`` are the frozen ones, or all that are trained; with these ``lora`` is 0.
     """
-    kept = [(count, part) for count, part in _own_blocks(model, layout.pp) if count]
+    kept = [(count, part) for count, part in _local_blocks(model, layout.pp) if count]
     everything = [*kept, (1, model.outside)]
-    width = 4 if options.full else 2
+    width = 4 if options.full else options.base_bytes
+    trained_width = 4 if options.full else options.lora_bytes
+    lora_shards = layout.shard if layout.shard_lora else 1
     owners = layout.dp or 1 if layout.zero else 1  # among whom ZeRO splits
     split = 1 / (owners if layout.zero == 3 else layout.shard)
 
-    def stored(part: Part) -> float:
+    def stored(part: BlockMemory) -> float:
         matrices = part.matrices * (1 if options.fp8 and not options.full else width) / layout.tp
         return matrices + (part.weights - part.matrices) * width
 
     weights = sum(count * stored(part) for count, part in everything) * split
-    lora = sum(part.count * part.lora for part in model.parts) * 4 / (layout.shard if layout.shard_lora else 1)
+    weights -= options.swapped * min(stored(part) for _, part in kept)
+    lora = sum(part.count * part.lora for part in model.parts) * trained_width / lora_shards
     trained = weights if options.full else lora
-    numbers = trained / 4
+    numbers = trained / trained_width
     # DDP reduces in buckets that are a copy of the gradients, with several replicas and without shard
     buckets = trained if (layout.dp or 1) > 1 and not layout.gathers_weights else 0
     own = trained / owners  # what ZeRO steps on here, beside the whole LoRA
@@ -412,9 +424,9 @@ def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Part
         if layout.zero:
             gathered = max(gathered, min(_ZERO_LIVE * width, weights * owners))
         activations += gathered * (2 if options.full else 1)  # with their gradients, until these are handed out
-    state = numbers * _ADAM / owners + (own if layout.zero else 0)
+    state = numbers * options.optimizer_bytes / owners + (own if layout.zero else 0)
     update = 0 if options.full else trained + state  # copies that the update guard keeps for a moment
-    return Parts(
+    return MemoryEstimate(
         weights=round(weights),
         lora=round(lora),
         gradients=round((own if layout.zero in (2, 3) else trained) + buckets),
@@ -424,7 +436,37 @@ def estimate(model: Footprint, layout: ParallelConfig, options: Options) -> Part
     )
 
 
-def _own_blocks(model: Footprint, stages: int) -> list[tuple[int, Part]]:
+def suggestions(
+    measured: MemoryEstimate, model: ModelMemory, options: StepOptions, limit: int, swappable: int
+) -> list[tuple[str, int, bool]]:
+    """Return settings that take less than a step that was measured, each with its total and whether that fits.
+
+    A setting's total is the measured one and the difference of two estimates. ``swappable``: blocks that may be.
+    """
+    layout = ParallelConfig()
+    block = estimate(model, layout, options).weights - estimate(model, layout, replace(options, swapped=1)).weights
+    changes: dict[str, dict[str, Any]] = {"gradient_checkpointing = true": {"checkpointing": True}}
+    if swappable and not options.swapped and block:
+        needed = min(swappable, max(1, -(-(measured.total - limit) // block)))
+        changes[f"{SWAP_OPTION} = {needed}"] = {"swapped": needed}
+    changes["fp8_scaled = true"] = {"fp8": True}
+    changes["batch_size = 1"] = {"batch": 1}
+    if options.optimizer_bytes == _ADAM:
+        changes['optimizer_type = "AdamW8bit"'] = {"optimizer_bytes": 2}
+    changes = {name: change for name, change in changes.items() if replace(options, **change) != options}
+    if len(changes) > 1:
+        together = {key: value for change in changes.values() for key, value in change.items()}
+        swaps = "swapped" in together
+        together |= {"swapped": swappable} if swaps else {}
+        changes["all of these" + (", and every block swapped" if swaps else "")] = together
+    now, found = estimate(model, layout, options).total, []
+    for name, change in changes.items():
+        total = measured.total + estimate(model, layout, replace(options, **change)).total - now
+        found += [(name, total, total <= limit)] if total < measured.total else []
+    return found
+
+
+def _local_blocks(model: ModelMemory, stages: int) -> list[tuple[int, BlockMemory]]:
     """Return the blocks of the fullest stage: a run of all blocks, as many as the others or one more."""
     order = [part for part in model.blocks for _ in range(part.count)]
     length = math.ceil(len(order) / stages)
@@ -433,22 +475,22 @@ def _own_blocks(model: Footprint, stages: int) -> list[tuple[int, Part]]:
     return [(fullest.count(part), part) for part in model.blocks]
 
 
-def _activations(model: Footprint, own: list[tuple[int, Part]], layout: ParallelConfig, options: Options) -> float:
-    """Return what forward keeps for backward, and the gradients that are under way in the largest block."""
+def _activations(
+    model: ModelMemory, local: list[tuple[int, BlockMemory]], layout: ParallelConfig, options: StepOptions
+) -> float:
+    """Return what forward keeps for backward, and what the largest block holds for a moment."""
 
-    def of(part: Part) -> float:
+    def of(part: BlockMemory) -> float:
         return part.activations * (_WHOLE_UNDER_TP + (1 - _WHOLE_UNDER_TP) / layout.tp)
 
-    lasting = sum(count * of(part) for count, part in own)
-    passing = float(max(part.temporary for _, part in own))
+    lasting = sum(count * of(part) for count, part in local)
+    passing = float(max(part.temporary for _, part in local))
     if options.checkpointing:
-        lasting = float(sum(count * part.inputs for count, part in own))
-        passing = max(of(part) + part.temporary for _, part in own)
-    casts = (
-        0.0  # of trained weights, which autocast keeps to the end of forward unless they are gathered block by block
-    )
+        lasting = 0.0 if options.inputs_on_host else float(sum(count * part.inputs for count, part in local))
+        passing = max(of(part) + part.temporary for _, part in local)
+    casts = 0.0  # of trained weights, which autocast keeps to the end of forward unless they are gathered by block
     if options.full and options.checkpointing and not layout.gathers_weights:
-        casts = sum(count * part.matrices for count, part in own) * 2 / layout.tp / options.batch
+        casts = sum(count * part.matrices for count, part in local) * 2 / layout.tp / options.batch
     passing = max(passing, casts + model.outside.temporary)
     pieces = layout.pieces if layout.is_pipelined else 1
     under_way = min(layout.pp, pieces) if layout.schedule == "1f1b" else pieces

@@ -32,7 +32,7 @@ def devices_to_fill(parallel: ParallelConfig, accelerator: Accelerator) -> list[
         raise UserError("device_map: one process drives all GPUs; start with python, or set shard instead of it")
     count = torch.cuda.device_count()
     if count < 2:
-        raise UserError(f"device_map: needs two GPUs, this process sees {count}; remove it, or set blocks_to_swap")
+        raise UserError(f'device_map: needs two GPUs, this process sees {count}; remove it, or set memory = "auto"')
     return [torch.device("cuda", number) for number in range(count)]
 
 

@@ -240,7 +240,7 @@ def prepare_zero(
     wrapped = ZeroOptimizer(engine, optimizer, groups)
     accelerator._optimizers[-1] = wrapped
     accelerator.deepspeed_engine_wrapped = _Engine(engine, wrapped)
-    _compare_with_what_was_asked(accelerator, engine, wrapped, groups, dtypes)
+    _verify(accelerator, engine, wrapped, groups, dtypes)
     return engine, wrapped, None if loader is None else prepare_loader(accelerator, loader)
 
 
@@ -265,7 +265,7 @@ def _split(model: nn.Module, settings: dict[str, Any], device: torch.device) -> 
             module._buffers[name] = buffer.to(device)
 
 
-def _compare_with_what_was_asked(
+def _verify(
     accelerator: Accelerator,
     engine: Any,
     optimizer: ZeroOptimizer,

@@ -1,6 +1,6 @@
-"""One picture of how runs went: learning rate, d, d*lr, loss and gradient norm, from their ``metrics.jsonl``.
+"""One image of how runs went: learning rate, d, d*lr, loss and gradient norm, from their ``metrics.jsonl``.
 
-``plot_runs`` draws one run or several over each other and writes the picture as PNG (to look at) and SVG (to
+``plot_runs`` draws one run or several over each other and writes the image as PNG (to look at) and SVG (to
 print and zoom). Nothing here needs a display or changes matplotlib's global settings: figures are made
 without pyplot.
 
@@ -65,7 +65,7 @@ def plot_runs(runs: Sequence[Path], save_to: Path, log: LogAxes = "auto") -> lis
     the SVG.
 
     Args:
-        runs: one or several; colours repeat after seven. save_to: where the picture goes; ``.png`` and
+        runs: one or several; colours repeat after seven. save_to: where the image goes; ``.png`` and
         ``.svg`` take the place of its suffix. log: logarithmic axes where values span more than a factor of
         ten ("auto"), for all ("on") or none ("off").
 

@@ -1,12 +1,12 @@
-"""Answers at intervals, as text: how a model learns to speak."""
+"""Answers to given prompts at intervals, as text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
@@ -18,9 +18,6 @@ from library.llm.generation import SamplingSettings, generate_tokens
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
 
 @dataclass(frozen=True)
 class AnswerSampler:
@@ -29,7 +26,7 @@ class AnswerSampler:
     Attributes:
         prompts: as the user wrote them, and ``tokens`` of each up to where the answer begins.
         folder: gets a text file for each step.
-        drawn: these files by step.
+        sampled: these files by step.
     """
 
     prompts: list[str]
@@ -39,7 +36,7 @@ class AnswerSampler:
     folder: Path
     accelerator: Accelerator
     console: Console
-    drawn: dict[int, list[Path]] = field(default_factory=dict)
+    sampled: dict[int, list[Path]] = field(default_factory=dict)
 
     def sample(self, transformer: nn.Module, step: int) -> list[Path]:
         """Answer every prompt; return the file."""
@@ -55,14 +52,14 @@ class AnswerSampler:
         if self.accelerator.is_main_process:
             write_text(path, "\n\n----\n\n".join(pairs) + "\n")
         self.console.print(f"step {step}: {self.prompts[0]!r} -> {answers[0]!r}", soft_wrap=True)
-        self.drawn[step] = [path]
+        self.sampled[step] = [path]
         return [path]
 
     def recall(self, last_step: int) -> None:
-        """Take up the answers that an interrupted run wrote, up to ``last_step``."""
+        """Note the answers that an interrupted run wrote, up to ``last_step``."""
         for path in sorted(self.folder.glob(f"step{'[0-9]' * 6}*.txt")):
             if (step := int(path.stem.removeprefix("step"))) <= last_step:
-                self.drawn[step] = [path]
+                self.sampled[step] = [path]
 
     def write_sheets(self) -> list[Path]:
         """Return nothing: texts are read one by one."""

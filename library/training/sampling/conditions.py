@@ -1,6 +1,6 @@
-"""The pictures that sample prompts name: the picture and mask of a fill model, the references of an edit model.
+"""The images that sample prompts name: the image and mask of a fill model, the references of an edit model.
 
-They are read, resized and encoded as those of the dataset are: a fill model's picture covers the prompt's width and
+They are read, resized and encoded as those of the dataset are: a fill model's image covers the prompt's width and
 height, an edit model's references get the dataset's control resolution.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,21 +17,19 @@ from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.data.cache import TextJob, to_fill_mask
+from library.data.dataset import TrainingData
 from library.data.file_index import SourceFile, content_hash, read_bytes
 from library.data.images import decode, decode_mask, fit_image, read_size, to_pixels
 from library.data.samples import check_mask_shape
 from library.data.sidecars import Control, ControlSizing, cover
 from library.errors import UserError
-
-if TYPE_CHECKING:
-    from library.data.dataset import TrainingData
-    from library.models.vae import ImageEncoder
-    from library.training.sampling.prompts import SamplePrompt
+from library.models.vae import ImageEncoder
+from library.training.sampling.prompts import SamplePrompt
 
 
 @dataclass(frozen=True)
-class PictureRules:
-    """What a model does with the pictures of a prompt.
+class PromptImageRules:
+    """What a model does with the images of a prompt.
 
     Attributes:
         conditioning: what it is given.
@@ -45,66 +42,66 @@ class PictureRules:
     pixel_multiple: int = 1
 
     @classmethod
-    def of(cls, data: TrainingData) -> PictureRules:
+    def of(cls, data: TrainingData) -> PromptImageRules:
         """Return the rules of a training run."""
         return cls(data.conditioning, data.control_sizing, data.pixel_multiple)
 
 
-def check_pictures(
+def check_prompt_images(
     prompts: Sequence[SamplePrompt], conditioning: ConditionKind, most_references: int | None = None
 ) -> None:
-    """Refuse prompts without the pictures that the model needs, or with such as it does not take.
+    """Refuse prompts without the images that the model needs, or with such as it does not take.
 
     Args:
-        prompts: to be drawn.
+        prompts: to be sampled.
         conditioning: what the model is given besides text.
-        most_references: pictures that an edit model takes at most; None for any number.
+        most_references: images that an edit model takes at most; None for any number.
 
     Raises:
-        UserError: names the prompt; also where a picture is missing, damaged, or a mask shows nothing to fill.
+        UserError: names the prompt; also where an image is missing, damaged, or a mask shows nothing to fill.
     """
     for prompt in prompts:
         where, count = f"prompt {prompt.short()}", len(prompt.control_images)
         if conditioning == "none" and (count or prompt.mask_image):
             option = "--ci" if count else "--mi"
-            raise UserError(f"{where}: {option} is not taken: this model paints from text alone; remove it")
+            raise UserError(f"{where}: {option} is not taken: this model generates from text alone; remove it")
         if conditioning == "references" and prompt.mask_image:
-            raise UserError(f"{where}: --mi is not taken: this model edits whole pictures; remove it")
+            raise UserError(f"{where}: --mi is not taken: this model edits whole images; remove it")
         if conditioning == "references" and not count:
-            raise UserError(f"{where}: no picture to edit; add --ci picture.png")
+            raise UserError(f"{where}: no image to edit; add --ci image.png")
         if conditioning == "fill" and (count != 1 or not prompt.mask_image):
-            wrong = f"{count} pictures to fill" if count > 1 else "no picture to fill" if not count else "no mask"
-            raise UserError(f"{where}: {wrong}; write --ci picture.png --mi mask.png, the mask white where to fill")
+            wrong = f"{count} images to fill" if count > 1 else "no image to fill" if not count else "no mask"
+            raise UserError(f"{where}: {wrong}; write --ci image.png --mi mask.png, the mask white where to fill")
         if conditioning == "fill" and prompt.cfg != 1.0:
             raise UserError(f"{where}: --l is not taken: FLUX.1 Fill is guided by --g and has no negative prompt")
         if most_references is not None and count > most_references:
-            raise UserError(f"{where}: {count} pictures; this model takes {most_references}, remove the others")
+            raise UserError(f"{where}: {count} images; this model takes {most_references}, remove the others")
         for path in prompt.control_images:
             decode(read_bytes(path), path)
         if prompt.mask_image:
             check_mask_shape(_source(prompt.mask_image), read_size(prompt.control_images[0]))
             if not to_fill_mask(decode_mask(read_bytes(prompt.mask_image), prompt.mask_image)).any():
-                raise UserError(f"{prompt.mask_image}: nothing to fill; paint what is to be filled white")
+                raise UserError(f"{prompt.mask_image}: nothing to fill; make what is to be filled white")
 
 
-def text_jobs(prompt: SamplePrompt, sees_references: bool, rules: PictureRules) -> dict[str, TextJob]:
+def text_jobs(prompt: SamplePrompt, sees_references: bool, rules: PromptImageRules) -> dict[str, TextJob]:
     """Return what a prompt's embeddings are made from, by ``prompt.text_key`` of each of its texts.
 
     Raises:
-        UserError: a picture cannot be read.
+        UserError: an image cannot be read.
     """
-    pictures = _controls(prompt, rules) if sees_references else ()
-    return {prompt.text_key(text): TextJob(text, pictures) for text in prompt.texts()}
+    images = _controls(prompt, rules) if sees_references else ()
+    return {prompt.text_key(text): TextJob(text, images) for text in prompt.texts()}
 
 
-def encode_pictures(prompt: SamplePrompt, encoder: ImageEncoder, rules: PictureRules) -> Conditions:
+def encode_prompt_images(prompt: SamplePrompt, encoder: ImageEncoder, rules: PromptImageRules) -> Conditions:
     """Return a prompt's conditions, with a batch axis of one, on the CPU.
 
     Raises:
-        UserError: a picture cannot be read.
+        UserError: an image cannot be read.
     """
     if rules.conditioning == "fill":
-        masked, mask = _masked_picture(prompt)
+        masked, mask = _masked_image(prompt)
         return Conditions(_encoded(masked, encoder), mask[None])
     if rules.conditioning == "references":
         loaded = (to_pixels(control.load()) for control in _controls(prompt, rules))
@@ -112,24 +109,24 @@ def encode_pictures(prompt: SamplePrompt, encoder: ImageEncoder, rules: PictureR
     return NO_CONDITIONS
 
 
-def show_pictures(prompt: SamplePrompt, rules: PictureRules) -> Image.Image | None:
-    """Return what a prompt starts from as one picture: the picture without its region, or the references in a row.
+def show_prompt_images(prompt: SamplePrompt, rules: PromptImageRules) -> Image.Image | None:
+    """Return what a prompt starts from as one image: the image without its region, or the references in a row.
 
     Raises:
-        UserError: a picture cannot be read.
+        UserError: an image cannot be read.
     """
     if rules.conditioning == "fill":
-        pixels = (_masked_picture(prompt)[0] + 1) * 127.5  # [3, H, W], mid-grey where to fill
+        pixels = (_masked_image(prompt)[0] + 1) * 127.5  # [3, H, W], mid-grey where to fill
         return Image.fromarray(pixels.round().byte().permute(1, 2, 0).contiguous().numpy())
     if rules.conditioning == "references":
         return _in_a_row(control.load() for control in _controls(prompt, rules))
     return None
 
 
-def _masked_picture(prompt: SamplePrompt) -> tuple[Tensor, Tensor]:
-    """The prompt's picture [3, H, W] with the region to fill at 0, mid-grey, and that region [1, H, W]."""
+def _masked_image(prompt: SamplePrompt) -> tuple[Tensor, Tensor]:
+    """The prompt's image [3, H, W] with the region to fill at 0, mid-grey, and that region [1, H, W]."""
     (path,), mask_path = prompt.control_images, prompt.mask_image
-    assert mask_path is not None, "check_pictures comes first"
+    assert mask_path is not None, "check_prompt_images comes first"
     target = (prompt.width, prompt.height)
     image, _ = decode(read_bytes(path), path)
     mask = decode_mask(read_bytes(mask_path), mask_path)
@@ -138,7 +135,7 @@ def _masked_picture(prompt: SamplePrompt) -> tuple[Tensor, Tensor]:
     return to_pixels(fit_image(image, cover(image.size, target), None)) * (1 - region), region
 
 
-def _controls(prompt: SamplePrompt, rules: PictureRules) -> tuple[Control, ...]:
+def _controls(prompt: SamplePrompt, rules: PromptImageRules) -> tuple[Control, ...]:
     controls = []
     for file in map(_source, prompt.control_images):
         assert file.size is not None
@@ -157,8 +154,8 @@ def _encoded(pixels: Tensor, encoder: ImageEncoder) -> Tensor:
         return encoder.encode(pixels[None]).cpu()
 
 
-def _in_a_row(pictures: Iterable[Image.Image]) -> Image.Image:
-    loaded = list(pictures)
+def _in_a_row(images: Iterable[Image.Image]) -> Image.Image:
+    loaded = list(images)
     height = loaded[0].height
     scaled = [image.resize((max(1, round(image.width * height / image.height)), height)) for image in loaded]
     return Image.fromarray(np.concatenate([np.asarray(image) for image in scaled], axis=1))

@@ -1,9 +1,9 @@
-"""Pictures drawn while training, by the model being trained, and the sheets that show them side by side.
+"""Images sampled while training, by the model being trained, and the sheets that show them side by side.
 
 ``before_after.png`` has the first sampled step beside the last; ``over_time.png`` a column for each sampled step, or
-eight evenly chosen ones. Of fill and edit models the first column is what they start from. Every picture carries its
-prompt, as a line of a prompt file, under the PNG key ``prompt``: that is how a resumed run recognises the pictures
-drawn before it was interrupted.
+eight evenly chosen ones. Of fill and edit models the first column is what they start from. Every image carries its
+prompt, as a line of a prompt file, under the PNG key ``prompt``: that is how a resumed run recognises the images
+sampled before it was interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -19,23 +18,21 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
 
 from library.conditions import Conditions
+from library.data.dataset import TrainingData
 from library.files import atomic_path
-from library.training.sampling.conditions import PictureRules, encode_pictures, show_pictures, text_jobs
+from library.models.family import Family
+from library.models.vae import ImageEncoder
+from library.training.sampling.conditions import PromptImageRules, encode_prompt_images, show_prompt_images, text_jobs
 from library.training.sampling.prompts import SamplePrompt
 
-if TYPE_CHECKING:
-    from library.data.dataset import TrainingData
-    from library.models.family import Family
-    from library.models.vae import ImageEncoder
-
-_CELL = 256  # pixels of a picture's longer side on the sheet
+_CELL = 256  # pixels of an image's longer side on the sheet
 _CAPTION = 44  # pixels for two lines of prompt under a row
 _HEADER = 28
 _MOST_COLUMNS = 8  # of the sheet over time: about 2100 pixels, a screen's width
 
 
 class Sampler:
-    """Draws the same prompts with the same seeds at different steps into ``<folder>``."""
+    """Samples the same prompts with the same seeds at different steps into ``<folder>``."""
 
     def __init__(
         self,
@@ -45,41 +42,47 @@ class Sampler:
         embeddings: dict[str, dict[str, Tensor]],
         folder: Path,
         text_encoders: nn.Module | None = None,
-        rules: PictureRules | None = None,
+        rules: PromptImageRules | None = None,
         writes: bool = True,
     ) -> None:
-        """Keep what sampling needs; without ``writes`` pictures are drawn and let go, in step with other processes.
+        """Keep what sampling needs.
 
-        ``embeddings`` maps every prompt's text (its ``text_key``) to its encoder outputs (no batch axis); those of
-        ``text_encoders``, which are in training, are computed when they are needed. ``rules`` say what becomes of the
-        prompts' pictures; these are encoded once, when they are first needed.
+        Args:
+            family: the model's.
+            prompts: to be sampled.
+            image_encoder: decodes the latents.
+            embeddings: every prompt's text (its ``text_key``) -> its encoder outputs, without a batch axis.
+            folder: gets the images.
+            text_encoders: that are trained; their embeddings are computed when they are needed.
+            rules: what becomes of the prompts' images; these are encoded once, when they are first needed.
+            writes: else images are generated and dropped, as a collective call with the processes that write.
         """
-        self._rules = rules or PictureRules()
+        self._rules = rules or PromptImageRules()
         self._conditions: dict[int, Conditions] = {}
         self._family, self._prompts, self._embeddings = family, prompts, embeddings
         self._text_encoders = text_encoders
         self._image_encoder, self._folder = image_encoder, folder
-        self.drawn: dict[int, list[Path]] = {}
+        self.sampled: dict[int, list[Path]] = {}
         self._writes = writes
 
     @torch.no_grad()
     def sample(self, transformer: nn.Module, step: int) -> list[Path]:
-        """Draw every prompt; return the files. The VAE is loaded for the occasion and let go again.
+        """Sample every prompt; return the files. The VAE is loaded for it and freed again.
 
         Args:
             transformer: the network itself, out of any wrapper.
             step: names the files.
         """
         try:
-            paths = [self._draw(transformer, i, prompt, step) for i, prompt in enumerate(self._prompts)]
+            paths = [self._sample(transformer, i, prompt, step) for i, prompt in enumerate(self._prompts)]
         finally:
             self._image_encoder.release()
-        self.drawn[step] = paths
+        self.sampled[step] = paths
         return paths
 
-    def _draw(self, transformer: nn.Module, i: int, prompt: SamplePrompt, step: int) -> Path:
+    def _sample(self, transformer: nn.Module, i: int, prompt: SamplePrompt, step: int) -> Path:
         if i not in self._conditions:
-            self._conditions[i] = encode_pictures(prompt, self._image_encoder, self._rules)
+            self._conditions[i] = encode_prompt_images(prompt, self._image_encoder, self._rules)
         image = self._family.sample(
             transformer,
             self._image_encoder,
@@ -95,7 +98,7 @@ class Sampler:
         )
         path = self._path(step, i)
         if self._writes:
-            save_picture(image, path, {"prompt": prompt.line()})
+            save_image(image, path, {"prompt": prompt.line()})
         return path
 
     def _text(self, prompt: SamplePrompt, text: str) -> dict[str, Tensor]:
@@ -113,17 +116,17 @@ class Sampler:
         return self._folder / f"step{step:06d}_{i:02d}.png"
 
     def recall(self, last_step: int) -> None:
-        """Take up the pictures of these prompts that an interrupted run drew, up to ``last_step``."""
+        """Note the images of these prompts that an interrupted run sampled, up to ``last_step``."""
         lines = [prompt.line() for prompt in self._prompts]
         for first in sorted(self._folder.glob(f"step{'[0-9]' * 6}*_00.png")):
             step = int(first.stem.removeprefix("step").partition("_")[0])
             paths = [self._path(step, i) for i in range(len(lines))]
             if step <= last_step and [_prompt_of(path) for path in paths] == lines:
-                self.drawn.setdefault(step, paths)
+                self.sampled.setdefault(step, paths)
 
     def write_sheets(self) -> list[Path]:
         """Write ``before_after.png`` and, with more than two sampled steps, ``over_time.png``; return their paths."""
-        steps = sorted(self.drawn)
+        steps = sorted(self.sampled)
         if len(steps) < 2:
             return []
         ends = {steps[0]: f"before (step {steps[0]})", steps[-1]: f"after (step {steps[-1]})"}
@@ -136,9 +139,9 @@ class Sampler:
         """Write one sheet; ``columns`` maps the steps to show to their titles."""
         titles, rows = list(columns.values()), []
         for i, prompt in enumerate(self._prompts):
-            pictures: list[Path | Image.Image] = [self.drawn[step][i] for step in columns]
-            start = show_pictures(prompt, self._rules)
-            rows.append((prompt.prompt, pictures if start is None else [start, *pictures]))
+            images: list[Path | Image.Image] = [self.sampled[step][i] for step in columns]
+            start = show_prompt_images(prompt, self._rules)
+            rows.append((prompt.prompt, images if start is None else [start, *images]))
         if self._rules.conditioning != "none":
             titles = ["input", *titles]
         with atomic_path(path) as temporary:
@@ -146,7 +149,7 @@ class Sampler:
         return path
 
 
-def save_picture(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
+def save_image(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
     """Write ``image`` as PNG in one step, with ``texts`` as its text chunks."""
     info = PngInfo()
     for key, text in texts.items():
@@ -156,7 +159,7 @@ def save_picture(image: Image.Image, path: Path, texts: Mapping[str, str]) -> No
 
 
 def _prompt_of(path: Path) -> str | None:
-    """Return the prompt that a picture carries, or None if it carries none or is not there."""
+    """Return the prompt that an image carries, or None if it carries none or is not there."""
     try:
         with Image.open(path) as image:
             return image.info.get("prompt")
@@ -183,7 +186,7 @@ def build_sampler(
     """Return the sampler of a run, or None where no prompts were given; embeddings come from the dataset's cache."""
     if not prompts:
         return None
-    rules = PictureRules.of(data)
+    rules = PromptImageRules.of(data)
     embeddings = {
         key: data.text_embeddings(job)
         for prompt in prompts
@@ -193,20 +196,20 @@ def build_sampler(
 
 
 def _sheet(titles: list[str], rows: list[tuple[str, list[Path | Image.Image]]]) -> Image.Image:
-    """Return one picture: a column a title, a row a prompt with the prompt under it; two prompts side by side."""
+    """Return one image: a column a title, a row a prompt with the prompt under it; two prompts side by side."""
     across = 2 if len(rows) > 3 and len(titles) == 2 else 1
     block_width = len(titles) * (_CELL + 8) + 16
     heights = (len(rows) + across - 1) // across
     sheet = Image.new("RGB", (across * block_width + 8, _HEADER + heights * (_CELL + _CAPTION) + 8), "white")
     draw = ImageDraw.Draw(sheet)
     title_font, font = ImageFont.load_default(16), ImageFont.load_default(13)
-    for i, (prompt, pictures) in enumerate(rows):
+    for i, (prompt, images) in enumerate(rows):
         left, top = 12 + (i % across) * block_width, _HEADER + (i // across) * (_CELL + _CAPTION)
-        for column, (title, picture) in enumerate(zip(titles, pictures, strict=True)):
+        for column, (title, shown) in enumerate(zip(titles, images, strict=True)):
             x = left + column * (_CELL + 8)
             if i < across:
                 draw.text((x, 6), title, fill="black", font=title_font)
-            with picture if isinstance(picture, Image.Image) else Image.open(picture) as image:
+            with shown if isinstance(shown, Image.Image) else Image.open(shown) as image:
                 factor = _CELL / max(image.size)
                 size = (round(image.width * factor), max(1, round(image.height * factor)))
                 sheet.paste(image.convert("RGB").resize(size, Image.Resampling.LANCZOS), (x, top))

@@ -3,16 +3,16 @@
 * ``.txt`` (and any other name): a prompt a line,
   ``a cat in the rain --n blurry --w 1024 --h 1024 --d 42 --s 20 --g 3.5 --l 1.0``: negative prompt, width, height,
   seed, steps, guidance given to a guidance-distilled model, and classifier-free guidance proper (with a negative
-  prompt, at twice the cost). ``--ci picture.png`` names the picture that a fill model completes, or a reference
-  picture of an edit model (several times for several), ``--mi mask.png`` the mask of a fill model, white where to
-  fill. Empty lines and those that begin with ``#`` are skipped.
-* ``.toml``: ``[prompt]`` with what all have in common, ``[[prompt.subset]]`` for each picture.
+  prompt, at twice the cost). ``--ci image.png`` names the image that a fill model completes, or a reference image of an
+  edit model (several times for several), ``--mi mask.png`` the mask of a fill model, white where to fill. Empty lines
+  and those that begin with ``#`` are skipped.
+* ``.toml``: ``[prompt]`` with what all have in common, ``[[prompt.subset]]`` for each image.
 * ``.json``: a list of objects, or of lines in the syntax above.
 
 TOML and JSON use the keys prompt, negative_prompt, width, height, seed, sample_steps, guidance_scale, scale (in
-musubi-tuner: cfg_scale), control_image_path (one or a list) and mask_image_path. Relative paths of pictures are looked
+musubi-tuner: cfg_scale), control_image_path (one or a list) and mask_image_path. Relative paths of images are looked
 for beside the prompt file first, then in the working directory. What the two trainers know and Tandem does not do is
-refused by its name: a sample drawn without what it asks for would be another sample.
+refused by its name: a sample without what it asks for would be another sample.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OPTION = re.compile(r"(?:^|\s)--([a-zA-Z]+)(?:[\s=]+|$)")
 
 @dataclass(frozen=True)
 class SamplePrompt:
-    """One picture to draw."""
+    """One image to sample."""
 
     prompt: str
     negative: str = ""
@@ -49,11 +49,11 @@ class SamplePrompt:
     mask_image: str | None = None
 
     def texts(self) -> list[str]:
-        """Return the texts whose embeddings this picture needs."""
+        """Return the texts whose embeddings this image needs."""
         return [self.prompt, self.negative] if self.cfg != 1.0 else [self.prompt]
 
     def text_key(self, text: str) -> str:
-        """Return what its embeddings of ``text`` go by: the text, and the pictures that may be seen with it."""
+        """Return what its embeddings of ``text`` go by: the text, and the images that may be seen with it."""
         return "\n".join([text, *self.control_images])
 
     def short(self) -> str:
@@ -61,7 +61,7 @@ class SamplePrompt:
         return repr(self.prompt if len(self.prompt) <= 40 else f"{self.prompt[:37]}...")
 
     def line(self) -> str:
-        """Return the picture as a line of a prompt file, with everything that is not left to a default."""
+        """Return the image as a line of a prompt file, with everything that is not left to a default."""
         words = [self.prompt, *(["--n", self.negative] if self.cfg != 1.0 else [])]
         for option in ("w", "h", "d", "s", "g", "l"):
             words += [f"--{option}", str(getattr(self, _FIELDS[option][0]))]
@@ -105,9 +105,9 @@ _NOT_TAKEN = {  # sd-scripts' and musubi-tuner's other options and keys, and why
     **dict.fromkeys(("cim", "control_image_mask_path"), "it belongs to FramePack; the mask of a fill model is --mi"),
     **dict.fromkeys(("ctr", "cfg_trunc_ratio", "rcfg", "renorm_cfg"), "it belongs to Lumina; remove it"),
     **dict.fromkeys(("of", "one_frame"), "it belongs to FramePack; remove it"),
-    "am": "LoRA strengths are one for all pictures; remove it",
+    "am": "LoRA strengths are one for all images; remove it",
 }
-_FRAMES = ("f", "frame_count")  # taken if it says one frame, which is a picture
+_FRAMES = ("f", "frame_count")  # taken if it says one frame, which is an image
 
 
 def prompt_texts(prompts: list[SamplePrompt]) -> list[str]:
@@ -175,12 +175,12 @@ def read_prompts(
             prompt = parse_prompt(item, default, pixel_multiple, where)
         else:
             prompt = _from_keys(item, default, pixel_multiple, where)
-        prompts.append(_with_found_pictures(prompt, Path(path).parent, where))
+        prompts.append(_with_found_images(prompt, Path(path).parent, where))
     return prompts
 
 
 def parse_prompt(line: str, default: SamplePrompt, pixel_multiple: int, where: str) -> SamplePrompt:
-    """Return the picture that a line in kohya's syntax asks for.
+    """Return the image that a line in kohya's syntax asks for.
 
     Args:
         line: the prompt and its options.
@@ -214,7 +214,7 @@ def parse_prompt(line: str, default: SamplePrompt, pixel_multiple: int, where: s
 
 
 def _from_keys(item: Mapping[str, Any], default: SamplePrompt, pixel_multiple: int, where: str) -> SamplePrompt:
-    """Return the picture that an object of a TOML or JSON file describes."""
+    """Return the image that an object of a TOML or JSON file describes."""
     values: dict[str, Any] = {}
     for key, value in item.items():
         if key == "enum" or (key in _FRAMES and value == 1):  # enum: a number kohya's own code puts there
@@ -226,7 +226,7 @@ def _from_keys(item: Mapping[str, Any], default: SamplePrompt, pixel_multiple: i
         if field in values:
             raise UserError(f"{where}: {key} says again what another key said; keep one")
         if field == "control_images":
-            values[field] = _picture_list(value, key, where)
+            values[field] = _image_list(value, key, where)
             continue
         fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
         if not fits:
@@ -237,22 +237,22 @@ def _from_keys(item: Mapping[str, Any], default: SamplePrompt, pixel_multiple: i
     return _checked(replace(default, **values), pixel_multiple, where)
 
 
-def _picture_list(value: Any, key: str, where: str) -> tuple[str, ...]:
+def _image_list(value: Any, key: str, where: str) -> tuple[str, ...]:
     listed = value if isinstance(value, list) else [value]
     if not all(isinstance(path, str) for path in listed):
         raise UserError(f"{where}: {key} takes a path or a list of paths, not {value!r}; correct it")
     return tuple(listed)
 
 
-def _with_found_pictures(prompt: SamplePrompt, folder: Path, where: str) -> SamplePrompt:
-    """Return the prompt with the paths of its pictures as they are from the working directory."""
+def _with_found_images(prompt: SamplePrompt, folder: Path, where: str) -> SamplePrompt:
+    """Return the prompt with the paths of its images as they are from the working directory."""
 
     def found(path: str) -> str:
-        written = written_path(path, f"{where}: picture")
+        written = written_path(path, f"{where}: image")
         places = [folder / written, written]
         place = next((place for place in places if place.is_file()), None)
         if place is None:
-            raise UserError(f"{where}: picture {path!r} does not exist; it is looked for beside the prompts' file")
+            raise UserError(f"{where}: image {path!r} does not exist; it is looked for beside the prompts' file")
         return str(place)
 
     images = tuple(found(path) for path in prompt.control_images)
@@ -276,7 +276,7 @@ def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePro
 
 def _refuse_foreign(name: str, shown: str, where: str) -> None:
     if name in _FRAMES:
-        raise UserError(f"{where}: {shown} is not taken: a picture is one frame; remove it")
+        raise UserError(f"{where}: {shown} is not taken: an image is one frame; remove it")
     if name in _NOT_TAKEN:
         raise UserError(f"{where}: {shown} is not taken: {_NOT_TAKEN[name]}")
 
@@ -303,7 +303,7 @@ def _toml_items(text: str, path: str) -> Items:
     common = tables.get("prompt", {})
     subsets = common.pop("subset", [{}] if common else []) if isinstance(common, dict) else None
     if not isinstance(subsets, list) or not all(isinstance(subset, dict) for subset in subsets):
-        raise UserError(f"{path}: prompt is no table; write [prompt] and a [[prompt.subset]] for each picture")
+        raise UserError(f"{path}: prompt is not a table; write [prompt] and a [[prompt.subset]] for each image")
     return [(f"{path}: prompt {n}", {**common, **subset}) for n, subset in enumerate(subsets, 1)]
 
 

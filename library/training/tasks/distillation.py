@@ -21,7 +21,6 @@ import hashlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -29,10 +28,12 @@ from rich.console import Console
 from torch import nn
 
 from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
+from library.config.schema import FlowConfig, TrainConfig
 from library.data.batches import Batch, collate
+from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.files import clear_leftovers, fingerprint
-from library.models.family import model_family, with_transformer
+from library.models.family import Family, model_family, with_transformer
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import Position, read_position
 from library.training.flow import add_noise, noise_for, sample_sigmas
@@ -42,11 +43,6 @@ from library.training.tasks.image_step import Teacher
 from library.training.tasks.lora import base_dtype
 from networks.files.adapters import load_lora
 from networks.injection import attach_lora
-
-if TYPE_CHECKING:
-    from library.config.schema import FlowConfig, TrainConfig
-    from library.data.dataset import TrainingData
-    from library.models.family import Family
 
 
 def prepare_teacher(

@@ -39,15 +39,15 @@ from library.training.checkpoint.resume import tidy
 from library.training.flow import resolve_sampling
 from library.training.guard.signals import ignore_signals
 from library.training.memory.attention_choice import attention_of_run
-from library.training.memory.block_swap import swap_blocks
+from library.training.memory.block_swap import SWAP_OPTION, swap_blocks, swapped_blocks
 from library.training.memory.budget import recompute_blocks
-from library.training.memory.dry_run import Rehearsal, rehearsed
+from library.training.memory.dry_run import MemoryProbe, fit_memory
 from library.training.parallel.device_map import devices_to_fill, place_blocks
 from library.training.parallel.pipeline.stages import check_microbatches
 from library.training.parallel.spec import ParallelSpec, transformer_split_points
 from library.training.parallel.step import lockstep_batches
 from library.training.report.progress import counting
-from library.training.sampling.conditions import PictureRules, check_pictures, text_jobs
+from library.training.sampling.conditions import PromptImageRules, check_prompt_images, text_jobs
 from library.training.sampling.images import build_sampler
 from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
 from library.training.tasks.distillation import prepare_teacher
@@ -107,7 +107,7 @@ class ImageLora(LoraTask):
         self.prompts = read_prompts(config.sampling.sample_prompts, seed, multiple, usual)
         for remark in check_steering(self.prompts, family.guidance_input, family.sample_guidance):
             self.console.print(f"note: {remark}")
-        check_pictures(self.prompts, family.conditioning, family.most_references)
+        check_prompt_images(self.prompts, family.conditioning, family.most_references)
         if config.parallel.is_tensor_parallel:
             family.split_plan(config.parallel.tp)
         self.base_fingerprint = family.fingerprint()
@@ -122,7 +122,7 @@ class ImageLora(LoraTask):
         self.attention = attention_of_run(config, self.family, self.data, self.dtype, self.accelerator.device)
         console.print(f"attention: {self.attention}")
         self.summary["attention"] = self.attention
-        self.config = config = rehearsed(Rehearsal(self), console)
+        self.config = config = fit_memory(MemoryProbe(self), console)
         # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
         encoders = self.image_encoder, self.text_encoder
         cache_data(self.data, config.dataset, *encoders, self.accelerator, self.prompts, console)
@@ -160,7 +160,7 @@ class ImageLora(LoraTask):
         lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
         layout = family.fp8_layout()
         fp8 = plan_fp8(config.precision, layout, training.seed, device)
-        loaded_to = torch.device("cpu") if training.blocks_to_swap else self.loaded_to()
+        loaded_to = torch.device("cpu") if swapped_blocks(training) else self.loaded_to()
         self.transformer = transformer = family.load_transformer(self.dtype, loaded_to, training.attention, fp8=fp8)
         fp8.round_inputs(transformer)
         if device.type == "cpu":
@@ -185,8 +185,8 @@ class ImageLora(LoraTask):
         recompute_blocks(transformer, len(blocks), training, device)
         if training.gradient_checkpointing and self.text_encoders is not None:
             self.text_encoders.enable_gradient_checkpointing()  # type: ignore[operator]
-        if training.blocks_to_swap:
-            self.console.print(swap_blocks(transformer, blocks, training.blocks_to_swap, device).describe())
+        if swapped := swapped_blocks(training):
+            self.console.print(swap_blocks(transformer, blocks, swapped, device).describe())
         if self.devices:
             self.console.print(place_blocks(transformer, blocks, self.devices))
         for module in filter(None, (transformer, self.text_encoders)):
@@ -276,8 +276,8 @@ class ImageLora(LoraTask):
         }
 
     def memory_advice(self) -> str:
-        swapped = self.config.training.blocks_to_swap
-        swap = f"raise blocks_to_swap from {swapped}" if swapped else "set blocks_to_swap"
+        swapped = swapped_blocks(self.config.training)
+        swap = f"raise {SWAP_OPTION} from {swapped}" if swapped else f"set {SWAP_OPTION}"
         return ", or ".join([*super().memory_advice().split(", or "), swap][:3])
 
     def describe_batch(self, batch: Batch) -> str:
@@ -362,7 +362,7 @@ def cache_data(
     with counting(console) as progress:
         data.cache_latents(image_encoder, arguments.vae_batch_size, progress, rank, world)
         image_encoder.release()
-        rules, sees = PictureRules.of(data), text_encoder.sees_references
+        rules, sees = PromptImageRules.of(data), text_encoder.sees_references
         texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
         data.cache_text(text_encoder, texts, arguments.text_encoder_batch_size, progress, rank, world)
         text_encoder.release()

@@ -43,7 +43,7 @@ class Sampler(Protocol):
     """What shows how the model does: ``library.training.sampling.images.Sampler`` makes images, others write text."""
 
     @property
-    def drawn(self) -> dict[int, list[Path]]: ...  # by step
+    def sampled(self) -> dict[int, list[Path]]: ...  # by step
 
     def sample(self, transformer: nn.Module, step: int) -> list[Path]: ...
 

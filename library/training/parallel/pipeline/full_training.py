@@ -140,31 +140,14 @@ def _collected(stage: Staged, accelerator: Accelerator, value_of: Callable[[str]
         return
     for name, owners in stage.owners.items():
         if comm.is_first:
-            yield name, _to_cpu(value_of(name)) if owners[0] == 0 else _recv_value(comm, owners[0])
+            received: list[Any] = [None]
+            if owners[0] == 0:
+                received = [_to_cpu(value_of(name))]
+            else:
+                dist.recv_object_list(received, comm.rank(owners[0]), comm.group, comm.device)
+            yield name, received[0]
         elif owners[0] == comm.index:
-            _send_value(comm, value_of(name))
-
-
-def _send_value(comm: StageComm, value: Any) -> None:
-    """Send a tensor, or a dict of tensors and other values, to the first stage."""
-    there, tree = comm.rank(0), value if isinstance(value, dict) else {"": value}
-    tensors = {key: t.to(comm.device).contiguous() for key, t in tree.items() if isinstance(t, Tensor)}
-    described = {key: (tensors[key].shape, tensors[key].dtype) if key in tensors else v for key, v in tree.items()}
-    dist.send_object_list([(isinstance(value, dict), list(tensors), described)], there, comm.group, comm.device)
-    for tensor in tensors.values():
-        dist.send(tensor, there, comm.group)
-
-
-def _recv_value(comm: StageComm, stage: int) -> Any:
-    said: list[Any] = [None]
-    dist.recv_object_list(said, comm.rank(stage), comm.group, comm.device)
-    is_dict, tensors, value = said[0]
-    for key in tensors:
-        shape, dtype = value[key]
-        tensor = torch.empty(shape, dtype=dtype, device=comm.device)
-        dist.recv(tensor, comm.rank(stage), comm.group)
-        value[key] = tensor.cpu()
-    return value if is_dict else value[""]
+            dist.send_object_list([_to_cpu(value_of(name))], comm.rank(0), comm.group, comm.device)
 
 
 def _to_cpu(value: Any) -> Any:

@@ -12,24 +12,24 @@ from pathlib import Path
 import pytest
 import toml
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from library.config.schema import ParallelConfig
+from library.errors import UserError
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, llama
 from library.models.registry import lora_targets
-from library.training.memory.budget import GIB, Parts
-from library.training.memory.dry_run import measured_parts
+from library.training.memory.budget import GIB, MemoryEstimate
+from library.training.memory.dry_run import measured_memory
 from library.training.memory.estimator import (
-    Footprint,
-    Options,
-    Part,
-    Shape,
+    BlockMemory,
+    ModelMemory,
+    ModelShape,
+    StepOptions,
     estimate,
     fits,
-    footprint,
     layouts,
+    model_memory,
     shape_of,
 )
 from networks.injection import inject_adapter
@@ -102,7 +102,9 @@ def lora_step(checkpointing: bool, tokens: int, text: int) -> Callable[[], None]
 @pytest.mark.parametrize("tokens", [256, 784])
 def test_a_lora_steps_peak_is_what_was_estimated(tokens: int, checkpointing: bool) -> None:
     parts = estimate(
-        footprint(Shape("flux", FLUX), tokens, 64, 8), ParallelConfig(), Options(checkpointing=checkpointing)
+        model_memory(ModelShape("flux", FLUX), tokens, 64, 8),
+        ParallelConfig(),
+        StepOptions(checkpointing=checkpointing),
     )
     assert LOW < parts.activations / peak(lora_step(checkpointing, tokens, 64)) < HIGH
 
@@ -119,8 +121,8 @@ def test_a_pretraining_steps_peak_too(checkpointing: bool) -> None:
             loss = model.train()(tokens, tokens)
         loss.backward()
 
-    whole = footprint(Shape("llama", LLAMA), 512, 0, 0, torch.float32)
-    parts = estimate(whole, ParallelConfig(), Options(full=True, checkpointing=checkpointing))
+    whole = model_memory(ModelShape("llama", LLAMA), 512, 0, 0, torch.float32)
+    parts = estimate(whole, ParallelConfig(), StepOptions(full=True, checkpointing=checkpointing))
     assert parts.weights == sum(p.numel() * 4 for p in model.parameters())
     assert parts.optimizer == 2 * parts.weights
     assert LOW < parts.activations / peak(step) < HIGH
@@ -128,39 +130,40 @@ def test_a_pretraining_steps_peak_too(checkpointing: bool) -> None:
 
 def test_the_parts_are_those_of_a_prepared_run(base: Path, dataset: Path, tmp_path: Path) -> None:
     done = run(base, dataset, tmp_path / "out", max_train_steps=1, mixed_precision="bf16", network_dim=4).task
-    blocks: list[nn.Module] = [*done.transformer.transformer_blocks, *done.transformer.single_transformer_blocks]
-    measured = measured_parts(done, blocks, 0, torch.device("cpu"))
-    parts = estimate(footprint(shape_of(str(base)), 16, 24, 4), ParallelConfig(), Options())
+    measured = measured_memory(done, 0, torch.device("cpu"))
+    parts = estimate(model_memory(shape_of(str(base)), 16, 24, 4), ParallelConfig(), StepOptions())
     for name in ("weights", "lora", "gradients", "optimizer"):  # a step counter of 4 bytes a tensor is not counted
         assert getattr(parts, name) == pytest.approx(getattr(measured, name), rel=2e-3), name
 
 
-BLOCK = Part(4, weights=1000, matrices=800, lora=50, activations=3400, inputs=100, temporary=1000)
-MODEL = Footprint("flux", (BLOCK,), Part(1, 400, 0, 0, 500, 0, 0), largest_matrix=300, heads=4, has_stages=True)
+BLOCK = BlockMemory(4, weights=1000, matrices=800, lora=50, activations=3400, inputs=100, temporary=1000)
+MODEL = ModelMemory(
+    "flux", (BLOCK,), BlockMemory(1, 400, 0, 0, 500, 0, 0), largest_matrix=300, heads=4, has_stages=True
+)
 
 
 def test_each_layout_splits_what_the_page_says() -> None:
     plain = {"weights": 8800, "lora": 800, "gradients": 800, "optimizer": 1600, "activations": 4 * 3400 + 1000 + 500}
-    assert vars(estimate(MODEL, ParallelConfig(dp=1), Options())) == vars(Parts(**plain, update=2400))
+    assert vars(estimate(MODEL, ParallelConfig(dp=1), StepOptions())) == vars(MemoryEstimate(**plain, update=2400))
 
-    def of(options: Options | None = None, **layout: int) -> Parts:
-        return estimate(MODEL, ParallelConfig(**layout), options or Options())
+    def of(options: StepOptions | None = None, **layout: int) -> MemoryEstimate:
+        return estimate(MODEL, ParallelConfig(**layout), options or StepOptions())
 
     assert of(dp=2).gradients == 2 * 800  # with the buckets that are sent
     split = of(dp=1, shard=2)
     assert (split.weights, split.gradients) == (4400, 800)
     assert split.activations == plain["activations"] + 2 * 2000 + 800  # two blocks and the outside, gathered
-    lora_too = estimate(MODEL, ParallelConfig(dp=1, shard=2, shard_lora=True), Options())
+    lora_too = estimate(MODEL, ParallelConfig(dp=1, shard=2, shard_lora=True), StepOptions())
     assert (lora_too.lora, lora_too.gradients, lora_too.optimizer, lora_too.update) == (400, 400, 800, 1200)
     together = of(dp=1, tp=2)
     assert together.weights == 4 * (800 + 400) + 800
     assert together.activations == 4 * (1000 + 1200) + 1000 + 500  # 10 of 34 parts whole, 24 halved
-    stage = of(Options(batch=2), dp=1, pp=2)
+    stage = of(StepOptions(batch=2), dp=1, pp=2)
     assert (stage.weights, stage.lora, stage.gradients) == (2 * 2000 + 800, 800, 800)
     assert stage.activations == 2 * (2 * 3400 + 500 + 500)  # two microbatches wait; gradients of one
-    assert of(Options(checkpointing=True)).activations == 4 * 100 + 3400 + 1000 + 500
-    assert of(Options(fp8=True)).weights == 4 * (800 + 400) + 800
-    assert of(Options(batch=3)).activations == 3 * plain["activations"]
+    assert of(StepOptions(checkpointing=True)).activations == 4 * 100 + 3400 + 1000 + 500
+    assert of(StepOptions(fp8=True)).weights == 4 * (800 + 400) + 800
+    assert of(StepOptions(batch=3)).activations == 3 * plain["activations"]
     first, second, third = (of(dp=2, zero=stage) for stage in (1, 2, 3))
     # half of the moments with half of the weights that are stepped on; gradients whole in the first stage, and in the
     # buckets all that are under way (they are small here), and the half that is stepped on
@@ -168,7 +171,7 @@ def test_each_layout_splits_what_the_page_says() -> None:
     assert [one.gradients for one in (first, second, third)] == [800 + 800 + 400, 400 + 800 + 400, 400 + 800 + 400]
     assert [one.weights for one in (first, second, third)] == [8800, 8800, 4400]
     assert third.activations == plain["activations"] + 8800  # so few weights stay gathered
-    full = of(Options(full=True), dp=1, shard=2)
+    full = of(StepOptions(full=True), dp=1, shard=2)
     assert (full.weights, full.lora, full.gradients, full.optimizer, full.update) == (8800, 800, 8800, 17600, 0)
 
 
@@ -182,7 +185,7 @@ def test_only_layouts_that_can_be_had_are_named() -> None:
     assert [one.zero for one in found if one.zero] == [2, 3]
     assert [one.shard for one in found if one.shard_lora] == [16]
     assert not any(one.zero or one.shard_lora for one in layouts(MODEL, 16, 8, batch=2, full=True))
-    parts = Parts(weights=20 * GIB, lora=0, gradients=0, optimizer=0, update=0, activations=0)
+    parts = MemoryEstimate(weights=20 * GIB, lora=0, gradients=0, optimizer=0, update=0, activations=0)
     assert fits(parts, 24 * GIB)
     assert not fits(parts, 22 * GIB)  # 1.5 GiB and 5 % are kept free
 
@@ -209,12 +212,19 @@ def test_the_tool_recommends_settings_that_a_training_file_takes(
     assert "torchrun --nproc-per-node 4 train_llm.py" in said
 
 
+def test_a_model_of_no_family_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer/config.json").write_text('{"_class_name": "OtherTransformer2DModel"}')
+    with pytest.raises(UserError, match="a OtherTransformer2DModel, no family of this version; give one of FLUX"):
+        shape_of(str(tmp_path))
+
+
 def test_files_and_folders_are_read_and_what_cannot_fit_is_refused(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = save_single_files(base, tmp_path / "single").transformer
     whole = shape_of(str(base)), shape_of(str(file))
-    counts = [[(p.weights, p.lora) for p in footprint(shape, 16, 8, 4).parts] for shape in whole]
+    counts = [[(p.weights, p.lora) for p in model_memory(shape, 16, 8, 4).parts] for shape in whole]
     assert counts[0] == counts[1]
     assert shape_of(str(tiny_qwen_pipeline(tmp_path / "qwen"))).name == "qwen_image"
     assert isinstance(shape_of("llama3-8b").arguments, LMConfig)

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.data.sidecars import ControlSizing
 from library.errors import UserError
-from library.training.sampling.conditions import PictureRules, check_pictures, encode_pictures, show_pictures, text_jobs
+from library.training.sampling.conditions import (
+    PromptImageRules,
+    check_prompt_images,
+    encode_prompt_images,
+    show_prompt_images,
+    text_jobs,
+)
 from library.training.sampling.images import Sampler
 from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
 from tests.data.folders import AverageEncoder, picture
@@ -22,7 +28,7 @@ from tests.data.folders import AverageEncoder, picture
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with two pictures, the second with spaces in its name, and a mask that is white on the right."""
+    """A folder with two images, the second with spaces in its name, and a mask that is white on the right."""
     picture(64, 64, seed=1).save(tmp_path / "a.png")
     picture(128, 64, seed=2).save(tmp_path / "b c.png")
     mask = np.zeros((64, 64), dtype=np.uint8)
@@ -37,13 +43,13 @@ def read(folder: Path, text: str, suffix: str = ".txt") -> list[SamplePrompt]:
 
 
 def averaged(path: Path) -> Tensor:
-    """The mean colour of each 8 x 8 square of a picture, by reshaping."""
+    """The mean colour of each 8 x 8 square of an image, by reshaping."""
     pixels = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1).float() / 127.5 - 1
     channels, height, width = pixels.shape
     return pixels.reshape(channels, height // 8, 8, width // 8, 8).mean(dim=(2, 4))
 
 
-def test_all_three_kinds_of_file_name_pictures(folder: Path) -> None:
+def test_all_three_kinds_of_file_name_images(folder: Path) -> None:
     both = (str(folder / "a.png"), str(folder / "b c.png"))
     expected = [SamplePrompt("x", width=64, seed=0, control_images=both, mask_image=str(folder / "m.png"))]
     assert read(folder, "x --ci a.png --ci b c.png --mi m.png --w 64") == expected
@@ -55,7 +61,7 @@ def test_all_three_kinds_of_file_name_pictures(folder: Path) -> None:
     assert read(folder, table + "'a.png'", ".toml") == [one]
 
 
-def test_a_prompt_with_pictures_written_as_a_line_reads_back_as_itself(folder: Path) -> None:
+def test_a_prompt_with_images_written_as_a_line_reads_back_as_itself(folder: Path) -> None:
     (prompt,) = read(folder, "x --ci a.png --ci b c.png --mi m.png")
     assert parse_prompt(prompt.line(), SamplePrompt(""), 16, "here") == prompt
 
@@ -63,13 +69,13 @@ def test_a_prompt_with_pictures_written_as_a_line_reads_back_as_itself(folder: P
 @pytest.mark.parametrize(
     ("suffix", "text", "message"),
     [
-        (".txt", "x --ci d.png", "prompts.txt:1: picture 'd.png' does not exist; it is looked for beside the prompts"),
-        (".txt", "x --ci a.png --mi d.png", "picture 'd.png' does not exist"),
+        (".txt", "x --ci d.png", "prompts.txt:1: image 'd.png' does not exist; it is looked for beside the prompts"),
+        (".txt", "x --ci a.png --mi d.png", "image 'd.png' does not exist"),
         (".json", '[{"prompt": "x", "control_image_path": 3}]', "control_image_path takes a path or a list of paths"),
         (".json", '[{"prompt": "x", "mask_image_path": ["m.png"]}]', "mask_image_path takes text, not"),
     ],
 )
-def test_pictures_that_are_not_there_are_named(folder: Path, suffix: str, text: str, message: str) -> None:
+def test_images_that_are_not_there_are_named(folder: Path, suffix: str, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(folder, text, suffix)
 
@@ -77,19 +83,19 @@ def test_pictures_that_are_not_there_are_named(folder: Path, suffix: str, text: 
 @pytest.mark.parametrize(
     ("conditioning", "line", "message"),
     [
-        ("none", "x --ci a.png", "prompt 'x': --ci is not taken: this model paints from text alone; remove it"),
-        ("none", "x --mi m.png", "prompt 'x': --mi is not taken: this model paints from text alone; remove it"),
-        ("references", "x", "prompt 'x': no picture to edit; add --ci picture.png"),
-        ("references", "x --ci a.png --mi m.png", "prompt 'x': --mi is not taken: this model edits whole pictures; "),
+        ("none", "x --ci a.png", "prompt 'x': --ci is not taken: this model generates from text alone; remove it"),
+        ("none", "x --mi m.png", "prompt 'x': --mi is not taken: this model generates from text alone; remove it"),
+        ("references", "x", "prompt 'x': no image to edit; add --ci image.png"),
+        ("references", "x --ci a.png --mi m.png", "prompt 'x': --mi is not taken: this model edits whole images; "),
         (
             "fill",
             "x --mi m.png",
-            "prompt 'x': no picture to fill; write --ci picture.png --mi mask.png, the mask white",
+            "prompt 'x': no image to fill; write --ci image.png --mi mask.png, the mask white",
         ),
-        ("fill", "x --ci a.png", "prompt 'x': no mask; write --ci picture.png --mi mask.png, the mask white"),
-        ("fill", "x --ci a.png --ci a.png --mi m.png", "prompt 'x': 2 pictures to fill; write --ci"),
+        ("fill", "x --ci a.png", "prompt 'x': no mask; write --ci image.png --mi mask.png, the mask white"),
+        ("fill", "x --ci a.png --ci a.png --mi m.png", "prompt 'x': 2 images to fill; write --ci"),
         ("fill", "x --ci b c.png --mi m.png", "m.png: mask of 64x64 for an image of 128x64; save it in"),
-        ("fill", "x --ci a.png --mi black.png", "black.png: nothing to fill; paint what is to be filled white"),
+        ("fill", "x --ci a.png --mi black.png", "black.png: nothing to fill; make what is to be filled white"),
         ("references", "x --ci text.png", "text.png: not an image that can be read; replace or remove it"),
     ],
 )
@@ -97,53 +103,53 @@ def test_prompts_and_model_must_agree(folder: Path, conditioning: ConditionKind,
     Image.new("L", (64, 64), 90).save(folder / "black.png")
     (folder / "text.png").write_text("hello")
     with pytest.raises(UserError) as caught:
-        check_pictures(read(folder, line), conditioning)
+        check_prompt_images(read(folder, line), conditioning)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_prompts_that_suit_the_model_pass(folder: Path) -> None:
-    check_pictures(read(folder, "x"), "none")
-    check_pictures(read(folder, "x --ci a.png --mi m.png"), "fill")
-    check_pictures(read(folder, "x --ci a.png --ci b c.png"), "references")
+    check_prompt_images(read(folder, "x"), "none")
+    check_prompt_images(read(folder, "x --ci a.png --mi m.png"), "fill")
+    check_prompt_images(read(folder, "x --ci a.png --ci b c.png"), "references")
 
 
-def test_a_picture_to_fill_covers_the_prompts_size_with_its_region_blanked(folder: Path) -> None:
-    rules = PictureRules("fill", pixel_multiple=16)
+def test_an_image_to_fill_covers_the_prompts_size_with_its_region_blanked(folder: Path) -> None:
+    rules = PromptImageRules("fill", pixel_multiple=16)
     (prompt,) = read(folder, "x --ci a.png --mi m.png --w 64 --h 32")
-    conditions = encode_pictures(prompt, AverageEncoder(), rules)  # type: ignore[arg-type]
+    conditions = encode_prompt_images(prompt, AverageEncoder(), rules)  # type: ignore[arg-type]
     assert conditions.mask is not None
     assert conditions.masked_latents is not None
     expected = averaged(folder / "a.png")[:, 2:6]  # 64 x 64 covers 64 x 32; the middle is kept
     expected[:, :, 4:] = 0
     torch.testing.assert_close(conditions.masked_latents, expected[None], atol=1e-6, rtol=0)
     assert conditions.mask.tolist() == [[[[0.0] * 32 + [1.0] * 32] * 32]]
-    shown = np.asarray(show_pictures(prompt, rules))
+    shown = np.asarray(show_prompt_images(prompt, rules))
     assert np.array_equal(shown[:, :32], np.asarray(Image.open(folder / "a.png"))[16:48, :32])
     assert np.unique(shown[:, 32:]).tolist() == [128]  # mid-grey
 
 
 def test_references_are_encoded_at_the_control_resolution(folder: Path) -> None:
     (prompt,) = read(folder, "x --ci a.png --ci b c.png --w 32 --h 32")
-    kept = PictureRules("references", ControlSizing(keep=True), 16)
-    conditions = encode_pictures(prompt, AverageEncoder(), kept)  # type: ignore[arg-type]
+    kept = PromptImageRules("references", ControlSizing(keep=True), 16)
+    conditions = encode_prompt_images(prompt, AverageEncoder(), kept)  # type: ignore[arg-type]
     for name, reference in zip(("a.png", "b c.png"), conditions.references, strict=True):
         torch.testing.assert_close(reference, averaged(folder / name)[None], atol=1e-6, rtol=0)
-    as_prompt = encode_pictures(prompt, AverageEncoder(), PictureRules("references", ControlSizing(), 16))  # type: ignore[arg-type]
+    as_prompt = encode_prompt_images(prompt, AverageEncoder(), PromptImageRules("references", ControlSizing(), 16))  # type: ignore[arg-type]
     assert [tuple(reference.shape[2:]) for reference in as_prompt.references] == [(4, 4), (4, 4)]
-    shown = show_pictures(prompt, kept)
+    shown = show_prompt_images(prompt, kept)
     assert shown is not None
     assert shown.size == (64 + 128, 64)
 
 
-def test_texts_are_shown_their_pictures_only_where_the_encoder_sees_them(folder: Path) -> None:
-    rules = PictureRules("references", ControlSizing(), 16)
+def test_texts_are_shown_their_images_only_where_the_encoder_sees_them(folder: Path) -> None:
+    rules = PromptImageRules("references", ControlSizing(), 16)
     one, other, bare = read(folder, "x --n y --l 2 --ci a.png\nx --ci b c.png\nx")
     seen = [job for prompt in (one, other) for job in text_jobs(prompt, True, rules).values()]
     assert [job.caption for job in seen] == ["x", "y", "x"]
     assert len({job.file("f") for job in seen}) == 3
     assert {job.file("f") for job in text_jobs(one, False, rules).values()} >= {
-        job.file("f") for job in text_jobs(bare, False, PictureRules()).values()
+        job.file("f") for job in text_jobs(bare, False, PromptImageRules()).values()
     }
     assert one.text_key("x") != other.text_key("x")
     assert bare.text_key("x") == "x"
@@ -172,7 +178,7 @@ def test_the_sampler_gives_conditions_and_sheets_begin_with_the_input(folder: Pa
     prompts = read(folder, "x --ci a.png --w 64 --h 64\ny --ci b c.png --w 64 --h 64")
     embeddings: dict[str, dict[str, Tensor]] = {prompt.text_key(prompt.prompt): {} for prompt in prompts}
     painter, encoder = Painter(), Encoder()
-    rules = PictureRules("references", ControlSizing(), 16)
+    rules = PromptImageRules("references", ControlSizing(), 16)
     sampler = Sampler(painter, prompts, encoder, embeddings, folder / "samples", rules=rules)  # type: ignore[arg-type]
     for step in (0, 5):
         sampler.sample(nn.Linear(1, 1), step)
@@ -188,11 +194,11 @@ def test_the_sampler_gives_conditions_and_sheets_begin_with_the_input(folder: Pa
     assert painter.given[-1] == NO_CONDITIONS
 
 
-def test_more_pictures_than_the_model_takes_are_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="2 pictures; this model takes 1, remove the others"):
-        check_pictures(read(folder, "x --ci a.png --ci b c.png"), "references", most_references=1)
+def test_more_images_than_the_model_takes_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="2 images; this model takes 1, remove the others"):
+        check_prompt_images(read(folder, "x --ci a.png --ci b c.png"), "references", most_references=1)
 
 
 def test_a_negative_prompt_of_a_fill_model_is_refused_at_start(folder: Path) -> None:
     with pytest.raises(UserError, match="--l is not taken: FLUX.1 Fill is guided by --g"):
-        check_pictures(read(folder, "x --ci a.png --mi m.png --n bad --l 3"), "fill")
+        check_prompt_images(read(folder, "x --ci a.png --mi m.png --n bad --l 3"), "fill")

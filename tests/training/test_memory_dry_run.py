@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-import library.training.memory.dry_run as rehearsal
+import library.training.memory.dry_run as dry_run
+from library.config.schema import ParallelConfig, TrainConfig
 from library.errors import UserError
-from library.training.memory.budget import Parts, available_bytes
-from library.training.memory.dry_run import suggestions
+from library.training.memory.budget import MemoryEstimate, available_bytes
+from library.training.memory.dry_run import MemoryProbe
+from library.training.memory.estimator import BlockMemory, ModelMemory, StepOptions, estimate, suggestions
 from tests.forked import run_script
 from tests.processes import run_command
 from tests.runs import ROOT, arguments, lora, run, write_dataset
@@ -66,7 +69,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_cached(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = two_sizes(tmp_path)
-    monkeypatch.setattr(rehearsal, "available_bytes", lambda device: 3 * 2**20)  # a device of 3 MiB
+    monkeypatch.setattr(dry_run, "available_bytes", lambda device: 3 * 2**20)  # a device of 3 MiB
     with pytest.raises(UserError, match="preflight: a step of 1 at 256x256 needs about .* of 3 MiB; ") as caught:
         run(base, data, tmp_path / "out", preflight=True)
     assert "\n" not in str(caught.value)
@@ -77,22 +80,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_cached(
 def test_the_full_step_is_what_was_estimated_and_recomputing_takes_less(base: Path, tmp_path: Path) -> None:
     """The estimate against the measurement, within a tenth; recomputing holds one block's activations of three."""
     taken: list[int] = []
-    measured = rehearsal.measured_parts
+    measured = dry_run.measured_memory
 
-    def keep(run: object, blocks: object, activations: int, device: torch.device) -> Parts:
+    def keep(run: object, activations: int, device: torch.device) -> MemoryEstimate:
         taken.append(activations)
-        return measured(run, blocks, activations, device)  # type: ignore[arg-type]
+        return measured(run, activations, device)  # type: ignore[arg-type]
 
     guesses: list[int] = []
-    guess = rehearsal._extrapolated
+    guess = dry_run._extrapolated
 
     def keep_guess(*arguments: object) -> int:
         guesses.append(guess(*arguments))  # type: ignore[arg-type]
         return guesses[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehearsal, "measured_parts", keep)
-        patch.setattr(rehearsal, "_extrapolated", keep_guess)
+        patch.setattr(dry_run, "measured_memory", keep)
+        patch.setattr(dry_run, "_extrapolated", keep_guess)
         for recompute in (False, True):
             run(
                 base, two_sizes(tmp_path / str(recompute)), tmp_path / "out", preflight=True, max_train_steps=1,
@@ -157,23 +160,62 @@ print(is_out_of_memory(RuntimeError("could not create a primitive")), is_out_of_
     assert done.stdout.split() == [str(limited), "True"], done.stderr
 
 
-def test_estimates_add_up() -> None:
-    """By hand: 1000 of weights, half of them in ten blocks; 300 of activations."""
-    parts = Parts(1000, 20, 20, 40, 60, 300, block=50, linears=400, width=2)
-    assert parts.total == 1000 + 20 + 20 + 40 + 300
-
-    class Training:
-        gradient_checkpointing, blocks_to_swap, full_bf16 = False, 0, False
-
-    class Config:
-        training = Training
-        precision = type("P", (), {"fp8_base": False, "fp8_scaled": False})
-        optimizer = type("O", (), {"optimizer_type": "AdamW"})
-
-    told = {name: total for name, total, _ in suggestions(parts, 1200, Config, 10, 2, 3, 8)}  # type: ignore[arg-type]
-    assert told["gradient_checkpointing = true"] == 1080 + 3 * 10 + 300 // 10
-    assert told["blocks_to_swap = 4"] == 1380 - 4 * 50  # 180 too much, 50 a block
-    assert told["fp8_scaled = true"] == 1380 - 200
-    assert told["batch_size = 1"] == 1380 - 150
-    assert told['optimizer_type = "AdamW8bit"'] == 1380 - 40 + 2 * 5
+def test_suggestions_add_up() -> None:
+    """By hand: ten blocks of 50 weights, 40 of them matrices, and 200 weights outside; a batch of two."""
+    block = BlockMemory(10, weights=50, matrices=40, lora=1, activations=200, inputs=3, temporary=20)
+    model = ModelMemory(
+        "flux", (block,), BlockMemory(1, 200, 0, 0, 30, 0, 0), largest_matrix=40, heads=1, has_stages=True
+    )
+    options = StepOptions(batch=2)
+    activations = 2 * (10 * 200 + 20 + 30)
+    assert vars(estimate(model, ParallelConfig(), options)) == vars(MemoryEstimate(1400, 40, 40, 80, 120, activations))
+    measured = MemoryEstimate(1400, 40, 40, 80, 120, activations - 100)  # what is measured goes in front
+    assert measured.total == 1400 + 160 + 4000
+    told = {name: total for name, total, _ in suggestions(measured, model, options, 5360, 8)}
+    assert told["gradient_checkpointing = true"] == 5560 - activations + 2 * (10 * 3 + 200 + 20 + 30)
+    assert told["blocks_to_swap = 2"] == 5560 - 2 * 100  # 200 too much, 100 a block
+    assert told["fp8_scaled = true"] == 5560 - 400 + 80  # and a matrix is unpacked
+    assert told["batch_size = 1"] == 5560 - activations // 2
+    assert told['optimizer_type = "AdamW8bit"'] == 5560 - 80 + 2 * 10
+    least = 200 * 2 + 2 * (40 + 10 * 2) + 40 + 40 + 20 + (10 * 3 + 200 + 20 + 30) + 80
+    assert told["all of these, and every block swapped"] == measured.total - 5660 + least
     assert available_bytes(torch.device("cpu")) > 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "tried", "said"),
+    [
+        (2**33, False, "is estimated at"),
+        (3 * 2**20, False, "is estimated at"),
+        (None, True, "takes"),
+    ],
+)
+def test_a_gpu_run_takes_real_steps_only_where_headers_leave_a_doubt(
+    limit: int | None,
+    tried: bool,
+    said: str,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The device is a CPU that says it is a GPU where this is decided."""
+    taken, measure, decide = list[object](), MemoryProbe.measure, dry_run._in_doubt
+
+    def on_gpu(probe: MemoryProbe, console: Console) -> TrainConfig:
+        room = limit if limit is not None else probe.estimate().total  # type: ignore[union-attr]
+        monkeypatch.setattr(dry_run, "available_bytes", lambda device: room)
+        if decide(probe, console):
+            taken.append(measure(probe, probe.task.config.training))
+            dry_run._check_fits(probe, console)
+        return probe.task.config
+
+    monkeypatch.setattr("library.training.tasks.image_lora.fit_memory", on_gpu)
+    data = two_sizes(tmp_path)
+    if limit == 3 * 2**20:
+        with pytest.raises(UserError, match="preflight: a step of 1 at 256x256 needs about .* of 3 MiB; "):
+            run(base, data, tmp_path / "out", max_train_steps=1)
+    else:
+        run(base, data, tmp_path / "out", max_train_steps=1)
+    assert bool(taken) == tried
+    assert f"preflight: a step of 1 at 256x256 {said}" in " ".join(capsys.readouterr().out.split())
