@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from library.config.load import load_llm_config
-from library.training.tasks.pretraining_events import PretrainingEvents
+from library.training.events import RunEvents
 from tests.curves import without_curves
 from tools.prepare_text import parser, prepare
 from train_llm import train
@@ -55,7 +55,7 @@ def flags(corpus: Path, output: Path, **settings: object) -> list[str]:
     return words
 
 
-def run(corpus: Path, output: Path, curves: bool = False, **settings: object) -> PretrainingEvents:
+def run(corpus: Path, output: Path, curves: bool = False, **settings: object) -> RunEvents:
     """Train in this process; ``curves``: with lr.png, which takes longer than the training."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
     with nullcontext() if curves else without_curves():

@@ -14,6 +14,7 @@ from library.config.schema import (
     MUST_MATCH,
     AccelerateConfig,
     Fraction,
+    HubConfig,
     LoggingConfig,
     NotNegative,
     OnlyWith,
@@ -22,6 +23,7 @@ from library.config.schema import (
     ParallelConfig,
     Positive,
     RecomputationKeys,
+    SavingConfig,
     Section,
     StepsOrShare,
     estimates_step_size,
@@ -123,6 +125,7 @@ class LLMTrainingConfig(RecomputationKeys):
     """How long, in what precision, from which seed."""
 
     max_train_steps: Positive = Field(1000, description="optimizer steps")
+    max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
     mixed_precision: Literal["no", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     full_bf16: Annotated[bool, MUST_MATCH] = Field(
         False, description="weights in bf16 too, updated with stochastic rounding"
@@ -137,20 +140,13 @@ class LLMTrainingConfig(RecomputationKeys):
     )
 
 
-class LLMSavingConfig(Section):
+class LLMSavingConfig(SavingConfig):
     """What is written, and when."""
 
-    output_dir: str = Field("output", description="folder for everything a run writes")
-    output_name: str = Field("model", pattern=r"^[^/\\]+$", description="name of the model's folder in output_dir")
-    save_every_n_steps: Positive | None = Field(None, description="write the model every so many optimizer steps")
-    save_state: Annotated[bool, OnlyWith(save_every_n_steps=True)] = Field(
-        False, description="write the whole training state with every saved model"
-    )
-    save_retries: Annotated[int, Field(ge=0)] = Field(
-        10, description="tries more to write the last model where that fails, over about seven minutes"
-    )
-    save_fallback_dir: str | None = Field(
-        None, description="folder for it after that; default: <output_name>-rescued in the system's temporary folder"
+    output_name: str = Field(
+        "model",
+        description="name of the model's folder in output_dir",
+        json_schema_extra={"pattern": r"^[^/\\]+$"},
     )
     save_precision: Literal["fp32", "bf16"] | None = Field(None, description="of saved models; default: the weights'")
 
@@ -162,6 +158,11 @@ class LLMSamplingConfig(Section):
     sample_every_n_steps: Annotated[Positive | None, _SAMPLED] = Field(
         None, description="sample every so many optimizer steps"
     )
+    sample_every_n_epochs: Annotated[Positive | None, _SAMPLED] = Field(None, description="sample every so many epochs")
+    sample_at_first: Annotated[bool | None, _SAMPLED] = Field(
+        None, description="sample before the first step; default: where sample_every_n_steps is set"
+    )
+    sample_at_end: Annotated[bool, _SAMPLED] = Field(True, description="sample after the last step")
     sample_tokens: Annotated[Positive, _SAMPLED] = Field(64, description="tokens of a sample")
     sample_temperature: Annotated[NotNegative, _SAMPLED] = Field(0.8, description="0 takes the most likely token")
     sample_top_p: Annotated[float, Field(gt=0, le=1), _SAMPLED, _DRAWN] = Field(
@@ -173,6 +174,7 @@ class LLMValidationConfig(Section):
     """Cross-entropy on held-out documents."""
 
     validate_every_n_steps: Positive | None = Field(None, description="validate every so many optimizer steps")
+    validate_every_n_epochs: Positive | None = Field(None, description="validate every so many epochs")
     validation_tokens: Positive = Field(65536, description="at most so many held-out tokens")
 
 
@@ -184,6 +186,7 @@ class PretrainConfig(Section):
     optimizer: LLMOptimizerConfig = LLMOptimizerConfig()
     training: LLMTrainingConfig = LLMTrainingConfig()
     saving: LLMSavingConfig = LLMSavingConfig()
+    hub: HubConfig = HubConfig()
     sampling: LLMSamplingConfig = LLMSamplingConfig()
     validation: LLMValidationConfig = LLMValidationConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -264,6 +264,7 @@ PRETRAIN_MATRIX = (
         "full_bf16",
         _each('rounds full tensors, which {layout} splits; set mixed_precision = "bf16" instead', "shard", "tp", "pp"),
     ),
+    Row("ema_decay", _each("averages full tensors, which {layout} splits; remove it", "shard", "tp", "pp")),
     Row(
         "activation_budget_mb",
         {"torch_compile": "a compiled block does not show what it keeps; remove it or torch_compile"},
@@ -289,7 +290,7 @@ PRETRAIN_MATRIX = (
     Row(
         "save_state",
         {"pp": "of Muon the states of stages are not gathered; use AdamW, or save models alone"},
-        lambda s: s.save_state and _is_one_of(s.optimizer_type, ("Muon",)),
+        lambda s: (s.save_state or s.save_state_on_train_end) and _is_one_of(s.optimizer_type, ("Muon",)),
         "of Muon",
     ),
     Row("shard", {"pp": "a stage's weights are not split once more; set shard = 1, and raise pp"}, LAYOUTS["shard"]),
@@ -367,6 +368,11 @@ _OPTIMIZER = (
         'fight it; set lr_scheduler = "constant" (for a warm-up, AdamWScheduleFree takes warmup_steps in '
         "optimizer_args)",
     ),
+    Rule(
+        ("ema_decay", "optimizer_type"),
+        lambda s: s.ema_decay is not None and "schedulefree" in s.optimizer_type.lower(),
+        "a schedule-free optimizer averages its weights already; remove ema_decay",
+    ),
     *map(_has_its_own_rate, ("learning_rate", "text_encoder_lr", "lr_scheduler")),
     Rule(
         ("learning_rate", "optimizer_type"),
@@ -408,11 +414,6 @@ _LORA = (
         lambda s: _multiplied_in_fp8(s) and (s.fp8_base or s.fp8_scaled) and s.fp8_format != "e4m3fn",
         '{fp8_format} weights cannot be multiplied in fp8, as fp8_compute = "scaled_mm" and fp8_input_gradient do; set '
         '"e4m3fn"',
-    ),
-    Rule(
-        ("ema_decay", "optimizer_type"),
-        lambda s: s.ema_decay is not None and "schedulefree" in s.optimizer_type.lower(),
-        "a schedule-free optimizer averages its weights already; remove ema_decay",
     ),
 )
 

@@ -147,6 +147,7 @@ def _without_dropouts(pairs: list[str]) -> list[str]:
 
 
 MUST_MATCH = MustMatch()
+LORAS = OnlyFor(("images", "chats"), "is for LoRAs, whose files carry metadata; remove it")
 IMAGES = OnlyFor(("images",), "is about image models, this is a language model; remove it")
 # Schedules that end lower than they began.
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "warmup_stable_decay")
@@ -530,8 +531,8 @@ class SavingConfig(Section):
         description="file name of the LoRA, without suffix",
         json_schema_extra={"pattern": r"^[^/\\]+$"},
     )
-    save_every_n_steps: Positive | None = Field(None, description="write the LoRA every so many optimizer steps")
-    save_every_n_epochs: Positive | None = Field(None, description="write the LoRA every so many epochs")
+    save_every_n_steps: Positive | None = Field(None, description="save every so many optimizer steps")
+    save_every_n_epochs: Positive | None = Field(None, description="save every so many epochs")
     save_last_n_steps: Annotated[Positive | None, OnlyWith(save_every_n_steps=True)] = Field(
         None, description="keep only what was saved in the last so many steps"
     )
@@ -551,13 +552,13 @@ class SavingConfig(Section):
         None, description="stop after so many validations without a lower loss"
     )
     ema_decay: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, MUST_MATCH] = Field(
-        None, description="save, sample and validate an exponential moving average of the LoRA, such as 0.999"
+        None, description="save, sample and validate an exponential moving average of the weights, such as 0.999"
     )
     save_precision: Literal["fp32", "fp16", "bf16"] | None = Field(None, description="default: the training dtype")
-    save_state: bool = Field(False, description="write the whole training state with every saved LoRA")
+    save_state: bool = Field(False, description="write the whole training state with every save")
     save_state_on_train_end: bool = Field(False, description="write the training state at the end")
     save_retries: Annotated[int, Field(ge=0)] = Field(
-        10, description="tries more to write the last LoRA and state where that fails, over about seven minutes"
+        10, description="tries more to write the last weights and state where that fails, over about seven minutes"
     )
     save_fallback_dir: str | None = Field(
         None, description="folder for them after that; default: <output_name>-rescued in the system's temporary folder"
@@ -565,7 +566,7 @@ class SavingConfig(Section):
     save_format: Annotated[Literal["diffusers", "kohya", "comfy"], IMAGES] = Field(
         "diffusers", description="key layout of the LoRA file"
     )
-    training_comment: str | None = Field(None, description="free text for the LoRA's metadata")
+    training_comment: Annotated[str | None, LORAS] = Field(None, description="free text for the LoRA's metadata")
 
     @field_validator("output_name")
     @classmethod

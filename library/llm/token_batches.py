@@ -13,8 +13,9 @@ back in order, so the shards do not depend on the number of workers, and only a 
 memory stays flat. Which documents are held out is a function of seed and document. ``index.json`` is written last.
 
 Shards are read through memory maps. An epoch cuts the corpus into windows of ``context`` tokens, from a start that
-differs by epoch, and shuffles them. The batch of (micro-batch, process) is a function of seed and position alone:
-resuming is a number, processes share no windows, and it does not matter how many of them there were before.
+differs by epoch, and shuffles them. A position is an epoch and how many of its windows all processes together have
+seen; which windows come next follows from it and the seed alone. So a run goes on with another batch size or number of
+processes, and sees every window once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -263,9 +265,16 @@ class TokenBatches:
     """Shuffled windows of a split for one of ``world`` processes."""
 
     def __init__(
-        self, shards: TokenShards, context: int, batch_size: int, seed: int, rank: int = 0, world: int = 1
+        self,
+        shards: TokenShards,
+        context: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        pinned: bool = False,
     ) -> None:
-        """Plan the epochs."""
+        """Plan the epochs; ``pinned`` batches can be copied to a GPU while it works."""
         # one window is given up, so that the start can move, and the last token is only a target
         self.windows = (shards.tokens - 1) // context - 1
         if self.windows < 1:
@@ -274,41 +283,55 @@ class TokenBatches:
                 "add text"
             )
         self._shards, self._context, self._size, self._seed = shards, context, batch_size, seed
-        self._rank, self._world = rank, world
-        self._epoch, self._offset, self._order = -1, 0, np.empty(0, np.int64)
+        self._rank, self._world, self._pinned = rank, world, pinned
+        self._orders: dict[int, tuple[np.ndarray, int]] = {}
+        self.set_position(0)
 
-    def epoch(self, index: int) -> int:
-        """Return the epoch in which micro-batch ``index`` begins."""
-        return index * self._world * self._size // self.windows
+    def set_position(self, epoch: int, first_batch: int = 0) -> None:
+        """Start the next pass in ``epoch`` (from 0) behind ``first_batch`` windows, counted over all processes."""
+        self._first, self._end = epoch * self.windows + first_batch, (epoch + 1) * self.windows
+
+    def batches_per_epoch(self, epoch: int | None = None) -> int:
+        """Windows of an epoch, as :meth:`set_position` counts them."""
+        return self.windows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield this process's batches, int64 [batch, context + 1], to the end of the epoch; targets are one further.
+
+        The last one reaches into the next epoch where the windows do not divide. The next batch is read while one is in
+        use.
+        """
+        begins = iter(range(self._first, self._end, self._world * self._size))
+        with ThreadPoolExecutor(1) as reader:
+            coming = [reader.submit(self.batch_at, begin) for begin in islice(begins, 1)]
+            while coming:
+                batch = coming.pop().result()
+                coming = [reader.submit(self.batch_at, begin) for begin in islice(begins, 1)]
+                yield batch
+
+    def batch_at(self, window: int) -> Tensor:
+        """Return this process's part of the batch that begins at ``window``, counted through all epochs."""
+        first = window + self._rank * self._size
+        batch = torch.from_numpy(np.stack([self._window(first + i) for i in range(self._size)]))
+        return batch.pin_memory() if self._pinned else batch
 
     def batch(self, index: int) -> Tensor:
-        """Return this process's micro-batch ``index`` (from 0), int64 [batch, context + 1]; targets are one further."""
-        first = (index * self._world + self._rank) * self._size
-        rows = [self._window(first + i) for i in range(self._size)]
-        return torch.from_numpy(np.stack(rows))
-
-    def from_position(self, index: int, pinned: bool = False) -> Iterator[Tensor]:
-        """Yield batches without end from micro-batch ``index`` on; the next one is read while one is in use."""
-
-        def read(i: int) -> Tensor:
-            batch = self.batch(i)
-            return batch.pin_memory() if pinned else batch
-
-        with ThreadPoolExecutor(1) as reader:
-            coming = reader.submit(read, index)
-            while True:
-                batch, index = coming.result(), index + 1
-                coming = reader.submit(read, index)
-                yield batch
+        """Return this process's batch ``index`` (from 0), counted through all epochs."""
+        return self.batch_at(index * self._world * self._size)
 
     def _window(self, sample: int) -> np.ndarray:
         epoch, place = divmod(sample, self.windows)
-        if epoch != self._epoch:
+        order, offset = self._order(epoch)
+        return self._shards.read(offset + int(order[place]) * self._context, self._context + 1)
+
+    def _order(self, epoch: int) -> tuple[np.ndarray, int]:
+        """Return an epoch's order of windows, and the token where its first one begins."""
+        if epoch not in self._orders:
             drawn = np.random.default_rng(derive_seed(self._seed, "window order", epoch))
-            self._order = drawn.permutation(self.windows)
-            self._offset = python_random(self._seed, "window offset", epoch).randrange(self._context)
-            self._epoch = epoch
-        return self._shards.read(self._offset + int(self._order[place]) * self._context, self._context + 1)
+            offset = python_random(self._seed, "window offset", epoch).randrange(self._context)
+            kept = list(self._orders.items())[-1:]  # a batch may reach from one epoch into the next
+            self._orders = dict([*kept, (epoch, (drawn.permutation(self.windows), offset))])
+        return self._orders[epoch]
 
 
 def held_out_batches(

@@ -61,7 +61,7 @@ class RunEvents:
         if position.step == 0:
             if self.task.validates_first:
                 position.val_loss_before = self._validate(position.step)
-            if self.sampling.sample_at_first:
+            if self.task.samples_first:
                 self._sample(position.step)
             return
         if self.task.sampler is not None:
@@ -255,8 +255,8 @@ class RunEvents:
             UserError: what is on disk is not what was trained, or lies elsewhere.
         """
         task, main, wrong, checked = self.task, self.task.accelerator.is_main_process, None, None
-        with task.gathered(with_state=False):
-            if main and self.stop_request.stop is None and not self.writer.rescued:
+        with task.gathered(with_state=False) if task.verifies else nullcontext():
+            if task.verifies and main and self.stop_request.stop is None and not self.writer.rescued:
                 try:
                     checked = task.verify(self.names.weights(self.names.stem()))
                 except UserError as error:
@@ -289,6 +289,9 @@ class RunEvents:
             rows.insert(2, ("validation loss", f"{before:.4f} before -> {after:.4f} after ({change:+.1f} %)"))
         elif after is not None:
             rows.insert(2, ("validation loss", f"{after:.4f} after"))
+        for key, value in self.task.describe_validation(after).items() if after is not None else ():
+            first = "" if before is None else f"{self.task.describe_validation(before)[key]:.1f} -> "
+            rows.insert(3, (key.removeprefix("val_"), f"{first}{value:.1f}"))
         if self.stop_request.stop is not None:
             rows.append(("stopped", f"by {self.stop_request.stop} before step {self.task.total_steps}"))
         elif self.stopped:

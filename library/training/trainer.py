@@ -124,7 +124,7 @@ class Trainer:
         Return its loss [], its values, and at the end of a step the gradients' norm.
         """
         task, position, accelerator, grad_norm = self.task, self.position, self.task.accelerator, None
-        with accelerator.accumulate(*task.models):
+        with task.accumulate():
             # LoRA dropout is the one global draw; seeding it here makes it a function of the position too.
             rank, _ = dp_rank_and_size(accelerator)  # those that compute one batch together draw the same
             seed = task.config.training.seed

@@ -97,12 +97,15 @@ def test_an_epoch_is_every_window_once_whatever_the_number_of_processes(corpus: 
 def test_a_batch_is_a_function_of_the_position(corpus: Path) -> None:
     shards = TokenShards(corpus, "train")
     batches = TokenBatches(shards, 16, 4, seed=1)
-    straight = batches.from_position(0)
-    seen = [next(straight) for _ in range(3 * batches.windows // 4 // 2)]  # beyond the first epoch
-    assert batches.epoch(len(seen)) >= 1
-    resumed = TokenBatches(shards, 16, 4, seed=1).from_position(7)
-    for expected in seen[7:]:
-        assert torch.equal(next(resumed), expected)
+    first = list(batches)  # to the end of the epoch, and a little into the next
+    batches.set_position(1, len(first) * 4 - batches.windows)
+    seen = [*first, *batches]
+    assert len(seen) >= 2 * batches.windows // 4
+    for number, batch in enumerate(seen):
+        assert torch.equal(batch, batches.batch(number))
+    resumed = TokenBatches(shards, 16, 8, seed=1)  # another batch size goes on where the first was
+    resumed.set_position(0, 7 * 4)
+    assert torch.equal(next(iter(resumed)), torch.cat(seen[7:9]))
     assert not torch.equal(TokenBatches(shards, 16, 4, seed=2).batch(0), seen[0])
 
 

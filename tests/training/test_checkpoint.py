@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,23 @@ def _parts() -> dict[str, torch.optim.Optimizer]:
     return {"optimizer": optimizer}
 
 
+def load(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    parts: dict[str, torch.optim.Optimizer],
+    base: str,
+    settings: dict[str, object] | None = None,
+) -> Position:
+    """Put a state back into ``weights`` and ``parts``."""
+
+    def copy(saved: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in saved.items():
+            weights[name].copy_(tensor)
+
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    return load_training_state(folder, shapes, copy, parts, base, settings)
+
+
 def _states() -> dict[str, object]:
     return {name: part.state_dict() for name, part in _parts().items()}
 
@@ -40,7 +58,7 @@ def test_a_state_gives_back_weights_optimizer_and_position(tmp_path: Path) -> No
     fresh = {"a": torch.zeros(2, 3), "b": torch.zeros(4).bfloat16()}
     weight = torch.nn.Parameter(torch.zeros(3))
     other = {"optimizer": torch.optim.AdamW([weight], lr=0.5)}
-    assert load_training_state(tmp_path / "x-state", fresh, other, "base1") == position
+    assert load(tmp_path / "x-state", fresh, other, "base1") == position
     assert torch.equal(fresh["a"], weights["a"])
     assert torch.equal(fresh["b"], weights["b"])
     assert other["optimizer"].param_groups[0]["lr"] == 0.1
@@ -52,7 +70,7 @@ def test_a_state_gives_back_weights_optimizer_and_position(tmp_path: Path) -> No
 def test_saving_again_replaces_the_state_and_leaves_nothing_else(tmp_path: Path) -> None:
     for step in (1, 2):
         save_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, _states(), Position(step=step), "base")
-    assert load_training_state(tmp_path / "x-state", {"a": torch.zeros(1)}, _parts(), "base").step == 2
+    assert load(tmp_path / "x-state", {"a": torch.zeros(1)}, _parts(), "base").step == 2
     assert [p.name for p in tmp_path.iterdir()] == ["x-state"]
 
 
@@ -63,20 +81,20 @@ def test_a_failing_save_keeps_the_earlier_state(tmp_path: Path) -> None:
         save_training_state(
             tmp_path / "x-state", {"a": torch.ones(1)}, {"b": {"hook": lambda: None}}, Position(step=2), "base"
         )
-    assert load_training_state(tmp_path / "x-state", {"a": torch.zeros(1)}, _parts(), "base").step == 1
+    assert load(tmp_path / "x-state", {"a": torch.zeros(1)}, _parts(), "base").step == 1
     assert [p.name for p in tmp_path.iterdir()] == ["x-state"]
 
 
 def test_a_state_that_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
     save_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, _states(), Position(), "base")
     with pytest.raises(UserError, match="trained on another base model"):
-        load_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, _parts(), "other")
-    with pytest.raises(UserError, match=r"another LoRA \(2 tensors differ, first a\)"):
-        load_training_state(tmp_path / "x-state", {"b": torch.ones(1)}, _parts(), "base")
-    with pytest.raises(UserError, match=r"another LoRA \(1 tensors differ, first a\)"):
-        load_training_state(tmp_path / "x-state", {"a": torch.ones(2)}, _parts(), "base")
+        load(tmp_path / "x-state", {"a": torch.ones(1)}, _parts(), "other")
+    with pytest.raises(UserError, match=r"not those of this run \(2 tensors differ, first a\)"):
+        load(tmp_path / "x-state", {"b": torch.ones(1)}, _parts(), "base")
+    with pytest.raises(UserError, match=r"not those of this run \(1 tensors differ, first a\)"):
+        load(tmp_path / "x-state", {"a": torch.ones(2)}, _parts(), "base")
     with pytest.raises(UserError, match="is no training state"):
-        load_training_state(tmp_path / "no-state", {}, {}, "base")
+        load(tmp_path / "no-state", {}, {}, "base")
 
 
 def test_a_changed_setting_that_the_state_would_win_over_is_refused(tmp_path: Path) -> None:
@@ -85,9 +103,9 @@ def test_a_changed_setting_that_the_state_would_win_over_is_refused(tmp_path: Pa
     save_training_state(tmp_path / "x-state", weights, _states(), Position(step=3), "base", settings)
     assert read_position(tmp_path / "x-state", settings) == (Position(step=3), "base")
     with pytest.raises(
-        UserError, match="was trained with learning_rate = 0.0001, now it is 0.0005; .* network_weights"
+        UserError, match="was trained with learning_rate = 0.0001, now it is 0.0005; .*network_weights, init_from"
     ):
-        load_training_state(tmp_path / "x-state", weights, _parts(), "base", settings | {"learning_rate": 5e-4})
+        load(tmp_path / "x-state", weights, _parts(), "base", settings | {"learning_rate": 5e-4})
     with pytest.raises(UserError, match='optimizer_type = "AdamW", now it is "Lion"'):
         read_position(tmp_path / "x-state", settings | {"optimizer_type": "Lion"})
 
@@ -110,13 +128,13 @@ def test_a_damaged_state_is_refused_by_name(tmp_path: Path) -> None:
 
     def refusal(parts: dict[str, torch.optim.Optimizer] | None = None) -> str:
         with pytest.raises(UserError) as caught:
-            load_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, parts or _parts(), "base")
+            load(tmp_path / "x-state", {"a": torch.ones(1)}, parts or _parts(), "base")
         return str(caught.value)
 
-    (saved() / "lora.safetensors").unlink()
-    assert "lora.safetensors cannot be read" in refusal()
-    (saved() / "lora.safetensors").write_text("no tensors")
-    assert "lora.safetensors cannot be read" in refusal()
+    (saved() / "weights.safetensors").unlink()
+    assert "weights.safetensors cannot be read" in refusal()
+    (saved() / "weights.safetensors").write_text("no tensors")
+    assert "weights.safetensors cannot be read" in refusal()
     for text in ("{", "{}", "[]", '{"base": "base", "settings": {}, "stap": 3}'):
         (saved() / "position.json").write_text(text)
         assert "position.json is damaged" in refusal()

@@ -112,7 +112,7 @@ def test_gradients_are_clipped_only_after_the_warm_up_unless_asked(corpus: Path,
 
 def test_a_run_that_leaves_the_numbers_stops_and_saves_nothing_of_it(corpus: Path, tmp_path: Path) -> None:
     wild = {"learning_rate": 1e38, "lr_scheduler": "constant", "lr_warmup_steps": None, "log_every_n_steps": 1000}
-    with pytest.raises(UserError, match="are not finite, and nothing is saved of that"):
+    with pytest.raises(UserError, match="step 2: the model's .* is not finite .*; nothing is saved of that"):
         run(corpus, tmp_path, save_every_n_steps=1, save_state=True, **wild)
     saved = sorted(path.name for path in tmp_path.glob("model-step*") if not path.name.endswith("-state"))
     assert all(torch.isfinite(tensor).all() for name in saved for tensor in weights(tmp_path, name).values())
@@ -233,7 +233,7 @@ def test_sizes_of_a_preset_can_be_changed() -> None:
             {"sample_tokens": 8, "sample_top_p": 0.5},
             "sample_tokens: .* without sample_prompts; .*\nsample_top_p: .* with",
         ),
-        ({"resume": "nowhere"}, "nowhere is no pretraining state"),
+        ({"resume": "nowhere"}, "nowhere is no training state"),
         ({"learning_rte": 1}, "unknown flag; did you mean 'learning_rate'"),
         ({"data_dir": "nowhere"}, "run tools/prepare_text.py first"),
     ],
@@ -249,9 +249,9 @@ def test_a_state_is_not_gone_on_from_with_other_settings(corpus: Path, tmp_path:
     state = tmp_path / "model-step00000003-state"
     with pytest.raises(UserError, match="trained with learning_rate = 0.003, now it is 0.1"):
         run(corpus, tmp_path / "b", resume=state, learning_rate=0.1)
-    with pytest.raises(UserError, match="is at step 3 of 3; raise max_train_steps"):
+    with pytest.raises(UserError, match="is at step 3 and the run ends at 3; raise max_train_steps"):
         run(corpus, tmp_path / "b", resume=state, max_train_steps=3)
-    with pytest.raises(UserError, match="holds another model"):
+    with pytest.raises(UserError, match="its weights are not those of this run"):
         run(corpus, tmp_path / "b", resume=state, layers=3)
 
 

@@ -45,7 +45,7 @@ def test_the_state_saved_last_is_found_and_a_damaged_one_passed_over(tmp_path: P
     assert "passed over" in said[0]
 
 
-@pytest.mark.parametrize("name", ["position.json", "optimizer.json", "optimizer.safetensors", "lora.safetensors"])
+@pytest.mark.parametrize("name", ["position.json", "optimizer.json", "optimizer.safetensors", "weights.safetensors"])
 def test_a_state_cut_off_anywhere_is_no_whole_one(name: str, tmp_path: Path) -> None:
     state = _state(tmp_path, "cat-state", 1)
     assert find_damage(state) is None
@@ -104,7 +104,7 @@ def test_a_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
             temporary.write_text("")
     finally:
         os.umask(before)
-    for path in (tmp_path / "text", tmp_path / "cat-state" / "lora.safetensors"):
+    for path in (tmp_path / "text", tmp_path / "cat-state" / "weights.safetensors"):
         assert path.stat().st_mode & 0o777 == 0o644
 
 
@@ -115,12 +115,12 @@ def test_auto_begins_goes_on_and_ends(
     run(base, dataset, tmp_path, **settings)
     assert f"resume: no state of lora in {tmp_path}; from scratch" in capsys.readouterr().out
     whole = lora(tmp_path)
-    for path in ("lora.safetensors", "lora-state"):  # as if killed after step 4
+    for path in ("weights.safetensors", "lora-state"):  # as if killed after step 4
         discard(tmp_path / path)
     run(base, dataset, tmp_path, **settings)
     assert f"resume: going on from {tmp_path / 'lora-step00000004-state'}" in capsys.readouterr().out
     assert all(torch.equal(whole[name], tensor) for name, tensor in lora(tmp_path).items())
-    discard(tmp_path / "lora.safetensors")  # as if killed between the last state and the last LoRA
+    discard(tmp_path / "weights.safetensors")  # as if killed between the last state and the last LoRA
     run(base, dataset, tmp_path, **settings)
     assert all(torch.equal(whole[name], tensor) for name, tensor in lora(tmp_path).items())
     lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -145,7 +145,7 @@ def test_two_processes_go_on_from_the_state_of_one(base: Path, tmp_path: Path) -
     one = {"gradient_accumulation_steps": 2}
     run(base, data, tmp_path / "one", **settings, **one)
     run(base, data, tmp_path / "two", **settings | {"max_train_steps": 3}, **one)
-    for path in ("lora-state", "lora.safetensors"):
+    for path in ("lora-state", "weights.safetensors"):
         discard(tmp_path / "two" / path)
     state = tmp_path / "two/lora-step00000003-state"
     written = state.stat().st_mtime_ns

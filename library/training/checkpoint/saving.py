@@ -152,8 +152,8 @@ def remove_old(
     for path in folder.iterdir():
         if not (match := pattern.fullmatch(path.name)):
             continue
-        if not match[2] and not (path / "adapter_config.json").is_file():
-            continue  # no LoRA of a language model
+        if not match[2] and not any((path / name).is_file() for name in ("adapter_config.json", "config.json")):
+            continue  # no adapter of PEFT's, nor a model
         is_state = match[2] == "-state"
         oldest = (oldest_state if oldest_state is not None else oldest_lora) if is_state else oldest_lora
         if oldest is not None and int(match[1]) < oldest:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,8 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import atomic_folder, write_text
 from library.safetensors_io import write_safetensors
-from library.training.parallel.gather import scatter_like
+
+WEIGHTS, POSITION = "weights.safetensors", "position.json"
 
 
 @dataclass
@@ -92,10 +93,10 @@ def save_training_state(
     """
     about = asdict(position.at_last_step()) | {"base": base, "settings": dict(settings or {}), "saved": time.time()}
     with atomic_folder(folder) as temporary:
-        write_safetensors(temporary / "lora.safetensors", weights)
+        write_safetensors(temporary / WEIGHTS, weights)
         for name, state in states.items():
             write_state(temporary / name, state)
-        write_text(temporary / "position.json", json.dumps(about))
+        write_text(temporary / POSITION, json.dumps(about))
 
 
 def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Position, str]:
@@ -105,7 +106,7 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
         UserError: ``folder`` is no state, or one of other ``settings`` (those of ``resume_keys``).
     """
     try:
-        saved = json.loads((Path(folder) / "position.json").read_text(encoding="utf-8"))
+        saved = json.loads((Path(folder) / POSITION).read_text(encoding="utf-8"))
         base, then, _ = saved.pop("base"), saved.pop("settings"), saved.pop("saved", None)
         position = Position(**saved)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -118,7 +119,7 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
             raise UserError(
                 f"resume: {folder} was trained with {key} = {json.dumps(then[key])}, now it is "
                 f"{json.dumps(settings[key])}; a state goes on with its own: set that again, or start a new run "
-                "with network_weights"
+                "from its weights (network_weights, init_from)"
             )
     return position, base
 
@@ -167,21 +168,37 @@ def refuse_finished(folder: str | Path, position: Position, total_steps: int, fi
 
 def load_training_state(
     folder: str | Path,
-    parameters: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    scatter: Callable[[Mapping[str, Tensor]], None],
     parts: Mapping[str, Stateful],
     base: str,
     settings: Mapping[str, Any] | None = None,
 ) -> Position:
-    """Put a saved state back into the trained ``parameters`` and ``parts``; return the position to go on from.
+    """Put a saved state back; return the position to go on from.
+
+    Args:
+        folder: the state.
+        shapes: of the trained weights, in full.
+        scatter: puts full weights, of which this process may have a part, into the model.
+        parts: optimizer, schedule, scaler, average by name; they take their full state.
+        base, settings: of this run, that the state must have been trained with.
 
     Raises:
         UserError: ``folder`` is no state or a damaged one, belongs to another base model, was trained with other
-            ``settings``, or holds other LoRA tensors than the run's.
+            ``settings``, or holds other weights than the run trains.
     """
     folder = Path(folder)
     position, saved_base = read_position(folder, settings or {})
     _refuse_other_base(folder, saved_base, base)
-    _copy_weights(folder, parameters)
+    weights = _read_weights(folder)
+    differing = [n for n in weights.keys() | shapes.keys() if n not in weights or weights[n].shape != shapes.get(n)]
+    if differing:
+        raise UserError(
+            f"resume: {folder}: its weights are not those of this run ({len(differing)} tensors differ, first "
+            f"{min(differing)}); use the settings it was trained with"
+        )
+    with torch.no_grad():
+        scatter(weights)
     for name, part in parts.items():
         state = read_state(folder / name)
         try:
@@ -195,25 +212,11 @@ def load_training_state(
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    file = folder / "lora.safetensors"
+    file = folder / WEIGHTS
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"resume: {file} cannot be read ({error}); resume from another state") from None
-
-
-@torch.no_grad()
-def _copy_weights(folder: Path, parameters: Mapping[str, Tensor]) -> None:
-    weights = _read_weights(folder)
-    differing = sorted(weights.keys() ^ parameters.keys())
-    differing += [n for n in weights.keys() & parameters.keys() if weights[n].shape != parameters[n].shape]
-    if differing:
-        raise UserError(
-            f"resume: {folder} holds another LoRA ({len(differing)} tensors differ, first {differing[0]}); "
-            "use the network settings it was trained with"
-        )
-    for name, tensor in weights.items():
-        parameters[name].copy_(scatter_like(parameters[name], tensor))
 
 
 @dataclass(frozen=True)

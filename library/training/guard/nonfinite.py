@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -112,15 +112,13 @@ def diagnose(task: Task, position: Position) -> Diagnosis:
 
 def _batches(task: Task, position: Position) -> Iterator[tuple[Any, int]]:
     """Yield the batches of the step after ``position`` on this process, each with its place in the epoch."""
-    wanted = task.accelerator.gradient_accumulation_steps
-    epoch, first = position.epoch, position.batches
+    wanted, at = task.accelerator.gradient_accumulation_steps, replace(position)
     while wanted > 0:
-        task.batches.set_position(epoch, first)
-        read = 0
+        task.batches.set_position(at.epoch, at.batches)
         for batch in islice(iter(task.loader), wanted):
-            yield batch, first + read * task.batch_stride
-            read += 1
-        wanted, epoch, first = wanted - read, epoch + 1, 0
+            yield batch, at.batches
+            at.batches, wanted = at.batches + task.batch_stride, wanted - 1
+        task.next_epoch(at)
 
 
 def _look_at(task: Task, batch: Any, position: Position, batches: int) -> tuple[BadSample, bool]:
@@ -220,7 +218,8 @@ def respond(task: Task, position: Position, end: Position, save: Callable[[Posit
     row = position.nonfinite_in_row
     if task.on_nan == "stop" or diagnosis.weights or row > task.on_nan_limit:
         saved = None if diagnosis.weights else save(position)
-        last = f"last checkpoint: {saved}" if saved else "there was nothing to save"
+        nothing = "nothing is saved of that" if diagnosis.weights else "there was nothing to save"
+        last = f"last checkpoint: {saved}" if saved else nothing
         often = f"{row} steps in a row are not finite, the last: " if row > 1 else ""
         raise UserError(f"{often}{diagnosis}; {last}; {diagnosis.suggestion()}")
     if task.on_nan == "skip":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,12 @@ from library.precision.recipe import Fp8Loader
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import save_facts, without_folders
 from library.training.checkpoint.resume import AUTO
-from library.training.checkpoint.state import Position, check_state, read_position
+from library.training.checkpoint.state import Position, check_state, load_training_state, read_position
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule, total_steps
-from library.training.parallel.gather import gathered
+from library.training.parallel.gather import gathered, scatter_like
 from library.training.parallel.parallelize import parallelize
-from library.training.parallel.spec import ParallelSpec
 from library.training.tasks.lora_plan import NetworkPlan, describe_base
 from library.training.tasks.task import Task
 from networks.files.adapters import check_save_format, load_adapter, load_lora
@@ -94,10 +92,6 @@ class LoraTask(Task):
         """Where the model is read to: host memory, where processes get parts of it."""
         return torch.device("cpu") if self.config.parallel.splits_model else self.accelerator.device
 
-    @abstractmethod
-    def parallel(self) -> ParallelSpec:
-        """Return what layouts ask about the loaded model."""
-
     def wrap(self, many_shapes: bool) -> None:
         """Build optimizer and schedule, and let the engine wrap and compile the loaded networks.
 
@@ -130,6 +124,22 @@ class LoraTask(Task):
 
     def weights(self) -> dict[str, Tensor]:
         return self.network.state_dict()
+
+    def restore(self, folder: str) -> Position:
+        own = self.weights()
+
+        def scatter(weights: Mapping[str, Tensor]) -> None:
+            for name, parameter in own.items():
+                parameter.copy_(scatter_like(parameter, weights[name]))
+
+        shapes = {name: tensor.shape for name, tensor in own.items()}
+        position = load_training_state(folder, shapes, scatter, self.parts(), self.base_fingerprint, self.settings)
+        if position.batches % self.batch_stride:
+            raise UserError(
+                f"resume: {folder} was saved after batch {position.batches} of its epoch, which "
+                f"{self.batch_stride} processes cannot divide; go on with as many as it was trained with"
+            )
+        return position
 
     save_format = "peft"
     own_metadata: Mapping[str, str] = {}

@@ -1,64 +1,247 @@
-"""From the configuration to what is trained: the model, its parameter groups, the optimizer.
+"""Pretraining: a language model trained in full on a corpus that tools/prepare_text.py made.
 
-What is looked at between steps: cross-entropy on held-out documents, and how the model goes on from a beginning.
+The corpus is cut into windows of ``context`` tokens, shuffled anew in each epoch; a step is ``tokens_per_batch`` of
+them, in as many forward passes as it takes. Gradients are clipped only after the warm-up (before, norms are large
+because the weights are fresh, and small learning rates are caution enough). Validation is the cross-entropy of
+held-out documents, and samples are texts that the model goes on with.
 
-How fast training is against what the hardware could do: tokens a second and model FLOPs utilisation.
-
-MFU (PaLM, arXiv 2204.02311, appendix B) counts the operations that the model needs, not those that are done: for a
-token 6 for each weight that it is multiplied with (2 forward, 4 backward), and 12 * layers * width of heads * context
-for attention. Recomputation under checkpointing does not count, so it lowers the figure as it lowers the speed.
+How fast training is against what the hardware could do is MFU (PaLM, arXiv 2204.02311, appendix B): the operations that
+the model needs, not those that are done. For a token 6 for each weight that it is multiplied with (2 forward, 4
+backward), and 12 * layers * width of heads * context for attention. Recomputation under checkpointing does not count,
+so it lowers the figure as it lowers the speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import exp
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
+from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from library.accelerator import build_accelerator
-from library.config.pretrain_schema import LLMDataConfig, LLMModelConfig, LLMOptimizerConfig, PretrainConfig
-from library.config.schema import SavingConfig, TrainingConfig
+from library.accelerator import build_accelerator, dp_rank_and_size
+from library.config.pretrain_schema import (
+    LLMDataConfig,
+    LLMModelConfig,
+    LLMOptimizerConfig,
+    LLMSamplingConfig,
+    PretrainConfig,
+)
+from library.config.schema import TrainingConfig, resume_keys
 from library.errors import UserError
 from library.files import write_text
 from library.llm.generation import SamplingSettings, generate_tokens
-from library.llm.token_batches import TokenShards
-from library.llm.tokenizers import Tokenizer
-from library.models.llm.files import load_lm
+from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
+from library.llm.tokenizers import Tokenizer, load_tokenizer
+from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import Block, TransformerLM, lm_split_plan
 from library.models.llm.spec import LMConfig, preset
 from library.randomness import generator
+from library.training.checkpoint.resume import AUTO
+from library.training.checkpoint.state import Position, load_training_state, read_position
 from library.training.memory.budget import recompute_blocks
-from library.training.optim.factory import build_optimizer, parse_optimizer_args
+from library.training.optim.ema import WeightAverage
+from library.training.optim.factory import build_optimizer, check_optimizer, parse_optimizer_args
 from library.training.optim.muon import MuonWithAdamW
+from library.training.optim.schedules import build_schedule, resolve_steps
+from library.training.parallel.gather import full_shapes, gather_weights, gathered, scatter_weights
+from library.training.parallel.parallelize import parallelize
+from library.training.parallel.pipeline.full_training import staged
 from library.training.parallel.spec import ParallelSpec, lm_split_points
 from library.training.parallel.step import lockstep_batches
+from library.training.tasks.task import Task
+
+_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def pretraining_accelerator(config: PretrainConfig) -> Accelerator:
-    """Return the process's accelerator; raises as ``library.accelerator.build_accelerator``."""
-    if config.training.allow_tf32:
-        torch.set_float32_matmul_precision("high")
-    training = TrainingConfig(mixed_precision=config.training.mixed_precision)
-    saving = SavingConfig(output_dir=config.saving.output_dir)
-    return build_accelerator(config.accelerate, training, saving, config.logging, config.parallel)
+class Pretraining(Task):
+    """See the module's text.
+
+    Attributes:
+        shards, tokenizer: of the corpus.
+        context: tokens of a window.
+        held_out: makes the batches to validate on.
+    """
+
+    rolls_back: ClassVar[bool] = False
+    verifies: ClassVar[bool] = False
+    trained: ClassVar[str] = "model"
+
+    config: PretrainConfig
+    transformer: TransformerLM
+    batches: TokenBatches
+
+    def check(self, config: PretrainConfig) -> None:
+        if config.optimizer.optimizer_type.lower() != "muon":
+            check_optimizer(config.optimizer.shared())
+        if config.training.resume and config.training.resume != AUTO:
+            read_position(config.training.resume, resume_keys(config))
+
+    def build_accelerator(self, config: PretrainConfig) -> Accelerator:
+        if config.training.allow_tf32:
+            torch.set_float32_matmul_precision("high")
+        training = TrainingConfig(mixed_precision=config.training.mixed_precision)
+        return build_accelerator(config.accelerate, training, config.saving, config.logging, config.parallel)
+
+    def open(self) -> None:
+        self.shards = TokenShards(self.config.data.data_dir, "train")
+        self.tokenizer = load_tokenizer(self.config.data.data_dir)
+        self.settings = resume_keys(self.config)
+
+    def prepare(self) -> None:
+        config, training, accelerator = self.config, self.config.training, self.accelerator
+        # Split weights go to their device as they are split: the whole model need not fit there.
+        loaded_to = torch.device("cpu") if config.parallel.splits_model else accelerator.device
+        self.transformer = model = build_model(config, self.shards.vocab_size, loaded_to)
+        check_corpus(self.shards, model.config)
+        name_ends(model, self.tokenizer)
+        self._plan_batches(training_context(config.model, model.config))
+        self._find_held_out()
+        self.console.print(
+            f"{sum(p.numel() for p in model.parameters()):,} parameters, {self.shards.tokens:,} tokens to train on"
+        )
+        tokens = self.windows_in_step * self.context
+        epochs = self.total_steps * self.windows_in_step / self.batches.windows
+        self.console.print(f"{tokens:,} tokens a step, {epochs:.2f} epochs")
+
+        optimizer = build_pretraining_optimizer(config.optimizer, model, training.full_bf16, training.seed)
+        schedule = config.optimizer.shared()
+        self.lr_schedule = build_schedule(schedule, optimizer, self.total_steps)
+        self.clips_from = 0
+        if not config.optimizer.clip_during_warmup:
+            self.clips_from = resolve_steps(schedule.lr_warmup_steps, self.total_steps)
+        self.flops_per_token, self.peak_flops = flops_per_token(model, self.context), peak_flops(accelerator.device)
+        engine, self.optimizer, _, _, self.pipeline = parallelize(
+            accelerator, config.parallel, self.parallel(), optimizer
+        )
+        self.models = [engine]
+        self.average = WeightAverage(self.parameters(), decay) if (decay := config.saving.ema_decay) else None
+        if config.sampling.sample_prompts:
+            samples = self.names.folder / "samples"
+            self.sampler = TextSampler(
+                config.sampling, self.tokenizer, training.seed, samples, accelerator, self.console
+            )
+
+    def _plan_batches(self, context: int) -> None:
+        """Decide which windows a batch has, how many batches a step, and how many steps there are."""
+        data, training, (rank, processes) = self.config.data, self.config.training, dp_rank_and_size(self.accelerator)
+        on_gpu = self.accelerator.device.type == "cuda"
+        self.context, self.throughput = context, ("tokens_per_s", context)
+        self.batches = self.loader = TokenBatches(
+            self.shards, context, data.train_batch_size, training.seed, rank, processes, pinned=on_gpu
+        )
+        accumulation = accumulation_for(data, context, processes)
+        self.accelerator.gradient_accumulation_steps = accumulation
+        self.batch_stride = data.train_batch_size * processes
+        self.windows_in_step = accumulation * self.batch_stride
+        self.total_steps = training.max_train_steps
+        if training.max_train_epochs is not None:
+            self.total_steps = training.max_train_epochs * self.batches.windows // self.windows_in_step
+            if not self.total_steps:
+                raise UserError(
+                    f"max_train_epochs: {training.max_train_epochs} epochs of {self.batches.windows} windows are fewer "
+                    f"than the {self.windows_in_step} of a step; raise the epochs, or lower tokens_per_batch"
+                )
+
+    def _find_held_out(self) -> None:
+        """Find what to validate on; nothing where the corpus holds nothing out and nothing asks for it."""
+        config, data = self.config.validation, self.config.data
+        asked = bool(config.validate_every_n_steps or config.validate_every_n_epochs)
+        shards = TokenShards(data.data_dir, "validation")
+        self.validates, self.validates_first = shards.tokens > self.context, asked
+        if asked and not self.validates:
+            key = "validate_every_n_steps" if config.validate_every_n_steps else "validate_every_n_epochs"
+            raise UserError(
+                f"{key}: {data.data_dir} holds {shards.tokens} tokens out, less than a window; "
+                "prepare it with a larger --validation_share, or remove the key"
+            )
+        share, size, most = dp_rank_and_size(self.accelerator), data.train_batch_size, config.validation_tokens
+        self.held_out = partial(held_out_batches, shards, self.context, size, most, *share)
+
+    def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        tokens = batch.to(self.accelerator.device, non_blocking=True)  # [B, context + 1]
+        with self.accelerator.autocast():
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        return loss, loss.detach()[None]
+
+    def gradient_limit(self, step: int) -> float:
+        return self.config.optimizer.max_grad_norm if step >= self.clips_from else 0.0
+
+    def parallel(self) -> ParallelSpec:
+        model = self.transformer
+        return ParallelSpec(
+            model,
+            [Block.__name__],
+            lambda: lm_split_points(model),
+            lambda processes: lm_split_plan(model.config, processes, separate=False),
+            methods=["next_logits"],  # what samples are made with
+        )
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        stage = staged(self.transformer)
+        return dict(self.transformer.named_parameters() if stage is None else stage.local)
+
+    def next_epoch(self, position: Position) -> None:
+        """Move on; a batch may have reached over the epoch's end, as every window is seen once."""
+        position.epoch, position.batches = position.epoch + 1, position.batches - self.batches.windows
+
+    def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
+        windows = position.epoch * self.batches.windows + position.batches
+        values |= {"perplexity": perplexity(values["loss"]), "tokens": windows * self.context}
+        if self.peak_flops is not None:
+            possible = self.peak_flops * self.accelerator.num_processes
+            values["mfu"] = values["tokens_per_s"] * self.flops_per_token / possible
+        return values
+
+    def validate(self) -> float:
+        return held_out_loss(self.transformer, self.held_out(), self.accelerator)
+
+    def describe_validation(self, loss: float) -> dict[str, float]:
+        return {"val_perplexity": perplexity(loss)}
+
+    @property
+    def samples_first(self) -> bool:
+        asked = self.config.sampling.sample_at_first
+        return bool(self.config.sampling.sample_every_n_steps) if asked is None else asked
+
+    def save(self, path: Path, position: Position) -> None:
+        export_hf(self.transformer, path, _DTYPES[self.config.saving.save_precision], self._weights)
+        self.tokenizer.save(path)
+
+    @contextmanager
+    def gathered(self, with_state: bool) -> Iterator[None]:
+        self._weights = gather_weights(self.transformer, self.accelerator)
+        with gathered(self.optimizer, with_state):
+            yield
+        del self._weights
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._weights
+
+    def restore(self, folder: str) -> Position:
+        model = self.transformer
+        scatter = partial(scatter_weights, model)
+        return load_training_state(folder, full_shapes(model), scatter, self.parts(), "", self.settings)
+
+    def memory_advice(self) -> str:
+        options = [] if self.config.training.gradient_checkpointing else ["set gradient_checkpointing = true"]
+        return ", or ".join([*options, "lower train_batch_size (tokens_per_batch keeps the step's size)"])
+
+    def sample_names(self, batch: Tensor) -> list[str]:
+        return [f"{len(batch)} windows of {self.context} tokens"]
 
 
-def parallel_spec(model: TransformerLM) -> ParallelSpec:
-    """Return what layouts ask about ``model``, of which all weights are trained."""
-    return ParallelSpec(
-        model,
-        [Block.__name__],
-        lambda: lm_split_points(model),
-        lambda processes: lm_split_plan(model.config, processes, separate=False),
-        methods=["next_logits"],  # what samples are made with
-    )
+def perplexity(loss: float) -> float:
+    """Return exp(loss), and of a run that has left the numbers the largest that there is to show."""
+    return exp(min(loss, 700.0))
 
 
 def accumulation_for(config: LLMDataConfig, context: int, world: int) -> int:
@@ -211,23 +394,51 @@ def held_out_loss(model: TransformerLM, batches: Iterator[Tensor], accelerator: 
     return loss / count
 
 
-def write_samples(
-    model: TransformerLM,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    settings: SamplingSettings,
-    path: Path | None,
-    accelerator: Accelerator,
-) -> list[str]:
-    """Write each prompt with what the model makes of it to ``path``, if one is given; return these texts."""
-    first = [] if tokenizer.bos is None else [tokenizer.bos]
-    given = [first + tokenizer.encode(prompt) for prompt in prompts]
-    with looking(model, accelerator):
-        written = generate_tokens(model, given, settings)
-    texts = [prompt + tokenizer.decode(new, skip_special=True) for prompt, new in zip(prompts, written, strict=True)]
-    if path is not None:
-        write_text(path, "\n\n----\n\n".join(texts) + "\n")
-    return texts
+@dataclass(frozen=True)
+class TextSampler:
+    """Lets the model go on from ``sample_prompts``, into a text file for each step."""
+
+    config: LLMSamplingConfig
+    tokenizer: Tokenizer
+    seed: int
+    folder: Path
+    accelerator: Accelerator
+    console: Console
+    drawn: dict[int, list[Path]] = field(default_factory=dict)  # by step
+
+    def sample(self, transformer: nn.Module, step: int) -> list[Path]:
+        """Write each prompt with what the model makes of it; of split weights every process takes part."""
+        assert isinstance(transformer, TransformerLM)
+        config, greedy = self.config, self.config.sample_temperature == 0
+        settings = SamplingSettings(
+            max_new_tokens=config.sample_tokens,
+            temperature=config.sample_temperature,
+            top_p=None if greedy else config.sample_top_p,
+            seed=self.seed,
+            stop_tokens=self.tokenizer.stop_tokens,
+        )
+        first = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
+        given = [first + self.tokenizer.encode(prompt) for prompt in config.sample_prompts]
+        with looking(transformer, self.accelerator):
+            written = generate_tokens(transformer, given, settings)
+        pairs = zip(config.sample_prompts, written, strict=True)
+        texts = [prompt + self.tokenizer.decode(new, skip_special=True) for prompt, new in pairs]
+        path = self.folder / f"{step:08d}.txt"
+        if self.accelerator.is_main_process:
+            write_text(path, "\n\n----\n\n".join(texts) + "\n")
+        self.console.print(f"step {step}: {texts[0]!r}", soft_wrap=True)
+        self.drawn[step] = [path]
+        return [path]
+
+    def recall(self, last_step: int) -> None:
+        """Take up the samples that an interrupted run wrote, up to ``last_step``."""
+        for path in sorted(self.folder.glob(f"{'[0-9]' * 8}.txt")):
+            if int(path.stem) <= last_step:
+                self.drawn[int(path.stem)] = [path]
+
+    def write_sheets(self) -> list[Path]:
+        """Return nothing: texts are read one by one."""
+        return []
 
 
 # Dense bf16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets; names as torch.cuda.get_device_name contains them.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
@@ -21,14 +21,14 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor, nn
 
-from library.accelerator import build_accelerator, dp_rank_and_size
-from library.errors import UserError
+from library.accelerator import build_accelerator, is_tensor_parallel
 from library.training.checkpoint.resume import AUTO, resolve_resume
-from library.training.checkpoint.state import OutputNames, Position, Stateful, load_training_state, refuse_finished
+from library.training.checkpoint.state import OutputNames, Position, Stateful, refuse_finished
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import averaged_weights
 from library.training.parallel.pipeline.schedule import Pipeline
-from library.training.parallel.step import clip_gradients
+from library.training.parallel.spec import ParallelSpec
+from library.training.parallel.step import clip_gradients, no_sync
 
 
 class Batches(Protocol):
@@ -72,6 +72,7 @@ class Task(ABC):
     metric: ClassVar[str | None] = None
     throughput: tuple[str, int] = ("samples_per_s", 1)
     rolls_back: ClassVar[bool] = True
+    verifies: ClassVar[bool] = True  # what was saved last
     suffix: ClassVar[str] = ""  # of what is saved, a folder without one
     trained: ClassVar[str] = "LoRA"  # what is, in words
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
@@ -143,14 +144,36 @@ class Task(ABC):
     def parameters(self) -> list[nn.Parameter]:
         return list(self.named_parameters().values())
 
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside the block, a batch: gradients are added up, and exchanged by processes in a step's last batch."""
+        accelerator = self.accelerator
+        with accelerator.accumulate(*self.models), ExitStack() as stack:
+            if not accelerator.sync_gradients and is_tensor_parallel(accelerator):
+                stack.enter_context(no_sync(accelerator, self.models[0]))
+            yield
+
+    def gradient_limit(self, step: int) -> float:
+        """Return the norm that gradients are clipped to in ``step``, 0 for no clipping."""
+        return self.config.optimizer.max_grad_norm
+
     def clip_gradients(self, step: int) -> Tensor:
         """Scale the gradients of ``step`` to the norm they are limited to; return their norm before that, []."""
-        limit = self.config.optimizer.max_grad_norm or float("inf")  # with inf the norm is measured, not changed
+        limit = self.gradient_limit(step) or float("inf")  # with inf the norm is measured, not changed
         return clip_gradients(self.accelerator, self.transformer, self.parameters(), limit)
+
+    @abstractmethod
+    def parallel(self) -> ParallelSpec:
+        """Return what layouts ask about the loaded model."""
 
     def next_epoch(self, position: Position) -> None:
         """Move ``position``, at the end of an epoch's batches, to the next one's beginning."""
         position.epoch, position.batches = position.epoch + 1, 0
+
+    @property
+    def samples_first(self) -> bool:
+        """Whether to sample before the first step."""
+        return self.config.sampling.sample_at_first
 
     def validate(self) -> float:
         """Return the loss on what is held out."""
@@ -231,15 +254,13 @@ class Task(ABC):
             UserError: it is no state, or one of another model, or has nothing left to train, or was saved where this
                 number of processes cannot divide the batches that are left of the epoch.
         """
-        position = load_training_state(folder, self.weights(), self.parts(), self.base_fingerprint, self.settings)
+        position = self.restore(folder)
         refuse_finished(folder, position, self.total_steps, self.resumes_finished)
-        _, processes = dp_rank_and_size(self.accelerator)
-        if position.batches % processes:
-            raise UserError(
-                f"resume: {folder} was saved after batch {position.batches} of its epoch, which "
-                f"{processes} processes cannot divide; go on with as many as it was trained with"
-            )
         return position
+
+    @abstractmethod
+    def restore(self, folder: str) -> Position:
+        """Put a saved state back."""
 
     @contextmanager
     def deployed_weights(self) -> Iterator[None]:
