@@ -14,6 +14,7 @@ OF_A_LORA = {
 OF_CONVERSATIONS = {"chat_template", "learn", "max_length", "packing", "train_batch_size", "validation_split"}
 OF_PRETRAINING = {
     "preset", "context", "optimizer_type", "optimizer_args", "learning_rate", "weight_decay", "full_bf16", "seed",
+    "ema_decay",
 }  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def test_every_saved_lora_and_state_is_uploaded(
     for name in ("lora-step00000002.safetensors", "lora-step00000004.safetensors", "lora.safetensors"):
         assert _uploaded(hub, f"cat/{name}") == (tmp_path / name).read_bytes()
     state = tmp_path / "lora-state"
-    assert _uploaded(hub, "cat/lora-state/lora.safetensors") == (state / "lora.safetensors").read_bytes()
+    assert _uploaded(hub, "cat/lora-state/weights.safetensors") == (state / "weights.safetensors").read_bytes()
     assert "hf_good" not in (tmp_path / "config.toml").read_text()
 
 
