@@ -66,8 +66,8 @@ class ChatDataConfig(Section):
         "auto", description="how conversations are written; auto: the tokenizer's own, else the one whose marks it has"
     )
     system_prompt: str | None = Field(None, description="system message of conversations that have none")
-    learn: Annotated[Literal["answers", "all"], MUST_MATCH] = Field(
-        "answers", description="tokens the loss counts: the assistant's, or all"
+    train_on: Annotated[Literal["assistant", "all"], MUST_MATCH] = Field(
+        "assistant", description="tokens the loss counts: the assistant's, or all"
     )
     max_length: Annotated[Positive | None, MUST_MATCH] = Field(
         None, description="tokens of a window; longer conversations lose their end; default: the context, at most 2048"
@@ -80,7 +80,7 @@ class ChatDataConfig(Section):
     )
 
 
-class InstructionSamplingConfig(Section):
+class ChatSamplingConfig(Section):
     """Answers before, during and after training."""
 
     sample_prompts: list[str] = Field([], description="what a user says; the model's answers are kept as text")
@@ -97,7 +97,7 @@ class InstructionSamplingConfig(Section):
     )
 
 
-class InstructionValidationConfig(Section):
+class ChatValidationConfig(Section):
     """Loss on held-out conversations."""
 
     validate_every_n_steps: Annotated[Positive | None, _HELD_OUT] = Field(
@@ -116,14 +116,14 @@ class ChatTrainConfig(Section):
 
     model: LanguageModelConfig
     precision: PrecisionConfig = PrecisionConfig()
-    instructions: ChatDataConfig
+    chat: ChatDataConfig
     network: NetworkConfig = NetworkConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     saving: SavingConfig = SavingConfig()
     hub: HubConfig = HubConfig()
-    sampling: InstructionSamplingConfig = InstructionSamplingConfig()
-    validation: InstructionValidationConfig = InstructionValidationConfig()
+    sampling: ChatSamplingConfig = ChatSamplingConfig()
+    validation: ChatValidationConfig = ChatValidationConfig()
     logging: LoggingConfig = LoggingConfig()
     accelerate: AccelerateConfig = AccelerateConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -561,7 +561,7 @@ class SavingConfig(Section):
         10, description="tries more to write the last weights and state where that fails, over about seven minutes"
     )
     save_fallback_dir: str | None = Field(
-        None, description="folder for them after that; default: <output_name>-rescued in the system's temporary folder"
+        None, description="folder for them after that; default: <output_name>-fallback in the system's temporary folder"
     )
     save_format: Annotated[Literal["diffusers", "kohya", "comfy"], IMAGES] = Field(
         "diffusers", description="key layout of the LoRA file"

@@ -1,7 +1,7 @@
-"""What happens between steps: saving, sampling, validating, and drawing the run at its end.
+"""What happens between steps: saving, sampling, validating, and the summary at the end.
 
-``RunEvents`` is told when a step or an epoch is over and knows from the settings what is due. Schedule-free
-optimizers keep two sets of weights; whatever looks at the LoRA from outside looks at the averaged set.
+The trainer tells ``RunEvents`` when a step or an epoch is over; from the settings it knows what is due. Schedule-free
+optimizers keep two sets of weights; whatever looks at the weights from outside looks at the averaged set.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RunEvents:
         fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
         self.writer = CheckpointWriter(self.names.folder, fallback, self.saving.save_retries, progress.note)
         self.requests = SignalHandler(
-            self.names.folder, task.accelerator, task.begun, is_owed=lambda: self.writer.is_due
+            self.names.folder, task.accelerator, task.begun, has_unsaved=lambda: self.writer.is_due
         )
 
     @property
@@ -140,7 +140,7 @@ class RunEvents:
             self._rotate(epoch=epoch)
 
     def at_end(self, position: Position) -> None:
-        """Save first, then look at the result; what can fail for lack of memory comes after what must be kept."""
+        """Save first, then look at the result; what can fail for lack of memory comes after what must be saved."""
         if self.stop_request.stop is not None:
             return
         with_state = self.saving.save_state or self.saving.save_state_on_train_end
@@ -158,10 +158,10 @@ class RunEvents:
             plot_runs([self.names.folder], self.names.folder / "lr.png")
             images.append(self.names.folder / "lr.png")
 
-        self.writer.tolerate(plot)
+        self.writer.write_optional(plot)
         if self.task.sampler is not None:
             sheets = self.task.sampler.write_sheets
-            self.writer.tolerate(lambda: images.extend(sheets()))
+            self.writer.write_optional(lambda: images.extend(sheets()))
         return images
 
     def _validates_every(self) -> int | None:
@@ -207,7 +207,7 @@ class RunEvents:
         with self._looking("sample"):
             if self.task.accelerator.is_main_process or is_model_parallel(self.task.accelerator):
                 sampler, transformer = self.task.sampler, self.task.transformer
-                self.writer.tolerate(lambda: sampler.sample(transformer, step))
+                self.writer.write_optional(lambda: sampler.sample(transformer, step))
             self.task.accelerator.wait_for_everyone()
 
     def _save(self, stem: str, position: Position, with_state: bool, last: Callable[[], bool] | None = None) -> bool:
@@ -222,7 +222,11 @@ class RunEvents:
                 def write(folder: Path) -> list[Path]:
                     return self._write(replace(self.names, folder=folder), stem, position, with_state)
 
-                saved = self.writer.attempt(write) if last is None else self.writer.insist(write, last)
+                saved = (
+                    self.writer.write_or_retry_later(write)
+                    if last is None
+                    else self.writer.write_with_retries(write, last)
+                )
                 if self.upload is not None:
                     for path in saved or []:
                         self.upload.push(path)
@@ -256,7 +260,7 @@ class RunEvents:
         """
         task, main, wrong, checked = self.task, self.task.accelerator.is_main_process, None, None
         with task.gathered(with_state=False) if task.verifies else nullcontext():
-            if task.verifies and main and self.stop_request.stop is None and not self.writer.rescued:
+            if task.verifies and main and self.stop_request.stop is None and not self.writer.in_fallback:
                 try:
                     checked = task.verify(self.names.weights(self.names.stem()))
                 except UserError as error:

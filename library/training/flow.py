@@ -12,16 +12,13 @@ Qwen-Image: 0.5 at 256, 0.9 at 8192).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from library.config.schema import FlowConfig
+from library.models.family import Family
 from library.randomness import generator
-
-if TYPE_CHECKING:
-    from library.config.schema import FlowConfig
-    from library.models.family import Family
 
 _SMALLEST_SIGMA = 1e-4  # keeps 1/sigma^2 weights finite; a tenth of the finest step of the 1000-step schedule
 

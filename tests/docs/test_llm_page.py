@@ -60,7 +60,7 @@ def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> 
 def test_every_ready_config_is_valid(config: Path) -> None:
     words = ["--config_file", str(config)]
     if names_language_model(words):
-        assert load_language_config(words).instructions.train_data
+        assert load_language_config(words).chat.train_data
     else:
         read = load_llm_config(words)
         assert read.model.init_from is not None or read.model.preset in PRESETS

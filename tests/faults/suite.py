@@ -36,9 +36,9 @@ import train_lora
 from library.config import load_config
 from library.config.load import load_language_config, load_llm_config
 from library.training.checkpoint.resume import find_damage
+from tests.chat_runs import flags as chat_flags
+from tests.chat_runs import write_place
 from tests.faults.points import PHASES, Points, phase
-from tests.instruction_runs import flags as instruction_flags
-from tests.instruction_runs import write_place
 from tests.pretraining_runs import flags as pretraining_flags
 from tests.pretraining_runs import write_corpus
 from tests.runs import arguments, write_base, write_dataset
@@ -124,7 +124,7 @@ class Place:
             corpus = self.root.parent / "corpus"
             train_llm.train(load_llm_config(pretraining_flags(corpus / "tokens", self.output, **_PRETRAINING)))
         elif self.scenario == "conversations":
-            flags = instruction_flags(self.root.parent / "talks", self.output, **_CONVERSATIONS)
+            flags = chat_flags(self.root.parent / "talks", self.output, **_CONVERSATIONS)
             train_lora.train(load_language_config(flags))
         else:
             train_lora.train(load_config(self.flags()))

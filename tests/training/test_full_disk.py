@@ -96,13 +96,13 @@ def test_a_run_on_a_full_disk_keeps_what_it_saved_and_ends_elsewhere(
 def test_the_file_before_stays_and_saving_is_tried_again(cause: str, disk: Path) -> None:
     said: list[str] = []
     writer = _keeper(disk, said)
-    assert writer.attempt(_write(0.25)) == [disk / "x.safetensors"]
+    assert writer.write_or_retry_later(_write(0.25)) == [disk / "x.safetensors"]
     before = (disk / "x.safetensors").read_bytes()
     if cause == "full":
         (disk / "filler").write_bytes(bytes(700 * KIB))
     else:
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    assert writer.attempt(_write(0.125)) is None
+    assert writer.write_or_retry_later(_write(0.125)) is None
     reason = {"full": "No space left on device", "read-only": "Read-only file system"}[cause]
     assert said == [
         f"warning: {disk / 'x.safetensors'}: cannot be written ({reason}); free space or choose another folder; "
@@ -117,7 +117,7 @@ def test_the_file_before_stays_and_saving_is_tried_again(cause: str, disk: Path)
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
     writer.retry_at = time.monotonic()
     assert writer.is_due
-    assert writer.attempt(_write(0.125)) is not None
+    assert writer.write_or_retry_later(_write(0.125)) is not None
     assert (writer.failures, writer.retry_at) == (0, None)
     assert said[-1].startswith("saved again")
 
@@ -129,11 +129,11 @@ def test_the_end_waits_for_room_before_it_goes_elsewhere(disk: Path, monkeypatch
     making_room = threading.Timer(0.5, (disk / "filler").unlink)
     making_room.start()
     writer = _keeper(disk, said, retries=10)
-    assert writer.insist(_write(0.5)) == [disk / "x.safetensors"]
+    assert writer.write_with_retries(_write(0.5)) == [disk / "x.safetensors"]
     assert said
     assert all("trying again in" in line for line in said)
     writer.report()
-    assert writer.insist(_write(2), hurried=lambda: True) == [disk.parent / "fallback" / "x.safetensors"]
+    assert writer.write_with_retries(_write(2), in_a_hurry=lambda: True) == [disk.parent / "fallback" / "x.safetensors"]
     with pytest.raises(UserError, match=r"what was trained is in .*fallback/x\.safetensors"):
         writer.report()
 
@@ -171,15 +171,15 @@ def test_a_save_that_failed_is_made_up_for_between_two_that_are_due(
     disk: Path, base: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeping, "_FIRST_RETRY", 0.0)
-    attempt = CheckpointWriter.attempt
+    original = CheckpointWriter.write_or_retry_later
 
     def make_room_after_a_failure(writer: CheckpointWriter, write: keeping.Write) -> list[Path] | None:
-        written = attempt(writer, write)
+        written = original(writer, write)
         if written is None:
             (disk / "filler").unlink()
         return written
 
-    monkeypatch.setattr(CheckpointWriter, "attempt", make_room_after_a_failure)
+    monkeypatch.setattr(CheckpointWriter, "write_or_retry_later", make_room_after_a_failure)
     (disk / "filler").write_bytes(bytes(990 * KIB))
     run(base, dataset, disk, max_train_steps=6, save_every_n_steps=4)
     run(base, dataset, tmp_path / "whole", max_train_steps=6, save_every_n_steps=1)

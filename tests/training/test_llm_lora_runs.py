@@ -16,7 +16,7 @@ from library.errors import UserError
 from library.files import weights_fingerprint
 from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
-from tests.instruction_runs import adapter, flags, run, train_flags, write_place
+from tests.chat_runs import adapter, flags, run, train_flags, write_place
 from tests.worker_group import run_in_group
 
 
@@ -81,8 +81,8 @@ def test_a_resumed_run_gives_the_same_adapter(place: Path, tmp_path: Path, setti
     whole, resumed = adapter(tmp_path / "whole/lora"), adapter(tmp_path / "second/lora")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-    with pytest.raises(UserError, match="was trained with learn"):
-        run(place, tmp_path / "third", resume=tmp_path / "first/lora-step00000003-state", learn="all", **settings)
+    with pytest.raises(UserError, match="was trained with train_on"):
+        run(place, tmp_path / "third", resume=tmp_path / "first/lora-step00000003-state", train_on="all", **settings)
 
 
 @pytest.mark.parametrize(

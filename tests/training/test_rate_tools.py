@@ -28,7 +28,7 @@ def test_a_d_that_never_leaves_d0_is_told_once_with_the_step(
         optimizer_args=["d_coef=1e-9", "d0=1e-6"],
     )  # fmt: skip
     told = " ".join(capsys.readouterr().out.split())
-    assert told.count("is still 1e-06, where it began: nothing is learnt; set optimizer_args d0=1e-5") == 1
+    assert told.count("is still 1e-06, where it began: nothing is learned; set optimizer_args d0=1e-5") == 1
     assert "warning: step 50: d of lora" in told
 
 

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from library.config import load_config
 from library.config.rules import find_conflicts
-from tests.instruction_runs import adapter, write_place
-from tests.instruction_runs import flags as chat_flags
-from tests.instruction_runs import run as chat_run
+from tests.chat_runs import adapter, write_place
+from tests.chat_runs import flags as chat_flags
+from tests.chat_runs import run as chat_run
 from tests.layouts import GRADIENTS, SETTINGS, assert_same_figures, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.test_nonfinite import clean, spoilt  # noqa: F401  # the fixture

@@ -1,7 +1,7 @@
-"""``resume = "auto"``: go on from the newest whole state in the output folder, or begin.
+"""``resume = "auto"``: go on from the newest complete state in the output folder, or begin.
 
 A process may have been killed at any moment, so the folder is put in order first: half-written files and folders go,
-and what was being replaced is put back (``library.files``). A state counts if every file in it is whole; one that is
+and what was being replaced is put back (``library.files``). A state counts if every file in it is complete; one that is
 not is named and passed over. The newest is the one saved last, by the time written in it.
 """
 
@@ -11,20 +11,17 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from library.config.chat_schema import ChatTrainConfig
+from library.config.pretrain_schema import PretrainConfig
+from library.config.schema import TrainConfig
 from library.errors import UserError
 from library.files import clear_leftovers
 from library.safetensors_io import read_safetensors_header
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from library.config.chat_schema import ChatTrainConfig
-    from library.config.pretrain_schema import PretrainConfig
-    from library.config.schema import TrainConfig
 
 AUTO = "auto"
 _POSITION = "position.json"
@@ -67,7 +64,7 @@ def tidy(folders: Iterable[Path], say: Callable[[str], None]) -> None:
 
 
 def newest_state(folder: Path, name: str, say: Callable[[str], None] = lambda _: None) -> Path | None:
-    """Return the state of the run ``name`` in ``folder`` that was saved last and is whole; None if there is none."""
+    """Return the state of the run ``name`` in ``folder`` that was saved last and is complete; None if there is none."""
     pattern = re.compile(re.escape(name) + r"(-step\d{8}|-\d{6})?-state")
     found: list[tuple[float, str]] = []
     for state in sorted(folder.glob("*-state")):
@@ -82,7 +79,7 @@ def newest_state(folder: Path, name: str, say: Callable[[str], None] = lambda _:
 
 
 def find_damage(state: Path) -> str | None:
-    """Return in words what is missing or cut off in a state folder; None if it is whole. No tensor is read."""
+    """Return in words what is missing or cut off in a state folder; None if it is complete. No tensor is read."""
     if not (state / _POSITION).is_file():
         return f"{state} has no {_POSITION}"
     for file in sorted(state.iterdir()):

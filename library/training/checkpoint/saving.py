@@ -1,13 +1,11 @@
-"""Saving on a disk that may be full, read-only or gone.
+"""Saving on a disk that may be full, read-only or gone, and deleting what ``save_last_n_*`` no longer keeps.
 
-While a run goes on, a save that fails is told in one line and tried again a minute later, then after two, four, up to
-ten; what was saved before is as it was. What a run ends with must not be lost: it is tried ``save_retries`` times over
-some minutes, and then goes into ``save_fallback_dir``.
+While a run goes on, a save that fails is reported in one line and retried a minute later, then after two, four, up to
+ten; what was saved before is as it was. What a run ends with must not be lost: it is retried ``save_retries`` times
+over some minutes, and then goes into ``save_fallback_dir``.
 
-Which saved checkpoints may go: kohya's ``save_last_n_*``.
-
-Nothing is deleted before the newer file is whole on the disk, and only files of this run's name and of an earlier
-step or epoch are touched: never the final LoRA, the best one, or what a longer run left there.
+Nothing is deleted before the newer file is complete on the disk, and only files of this run's name and of an earlier
+step or epoch: never the final weights, the best ones, or what a longer run left there.
 """
 
 from __future__ import annotations
@@ -18,14 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from library.config.schema import SavingConfig
 from library.errors import UserError, WriteError
 from library.files import discard
-
-if TYPE_CHECKING:
-    from library.config.schema import SavingConfig
-
 
 Write = Callable[[Path], list[Path]]  # writes into a folder; returns what it wrote
 
@@ -41,8 +35,8 @@ class CheckpointWriter:
         retries: at the end of the run.
         say: prints a line.
         failures: saves that failed in a row.
-        retry_at: when the next try is due (time.monotonic()); None if nothing is owed.
-        rescued: what had to go into ``fallback``.
+        retry_at: when the next try is due (time.monotonic()); None if nothing is unsaved.
+        in_fallback: what had to go into ``fallback``.
     """
 
     folder: Path
@@ -51,14 +45,14 @@ class CheckpointWriter:
     say: Callable[[str], None]
     failures: int = 0
     retry_at: float | None = None
-    rescued: list[Path] | None = None
+    in_fallback: list[Path] | None = None
 
     @property
     def is_due(self) -> bool:
         """Whether it is time to try again what failed."""
         return self.retry_at is not None and time.monotonic() >= self.retry_at
 
-    def attempt(self, write: Write) -> list[Path] | None:
+    def write_or_retry_later(self, write: Write) -> list[Path] | None:
         """Write now; if that fails say so, note when to try again, and return None."""
         try:
             written = write(self.folder)
@@ -72,12 +66,12 @@ class CheckpointWriter:
         self.failures, self.retry_at = 0, None
         return written
 
-    def insist(self, write: Write, hurried: Callable[[], bool] = lambda: False) -> list[Path]:
+    def write_with_retries(self, write: Write, in_a_hurry: Callable[[], bool] = lambda: False) -> list[Path]:
         """Write, again and again if it must be, elsewhere in the end.
 
         Args:
-            write: as for :meth:`attempt`.
-            hurried: whether waiting is over, as somebody is about to end the process.
+            write: as for :meth:`write_or_retry_later`.
+            in_a_hurry: whether waiting is over, as somebody is about to end the process.
 
         Raises:
             WriteError: nor could it be written there.
@@ -86,16 +80,16 @@ class CheckpointWriter:
             try:
                 return write(self.folder)
             except WriteError as error:
-                if done == self.retries or hurried():
-                    return self._rescue(write, error)
+                if done == self.retries or in_a_hurry():
+                    return self._use_fallback(write, error)
                 wait = min(_FIRST_WAIT * 2**done, _LAST_WAIT)
                 self.say(f"warning: {error}; trying again in {wait:.0f} s ({done + 1} of {self.retries})")
                 until = time.monotonic() + wait
-                while time.monotonic() < until and not hurried():
+                while time.monotonic() < until and not in_a_hurry():
                     time.sleep(min(0.2, wait))
         raise AssertionError("unreachable")
 
-    def tolerate(self, write: Callable[[], object]) -> None:
+    def write_optional(self, write: Callable[[], object]) -> None:
         """Write what a run can do without (pictures, plots); say so if that fails."""
         try:
             write()
@@ -108,19 +102,19 @@ class CheckpointWriter:
         Raises:
             UserError: it is in the fallback folder.
         """
-        if self.rescued:
-            places = " and ".join(map(str, self.rescued))
+        if self.in_fallback:
+            places = " and ".join(map(str, self.in_fallback))
             raise UserError(f"output_dir: {self.folder} could not be written to; what was trained is in {places}")
 
-    def _rescue(self, write: Write, error: WriteError) -> list[Path]:
-        self.rescued = write(self.fallback)
+    def _use_fallback(self, write: Write, error: WriteError) -> list[Path]:
+        self.in_fallback = write(self.fallback)
         self.say(f"warning: {error}; saved in {self.fallback} instead")
-        return self.rescued
+        return self.in_fallback
 
 
 def fallback_folder(wanted: str | None, output_name: str) -> Path:
     """Return where to save what ``output_dir`` does not take; by default beside other temporary files."""
-    return Path(wanted).expanduser() if wanted else Path(tempfile.gettempdir()) / f"{output_name}-rescued"
+    return Path(wanted).expanduser() if wanted else Path(tempfile.gettempdir()) / f"{output_name}-fallback"
 
 
 def remove_old(

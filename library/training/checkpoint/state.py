@@ -1,17 +1,16 @@
-"""What a run leaves on disk: LoRA files, and states from which it goes on as if it had never stopped.
+"""What a run resumes from: one format of states for all trainings, whatever layout the processes have.
 
-A state folder holds the LoRA in the dtype it is trained in, the optimizer's and the schedule's state, the loss
-scaler's, and the position in the data. Random numbers need no saving, they are functions of seed, step and
-sample. A folder is written under a temporary name and renamed when it is whole.
+    weights.safetensors      what is trained, in the dtype that it is trained in, in full
+    optimizer.json           and optimizer.safetensors, schedule.json, scaler.json, average.json: state dicts
+    position.json            the ``Position``, the base model's fingerprint, the settings that must be the same
 
-The optimizer's state carries its learning rate and arguments, so a resumed run would pass over new ones without a
-word. ``library.config.schema.resume_keys`` are those settings; a run that changed one is refused.
+Random numbers need no saving, they are functions of seed, step and sample. The optimizer's state carries its learning
+rate and arguments, so a resumed run would silently ignore new ones: options marked ``MustMatch`` in the schema are
+compared, and a run that changed one is refused. A folder is written under a temporary name and renamed when complete.
 
-Optimizer and scheduler state on disk without pickle: tensors in safetensors, the rest as JSON.
-
-A state dict is a tree of dicts, lists, tuples, numbers, strings and tensors. The tree is written as JSON in
-which every tensor is a reference into the safetensors file beside it; tuples and integer keys are marked so
-that reading gives back exactly what was written.
+A state dict is a tree of dicts, lists, tuples, numbers, strings and tensors. It is written without pickle, as JSON in
+which every tensor is a reference into the safetensors file beside it; tuples and integer keys are marked, so that
+reading gives back exactly what was written.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ WEIGHTS, POSITION = "weights.safetensors", "position.json"
 
 @dataclass
 class Position:
-    """Where a run stands."""
+    """How far a run is."""
 
     step: int = 0  # optimizer steps done
     epoch: int = 0  # epochs begun before this one
@@ -53,7 +52,7 @@ class Position:
     step_ended: tuple[int, int] | None = None  # epoch and batches when the last step ended, within an unfinished one
 
     def at_last_step(self) -> Position:
-        """Return where the last whole step ended: what was accumulated since is no part of a state.
+        """Return where the last complete step ended: what was accumulated since is no part of a state.
 
         The end of an epoch may lie within a step of several batches.
         """
@@ -83,7 +82,7 @@ def save_training_state(
         folder: where.
         weights: the trained parameters by name.
         states: state dicts of optimizer, schedule, scaler by name.
-        position: where the run stands.
+        position: how far the run is.
         base: the base model's fingerprint, checked when resuming.
         settings: of ``resume_keys``, checked when resuming.
 
@@ -100,7 +99,7 @@ def save_training_state(
 
 
 def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Position, str]:
-    """Return where a saved state stands, and its base's fingerprint; the weights are not read.
+    """Return the position of a saved state, and its base's fingerprint; the weights are not read.
 
     Raises:
         UserError: ``folder`` is no state, or one of other ``settings`` (those of ``resume_keys``).
@@ -127,7 +126,7 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
 def check_state(
     folder: str | Path, base: str, settings: Mapping[str, Any], total_steps: int | None, finished_too: bool = False
 ) -> None:
-    """Look at a state before models are read: whether it is whole, fits this run, and leaves something to train.
+    """Look at a state before models are read: whether it is complete, fits this run, and leaves something to train.
 
     Args:
         folder: the state.
@@ -157,7 +156,7 @@ def refuse_finished(folder: str | Path, position: Position, total_steps: int, fi
     """Refuse a state with nothing left to train.
 
     Raises:
-        UserError: it stands behind the end of the run, or, unless ``finished_too``, at it.
+        UserError: it is from behind the end of the run, or, unless ``finished_too``, at it.
     """
     if position.step > total_steps or (position.step == total_steps and not finished_too):
         raise UserError(

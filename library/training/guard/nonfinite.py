@@ -12,7 +12,7 @@ rollback    the samples at fault are left out from then on, also after a resume,
             their places, and the step is taken again
 ==========  =========================================================================================================
 
-A loss is never replaced by another number: what was not finite is not learnt from.
+A loss is never replaced by another number: nothing is learned from what was not finite.
 """
 
 from __future__ import annotations

@@ -20,14 +20,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
+from accelerate import Accelerator
 
 from library.processes import watched
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 FILES = ("STOP", "SAVE", "SAMPLE")
 STOPPED_BY_FILE = 3  # exit code; a signal's is 128 + its number, as a shell has it
@@ -70,17 +67,17 @@ class SignalHandler:
     """Looks for requests to a run that writes into ``folder``."""
 
     def __init__(
-        self, folder: Path, accelerator: Accelerator, begun: float, is_owed: Callable[[], bool] = lambda: False
+        self, folder: Path, accelerator: Accelerator, begun: float, has_unsaved: Callable[[], bool] = lambda: False
     ) -> None:
         """Remove request files from before ``begun`` (seconds since 1970), which were meant for another run.
 
-        ``is_owed`` tells on the main process whether something must be saved that could not be.
+        ``has_unsaved`` tells on the main process whether something must be saved that could not be.
         """
-        self._folder, self._accelerator, self._is_owed = folder, accelerator, is_owed
+        self._folder, self._accelerator, self._has_unsaved = folder, accelerator, has_unsaved
         self._signal = 0
         self._signalled_at = self._looked_at = float("-inf")
         self._in_step: int | None = None
-        self._wish = NOTHING
+        self._request = NOTHING
         self._next_step, self._last = 0, (0, time.monotonic())
         if accelerator.is_main_process:
             for name in FILES:
@@ -125,16 +122,16 @@ class SignalHandler:
         Asking again in the same step gives the same answer.
         """
         if step == self._in_step:
-            return self._wish
-        self._in_step, self._wish = step, NOTHING
+            return self._request
+        self._in_step, self._request = step, NOTHING
         if self._accelerator.num_processes == 1:
-            self._wish = self._as_wish(self._signal, *self._own_wishes())
+            self._request = self._as_request(self._signal, *self._local_requests())
         elif step >= self._next_step:
-            self._wish = self._agree(step)
-        return self._wish
+            self._request = self._agree(step)
+        return self._request
 
     def answered(self, stop_request: StopRequest) -> None:
-        """Remove the files of an answered wish (main process)."""
+        """Remove the files of an answered request (main process)."""
         if self._accelerator.is_main_process:
             for name, asked in zip(
                 FILES, (stop_request.stop == "STOP", stop_request.save, stop_request.sample), strict=True
@@ -143,32 +140,32 @@ class SignalHandler:
                     with suppress(OSError):
                         (self._folder / name).unlink(missing_ok=True)
 
-    def _own_wishes(self) -> tuple[bool, bool, bool, bool]:
-        """Return whether stop, save and sample are asked for by file (three calls a second), and a save is owed."""
+    def _local_requests(self) -> tuple[bool, bool, bool, bool]:
+        """Return whether stop, save and sample are asked for by file (three calls a second), and a save is overdue."""
         now = time.monotonic()
         if now - self._looked_at < _FILE_SECONDS:
-            return False, False, False, self._is_owed()
+            return False, False, False, self._has_unsaved()
         self._looked_at = now
         stop, save, sample = ((self._folder / name).exists() for name in FILES)
-        return stop, save, sample, self._is_owed()
+        return stop, save, sample, self._has_unsaved()
 
     def _agree(self, step: int) -> StopRequest:
         """Sum the main process's numbers and everybody's signals over all processes."""
         main = self._accelerator.is_main_process
-        own_wishes = self._own_wishes() if main else (False,) * 4
+        local = self._local_requests() if main else (False,) * 4
         before, then = self._last
         self._last = step, time.monotonic()
         seconds = max(self._last[1] - then, 1e-6)
         wait = round(_AGREEMENT_SECONDS * max(step - before, 1) / seconds) if main else 0
         # a sum of signals would be another signal: each has a place of its own
-        numbers = [int(self._signal == number) for number in _SIGNALS] + [int(asked) for asked in own_wishes]
+        numbers = [int(self._signal == number) for number in _SIGNALS] + [int(asked) for asked in local]
         own = torch.tensor([*numbers, min(max(wait, 1), _MOST_STEPS) if main else 0], dtype=torch.float32)
         summed = self._accelerator.reduce(own.to(self._accelerator.device), reduction="sum").tolist()
         self._next_step = step + int(summed[-1])
         arrived = next((number for number, count in zip(_SIGNALS, summed, strict=False) if count), 0)
-        return self._as_wish(arrived, *(bool(count) for count in summed[len(_SIGNALS) : -1]))
+        return self._as_request(arrived, *(bool(count) for count in summed[len(_SIGNALS) : -1]))
 
-    def _as_wish(self, arrived: int, stop: bool, save: bool, sample: bool, again: bool) -> StopRequest:
+    def _as_request(self, arrived: int, stop: bool, save: bool, sample: bool, again: bool) -> StopRequest:
         name = signal.Signals(arrived).name if arrived else "STOP" if stop else None
         return StopRequest(name, save, sample, again)
 

@@ -14,7 +14,7 @@ are logged, and before anything looks at the weights).
 3. The flag stays down once it is down: what follows a bad step changes nothing until the host has asked. A count of
    the good steps tells it which step was the first bad one.
 4. What lives on the host (``k`` and ``d`` of Prodigy, step counts, learning rates, the schedule) is remembered at each
-   step's beginning; ``commit`` puts the bad step's back. The run then stands exactly before that step, whatever
+   step's beginning; ``commit`` puts the bad step's back. The run then is exactly before that step, whatever
    ``log_every_n_steps`` is, and the loop goes on from there as the policy says.
 
 What it costs: the copies, 4 bytes a weight and what the optimizer keeps (8 for AdamW), while the optimizer runs; no
@@ -124,7 +124,7 @@ class RollbackGuard:
         self._done = self._done + self._good
 
     def end(self, position: Position) -> None:
-        """Note that the step is over and where the run stands."""
+        """Note that the step is over and how far the run is."""
         self._snapshots[-1].end, self._open = _copied(position), False
 
     found = False  # only the device knows
@@ -236,7 +236,7 @@ class StopGuard:
     """For training in full, where a copy of weights and optimizer state would double the memory: nothing is undone.
 
     So the host reads the gradients' norm before the optimizer steps, and a step that is not finite is not taken: the
-    run stands before it, can be saved, and stops. Weights that a step has made infinite are found by the next step, or
+    run is before it, can be saved, and stops. Weights that a step has made infinite are found by the next step, or
     before anything is saved.
     """
 

@@ -27,7 +27,7 @@ Prodigy and D-Adaptation estimate their own step size d; what it looks like when
 Looked at only where learning rates are read anyway, at steps that are logged.
 
 - **d never leaves d0.** The estimate grows from d0 as soon as gradients agree over some steps. Where it has not by a
-  tenth of the run (at least 50 steps, at most 500), nothing is learnt: the steps are d0, a millionth, of their size.
+  tenth of the run (at least 50 steps, at most 500), nothing is learned: the steps are d0, a millionth, of their size.
 - **d grows without bound.** A step of Adam's kind moves each weight by about d * lr. LoRA's A begins at numbers of
   about 1 / sqrt(inputs), 0.02 for 3072; with d * lr above 0.1 each single step is larger than what it changes, and the
   estimate, which is of the distance to the solution, only follows that. A d that is not finite is the same.
@@ -218,7 +218,7 @@ class StepSizeMonitor:
             elif step >= self.patience and d <= _GROWN * first and taken <= _TOO_SMALL:
                 yield (
                     "stuck",
-                    f"warning: step {step}: d of {group} is still {d:.3g}, where it began: nothing is learnt; set "
+                    f"warning: step {step}: d of {group} is still {d:.3g}, where it began: nothing is learned; set "
                     "optimizer_args d0=1e-5 (or 1e-4), raise d_coef (2), remove the warm-up, or set a higher "
                     "batch_size if the loss is very noisy",
                 )

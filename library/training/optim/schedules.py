@@ -26,16 +26,12 @@ last step of a run is T - 1, so a schedule that ends at 0 never wastes a step on
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from library.config.schema import OptimizerConfig
+from library.config.schema import OptimizerConfig, TrainingConfig
 from library.errors import UserError
-
-if TYPE_CHECKING:
-    from library.config.schema import TrainingConfig
 
 
 def build_schedule(config: OptimizerConfig, optimizer: Optimizer, total_steps: int) -> LambdaLR:

@@ -1,15 +1,14 @@
-"""The run's numbers, once: ``metrics.jsonl``, and the same objects to the trackers.
+"""The run's metrics, written once: ``metrics.jsonl``, and the same objects to the trackers; and read back.
 
 One flat JSON object a line, in order of steps; every plot and report reads this file. Keys: ``step epoch loss
 loss_ema lr/<group> d/<group> d*lr/<group> grad_norm sigma_mean samples_per_s s_per_it data_wait_s
-peak_mem_bytes`` in a training line, ``step val_loss`` in a validation line. Of several processes a training line also
-has each one's own speed and memory, ``s_per_it/<rank>`` and so on: a slow one holds up all.
+peak_mem_bytes`` in a training line (pretraining: ``tokens tokens_per_s perplexity mfu``), ``step val_loss`` in a
+validation line. Of several processes a training line also has each one's own speed and memory, ``s_per_it/<rank>`` and
+so on: a slow one holds up all.
 
-Reading a run's ``metrics.jsonl`` back: one flat JSON object a line in, columns of steps and values out.
-
-The file is read as it is found while a run is going on or after one crashed: a half-written line is passed
-over, and where a resumed run went back to an earlier step, the steps it repeats replace the old ones. A line
-may hold only some keys (``step`` and ``val_loss``); lines of one step are merged.
+A file is read as it is found while a run goes on or after one crashed: a half-written line is ignored, and where a
+resumed run went back to an earlier step, the steps it repeats replace the old ones. A line may hold only some keys;
+lines of one step are merged.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class MetricsStream:
         self._accelerator.log({k: v for k, v in values.items() if k != "step"}, step=int(values["step"]))
 
     def _append(self) -> None:
-        """Write what waits, whole lines or nothing; a full disk gets another chance with the next line."""
+        """Write what waits, full lines or nothing; a full disk gets another chance with the next line."""
         begin = None
         try:
             with open(self._path, "ab", buffering=0) as file:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,10 +21,6 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    pass
-
 
 _QUIET_SECONDS = 10.0
 
@@ -47,7 +42,7 @@ def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
 
 
 class TrainingProgress:
-    """The live lines of a training run: how far, how long still; and below, the newest figures.
+    """The live lines of a training run: how far, how long still; and below, the newest metrics.
 
     Where the output is no terminal (a log file, CI) a line is printed at most every ``_QUIET_SECONDS`` instead.
     """

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
-from library.config.chat_schema import InstructionSamplingConfig
+from library.config.chat_schema import ChatSamplingConfig
 from library.errors import UserError
 from library.files import write_text
 from library.llm.chat_templates import ChatTemplate, Message
@@ -67,7 +67,7 @@ class AnswerSampler:
 
 
 def answer_sampler(
-    config: InstructionSamplingConfig,
+    config: ChatSamplingConfig,
     template: ChatTemplate,
     system: str | None,
     model: LMConfig,

@@ -57,7 +57,7 @@ def prepare_chats(
         held_out = _with_system(read_chats(config.validation_data), config.system_prompt)
     if config.validation_split:
         chats, held_out = _split(chats, config.validation_split, seed)
-    train_on_all = config.learn == "all"
+    train_on_all = config.train_on == "all"
     with counting(console) as start:
         advance = start("tokenising conversations", len(chats) + len(held_out))
         read = tokenise_chats(chats, template, max_length, train_on_all, advance)
@@ -78,7 +78,7 @@ def _describe(
     tokens = sum(len(example.tokens) for example in read.examples)
     learnt = sum(example.target_count for example in read.examples)
     count = f"{len(read.examples):,} conversations in the template {template.name}"
-    remarks = [f"{count}: {tokens:,} tokens, {learnt / tokens:.0%} of them learnt"]
+    remarks = [f"{count}: {tokens:,} tokens, {learnt / tokens:.0%} of them trained on"]
     if packing:
         remarks.append(f"packed into {len(windows):,} windows, {tokens / (len(windows) * max_length):.0%} full")
     if read.cut:

@@ -1,7 +1,7 @@
-"""A LoRA for a language model, learnt from chats.
+"""A LoRA for a language model, trained on chats.
 
 The model is read with its frozen weights as they lie in its folder, fp8 among them; the LoRA goes beside its linear
-layers. The loss is the mean over the tokens that are learnt, of a whole optimizer step; validation is the same over
+layers. The loss is the mean over the tokens that are trained on, of a full optimizer step; validation is the same over
 chats that are held out. What comes out is an adapter folder of PEFT's.
 """
 
@@ -89,16 +89,16 @@ class ChatLora(LoraTask):
         self.settings = resume_keys(config)
         self.check_saved()
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
-        self.template = load_chat_template(config.instructions.chat_template, load_tokenizer(tokenizer), tokenizer)
+        self.template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer)
         samples = self.names.folder / "samples"
         self.sampler = answer_sampler(
-            config.sampling, self.template, config.instructions.system_prompt, self.sizes, seed, samples,
+            config.sampling, self.template, config.chat.system_prompt, self.sizes, seed, samples,
             self.accelerator, self.console,
         )  # fmt: skip
 
     def prepare(self) -> None:
         config, console, (_, processes) = self.config, self.console, dp_rank_and_size(self.accelerator)
-        training, chat = config.training, config.instructions
+        training, chat = config.training, config.chat
         data = prepare_chats(chat, self.template, self.sizes, training.seed, console)
         console.print("\n".join(data.remarks), soft_wrap=True)
         accumulation = training.gradient_accumulation_steps
@@ -178,7 +178,7 @@ class ChatLora(LoraTask):
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Return the mean cross-entropy over all learnt tokens; dropout is off while this runs."""
+        """Return the mean cross-entropy over all tokens that are trained on; dropout is off while this runs."""
         sums, model = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device), self.models[0]
         training = model.training
         model.eval()
@@ -192,7 +192,7 @@ class ChatLora(LoraTask):
         return total / learnt
 
     def sample_names(self, batch: Any) -> list[str]:
-        return ["a batch of conversations"]
+        return ["a batch of chats"]
 
 
 def held_out_batches(examples: Sequence[Example], size: int) -> list[ChatBatch]:

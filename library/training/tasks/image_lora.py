@@ -1,4 +1,4 @@
-"""A LoRA for a diffusion transformer, learnt from images.
+"""A LoRA for a diffusion transformer, trained on images.
 
 The order is the memory plan. First the VAE encodes what is not cached yet and leaves; then the text encoders; only
 then is the transformer loaded, so the peak is the largest of the three and not their sum. A text encoder that is
@@ -321,10 +321,10 @@ def read_data(
         accelerator: rank and barrier.
         console: where the dataset is described.
         conditioning: what the model is given besides a caption.
-        most_references: control pictures that it takes at most; None for any number.
+        most_references: control images that it takes at most; None for any number.
 
     Raises:
-        UserError: see ``build_dataset``; a seam without masks; more control pictures than the model takes.
+        UserError: see ``build_dataset``; a seam without masks; more control images than the model takes.
     """
     data = build_dataset(
         arguments,
@@ -389,11 +389,11 @@ def look_over(data: TrainingData, strict: bool, accelerator: Accelerator, consol
 
 
 def check_references(data: TrainingData, most: int | None) -> None:
-    """Raise a UserError for the first image with more than ``most`` control pictures; None allows any number."""
+    """Raise a UserError for the first image with more than ``most`` control images; None allows any number."""
     for dataset in filter(None, (data.train, data.validation)):
         for sample in dataset.samples:
             if most is not None and len(sample.controls) > most:
-                found = f"{len(sample.controls)} control pictures"
+                found = f"{len(sample.controls)} control images"
                 raise UserError(f"{sample.image.path}: {found}, this model takes {most}; remove the others")
 
 

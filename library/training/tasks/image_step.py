@@ -1,17 +1,15 @@
 """One training step's forward pass: from a batch to a loss, and the same at fixed points for validation.
 
-Where in a picture the loss counts, for fill models and datasets with masks.
-
-Everything is a map of weights over latent cells, [B, 1, h, w], that multiplies the pointwise loss. With the mask ``m``
-(a cell's mean over its pixels, 0 to 1), the ring ``r`` of cells at the mask's border and the weight ``w`` of the seam
-(``seam_loss_weight``) it is
+Where in an image the loss counts, for fill models and datasets with masks, is a map of weights over latent cells,
+[B, 1, h, w], that multiplies the pointwise loss. With the mask ``m`` (a cell's mean over its pixels, 0 to 1), the ring
+``r`` of cells at the mask's border and the weight ``w`` of the seam (``seam_loss_weight``) it is
 
     m + w * r   with masked_loss
     1 + w * r   without
 
 so that a border cell inside the region weighs 1 + w, one outside it w. A cell is inside where ``m`` is at least 1/2; it
 is on the ring if a cell of the other side lies within ``seam_width`` cells, diagonals counting as one step (Chebyshev
-distance). That is the dilation of the inside minus its erosion, both a ``max_pool2d``; the picture's own edge is no
+distance). That is the dilation of the inside minus its erosion, both a ``max_pool2d``; the image's own edge is no
 border, as beyond it there is nothing to match.
 """
 
@@ -20,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -28,42 +25,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, max_pool2d
 
+from library.config.schema import FlowConfig
 from library.data.batches import Batch
+from library.data.dataset import TrainingData
 from library.errors import UserError
+from library.models.family import Family
 from library.training.flow import add_noise, loss_weights, noise_for, resolve_sampling, sample_losses, sample_sigmas
-
-if TYPE_CHECKING:
-    from library.config.schema import FlowConfig
-    from library.data.dataset import TrainingData
-    from library.models.family import Family
-
-
-class TrainingStep(Protocol):
-    """What the loop asks of a forward pass.
-
-    Attributes:
-        figure: what the metrics call the mean of the second value of :meth:`loss`.
-        seed: of the run.
-        text_encoders: those that are trained, as prepared.
-    """
-
-    figure: ClassVar[str]
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def text_encoders(self) -> nn.Module | None: ...
-
-    def loss(self, model: nn.Module, batch: Any, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch's loss (a scalar with gradient) and a figure of each sample (CPU) at step ``step``."""
 
 
 @dataclass(frozen=True)
 class FlowStep:
     """What a forward pass needs besides the batch."""
-
-    figure: ClassVar[str] = "sigma_mean"
 
     family: Family
     flow: FlowConfig
