@@ -404,7 +404,7 @@ class TextSampler:
     folder: Path
     accelerator: Accelerator
     console: Console
-    drawn: dict[int, list[Path]] = field(default_factory=dict)  # by step
+    sampled: dict[int, list[Path]] = field(default_factory=dict)  # by step
 
     def sample(self, transformer: nn.Module, step: int) -> list[Path]:
         """Write each prompt with what the model makes of it; of split weights every process takes part."""
@@ -427,14 +427,14 @@ class TextSampler:
         if self.accelerator.is_main_process:
             write_text(path, "\n\n----\n\n".join(texts) + "\n")
         self.console.print(f"step {step}: {texts[0]!r}", soft_wrap=True)
-        self.drawn[step] = [path]
+        self.sampled[step] = [path]
         return [path]
 
     def recall(self, last_step: int) -> None:
         """Take up the samples that an interrupted run wrote, up to ``last_step``."""
         for path in sorted(self.folder.glob(f"{'[0-9]' * 8}.txt")):
             if int(path.stem) <= last_step:
-                self.drawn[int(path.stem)] = [path]
+                self.sampled[int(path.stem)] = [path]
 
     def write_sheets(self) -> list[Path]:
         """Return nothing: texts are read one by one."""
