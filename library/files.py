@@ -38,9 +38,6 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; rename it to ``path`` when the block ends without an error.
 
     Parent folders are made. When the block raises, the temporary file is removed and ``path`` is untouched.
-
-    Raises:
-        WriteError: the folder cannot be written to, or the disk is full.
     """
     target = Path(path)
     temporary = _beside(target, "tmp")
@@ -238,9 +235,6 @@ def fingerprint(path: str | Path) -> str:
     retrained or requantised file differs in every slice; a file edited by hand in a few bytes may be missed.
     A folder is the hash of its ``*.json``, ``*.safetensors`` and tokenizer files by relative name; where there are no
     safetensors, of PyTorch's and TensorFlow's weight files.
-
-    Raises:
-        UserError: ``path`` does not exist.
     """
     root = Path(path)
     if not root.exists():
@@ -269,9 +263,6 @@ def weights_fingerprint(path: str | Path) -> str:
     """Return the fingerprint of a network's weights, the same for a folder and for the only weight file in it.
 
     So a LoRA knows its base again, whether the folder is named or its file.
-
-    Raises:
-        UserError: ``path`` does not exist.
     """
     files = list(Path(path).glob("*.safetensors"))  # of a file: nothing
     return fingerprint(files[0] if len(files) == 1 else path)

@@ -100,11 +100,7 @@ class RowRange:
 
 
 def read_entries(files: Iterable[Path]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return name -> entry of all tensors in ``files``, in file order, and the files' metadata; headers alone are read.
-
-    Raises:
-        UserError: as :func:`read_safetensors_header`.
-    """
+    """Return name -> entry of all tensors in ``files``, in file order, and their metadata; only headers are read."""
     entries: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     for file in files:
@@ -117,11 +113,7 @@ def read_entries(files: Iterable[Path]) -> tuple[dict[str, TensorEntry], dict[st
 
 
 def read_rows(entries: Mapping[str, TensorEntry], ranges: Sequence[RowRange]) -> Tensor:
-    """Return the rows of ``ranges`` one below the other, in memory of their own, in the file's dtype.
-
-    Raises:
-        UserError: the dtype is none that torch has.
-    """
+    """Return the rows of ``ranges`` one below the other, in memory of their own, in the file's dtype."""
     first = entries[ranges[0].source]
     if first.dtype not in DTYPES:
         raise UserError(f"{first.file}: tensor {ranges[0].source!r} has dtype {first.dtype}; use the bf16 or fp16 file")
@@ -158,11 +150,7 @@ def _read_exactly(file: RawIOBase, view: memoryview) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files behind ``path``: itself, or those of a diffusers or transformers folder.
-
-    Raises:
-        UserError: nothing there, another file format, or a shard that its index names is missing.
-    """
+    """Return the safetensors files behind ``path``: itself, or those of a diffusers or transformers folder."""
     if path.is_file():
         if path.suffix != ".safetensors":
             raise UserError(f"{path}: weights are read from .safetensors files only; convert it or download that file")
@@ -349,9 +337,6 @@ def write_safetensors(
 
     ``safetensors``' own writer takes a temporary name that nobody can recognise after a crash, and leaves files that
     only their owner may read.
-
-    Raises:
-        WriteError: see :func:`library.files.atomic_path`.
     """
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     stream_safetensors(path, layout, lambda name: tensors[name], metadata)

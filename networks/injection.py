@@ -70,11 +70,7 @@ def attach_lora(
     source: str,
     dtype: torch.dtype = torch.float32,
 ) -> AdapterNetwork:
-    """Wrap exactly the layers a LoRA or DoRA file speaks of, with its ranks and alphas, and load it.
-
-    Raises:
-        UserError: a module is not in the model, has another shape or is of another kind.
-    """
+    """Wrap exactly the layers a LoRA or DoRA file speaks of, with its ranks and alphas, and load it."""
     linears = dict(_linears(model, targets))
     if absent := sorted(weights.keys() - linears.keys()):
         raise UserError(f"{source}: the model has no {names_in_short(absent)}; it was trained on another model")
@@ -95,11 +91,7 @@ def attach_lora(
 def select_modules(
     model: nn.Module, options: NetworkOptions, targets: LoraTargets
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return module name -> rank, and pattern -> how many modules it matched.
-
-    Raises:
-        UserError: see :func:`inject_adapter`.
-    """
+    """Return module name -> rank, and pattern -> how many modules it matched."""
     kinds = {name: kind for name, _ in _linears(model, targets) if (kind := targets.kind_of(name))}
     for name in _dead_ends(kinds, targets):
         del kinds[name]
@@ -195,10 +187,6 @@ _LAYERS: dict[str, tuple[Callable[..., AdapterLinear], tuple[str, ...]]] = {
 def make_layer(
     base: nn.Module, rank: int, options: NetworkOptions, dtype: torch.dtype, device: torch.device
 ) -> AdapterLinear:
-    """Return the layer of ``options.kind`` around ``base``, not yet initialised.
-
-    Raises:
-        UserError: the kind does not fit the layer's size.
-    """
+    """Return the layer of ``options.kind`` around ``base``, not yet initialised."""
     layer, names = _LAYERS[options.kind]
     return layer(base, rank, dtype=dtype, device=device, **{name: getattr(options, name) for name in names})

@@ -112,9 +112,6 @@ class AdapterNetwork:
         """Copy the weights of a file into the layers (``network_weights``); say what was loaded.
 
         With ``allow_partial``, what does not fit is named in the result and left as it was initialised.
-
-        Raises:
-            UserError: as :meth:`load`; with ``allow_partial`` if nothing of the file fits.
         """
         if not allow_partial:
             return self.load(load_adapter(path, self.targets).weights, str(path))

@@ -111,11 +111,7 @@ class NetworkOptions:
 
 
 def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:
-    """Check the network section against a family's options, before any model is loaded.
-
-    Raises:
-        UserError: an unknown or repeated key, a value of the wrong kind, a bad regular expression.
-    """
+    """Check the network section against a family's options, before any model is loaded."""
     dim_options = targets.dim_options()
     text_keys = _TEXT_KEYS if targets.text_encoders else ()
     known = (*_PLAIN_KEYS, *_LOKR_KEYS, *text_keys, *dim_options, *targets.dim_lists, *targets.block_options)
@@ -161,11 +157,7 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
 
 
 def _check_kind(config: NetworkConfig, values: Mapping[str, str]) -> None:
-    """Refuse options that the kind of adapter, or the way it begins, has no meaning for.
-
-    Raises:
-        UserError: with the option to remove.
-    """
+    """Refuse options that the kind of adapter, or the way it begins, has no meaning for."""
     kind, start = config.network_type, config.init_lora_weights
     low_rank = kind in ("lora", "dora")
     dropouts = {

@@ -27,11 +27,7 @@ KeyMap = Mapping[str, Sequence[RowRange]]
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict:
-    """Return ``config.json`` (or the JSON file ``name``) of a model folder.
-
-    Raises:
-        UserError: it is missing or no JSON.
-    """
+    """Return ``config.json`` (or the JSON file ``name``) of a model folder."""
     path = folder / name
     try:
         return json.loads(path.read_text(encoding="utf-8"))

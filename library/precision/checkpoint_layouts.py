@@ -1,11 +1,13 @@
-"""What an fp8 safetensors file holds, told from its names, dtypes and header, and where each weight's scale lies.
+"""The reader of checkpoints (:class:`WeightFiles`), and what it knows of fp8: which layout, where each scale is.
+
+An fp8 file is recognised by its names, dtypes and header:
 
     plain          fp8 tensors without scales. Whatever was cast is in fp8: linears, often biases and norms as well.
     comfy_scaled   ComfyUI, older: a tensor ``scaled_fp8`` marks the file; ``<layer>.scale_weight`` is one fp32 number,
                    ``<layer>.scale_input`` (optional) a calibrated scale for activations.
     comfy_quant    ComfyUI, newer: ``<layer>.comfy_quant`` holds JSON bytes, {"format": "float8_e4m3fn", ...}, or
                    ``_quantization_metadata`` in the header holds {"layers": {layer: {...}}}; the numbers are
-                   ``<layer>.weight_scale`` and ``<layer>.input_scale``. Codes may lie in a uint8 tensor.
+                   ``<layer>.weight_scale`` and ``<layer>.input_scale``. Values may be in a uint8 tensor.
     musubi         musubi-tuner: ``<layer>.scale_weight`` of shape [1], [out, 1] or [out, in / block, 1], in the dtype
                    the weight had; no marker.
 
@@ -73,10 +75,6 @@ class WeightFiles:
         Args:
             path: file or folder; with ``files`` only a name for messages.
             files: the model's files, where they are known already.
-
-        Raises:
-            UserError: ``path`` is missing, is no safetensors file, lacks a shard, or is quantised in a way that
-                is not known.
         """
         self.path = Path(path)
         self.entries, self.metadata = read_entries(weight_files(self.path) if files is None else files)
@@ -196,11 +194,7 @@ class Fp8Layout:
         return torch.cat(wide)
 
     def granularity_of(self, weight: str) -> Granularity:
-        """Return the granularity of a weight's scales.
-
-        Raises:
-            UserError: its blocks are of a size that cannot be written.
-        """
+        """Return the granularity of a weight's scales."""
         if weight not in self.scales:
             return "cast"
         rows, blocks = self._scale_shape(weight)

@@ -106,9 +106,7 @@ def write_fp8_checkpoint(
         metadata: strings to add to the source's.
 
     Raises:
-        UserError: the layout cannot hold what the recipe asks for, the source is fp8 already or is no model,
-            a weight
-            is not finite, a pattern matches nothing.
+        UserError: the layout cannot hold what the recipe asks for, or the source is fp8 already and not merged into.
     """
     _check_layout(kind, recipe)
     source, layout = weights.path, weights.fp8

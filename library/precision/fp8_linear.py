@@ -137,8 +137,7 @@ class Fp8Linear(nn.Linear):
         weight: [out, in], e4m3fn or e5m2.
         scale: [1 or out, blocks] fp32, or None; see ``library.precision.quantize``.
         bias: [out] in high precision, or None.
-        compute: how products are made: ``dequant``, ``scaled_mm``, or ``auto``, which takes ``scaled_mm``
-            where GPU
+        compute: how products are made: ``dequant``, ``scaled_mm``, or ``auto``, which takes ``scaled_mm`` where GPU
             and weight allow.
         fp8_input_gradient: with ``scaled_mm``, make the input gradient in fp8 as well.
     """
@@ -153,11 +152,7 @@ class Fp8Linear(nn.Linear):
         compute: Fp8Compute = "auto",
         fp8_input_gradient: bool = False,
     ) -> None:
-        """Wrap ``quantized`` and ``bias`` without copying.
-
-        Raises:
-            UserError: ``scaled_mm`` is asked of a weight it cannot take.
-        """
+        """Wrap ``quantized`` and ``bias`` without copying."""
         nn.Module.__init__(self)  # not nn.Linear's: it would allocate a weight
         values, scale = quantized.values, quantized.scale
         assert format_of(values.dtype) is not None, f"{values.dtype} is no fp8 dtype"
@@ -170,11 +165,7 @@ class Fp8Linear(nn.Linear):
         self.set_compute(compute)
 
     def set_compute(self, compute: Fp8Compute) -> None:
-        """Choose how products are made.
-
-        Raises:
-            UserError: ``scaled_mm`` is asked of a weight it cannot take.
-        """
+        """Choose how products are made."""
         if compute == "scaled_mm" and not weight_fits(self._weight, self.scale):
             raise UserError(
                 f"fp8_compute = scaled_mm: a {self.out_features} x {self.in_features} weight {self._describe_weight()} "
@@ -376,10 +367,10 @@ def _gradient_by_columns(gradient: Tensor, values: Tensor, scale: Tensor | None)
 
 
 def _step(values: Tensor, side: int, other_side: int) -> int:
-    """Return into pieces of how many rows (columns) a side is cut: a multiple of 64 that divides it, if there is one.
+    """Return into chunks of how many rows (columns) a side is cut: a multiple of 64 that divides it, if there is one.
 
-    Equal pieces need one matrix product kernel instead of two; oneDNN keeps every kernel it has made.
+    Equal chunks need one matrix product kernel instead of two; oneDNN keeps every kernel it has made.
     """
-    piece = _CPU_CHUNK if values.device.type == "cpu" else _GPU_CHUNK
-    most = max(64, piece // max(1, other_side) // 64 * 64)
+    chunk = _CPU_CHUNK if values.device.type == "cpu" else _GPU_CHUNK
+    most = max(64, chunk // max(1, other_side) // 64 * 64)
     return next((step for step in range(most, most // 2, -64) if side % step == 0), most)

@@ -91,11 +91,7 @@ FORMATS = (E4M3FN, E5M2)
 
 
 def format_named(name: str) -> Fp8Format:
-    """Return the format called ``name``; ``fp8_e4m3fn`` and ``float8_e4m3fn`` are understood too.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the format called ``name``; ``fp8_e4m3fn`` and ``float8_e4m3fn`` are understood too."""
     plain = name.removeprefix("float8_").removeprefix("fp8_")
     for fp8 in FORMATS:
         if plain == fp8.name:

@@ -1,15 +1,20 @@
-"""From a model in high precision to one whose linear layers hold fp8: a function ``model -> model``.
+"""Which weights of a model become fp8 and how: of a loaded one (:func:`quantize_model`), or while it is loaded.
 
-Which layers stay high is chosen by kind or by pattern. Norms and biases always stay: they are no matrices.
-Embedding tables stay too. The kinds of linear layers, in diffusers' and in BFL's names:
+Which linear layers stay in high precision is chosen by kind or by pattern. Norms and biases always stay: they are no
+matrices. Embedding tables stay too. The kinds, in diffusers' and in BFL's names:
 
     embedders     what enters the transformer: image, text, time, guidance, pooled text
     modulation    shift, scale and gate of each block
     final         the last modulation and the projection to latents
 
-``embedders`` and ``final`` are kept by default: they are under 1 % of FLUX's weights and, in a toy model
-with every linear in fp8, x_embedder alone caused nearly all of the output error (2.13 of 2.16 %).
-``modulation`` is a quarter of FLUX.1's weights (3.2 of 12 billion), so it is left to the user.
+``embedders`` and ``final`` are excluded by default: they are under 1 % of FLUX's weights and, in a toy model with every
+linear in fp8, x_embedder alone caused nearly all of the output error (2.13 of 2.16 %). ``modulation`` is a quarter of
+FLUX.1's weights (3.2 of 12 billion), so it is left to the user.
+
+A model that would not fit in bf16 is quantised while it is loaded: the loader (``library.models.weights``) reads one
+tensor after the other and gives each to :class:`Fp8Loader`. A linear weight that the file has in fp8 becomes an
+:class:`Fp8Linear`, bit for bit; one that it has in bf16 becomes fp8 if a recipe says so. Everything else goes on in
+high precision: an fp8 bias or norm is cast up, which is exact.
 """
 
 from __future__ import annotations
@@ -56,8 +61,7 @@ class Fp8Recipe:
     """How weights become fp8.
 
     Attributes:
-        granularity: of the scales; ``cast`` is none (kohya's fp8_base). Blocks that do not divide a layer's
-            inputs
+        granularity: of the scales; ``cast`` is none (kohya's fp8_base). Blocks that do not divide a layer's inputs
             become rows for that layer.
         fp8: the format.
         exclude: kinds that stay in high precision, of ``KINDS``.
@@ -73,11 +77,7 @@ class Fp8Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check names and patterns.
-
-        Raises:
-            UserError: a kind is unknown or a pattern is no regular expression.
-        """
+        """Check names and patterns."""
         for kind in self.exclude:
             if kind not in KINDS:
                 raise UserError(f"kept kind {kind!r} is none of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
@@ -109,11 +109,7 @@ class Fp8Recipe:
         return compute_scale(weight, granularity, self.fp8, scale_dtype)
 
     def quantize(self, name: str, weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> Quantized:
-        """Return the weight of layer ``name`` as fp8.
-
-        Raises:
-            UserError: it holds a NaN or an infinity.
-        """
+        """Return the weight of layer ``name`` as fp8."""
         if not torch.isfinite(weight).all():
             raise UserError(f"{name}.weight holds NaN or infinity; the checkpoint is damaged, download it again")
         generator = None
@@ -175,9 +171,6 @@ def quantize_model(
         recipe: format, scales, what is kept.
         compute, fp8_input_gradient: see :class:`Fp8Linear`.
         progress: called with (layers done, layers in all).
-
-    Raises:
-        UserError: a pattern matches nothing, a weight is not finite.
     """
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -210,11 +203,7 @@ def install(
     compute: Fp8Compute = "auto",
     fp8_input_gradient: bool = False,
 ) -> Fp8Linear:
-    """Put an :class:`Fp8Linear` in the place of the module ``name``; returns it.
-
-    Raises:
-        UserError: ``compute`` does not suit the weight; the message names the layer.
-    """
+    """Put an :class:`Fp8Linear` in the place of the module ``name``; returns it."""
     parent_name, _, leaf = name.rpartition(".")
     parent = model.get_submodule(parent_name)
     # transformers' T5Dense*Dense read the dtype of wo's weight and cast the activations to it
@@ -270,9 +259,6 @@ class Fp8Loader:
 
         Returns:
             None if the parameter is in its place, else the tensor, which is no longer fp8.
-
-        Raises:
-            UserError: the weight is not finite, or does not suit ``compute``.
         """
         layer, _, leaf = name.rpartition(".")
         linear = leaf == "weight" and type(module.get_submodule(layer)) is nn.Linear

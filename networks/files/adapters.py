@@ -543,11 +543,7 @@ class PartialFit:
         self._misfits += problems
 
     def line(self, wanted: Collection[str] | None = None) -> str:
-        """Return what was taken and what was not, by name, in one line; ``wanted`` are the modules there are.
-
-        Raises:
-            UserError: nothing fits.
-        """
+        """Return what was taken and what was not, by name, in one line; ``wanted`` are the modules there are."""
         missing = sorted(set(wanted) - self._matched) if wanted is not None else []
         groups = {
             "not known": self.unknown,

@@ -78,11 +78,7 @@ class LoraReport:
 
 
 def inspect_lora(path: Path) -> LoraReport:
-    """Return what the LoRA file ``path`` holds; its (small) tensors are read.
-
-    Raises:
-        UserError: no such file, or no safetensors.
-    """
+    """Return what the LoRA file ``path`` holds; its (small) tensors are read."""
     header = read_safetensors_header(path)
     rows = likely_targets(header)
     targets = rows[0] if rows else best_targets(header)

@@ -1,4 +1,4 @@
-"""What a LoRA file says about itself, in the keys other tools read.
+"""What an adapter file says about itself, in the keys other tools read, and where PEFT's files keep alpha.
 
 * ``ss_*``: training facts as kohya's sd-scripts writes them, every value as a string.
 * ``sshs_model_hash``, ``sshs_legacy_hash``: sd-webui's file hashes, as sd-scripts precalculates them:
@@ -7,15 +7,16 @@
 * ``modelspec.*``: Stability AI's ModelSpec 1.0.1 (https://github.com/Stability-AI/ModelSpec).
 * ``tandem.*``: version, the base's fingerprint and precision, that of text encoders that were trained, the
   run's config as JSON.
+* ``lora_adapter_metadata``: diffusers keeps alpha in no tensor but in the fields of a PEFT ``LoraConfig``, as JSON,
+  each field prefixed with the model's name (``transformer.r``, ``text_encoder.r``).
 
-alpha in diffusers' and PEFT's files: it lies not in the tensors but in a PEFT ``LoraConfig``.
+PEFT itself keeps an adapter as a folder: ``adapter_model.safetensors`` and beside it the config,
+``adapter_config.json``. Language models' LoRAs are saved so, because what loads them (peft, transformers, vLLM) takes
+such a folder; the weights' file alone is enough for us, since its metadata have the alphas, too.
 
-diffusers writes the config's fields as JSON under the metadata key ``lora_adapter_metadata``, each field
-prefixed with the model's name (``transformer.r``). PEFT itself writes ``adapter_config.json`` beside the
-weights. ``r`` and ``lora_alpha`` hold for all modules but those that ``rank_pattern`` and ``alpha_pattern``
-name; a pattern is a regular expression that PEFT matches as ``(.*\.)?(pattern)$``, so a pattern for the
-top-level ``proj_out`` would also catch every block's. Ours therefore begin with ``^``. A file with several
-networks holds the fields of each under its own prefix (``text_encoder.r``).
+``r`` and ``lora_alpha`` hold for all modules but those that ``rank_pattern`` and ``alpha_pattern`` name; a pattern is a
+regular expression that PEFT matches as ``(.*\.)?(pattern)$``, so a pattern for the top-level ``proj_out`` would also
+catch every block's. Ours therefore begin with ``^``.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def build_metadata(
 def base_mismatch(metadata: Mapping[str, str], here: str) -> str | None:
     """Return a remark if a LoRA's metadata name other base weights than those with the fingerprint ``here``.
 
-    A LoRA that was retargeted to an fp8 file corrects the rounding of that file: beside another one it is worse than
+    A LoRA that was refitted to an fp8 file corrects the rounding of that file: beside another one it is worse than
     the LoRA it was made from.
     """
     meant = metadata.get("tandem.base_fingerprint")

@@ -126,11 +126,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def _check_keys(path: Path, header: Mapping[str, dict], save_format: str, is_lora: bool) -> str:
-    """Refuse keys that the layout's programs would not load; return the dtype of the weights.
-
-    Raises:
-        UserError: with the first of them.
-    """
+    """Refuse keys that the layout's programs would not load; return the dtype of the weights."""
     found: dict[str, set[str]] = defaultdict(set)
     dtypes: set[str] = set()
     stem, roles = _RULES["lycoris" if save_format == "comfy" and not is_lora else save_format]

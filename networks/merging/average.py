@@ -39,9 +39,6 @@ def training_order(paths: Sequence[Path], metadata: Sequence[Mapping[str, str]])
 
     The step is ``ss_steps`` of the metadata, or the number in ``name-step00000100.safetensors``; the epoch the one in
     ``name-000002.safetensors``.
-
-    Raises:
-        UserError: a file says neither, or two say the same.
     """
     steps = [strings.get("ss_steps", "") for strings in metadata]
     if all(step.isdigit() and int(step) for step in steps):
@@ -68,11 +65,7 @@ def linear_betas(count: int, first: float, last: float) -> list[float]:
 
 
 def power_betas(times: Sequence[int], sigma_rel: float) -> list[float]:
-    """Return beta of the second file to the last, saved at the rising ``times``.
-
-    Raises:
-        UserError: ``sigma_rel`` is no width that a power function can have.
-    """
+    """Return beta of the second file to the last, saved at the rising ``times``."""
     if not 0 < sigma_rel < 12**-0.5:  # gamma = 0, the plain mean, has 1 / sqrt(12)
         raise UserError(f"--sigma_rel {sigma_rel:g}: must be above 0 and below 0.288; 0.05 to 0.25 are usual")
     power = power_of_width(sigma_rel) + 1

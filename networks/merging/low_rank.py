@@ -1,39 +1,31 @@
-"""Arithmetic on low-rank updates that never forms the [out, in] matrix.
+"""Sums, norms, spectra and other ranks of low-rank updates, without forming the [out, in] matrix.
 
-Sum: strengths s_k, scales c_k = alpha_k / rank_k,
+*Sum* of strengths s_k times scales c_k = alpha_k / rank_k, exactly, as a LoRA of the summed rank:
 
     sum_k s_k c_k B_k A_k = [s_1 c_1 B_1 | s_2 c_2 B_2 | ...] [A_1; A_2; ...]
 
-which is a LoRA of the summed rank, exactly. Norm: with the Gram matrices of B's columns and A's rows,
+*Norm*, with the Gram matrices of B's columns and A's rows:
 
     |B A|_F^2 = trace(A^T B^T B A) = sum((B^T B) * (A A^T))
 
 so a 12288 x 3072 layer costs two products of rank x rank. In float64 the sum of squares is good to 1e-16, the norm of
 a difference of two equal updates therefore to 1e-8 of theirs: below fp32's own rounding.
 
-Singular values of weight updates: the best LoRA of a given rank, and the rank that is good enough.
+*Spectrum* M = U diag(s) V^T: the closest matrix of rank r (Frobenius norm) keeps the r largest s (Eckart, Young), and
+with them the share that their squares have in |M|_F^2, the energy. Two ways there, each of which avoids the work that
+need not be done:
 
-    M = U diag(s) V^T        the closest matrix of rank r to M (Frobenius norm) keeps the r largest s (Eckart, Young)
-    energy of M              |M|_F^2 = sum of all s^2; a rank keeps the share that its s^2 have in it
-
-Two ways to the factors, each of which avoids the work that need not be done:
-
-* *A product* B A of rank r (a LoRA): B = Q1 R1 and A^T = Q2 R2, so that B A = Q1 (R1 R2^T) Q2^T, and only the r x r
+- a product B A of rank r (a LoRA): B = Q1 R1 and A^T = Q2 R2, so that B A = Q1 (R1 R2^T) Q2^T, and only the r x r
   core has to be decomposed. In float64.
-* *A full matrix* of which few directions are wanted: the randomised range finder of Halko, Martinsson and Tropp
+- a full matrix of which few directions are wanted: the randomised range finder of Halko, Martinsson and Tropp
   (https://arxiv.org/abs/0909.4061, algorithm 4.4). Matrix products of a few hundred columns instead of a decomposition
   of a 3072 x 12288 matrix. With four power iterations the share of energy it loses against the exact answer is below
   1e-3 even where singular values fall slowly. Where a quarter of the directions or more is wanted it would not be
   faster, and the matrix is decomposed exactly.
 
-Rules for the rank have the names and meanings of sd-scripts' ``networks/resize_lora.py``.
-
-LoRAs of other ranks: one LoRA cut down, or several joined into one.
-
-Only the factors are touched (``networks.merging.low_rank``), never a layer's [out, in] matrix. What is cut off is
-the smallest
-part of the update there is; a rank as large as the old one changes nothing. Results have alpha = rank: the scale is in
-the factors.
+*Resizing and joining* LoRAs: what is cut off is the smallest part of the update there is; a rank as large as the old
+one changes nothing. Results have alpha = rank: the scale is in the factors. Rules for the rank have the names and
+meanings of sd-scripts' ``networks/resize_lora.py``.
 """
 
 from __future__ import annotations

@@ -145,11 +145,7 @@ def unknown_keys(fits: Fits | None, source: LoraSource) -> list[str] | None:
 
 
 def partial_notes(fits: Fits | None) -> list[str]:
-    """Return a line for each LoRA of which something was left out.
-
-    Raises:
-        UserError: nothing of one fits.
-    """
+    """Return a line for each LoRA of which something was left out."""
     lines = [(fit, fit.line()) for fit in (fits or {}).values()]
     return [line for fit, line in lines if not fit.complete]
 
@@ -175,11 +171,7 @@ def _components(
     transformer_only: bool,
     fits: Fits | None,
 ) -> list[_Component]:
-    """Return the transformer, and the text encoders that the LoRAs change, with their updates.
-
-    Raises:
-        UserError: the base has no such text encoder, or see :func:`plan_updates`.
-    """
+    """Return the transformer, and the text encoders that the LoRAs change, with their updates."""
     _refuse_text_encoder_alone(base, targets)
     split = [(source, targets.by_component(weights)) for source, weights in loras]
     name = targets.file_prefix
@@ -204,11 +196,7 @@ def _components(
 
 
 def _refuse_text_encoder_alone(base: Base, targets: LoraTargets) -> None:
-    """Refuse a base that is no transformer but one of its text encoders, such as ComfyUI's clip_l file.
-
-    Raises:
-        UserError: with what to give instead.
-    """
+    """Refuse a base that is no transformer but one of its text encoders, such as ComfyUI's clip_l file."""
 
     def holds(keys: KeyNames) -> bool:
         with suppress(UserError):

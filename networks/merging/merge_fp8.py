@@ -163,11 +163,7 @@ class Fp8Merge:
 
 
 def recipe_of_base(base: Base) -> tuple[LayoutKind, Fp8Recipe] | None:
-    """Return the layout and the commonest recipe of a base in fp8, None of one in high precision.
-
-    Raises:
-        UserError: blocks of a size that cannot be written.
-    """
+    """Return the layout and the commonest recipe of a base in fp8, None of one in high precision."""
     layout = base.weights.fp8
     if layout is None:
         return None

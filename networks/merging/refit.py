@@ -5,12 +5,11 @@ fp8, it computes x (W_q + D)^T. The update that comes nearest to the first on th
 
     minimise  E |x (W + D - W_q - scale * B' A')^T|^2
 
-in closed form at any rank (``library.precision.parity.layer_errors``). Tried are the LoRA as it is, B refitted
-beside the
-same A, and both refitted, each with several dampings; what is best on rows of held-out calibration data is taken, so a
-layer that has seen too few rows to be fitted keeps the LoRA it had. The rank, alpha / rank and with them every key of
-the file stay. With a correction rank the rank grows by it: either the LoRA is kept and the remainder of the rounding
-error is appended, or all is fitted at once.
+in closed form at any rank (``library.precision.parity.layer_errors``). Tried are the LoRA as it is, B refitted beside
+the same A, and both refitted, each with several dampings; what is best on rows of held-out calibration data is taken,
+so a layer that has seen too few rows to be fitted keeps the LoRA it had. The rank, alpha / rank and with them every key
+of the file stay. With a correction rank the rank grows by it: either the LoRA stays and a low-rank residual correction
+of the rounding error is appended, or all is fitted at once.
 """
 
 from __future__ import annotations

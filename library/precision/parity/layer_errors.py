@@ -1,44 +1,38 @@
-"""How much of a layer's output an error of its weight changes.
+"""What an error of one layer's weight does to its outputs, what a merge leaves of a LoRA, and what makes up for both.
 
-With rows x of inputs, or their second moment C, and a weight error E [out, in]:
+*Output error.* With rows x of inputs, or their second moment C, and a weight error E [out, in]:
 
     |error|^2 = mean |x E^T|^2 = trace(E C E^T)        relative to mean |x W^T|^2 = trace(W C W^T)
 
 Rows that nothing was fitted to give an honest figure; the moment is what is minimised.
 
-How much of a LoRA's update is left after a merge into fp8.
+*Update retention*: how much of a LoRA's update D is left after a merge into fp8, with M the merged weight and B the
+weight without the update as it is served, both dequantised:
 
     gain   = <M - B, D> / |D|^2              1: all of it, 0: nothing, the share that acts as the update did
     cosine = <M - B, D> / (|M - B| |D|)      1: nothing else was changed; rounding noise makes it small
-    output gain = <(M - B) C, D> / <D C, D>  the gain of what it does to the outputs, C the inputs' second moment
+    output gain = <(M - B) C, D> / <D C, D>  the gain of what it does to the outputs
 
-with M the merged weight and B the weight without the update as it is served, both as the numbers they stand for, and D
-the update. An entry of D survives rounding to nearest only if it takes the weight past the middle of a step. Below
-2^-6 the step of e4m3fn is fixed at 2^-9, so in a plain-cast file with weights of std 0.02 an update of 1 % vanishes
-whole. Both figures are exact sums over all entries, in float64.
+An entry of D survives rounding to nearest only if it takes the weight past the middle of a step. Below 2^-6 the step of
+e4m3fn is fixed at 2^-9, so in a plain-cast file with weights of std 0.02 an update of 1 % vanishes whole. All are exact
+sums over all entries, in float64.
 
-Which layers are worth keeping in bf16, when the file may grow by so much.
+*Which layers to exclude from fp8*, when the file may grow by so much. What a layer contributes to the error of the
+model is measured by putting it alone back into high precision: the mean squared change of the output, over the output's
+own. Rounding errors of different layers are independent, so these add up to about the whole error, and a reference run
+of the bf16 model, which may not fit into memory, is not needed. A layer costs one byte a weight more in bf16; by
+benefit for each byte they are taken until the budget is spent.
 
-What a layer contributes to the error of the model is measured by putting it alone back into high precision: the mean
-squared change of the output, over the output's own. Rounding errors of different layers are independent, so these add
-up to about the whole error, and a reference run of the bf16 model, which may not fit into memory, is not needed. A
-layer costs one byte a weight more in bf16; by benefit for each byte they are taken until the budget is spent.
-
-The update of low rank that makes up for as much as possible of a weight error, on the inputs that occur.
-
-Wanted are B [out, r] and A [r, in] that minimise E|x (T - B A)^T|^2 = trace((T - B A) C (T - B A)^T), with T [out, in]
-the error to undo and C the inputs' second moment. This is reduced-rank regression. With C = L L^T the best B A L is
-the truncated SVD of T L (Eckart-Young); its left factor U are the r leading eigenvectors of T C T^T, and
+*Low-rank residual correction*: B [out, r] and A [r, in] that minimise E|x (T - B A)^T|^2 =
+trace((T - B A) C (T - B A)^T), with T [out, in] the error to undo. This is reduced-rank regression. With C = L L^T the
+best B A L is the truncated SVD of T L (Eckart-Young); its left factor U are the r leading eigenvectors of T C T^T, and
 
     B = U,   A = U^T T L L^-1 = U^T T
 
 so neither a root nor an inverse of C is needed. QERA (https://arxiv.org/abs/2410.06040, theorem 1) gives this solution
-with C^(1/2) for quantisation errors; LoRA retargeting puts the LoRA's own update into T. With A given (EoRA, LoftQ and
-others fit one side at a time) the best B is least squares:
-
-    B = T C A^T (A C A^T)^-1
-
-Large layers find U by subspace iteration, whose error is in directions that matter least: T C T^T is never formed.
+with C^(1/2) for quantisation errors; refitting a LoRA puts the LoRA's own update into T. With A given (EoRA, LoftQ and
+others fit one side at a time) the best B is least squares, B = T C A^T (A C A^T)^-1. Large layers find U by subspace
+iteration, whose error is in directions that matter least: T C T^T is never formed.
 """
 
 from __future__ import annotations
@@ -119,14 +113,14 @@ def update_retention(merged: Tensor, base: Tensor, update: Tensor, moment: Tenso
     inner = change_energy = update_energy = seen = effect = 0.0
     rows = max(1, _CHUNK // merged.shape[1])
     for start in range(0, merged.shape[0], rows):
-        piece = slice(start, start + rows)
-        change = merged[piece].double() - base[piece].double()
-        wanted = update[piece].double()
+        chunk = slice(start, start + rows)
+        change = merged[chunk].double() - base[chunk].double()
+        wanted = update[chunk].double()
         inner += float((change * wanted).sum())
         change_energy += float(change.square().sum())
         update_energy += float(wanted.square().sum())
         if moment is not None:
-            metered = (update[piece].to(moment) @ moment).double()
+            metered = (update[chunk].to(moment) @ moment).double()
             seen += float((change * metered).sum())
             effect += float((wanted * metered).sum())
     if update_energy == 0:

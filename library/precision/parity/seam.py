@@ -1,6 +1,6 @@
-"""Where an error lies: along the border of a filled region, inside it, outside it, or at a picture's own edges.
+"""Where an error lies: along the border of a filled region, inside it, outside it, or at an image's own edges.
 
-Everything here looks at two pictures, a reference and a deployed one, as arrays [..., H, W] of latent cells or pixels,
+Everything here looks at two images, a reference and a deployed one, as arrays [..., H, W] of latent cells or pixels,
 and at the mask of the filled region. Distances are counted in cells by the larger of the two offsets (Chebyshev), which
 is what dilating a mask with a 3 x 3 square counts.
 
@@ -48,7 +48,7 @@ def border_distance(mask: Tensor, most: int) -> Tensor:
     """Return how many cells each cell of ``mask`` [H, W] bool is from the nearest cell of the other kind, int64.
 
     A cell that touches the other kind, also by a corner, has distance 1; what is farther than ``most`` has most + 1.
-    The picture's rim is no border.
+    The image's rim is no border.
     """
     distance = torch.full(mask.shape, most + 1, dtype=torch.int64, device=mask.device)
     for kind in (mask, ~mask):
@@ -80,12 +80,12 @@ def regions(mask: Tensor, widths: tuple[int, ...] = RING_WIDTHS) -> Regions:
     return Regions(filled, ~filled, inside, outside, interior)
 
 
-def edge_regions(picture: Tensor, share: float = 0.1) -> tuple[Tensor, Tensor]:
-    """Return the strongest edges of ``picture`` [C, H, W] and its flattest half, each [H, W] bool.
+def edge_regions(image: Tensor, share: float = 0.1) -> tuple[Tensor, Tensor]:
+    """Return the strongest edges of ``image`` [C, H, W] and its flattest half, each [H, W] bool.
 
-    For pictures without a mask: an edge is one of the ``share`` of cells where the picture changes most.
+    For images without a mask: an edge is one of the ``share`` of cells where the image changes most.
     """
-    steepness = _gradient(picture.float()).square().sum(0)
+    steepness = _gradient(image.float()).square().sum(0)
     values = steepness.flatten()
     edges = steepness >= values.quantile(1 - share)
     return edges, (steepness <= values.median()) & ~edges
@@ -100,7 +100,7 @@ class SeamFigures:
         high_pass: the same of the error's high-pass part, rings inside.
         signed: mean error of the ring inside less that of the interior, over the rms of the reference's filled region.
         step: mean absolute difference of the error across the border over that of neighbours in the interior.
-        jump_reference, jump_deployed: the pictures' own mean absolute difference across the border over that of
+        jump_reference, jump_deployed: the images' own mean absolute difference across the border over that of
             neighbours in the interior.
         bend_reference, bend_deployed: the same of second differences, which see a kink where both sides meet.
         error_filled, error_known, error_interior: rms error over the rms of the whole reference.
@@ -156,10 +156,10 @@ def seam_figures(reference: Tensor, deployed: Tensor, mask: Tensor) -> SeamFigur
     )
 
 
-def high_pass(picture: Tensor) -> Tensor:
-    """Return ``picture`` [C, H, W] less its 3 x 3 mean (edges repeated): what the eye takes for grain."""
-    padded = F.pad(picture[None], (1, 1, 1, 1), mode="replicate")
-    return picture - F.avg_pool2d(padded, 3, stride=1)[0]
+def high_pass(image: Tensor) -> Tensor:
+    """Return ``image`` [C, H, W] less its 3 x 3 mean (edges repeated): what the eye takes for grain."""
+    padded = F.pad(image[None], (1, 1, 1, 1), mode="replicate")
+    return image - F.avg_pool2d(padded, 3, stride=1)[0]
 
 
 def spectrum(error: Tensor) -> tuple[list[float], list[float]]:
@@ -184,11 +184,11 @@ def spectrum(error: Tensor) -> tuple[list[float], list[float]]:
     return frequencies, powers
 
 
-def _across(picture: Tensor, where: Regions, order: int) -> float:
+def _across(image: Tensor, where: Regions, order: int) -> float:
     """Mean absolute difference of ``order`` across the border over that within the interior."""
     crossing, within = [], []
     for axis in (-2, -1):
-        change = picture.diff(n=order, dim=axis).abs().mean(0)
+        change = image.diff(n=order, dim=axis).abs().mean(0)
         cells = [where.filled.narrow(axis, i, change.shape[axis]) for i in range(order + 1)]
         inner = [where.interior.narrow(axis, i, change.shape[axis]) for i in range(order + 1)]
         crossing.append(change[torch.stack(cells).any(0) & ~torch.stack(cells).all(0)])
@@ -198,20 +198,20 @@ def _across(picture: Tensor, where: Regions, order: int) -> float:
     return _ratio(torch.cat(crossing).mean().item(), torch.cat(within).mean().item())
 
 
-def _gradient(picture: Tensor) -> Tensor:
-    """Length of the central differences of ``picture`` [C, H, W], edges repeated."""
-    padded = F.pad(picture[None], (1, 1, 1, 1), mode="replicate")[0]
+def _gradient(image: Tensor) -> Tensor:
+    """Length of the central differences of ``image`` [C, H, W], edges repeated."""
+    padded = F.pad(image[None], (1, 1, 1, 1), mode="replicate")[0]
     rows = (padded[:, 2:, 1:-1] - padded[:, :-2, 1:-1]) / 2
     columns = (padded[:, 1:-1, 2:] - padded[:, 1:-1, :-2]) / 2
     return (rows.square() + columns.square()).sqrt()
 
 
-def _rms(picture: Tensor, region: Tensor) -> float:
-    return picture[:, region].square().mean().sqrt().item()
+def _rms(image: Tensor, region: Tensor) -> float:
+    return image[:, region].square().mean().sqrt().item()
 
 
-def _mean(picture: Tensor, region: Tensor) -> float:
-    return picture[:, region].mean().item()
+def _mean(image: Tensor, region: Tensor) -> float:
+    return image[:, region].mean().item()
 
 
 def _ratio(value: float, base: float) -> float:
