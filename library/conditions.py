@@ -1,4 +1,4 @@
-"""What a picture is painted from besides its caption: a region to fill, or reference pictures.
+"""What an image is generated from besides its caption: an inpainting mask, or reference images.
 
 The data side writes it, batches carry it, and a family's forward pass and sampler read it.
 """
@@ -20,10 +20,10 @@ class Conditions:
     """Conditions of a batch, or without the batch axis of one sample.
 
     Attributes:
-        masked_latents: [B, C, h, w], the encoder's latents of the picture with the region to fill blanked to mid-grey
+        masked_latents: [B, C, h, w], the encoder's latents of the image with the region to fill blanked to mid-grey
             (0 in [-1, 1]), as FLUX.1 Fill was trained on them.
-        mask: [B, 1, H, W] fp32 in pixels, 1 where the picture is to be filled, 0 where it is known.
-        references: latents of reference pictures in their order, each [B, C, h_i, w_i].
+        mask: [B, 1, H, W] fp32 in pixels, 1 where the image is to be filled, 0 where it is known.
+        references: latents of reference images in their order, each [B, C, h_i, w_i].
     """
 
     masked_latents: Tensor | None = None

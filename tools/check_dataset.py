@@ -22,7 +22,7 @@ from rich.text import Text
 
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
-from library.data.config import FILL_KEYS, REFERENCE_KEYS, load_dataset_config, read_toml
+from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, load_dataset_config, read_toml
 from library.data.lint import TITLES, Report, check
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
@@ -51,7 +51,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def conditioning_of(dataset: Path) -> ConditionKind:
     """Return which kind of model a TOML's keys are for."""
     text = str(read_toml(dataset).tables)
-    if any(f"'{key}'" in text for key in FILL_KEYS):
+    if any(f"'{key}'" in text for key in INPAINT_KEYS):
         return "fill"
     return "references" if any(f"'{key}'" in text for key in REFERENCE_KEYS) else "none"
 
@@ -59,7 +59,7 @@ def conditioning_of(dataset: Path) -> ConditionKind:
 def show(report: Report, console: Console) -> None:
     """Print the findings as a table."""
     if not report.findings:
-        console.print(f"{report.pictures} pictures, nothing found")
+        console.print(f"{report.images} images, nothing found")
         return
     table = Table("", "found", "", show_edge=False)
     for kind, count in report.counts().items():

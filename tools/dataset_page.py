@@ -36,7 +36,7 @@ def page(report: Report, dataset: Path) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(dataset.name)}</title>'
         f"<style>{_STYLE}</style><h1>{html.escape(str(dataset))}</h1>"
-        f"<p>{report.pictures} pictures</p><table>{rows}</table>{good}{''.join(parts)}</html>\n"
+        f"<p>{report.images} images</p><table>{rows}</table>{good}{''.join(parts)}</html>\n"
     )
 
 

@@ -36,7 +36,7 @@ from rich.console import Console
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.config.rules import model_conflicts
 from library.config.schema import ModelConfig, PrecisionConfig
-from library.data.cache import TextJob, encode_now
+from library.data.cache import TextJob, encode_text_batch
 from library.data.sidecars import ControlSizing
 from library.errors import UserError, exit_on_user_error
 from library.models.family import Family, model_family
@@ -156,7 +156,7 @@ def encode(
         targets: the family's row.
         source: the files' names, for messages.
     """
-    embeddings = {key: encode_now([job], text_encoder)[0] for key, job in texts.items()}
+    embeddings = {key: encode_text_batch([job], text_encoder)[0] for key, job in texts.items()}
     text_encoder.release()
     for encoder in targets.text_encoders:
         if weights := loras.get(encoder.name):

@@ -1,19 +1,14 @@
-"""From caches to one sample, from samples to one batch.
+"""From caches to one sample, from samples to one batch, in an order that is a function of (seed, epoch).
 
-:class:`CachedDataset` is asked for ``(epoch, index)``. Orientation, crop, caption variant and dropout are
-functions of (seed, epoch, sample), so worker processes, resumed runs and other numbers of processes read
-the same.
+:class:`CachedDataset` is asked for ``(epoch, index)``. Orientation, crop, caption variant and dropout are functions of
+(seed, epoch, sample), so worker processes, resumed runs and other numbers of processes read the same.
 
-Which samples make up which batch of an epoch, as a function of (seed, epoch).
-
-All items of an epoch are permuted, then dealt in that order into the open batch of their bucket; a batch is
-given out when it is full. With one bucket this is "permute, then cut": batches of four hold the very
-samples, in the very order, of four batches of one, so accumulation and batch size can be exchanged. What
-remains in the buckets at the end is given out as smaller batches, so every item is seen once an epoch.
-
-With several processes the plan is filled up to a multiple of their number with its own first batches,
-because every process must take the same number of steps. accelerate (``even_batches=False``) deals batch
-``i * processes + rank`` of the sampler to ``rank``.
+All items of an epoch are permuted, then dealt in that order into the open batch of their bucket; a batch is given out
+when it is full. With one bucket this is "permute, then cut": batches of four hold the very samples, in the very order,
+of four batches of one, so accumulation and batch size can be exchanged. What remains in the buckets at the end is given
+out as smaller batches, so every item is seen once an epoch. With several processes the plan is filled up to a multiple
+of their number with its own first batches, because every process must take the same number of steps; accelerate
+(``even_batches=False``) deals batch ``i * processes + rank`` of the sampler to ``rank``.
 """
 
 from __future__ import annotations
@@ -132,7 +127,7 @@ class CachedDataset(Dataset[Item]):
         self._first = repeats.cumsum(0) - repeats  # sample -> its first item
         self._has_masks = any(has_mask(sample) for sample in samples)
         keys: list[Bucket] = [
-            (sample.group.dataset, sample.fit.bucket, *(control.fit.encoded for control in sample.controls))
+            (sample.group.dataset, sample.fit.bucket, *(control.fit.encoded for control in sample.control_images))
             for sample in samples
         ]
         self.buckets: list[Bucket] = [keys[owner] for owner in self._owner.tolist()]
@@ -163,7 +158,7 @@ class CachedDataset(Dataset[Item]):
         """Return what the text encoder makes the embeddings of a sample's caption from."""
         if not self.text_sees_references:
             return TextJob(caption)
-        return TextJob(caption, sample.controls, flipped)
+        return TextJob(caption, sample.control_images, flipped)
 
     def sample_id(self, index: int) -> int:
         """Return the id of item ``index``, what its noise follows from; nothing is read."""
@@ -249,7 +244,7 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 
 Size = tuple[int, int]  # width, height in pixels
-Bucket = tuple[int, Size, *tuple[Size, ...]]  # number of the dataset, size of the picture, of its control pictures
+Bucket = tuple[int, Size, *tuple[Size, ...]]  # number of the dataset, size of the image, of its control images
 
 
 def plan_epoch(

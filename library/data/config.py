@@ -1,25 +1,16 @@
-"""Which keys of the dataset TOML describe a model's conditions, and which model takes them.
+"""kohya's dataset TOML, read, checked and inherited.
 
-A fill model is given the region to fill: by mask files, by the pictures' own transparency, or by generated masks. An
-edit model is given reference pictures. A key that the model at hand could only ignore is refused.
+A dataset TOML has an optional ``[general]`` table, ``[[datasets]]`` tables and ``[[datasets.subsets]]`` tables below
+each of them. A key is looked for in the subset, then in its dataset, then in ``[general]``; what is found first counts
+(the lookup order of sd-scripts' ``config_util.py``). Keys that describe batches and buckets belong to datasets, keys
+that say which files to read belong to subsets. musubi-tuner's flat form, a dataset that names its ``image_directory``
+itself, is read as a dataset with one subset.
 
-Reading a dataset TOML, and finding the line a key stands on.
-
-The ``toml`` package gives values without positions. Error messages want the line, so :func:`find_line`
-walks the text once more: it follows the ``[general]``, ``[[datasets]]`` and ``[[datasets.subsets]]``
-headings, counts them and looks for ``key =`` below the one asked for. Inline tables are not followed; the
-line is then left out.
-
-kohya's dataset TOML, checked and inherited.
-
-A dataset TOML has an optional ``[general]`` table, ``[[datasets]]`` tables and ``[[datasets.subsets]]``
-tables below each of them. A key is looked for in the subset, then in its dataset, then in ``[general]``;
-what is found first counts (the lookup order of sd-scripts' ``config_util.py``). Keys that describe batches
-and buckets belong to datasets, keys that say which files to read belong to subsets. musubi-tuner's flat
-form, a dataset that names its ``image_directory`` itself, is read as a dataset with one subset.
-
-Every table is checked by itself, so a message names the table and line in which the mistake stands. Keys of
-either tool that could take no effect here are refused with what to do instead.
+Every table is checked by itself, so a message names the table and line of the mistake. The ``toml`` package gives
+values without positions, so :meth:`TomlFile.find_line` walks the text once more; inline tables are not followed, and
+the line is then left out. Keys of either tool that could take no effect are refused with what to do instead, and so
+are conditions that the model at hand does not take: a fill model is given inpainting masks (by files, by the images'
+own transparency, or generated), an edit model reference images.
 """
 
 from __future__ import annotations
@@ -40,8 +31,8 @@ from library.data.masks import MASK_KINDS, MaskKind
 from library.errors import UserError, did_you_mean
 from library.files import written_path
 
-DEFAULT_VARIANTS = 4  # generated masks of a picture: each costs as much cache and encoding as the picture itself
-FILL_KEYS = ("inpaint_mask_directory", "inpaint_alpha_mask", "inpaint_masks", "inpaint_mask_variants")
+DEFAULT_VARIANTS = 4  # generated masks of an image: each costs as much cache and encoding as the image itself
+INPAINT_KEYS = ("inpaint_mask_directory", "inpaint_alpha_mask", "inpaint_masks", "inpaint_mask_variants")
 REFERENCE_KEYS = ("control_directory", "control_resolution", "no_resize_control")
 
 # musubi-tuner's names of single models
@@ -53,8 +44,8 @@ OTHER_CONTROL_NAMES = {
 
 _TAKES: dict[ConditionKind, str] = {
     "none": "this model paints from text alone",
-    "fill": "this model fills a region of a picture",
-    "references": "this model edits reference pictures",
+    "fill": "this model fills a region of an image",
+    "references": "this model edits reference images",
 }
 _INSTEAD: dict[ConditionKind, str] = {
     "none": "remove it, or choose {wanted} model",
@@ -66,7 +57,7 @@ _INSTEAD: dict[ConditionKind, str] = {
 def refused_condition_keys(conditioning: ConditionKind) -> dict[str, str]:
     """Return key -> why not and what instead, for the keys that a model of this kind does not take."""
     refused: dict[str, str] = {}
-    for kind, keys, wanted in (("fill", FILL_KEYS, "a fill"), ("references", REFERENCE_KEYS, "an edit")):
+    for kind, keys, wanted in (("fill", INPAINT_KEYS, "a fill"), ("references", REFERENCE_KEYS, "an edit")):
         if conditioning != kind:
             reason = f"{_TAKES[conditioning]}; {_INSTEAD[conditioning].format(wanted=wanted)}"
             refused |= dict.fromkeys(keys, reason)
@@ -79,25 +70,25 @@ def refused_control_path(conditioning: ConditionKind) -> str | None:
 
 
 @dataclass(frozen=True)
-class FillMasks:
-    """Where the masks of a subset's pictures come from, for a fill model."""
+class InpaintMasks:
+    """Where the masks of a subset's images come from, for a fill model."""
 
     source: Literal["files", "alpha", "generated"]
     kinds: tuple[MaskKind, ...] = ()  # of generated masks
-    variants: int = 1  # masks of a picture; each is cached
+    variants: int = 1  # masks of an image; each is cached
     by_default: bool = False
 
     def describe(self) -> str:
         """Return what the summary says of them."""
         if self.source != "generated":
-            return {"files": "fill masks", "alpha": "fill masks from alpha"}[self.source]
+            return {"files": "inpainting masks", "alpha": "inpainting masks from alpha"}[self.source]
         default = " by default" if self.by_default else ""
         return f"generated masks{default} ({', '.join(self.kinds)}; {self.variants} an image)"
 
 
-def fill_masks(
+def inpaint_masks_of(
     where: str, directory: str | None, alpha: bool, kinds: tuple[MaskKind, ...] | None, variants: int | None
-) -> FillMasks:
+) -> InpaintMasks:
     """Return the one source of masks that a subset's keys name; without one, masks of all kinds are generated.
 
     Raises:
@@ -113,10 +104,10 @@ def fill_masks(
     if variants is not None and (directory is not None or alpha):
         raise UserError(f"{where}: inpaint_mask_variants has no effect with {named[0]}; remove it")
     if directory is not None:
-        return FillMasks("files")
+        return InpaintMasks("files")
     if alpha:
-        return FillMasks("alpha")
-    return FillMasks("generated", kinds or MASK_KINDS, variants or DEFAULT_VARIANTS, by_default=not kinds)
+        return InpaintMasks("alpha")
+    return InpaintMasks("generated", kinds or MASK_KINDS, variants or DEFAULT_VARIANTS, by_default=not kinds)
 
 
 _HEADING = re.compile(r"^\s*\[+\s*([A-Za-z_.]+)\s*\]+")
@@ -284,8 +275,8 @@ class Subset:
     metadata_file: Path | None
     mask_dir: Path | None
     control_dir: Path | None = None
-    fill_mask_dir: Path | None = None
-    fill: FillMasks | None = None  # of a fill model
+    inpaint_mask_dir: Path | None = None
+    inpainting: InpaintMasks | None = None  # of a fill model
 
 
 @dataclass(frozen=True)
@@ -413,9 +404,9 @@ def _build_subset(source: _Source, where: str, values: dict[str, Any]) -> Subset
     if settings.alpha_mask and settings.conditioning_data_dir is not None:
         raise UserError(f"{where}: alpha_mask and conditioning_data_dir both give a mask; keep one of them")
 
-    fill = _fill_masks(where, settings) if source.conditioning == "fill" else None
+    inpainting = _inpaint_masks(where, settings) if source.conditioning == "fill" else None
     if settings.random_crop and source.conditioning != "none":
-        lost = {"fill": "a crop can miss the region to fill", "references": "control pictures are not cropped along"}
+        lost = {"fill": "a crop can miss the region to fill", "references": "control images are not cropped along"}
         raise UserError(f"{where}: random_crop: {lost[source.conditioning]}; remove it")
 
     def found(key: str, is_kind: str) -> Path | None:
@@ -430,15 +421,15 @@ def _build_subset(source: _Source, where: str, values: dict[str, Any]) -> Subset
         metadata_file=found("metadata_file", "file"),
         mask_dir=found("conditioning_data_dir", "folder"),
         control_dir=found("control_directory", "folder"),
-        fill_mask_dir=found("inpaint_mask_directory", "folder"),
-        fill=fill,
+        inpaint_mask_dir=found("inpaint_mask_directory", "folder"),
+        inpainting=inpainting,
     )
 
 
-def _fill_masks(where: str, settings: SubsetSettings) -> FillMasks:
+def _inpaint_masks(where: str, settings: SubsetSettings) -> InpaintMasks:
     if settings.alpha_mask and settings.inpaint_alpha_mask:
         raise UserError(f"{where}: alpha_mask and inpaint_alpha_mask both read the transparency; keep one of them")
-    return fill_masks(
+    return inpaint_masks_of(
         where,
         settings.inpaint_mask_directory,
         settings.inpaint_alpha_mask,

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-import library.data.cache as cache
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.batches import CachedDataset, EpochBatchSampler, has_mask
@@ -33,9 +32,11 @@ from library.data.cache import (
     Progress,
     TextEncoder,
     TextJob,
+    encode_latents,
     encode_texts,
-    missing_conditions,
+    missing_latents,
     missing_texts,
+    read_cached,
 )
 from library.data.config import DatasetConfig, load_dataset_config
 from library.data.samples import Sample, Scan, control_sizing, scan
@@ -159,7 +160,7 @@ class TrainingData:
 
     @property
     def control_sizing(self) -> ControlSizing:
-        """How control pictures are sized; of several datasets as in the first."""
+        """How control images are sized; of several datasets as in the first."""
         return control_sizing(self.config.datasets[0])
 
     @property
@@ -186,7 +187,7 @@ class TrainingData:
         assert (encoder.pixel_multiple, encoder.latent_factor) == (self.pixel_multiple, self.latent_factor)
         jobs = [job for job in self._latent_jobs(encoder.fingerprint) if _owner(job.path, world) == rank]
         if jobs:
-            cache.encode_latents(jobs, encoder, batch_size, progress("caching latents", len(jobs)))
+            encode_latents(jobs, encoder, batch_size, progress("caching latents", len(jobs)))
 
     def cache_text(
         self,
@@ -217,7 +218,7 @@ class TrainingData:
         """
         fingerprint = self.train.text_fingerprint
         assert fingerprint is not None, "ask missing_text or cache_text first"
-        return cache.read_cached(_as_job(text).path(self.text_folder, fingerprint))
+        return read_cached(_as_job(text).path(self.text_folder, fingerprint))
 
     def describe(self) -> str:
         """Return a summary of datasets, subsets, buckets and counts, as lines of text."""
@@ -252,8 +253,7 @@ class TrainingData:
         self._hash_contents()
         for dataset in self._datasets:
             dataset.image_fingerprint = fingerprint
-        conditions = missing_conditions(self._samples, self.seed, fingerprint)
-        return [*cache.missing_latents(self._samples, fingerprint), *conditions]
+        return missing_latents(self._samples, self.seed, fingerprint)
 
     @collecting_later()
     def _missing_texts(self, fingerprint: str, extra: Sequence[TextJob | str], sees_references: bool) -> list[TextJob]:
@@ -296,11 +296,11 @@ def _describe_subset(name: str, samples: list[Sample]) -> str:
     ]
     if samples[0].mask is not None:
         marks.append("masks")
-    if (fill := samples[0].group.subset.fill) is not None:
-        marks.append(fill.describe())
-    if samples[0].controls:
-        counts = sorted({len(sample.controls) for sample in samples})
-        marks.append(f"{' or '.join(map(str, counts))} control picture{'s' if counts != [1] else ''} an image")
+    if (masks := samples[0].group.subset.inpainting) is not None:
+        marks.append(masks.describe())
+    if samples[0].control_images:
+        counts = sorted({len(sample.control_images) for sample in samples})
+        marks.append(f"{' or '.join(map(str, counts))} control image{'s' if counts != [1] else ''} an image")
     trained = [sample for sample in samples if not sample.held_out]
     repeats = sorted({sample.repeats for sample in trained}) or [0]
     times = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"

@@ -1,13 +1,13 @@
-"""What a picture shows of itself at one quick look: whether it decodes, its size, content, likeness and borders.
+"""What a quick look at an image file shows: whether it decodes, its size, content hash, perceptual hash and borders.
 
-A look decodes the whole file, or a cut-off one would pass, but JPEGs at an eighth of their size where that is enough
-(``Image.draft``: the decoder leaves out the fine frequencies). What was learnt is kept by bytes and modification time,
-so that the next look at ten thousand pictures opens none.
+The whole file is decoded, or a truncated one would pass, but JPEGs at an eighth of their size where that is enough
+(``Image.draft``: the decoder leaves out the fine frequencies). Results are cached by bytes and modification time, so
+that the next check of ten thousand images opens none.
 
-Likeness is a difference hash (Krawetz 2013, "Kind of like that"): the picture in grey at 9 x 8, a bit for every pair of
-neighbours that says which is brighter, 64 bits. Resizing, recompression and brightness leave nearly all of them alone.
-Flat pictures have no such differences, so an 8 x 8 sketch in colour is kept beside it. Both are twenty lines; the
-package ``imagehash`` would bring scipy and PyWavelets.
+The perceptual hash is a difference hash (Krawetz 2013, "Kind of like that"): the image in grey at 9 x 8, a bit for
+every pair of neighbours that says which is brighter, 64 bits. Resizing, recompression and brightness leave nearly all
+of them alone. Flat images have no such differences, so an 8 x 8 thumbnail in colour is kept beside it. Both are twenty
+lines; the package ``imagehash`` would bring scipy and PyWavelets.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from library.errors import UserError
 from library.files import write_text
 
 _VERSION = 1
-_LOOKED_AT = 256  # longer side of the reduced picture in which borders are looked for
+_REDUCED = 256  # longer side of the reduced image in which borders are looked for
 _SAME_ROW = 24  # spread of a bar's row, of 255: a JPEG's bar is not quite even
 _SAME_BAR = 12  # and how far a row may lie from the bar's first one
 _RACY_NS = 2_000_000_000  # see file_index
 
 
 @dataclass(frozen=True, slots=True)
-class PictureFacts:
-    """One look at a file; the fields after ``problem`` are 0 or empty where it does not decode."""
+class ImageStats:
+    """What one file shows; the fields after ``problem`` are 0 or empty where it does not decode."""
 
     problem: str | None
     width: int = 0
     height: int = 0
     content: str = ""  # hash of the bytes
-    likeness: int = 0  # 64 bits
-    sketch: str = ""  # 8 x 8 RGB, base64
+    dhash: int = 0  # 64 bits
+    thumbnail: str = ""  # 8 x 8 RGB, base64
     bars: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # left, top, right, bottom, as shares of the side
 
     @property
@@ -57,31 +57,31 @@ class PictureFacts:
         return self.width, self.height
 
 
-def look_at(path: str) -> PictureFacts:
+def measure_image(path: str) -> ImageStats:
     """Look at a file; what is wrong with it is in ``problem``."""
     try:
         data = read_bytes(path)
         width, height = read_size(path)
         small = _reduced(data, path)
     except UserError as error:
-        return PictureFacts(str(error).removeprefix(f"{path}: "))
-    sketch = np.asarray(small.resize((8, 8), Image.Resampling.BOX), np.uint8)
-    return PictureFacts(
-        None, width, height, content_hash(data), difference_hash(small), base64.b64encode(sketch.tobytes()).decode(),
+        return ImageStats(str(error).removeprefix(f"{path}: "))
+    thumbnail = np.asarray(small.resize((8, 8), Image.Resampling.BOX), np.uint8)
+    return ImageStats(
+        None, width, height, content_hash(data), difference_hash(small), base64.b64encode(thumbnail.tobytes()).decode(),
         find_bars(small),
     )  # fmt: skip
 
 
-def difference_hash(picture: Image.Image) -> int:
+def difference_hash(image: Image.Image) -> int:
     """Return 64 bits: of each row of 9 grey values, whether the left of two neighbours is brighter."""
-    grey = np.asarray(picture.convert("L").resize((9, 8), Image.Resampling.LANCZOS), np.int16)
+    grey = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.LANCZOS), np.int16)
     bits = (grey[:, :-1] > grey[:, 1:]).reshape(-1)
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
-def find_bars(picture: Image.Image) -> tuple[float, float, float, float]:
-    """Return the share of the side that even bars take at left, top, right and bottom; all 0 for an even picture."""
-    planes = np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1))  # [3, H, W]: quick to reduce
+def find_bars(image: Image.Image) -> tuple[float, float, float, float]:
+    """Return the share of the side that even bars take at left, top, right and bottom; all 0 for an even image."""
+    planes = np.ascontiguousarray(np.asarray(image.convert("RGB")).transpose(2, 0, 1))  # [3, H, W]: quick to reduce
     lengths = []
     for across in (1, 2):  # columns, rows
         spread = np.subtract(planes.max(axis=across), planes.min(axis=across), dtype=np.int16).max(axis=0)
@@ -101,34 +101,34 @@ def _bar(spread: NDArray[np.int16], means: NDArray[np.float32]) -> int:
 
 
 def _reduced(data: bytes, name: str) -> Image.Image:
-    """Decode to RGB, at most ``_LOOKED_AT`` pixels a side, without the full size in between where that is a JPEG."""
+    """Decode to RGB, at most ``_REDUCED`` pixels a side, without the full size in between where that is a JPEG."""
     if data[:2] == b"\xff\xd8" and not ImageFile.LOAD_TRUNCATED_IMAGES:
         try:
             with Image.open(io.BytesIO(data)) as image:
-                image.draft("RGB", (_LOOKED_AT, _LOOKED_AT))
+                image.draft("RGB", (_REDUCED, _REDUCED))
                 small = image.convert("RGB")
         except Exception as error:  # Pillow's plugins raise many types here, all of them about the file
             raise UserError(f"{name}: damaged image ({error}); replace or remove it") from None
     else:
         small, _ = decode(data, name)
-    small.thumbnail((_LOOKED_AT, _LOOKED_AT), Image.Resampling.BOX)
+    small.thumbnail((_REDUCED, _REDUCED), Image.Resampling.BOX)
     return small
 
 
-class PictureIndex:
-    """The memory of looks, in the cache folder; ``folder`` need not exist yet."""
+class ImageStatsIndex:
+    """The cached stats of image files, in the cache folder; ``folder`` need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "looks.json"
+        self._file = folder / "image_stats.json"
         self._known: dict[str, list[Any]] = {}  # path -> [bytes, mtime_ns, facts]
         try:
             stored = json.loads(self._file.read_text(encoding="utf-8"))
             if stored["version"] == _VERSION:
-                self._known = dict(stored["pictures"])
+                self._known = dict(stored["images"])
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # absent or damaged: everything is looked at again
+            pass  # absent or damaged: everything is measured again
 
-    def look(self, files: Sequence[SourceFile], advance: Callable[[int], None] = lambda _: None) -> list[PictureFacts]:
+    def measure(self, files: Sequence[SourceFile], advance: Callable[[int], None] = lambda _: None) -> list[ImageStats]:
         """Return what each file shows, from memory where it is as it was; ``advance`` counts those looked at.
 
         Raises:
@@ -136,24 +136,24 @@ class PictureIndex:
         """
         new = [file for file in files if self._remembered(file) is None]
         started = time.time_ns()
-        seen: dict[str, PictureFacts] = {}
+        seen: dict[str, ImageStats] = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow and hashing let go of the interpreter's lock
-            for file, facts in zip(new, pool.map(look_at, [file.path for file in new]), strict=True):
+            for file, facts in zip(new, pool.map(measure_image, [file.path for file in new]), strict=True):
                 seen[file.path] = facts
                 advance(1)
                 if started - file.mtime_ns > _RACY_NS:
                     self._known[file.path] = [file.bytes, file.mtime_ns, list(asdict(facts).values())]
         if new:
-            write_text(self._file, json.dumps({"version": _VERSION, "pictures": self._known}, separators=(",", ":")))
-        return [seen.get(file.path) or self._remembered(file) or look_at(file.path) for file in files]
+            write_text(self._file, json.dumps({"version": _VERSION, "images": self._known}, separators=(",", ":")))
+        return [seen.get(file.path) or self._remembered(file) or measure_image(file.path) for file in files]
 
     def missing(self, files: Sequence[SourceFile]) -> int:
         """Return how many of ``files`` have not been looked at as they are."""
         return sum(self._remembered(file) is None for file in files)
 
-    def _remembered(self, file: SourceFile) -> PictureFacts | None:
+    def _remembered(self, file: SourceFile) -> ImageStats | None:
         known = self._known.get(file.path)
         if known is None or (known[0], known[1]) != (file.bytes, file.mtime_ns):
             return None
-        problem, width, height, content, likeness, sketch, bars = known[2]
-        return PictureFacts(problem, width, height, content, likeness, sketch, tuple(bars))
+        problem, width, height, content, dhash, thumbnail, bars = known[2]
+        return ImageStats(problem, width, height, content, dhash, thumbnail, tuple(bars))

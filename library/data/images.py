@@ -13,7 +13,7 @@ Sizes are read without decoding the image. Only the first frame of an animation 
 Width and height of a JPEG XL image from its first bytes.
 
 Pillow's JPEG XL plugin decodes the whole image when it is opened, which makes reading the sizes of a folder
-as slow as reading its pictures, and decodes a decompression bomb before anybody can ask for its size. The
+as slow as reading its images, and decodes a decompression bomb before anybody can ask for its size. The
 header is short (ISO/IEC 18181-1): behind the signature FF 0A come, least significant bit first, SizeHeader
 and the beginning of ImageMetadata, which holds the orientation. In the container form (18181-2) they open
 the box ``jxlc`` or the first ``jxlp``.
@@ -172,7 +172,7 @@ def _orientation(image: Image.Image) -> int:
         return 1
     try:  # the base class's method: PNG's own would decode the image to look for an eXIf chunk behind it
         value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
-    except Exception:  # a broken EXIF block is no reason to refuse the picture
+    except Exception:  # a broken EXIF block is no reason to refuse the image
         return 1
     return value if value in _UPRIGHT else 1
 

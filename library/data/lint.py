@@ -1,18 +1,18 @@
 """What is wrong with a dataset, or looks as if it were, before hours are spent on it.
 
 =============  =======================================================================================================
-unreadable     a picture, mask or control picture that does not decode to its end
-mask           a mask in other proportions than its picture
-control        a control picture in other proportions than its picture (refused never, stretched never: but cropped)
-setup          what training would refuse: a missing file, a caption that is no UTF-8, a picture without a bucket
-duplicate      pictures of the same bytes
-alike          pictures that look the same: another size, another compression (see :mod:`library.data.image_stats`)
-caption        empty captions, and one caption for several pictures
-upscaled       pictures smaller than their bucket, which are enlarged
+unreadable     an image, mask or control image that does not decode to its end
+mask           a mask in other proportions than its image
+control        a control image in other proportions than its image (refused never, stretched never: but cropped)
+setup          what training would refuse: a missing file, a caption that is no UTF-8, an image without a bucket
+duplicate      images of the same bytes
+alike          images that look the same: another size, another compression (see :mod:`library.data.image_stats`)
+caption        empty captions, and one caption for several images
+upscaled       images smaller than their bucket, which are enlarged
 bars           letterbox or pillarbox: even bars on two opposite sides, which the model learns to paint
 =============  =======================================================================================================
 
-``check`` looks at everything; ``summarise`` only at what is known without opening a picture.
+``check`` looks at everything; ``summarise`` only at what is known without opening an image.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from library.conditions import ConditionKind
 from library.data.buckets import Bucketing
 from library.data.config import Dataset, DatasetConfig, Subset
 from library.data.file_index import FileIndex, SourceFile, list_folder
-from library.data.image_stats import PictureFacts, PictureIndex
+from library.data.image_stats import ImageStats, ImageStatsIndex
 from library.data.samples import Sample, cache_folder
 from library.data.sidecars import is_image, stem
 from library.data.sources import Source, find_sources
@@ -43,22 +43,22 @@ TITLES = {
     "unreadable": "Unreadable or cut off",
     "setup": "Refused by training",
     "mask": "Masks of another shape",
-    "control": "Control pictures of another shape",
+    "control": "Control images of another shape",
     "duplicate": "The same file twice",
-    "alike": "Nearly the same picture",
+    "alike": "Nearly the same image",
     "caption": "Captions",
     "upscaled": "Smaller than their bucket",
     "bars": "Bars at the border",
 }
 _ALIKE_BITS = 4  # of 64 that may differ; unrelated photographs differ in about half
-_ALIKE_COLOUR = 12.0  # mean difference of the sketches, of 255
+_ALIKE_COLOUR = 12.0  # mean difference of the thumbnails, of 255
 _BAR = 0.02  # of the side: 20 pixels of 1024
-_ROWS = 512  # likenesses compared with all others at once
+_ROWS = 512  # hashes compared with all others at once
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about one picture or several that belong together."""
+    """One thing about one image or several that belong together."""
 
     kind: str
     paths: tuple[str, ...]
@@ -74,7 +74,7 @@ class Finding:
 class Report:
     """All findings of a dataset."""
 
-    pictures: int
+    images: int
     findings: list[Finding]
 
     def counts(self) -> dict[str, int]:
@@ -94,7 +94,7 @@ def check(
     conditioning: ConditionKind,
     start: Callable[[str, int], Advance],
 ) -> Report:
-    """Look at every picture, mask and caption of a dataset TOML.
+    """Look at every image, mask and caption of a dataset TOML.
 
     Args:
         config: the checked TOML.
@@ -106,7 +106,7 @@ def check(
         UserError: a folder cannot be read, or the cache folder not be written to.
     """
     findings: list[Finding] = []
-    pictures: dict[str, PictureFacts] = {}
+    images: dict[str, ImageStats] = {}
     captions: list[tuple[str, str, bool]] = []
     count = 0
     for dataset in config.datasets:
@@ -115,17 +115,17 @@ def check(
             folder = cache_folder(dataset, subset)
             sources = _sources(subset, folder, findings, conditioning)
             files = {file.path: file for source in sources for file in _files(source)}
-            looks = PictureIndex(folder)
-            advance = start(f"looking at {subset.written_dir}", looks.missing(list(files.values())))
-            facts = dict(zip(files, looks.look(list(files.values()), advance), strict=True))
+            index = ImageStatsIndex(folder)
+            advance = start(f"checking {subset.written_dir}", index.missing(list(files.values())))
+            facts = dict(zip(files, index.measure(list(files.values()), advance), strict=True))
             findings += _of_files(facts)
             for source in sources:
                 findings += _of_picture(source, facts, dataset, subset, buckets)
             tokens = subset.settings.class_tokens is not None or subset.settings.is_reg
             captions += [(source.image.path, source.caption, tokens) for source in sources]
-            pictures |= {source.image.path: facts[source.image.path] for source in sources}
+            images |= {source.image.path: facts[source.image.path] for source in sources}
             count += len(sources)
-    whole = {path: facts for path, facts in pictures.items() if facts.problem is None}
+    whole = {path: facts for path, facts in images.items() if facts.problem is None}
     findings += [*_duplicates(whole), *_alike(whole), *_captions(captions)]
     order = list(TITLES)
     return Report(count, sorted(findings, key=lambda finding: order.index(finding.kind)))
@@ -133,21 +133,21 @@ def check(
 
 def summarise(samples: Sequence[Sample]) -> list[str]:
     """Return lines on what a start knows of its samples anyway: captions, and sizes against buckets."""
-    pictures = {sample.image.path: sample for sample in samples}
+    images = {sample.image.path: sample for sample in samples}
     findings = _captions(
         [
             (path, s.caption, s.group.subset.settings.class_tokens is not None or s.group.subset.settings.is_reg)
-            for path, s in pictures.items()
+            for path, s in images.items()
         ]
     )
-    for sample in pictures.values():
+    for sample in images.values():
         assert sample.image.size is not None
         findings += _upscaled(sample.image.path, sample.image.size, sample.fit.resized)
-    return Report(len(pictures), findings).lines()
+    return Report(len(images), findings).lines()
 
 
 def _sources(subset: Subset, folder: Path, findings: list[Finding], conditioning: ConditionKind) -> list[Source]:
-    """The subset's pictures; where training would refuse it, as many of them as can be found without it."""
+    """The subset's images; where training would refuse it, as many of them as can be found without it."""
     index = FileIndex(folder)
     remarks: list[str] = []
     try:
@@ -170,10 +170,10 @@ def _sources(subset: Subset, folder: Path, findings: list[Finding], conditioning
 
 
 def _files(source: Source) -> list[SourceFile]:
-    return [f for f in (source.image, source.mask, source.fill_mask, *source.controls) if f is not None]
+    return [f for f in (source.image, source.mask, source.inpaint_mask, *source.control_images) if f is not None]
 
 
-def _of_files(facts: dict[str, PictureFacts]) -> list[Finding]:
+def _of_files(facts: dict[str, ImageStats]) -> list[Finding]:
     return [
         Finding("unreadable", (path,), f"{Path(path).name}: {one.problem}")
         for path, one in facts.items()
@@ -182,17 +182,17 @@ def _of_files(facts: dict[str, PictureFacts]) -> list[Finding]:
 
 
 def _of_picture(
-    source: Source, facts: dict[str, PictureFacts], dataset: Dataset, subset: Subset, buckets: Bucketing
+    source: Source, facts: dict[str, ImageStats], dataset: Dataset, subset: Subset, buckets: Bucketing
 ) -> list[Finding]:
-    """Findings about a picture's size, borders and companions."""
+    """Findings about an image's size, borders and companions."""
     path, own = source.image.path, facts[source.image.path]
     if own.problem is not None:
         return []
     found: list[Finding] = []
-    for kind, files in (("mask", (source.mask, source.fill_mask)), ("control", source.controls)):
+    for kind, files in (("mask", (source.mask, source.inpaint_mask)), ("control", source.control_images)):
         for file in files:
             if file is not None and facts[file.path].problem is None and not _same_shape(facts[file.path], own):
-                sizes = f"{_text(facts[file.path].size)} for a picture of {_text(own.size)}"
+                sizes = f"{_text(facts[file.path].size)} for an image of {_text(own.size)}"
                 found.append(Finding(kind, (path, file.path), f"{Path(file.path).name}: {sizes}"))
     try:
         fit = buckets.fit(own.size, subset.settings.random_crop, path)
@@ -214,14 +214,14 @@ def _upscaled(path: str, size: tuple[int, int], resized: tuple[int, int]) -> lis
     return [Finding("upscaled", (path,), f"{Path(path).name}: {_text(size)} is enlarged {factor:.2f} times")]
 
 
-def _same_shape(one: PictureFacts, other: PictureFacts) -> bool:
+def _same_shape(one: ImageStats, other: ImageStats) -> bool:
     """Whether two sizes have the same proportions, within the one per cent that training allows."""
     return abs(one.width * other.height - one.height * other.width) <= 0.01 * one.width * other.height
 
 
-def _duplicates(pictures: dict[str, PictureFacts]) -> list[Finding]:
+def _duplicates(images: dict[str, ImageStats]) -> list[Finding]:
     by_content: dict[str, list[str]] = defaultdict(list)
-    for path, facts in pictures.items():
+    for path, facts in images.items():
         by_content[facts.content].append(path)
     return [
         Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file")
@@ -230,21 +230,21 @@ def _duplicates(pictures: dict[str, PictureFacts]) -> list[Finding]:
     ]
 
 
-def _alike(pictures: dict[str, PictureFacts]) -> list[Finding]:
-    """Groups of pictures that look the same; those of the same bytes count as one."""
-    one_each = {facts.content: path for path, facts in reversed(pictures.items())}
+def _alike(images: dict[str, ImageStats]) -> list[Finding]:
+    """Groups of images that look the same; those of the same bytes count as one."""
+    one_each = {facts.content: path for path, facts in reversed(images.items())}
     paths = sorted(one_each.values())
     if len(paths) < 2:
         return []
-    likeness = np.array([pictures[path].likeness for path in paths], np.uint64)
-    sketches = np.stack([_sketch(pictures[path]) for path in paths]).astype(np.float32)
+    hashes = np.array([images[path].dhash for path in paths], np.uint64)
+    thumbnails = np.stack([_thumbnail(images[path]) for path in paths]).astype(np.float32)
     groups = {path: {path} for path in paths}
     for first in range(0, len(paths), _ROWS):
-        distances = np.bitwise_count(likeness[first : first + _ROWS, None] ^ likeness[None, first:])
+        distances = np.bitwise_count(hashes[first : first + _ROWS, None] ^ hashes[None, first:])
         for row, distance in enumerate(distances):
             i = first + row
             near = i + 1 + np.flatnonzero(distance[row + 1 :] <= _ALIKE_BITS)  # those before it have seen it
-            colours = np.abs(sketches[near] - sketches[i]).mean(axis=1)
+            colours = np.abs(thumbnails[near] - thumbnails[i]).mean(axis=1)
             for j in near[colours <= _ALIKE_COLOUR].tolist():
                 joined = groups[paths[i]] | groups[paths[j]]
                 groups |= dict.fromkeys(joined, joined)
@@ -252,12 +252,12 @@ def _alike(pictures: dict[str, PictureFacts]) -> list[Finding]:
     return [Finding("alike", tuple(group), f"{_names(group)} look the same") for group in distinct.values()]
 
 
-def _sketch(facts: PictureFacts) -> NDArray[np.uint8]:
-    return np.frombuffer(base64.b64decode(facts.sketch), np.uint8)
+def _thumbnail(facts: ImageStats) -> NDArray[np.uint8]:
+    return np.frombuffer(base64.b64decode(facts.thumbnail), np.uint8)
 
 
 def _captions(captions: Iterable[tuple[str, str, bool]]) -> list[Finding]:
-    """Empty captions, and captions that several pictures share where no class token is meant to."""
+    """Empty captions, and captions that several images share where no class token is meant to."""
     by_text: dict[str, list[str]] = defaultdict(list)
     empty: list[str] = []
     for path, caption, is_shared in captions:

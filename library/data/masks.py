@@ -8,10 +8,10 @@ here as shares of the shorter side so that they hold at any resolution:
 - strokes: one to five polylines of one to five segments, each 10 to 210 pixels long, 5 to 105 wide, in a direction of
   up to 4 radians to either side. LaMa's segments have flat ends; here they are round, as a brush leaves them.
 
-Borders and halves are what outpainting needs and LaMa has not: one to four sides, each 1/8 to 3/8 of the picture deep,
+Borders and halves are what outpainting needs and LaMa has not: one to four sides, each 1/8 to 3/8 of the image deep,
 and one half of it, the cut anywhere from 35 to 65 %. diffusers' inpainting examples draw a single rectangle or ellipse
-of any size up to the whole picture; masks of nearly nothing and nearly everything teach little, so here a mask whose
-filled share is not between 5 and 90 % is drawn again. In a picture as long as a ribbon (from about 16 : 1) no three
+of any size up to the whole image; masks of nearly nothing and nearly everything teach little, so here a mask whose
+filled share is not between 5 and 90 % is drawn again. In an image as long as a ribbon (from about 16 : 1) no three
 rectangles fill that much, their sides being shares of the shorter one: after 200 draws a half stands in.
 """
 
@@ -30,9 +30,9 @@ from library.randomness import python_random
 MaskKind = Literal["rectangles", "borders", "strokes", "halves"]
 MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 MASKS_VERSION = 1  # part of the key of everything cached with a mask: raise it when the same seed gives other masks
-SMALLEST_SHARE, LARGEST_SHARE = 0.05, 0.9  # of the picture that is filled
+SMALLEST_SHARE, LARGEST_SHARE = 0.05, 0.9  # of the image that is filled
 
-Mask = NDArray[np.uint8]  # [H, W], 1 where the picture is to be filled
+Mask = NDArray[np.uint8]  # [H, W], 1 where the image is to be filled
 _LAMA_SIDE = 256  # the side that LaMa's pixel figures are of
 _MOST_DRAWS = 200  # at 8 : 1, where one draw in nine is right, one mask in 10^10 runs out of them
 
@@ -44,7 +44,7 @@ def generated_mask(
 
     Args:
         kinds: what may be drawn, each as likely as the others; not empty.
-        width, height: the picture's size in pixels.
+        width, height: the image's size in pixels.
         seed: the run's.
         identity: the sample's.
         variant: which of the sample's masks.
@@ -54,9 +54,9 @@ def generated_mask(
 
 
 def draw_mask(kind: MaskKind, width: int, height: int, rng: random.Random) -> Mask:
-    """Return a mask [H, W] uint8 of ``kind``, 1 where to fill, with 5 to 90 % of the picture filled.
+    """Return a mask [H, W] uint8 of ``kind``, 1 where to fill, with 5 to 90 % of the image filled.
 
-    Where the picture's shape allows no such mask of ``kind``, it is one of "halves".
+    Where the image's shape allows no such mask of ``kind``, it is one of "halves".
     """
     for _ in range(_MOST_DRAWS):  # about one draw in ten is thrown away
         mask = _DRAW[kind](width, height, rng)
@@ -88,8 +88,8 @@ def _borders(width: int, height: int, rng: random.Random) -> Mask:
 
 
 def _strokes(width: int, height: int, rng: random.Random) -> Mask:
-    picture = Image.new("L", (width, height), 0)
-    draw = ImageDraw.Draw(picture)
+    image = Image.new("L", (width, height), 0)
+    draw = ImageDraw.Draw(image)
     unit = min(width, height) / _LAMA_SIDE
     for _ in range(rng.randint(1, 5)):
         x, y = rng.uniform(0, width), rng.uniform(0, height)
@@ -102,7 +102,7 @@ def _strokes(width: int, height: int, rng: random.Random) -> Mask:
             for cx, cy in ((x, y), (end_x, end_y)):
                 draw.ellipse((cx - brush / 2, cy - brush / 2, cx + brush / 2, cy + brush / 2), fill=1)
             x, y = end_x, end_y
-    return np.array(picture, dtype=np.uint8)
+    return np.array(image, dtype=np.uint8)
 
 
 def _halves(width: int, height: int, rng: random.Random) -> Mask:

@@ -25,7 +25,7 @@ from library.data.buckets import Bucketing, Fit
 from library.data.captions import CaptionRules
 from library.data.config import Dataset, DatasetConfig, Subset
 from library.data.file_index import FileIndex, SourceFile
-from library.data.sidecars import Control, ControlSizing
+from library.data.sidecars import ControlImage, ControlSizing
 from library.data.sources import Source, find_sources
 from library.errors import UserError
 from library.randomness import derive_seed
@@ -55,14 +55,14 @@ class Sample:
     repeats: int
     identity: str  # image_dir as written, name in it, and a number where the same image is listed again
     held_out: bool
-    fill_mask: SourceFile | None = None
-    controls: tuple[Control, ...] = ()
+    inpaint_mask: SourceFile | None = None
+    control_images: tuple[ControlImage, ...] = ()
 
     @property
     def files(self) -> list[SourceFile]:
         """The files its tensors follow from."""
-        masks = [file for file in (self.mask, self.fill_mask) if file is not None]
-        return [self.image, *masks, *(control.file for control in self.controls)]
+        masks = [file for file in (self.mask, self.inpaint_mask) if file is not None]
+        return [self.image, *masks, *(control.file for control in self.control_images)]
 
     @property
     def orientations(self) -> tuple[bool, ...]:
@@ -94,7 +94,7 @@ class Scan:
 
 
 def control_sizing(dataset: Dataset) -> ControlSizing:
-    """Return how a dataset's control pictures are sized."""
+    """Return how a dataset's control images are sized."""
     return ControlSizing(dataset.control_resolution, dataset.settings.no_resize_control)
 
 
@@ -163,8 +163,8 @@ def _load_subset(
     """Samples of one subset: those to train on, those held out."""
     subset = group.subset
     index.measure([source.image for source in sources])
-    index.measure([mask for source in sources for mask in (source.mask, source.fill_mask) if mask is not None])
-    index.measure({file.path: file for source in sources for file in source.controls}.values())
+    index.measure([mask for source in sources for mask in (source.mask, source.inpaint_mask) if mask is not None])
+    index.measure({file.path: file for source in sources for file in source.control_images}.values())
     index.save()
     split = 0.0 if subset.settings.is_reg else dataset.settings.validation_split
     split_seed = dataset.settings.validation_seed
@@ -187,16 +187,16 @@ def _build_sample(
 ) -> Sample:
     size = source.image.size
     assert size is not None
-    for mask in (source.mask, source.fill_mask):
+    for mask in (source.mask, source.inpaint_mask):
         if mask is not None:
             check_mask_shape(mask, size)
     settings = group.subset.settings
     fit = buckets.fit(size, settings.random_crop and not held_out, source.image.path)
-    controls: list[Control] = []
-    for file in source.controls:
+    controls: list[ControlImage] = []
+    for file in source.control_images:
         assert file.size is not None
         control_fit = sizing.fit(file.size, fit.bucket, buckets.pixel_multiple, file.path)
-        controls.append(Control(file, control_fit, settings.resize_interpolation))
+        controls.append(ControlImage(file, control_fit, settings.resize_interpolation))
     return Sample(
         group,
         source.image,
@@ -206,8 +206,8 @@ def _build_sample(
         repeats=1 if held_out else settings.num_repeats,
         identity=identity,
         held_out=held_out,
-        fill_mask=source.fill_mask,
-        controls=tuple(controls),
+        inpaint_mask=source.inpaint_mask,
+        control_images=tuple(controls),
     )
 
 

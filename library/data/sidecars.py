@@ -1,19 +1,16 @@
-"""Files that belong to an image by its name: masks, masks of the region to fill, control pictures.
+"""Sidecar files: masks and control images that belong to an image by its name, and the size a control image gets.
 
-A companion has the image's stem in a folder of its own: ``photos/cat.jpg`` has ``masks/cat.png``. Of control pictures
-there may be several: ``cat_0.png``, ``cat_1.png`` (or with leading zeros), counted from 0.
+A sidecar has the image's stem in a folder of its own: ``photos/cat.jpg`` has ``masks/cat.png``. Of control images there
+may be several: ``cat_0.png``, ``cat_1.png`` (or with leading zeros), counted from 0. They are resized by musubi-tuner's
+keys (its docs/dataset_config.md):
 
-Control pictures: which size a reference picture is encoded at, and its pixels.
-
-musubi-tuner's keys are kept (its docs/dataset_config.md):
-
-- without any, a control picture is resized and cropped to the size that its image is trained at;
+- without any, to the size that the image is trained at, the overhang cropped;
 - ``control_resolution``: to its own proportions, at about that area;
 - ``no_resize_control``: not resized, only trimmed to whole patches; with ``control_resolution`` too, that is the
   largest area.
 
-Every side is a multiple of the model's patch. Where a size in whole patches does not have the picture's proportions
-exactly, the picture covers it and the overhang, less than a patch, is cropped.
+Every side is a multiple of the model's patch. Where a size in whole patches does not have the image's proportions
+exactly, the image covers it and the overhang, less than a patch, is cropped.
 """
 
 from __future__ import annotations
@@ -81,13 +78,13 @@ def find_masks(
     return [index.image(f"{folder}{os.sep}{masks[s]}", files[masks[s]]) for s in stems]
 
 
-def find_controls(
+def find_control_images(
     where: str, folder: Path, images: Sequence[str], index: FileIndex, warnings: list[str]
 ) -> list[tuple[SourceFile, ...]]:
-    """Return the control pictures of every image in their order; none for an image without.
+    """Return the control images of every image in their order; none for an image without.
 
     Raises:
-        UserError: an image has both a plain and numbered pictures, or their numbers have a gap.
+        UserError: an image has both a plain and numbered images, or their numbers have a gap.
     """
     files, plain = _by_stem(folder)
     stems = [stem(PurePath(name).name) for name in images]
@@ -111,7 +108,7 @@ def find_controls(
         names = [plain[its_stem]] if its_stem in plain else [numbers[n] for n in sorted(numbers)]
         used.update(stem(name) for name in names)
         found.append(tuple(index.image(f"{folder}{os.sep}{name}", files[name]) for name in names))
-    _note_unused(where, "control pictures", folder, plain, used, warnings)
+    _note_unused(where, "control images", folder, plain, used, warnings)
     return found
 
 
@@ -135,22 +132,22 @@ def _note_unused(
 
 @dataclass(frozen=True, slots=True)
 class ControlSizing:
-    """How control pictures are sized: ``resolution`` (width, height) gives an area; ``keep``: no_resize_control."""
+    """How control images are sized: ``resolution`` (width, height) gives an area; ``keep``: no_resize_control."""
 
     resolution: Size | None = None
     keep: bool = False
 
     def fit(self, size: Size, trained: Size, unit: int, name: str) -> Fit:
-        """Return how a control picture is resized and cropped.
+        """Return how a control image is resized and cropped.
 
         Args:
-            size: the picture's (width, height).
+            size: the image's (width, height).
             trained: the size its image is trained at.
             unit: sides become multiples of this.
-            name: the picture's path, for the message.
+            name: the image's path, for the message.
 
         Raises:
-            UserError: the picture is not resized and is smaller than a patch.
+            UserError: the image is not resized and is smaller than a patch.
         """
         width, height = size
         area = None if self.resolution is None else self.resolution[0] * self.resolution[1]
@@ -183,8 +180,8 @@ def _whole(side: float, unit: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
-    """A control picture at the size it is encoded at; ``interpolation`` is the filter of its subset."""
+class ControlImage:
+    """A control image at the size it is encoded at; ``interpolation`` is the filter of its subset."""
 
     file: SourceFile
     fit: Fit
@@ -196,7 +193,7 @@ class Control:
         return (self.file.content, self.fit.resized, self.fit.offset, self.fit.encoded, self.interpolation)
 
     def load(self, flipped: bool = False) -> Image.Image:
-        """Return the RGB picture at its size.
+        """Return the RGB image at its size.
 
         Raises:
             UserError: it is damaged, or changed since it was hashed.

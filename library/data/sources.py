@@ -4,7 +4,7 @@ Two ways to say which images: a folder (kohya's DreamBooth form: each image with
 stem, else ``class_tokens``) or a metadata file (kohya's fine-tuning form): JSON ``{image: {"caption",
 "tags"}}`` or JSON lines ``{"image_path", "caption", "tags"}``. Relative image paths in a metadata file
 start at ``image_dir``, without one at the metadata file's folder, and may not leave it. An entry may name its control
-picture as ``control_path``, or several as ``control_path_0``, ``control_path_1``, ...; such paths start at
+image as ``control_path``, or several as ``control_path_0``, ``control_path_1``, ...; such paths start at
 ``control_directory``, without one at the metadata file's folder.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 from library.conditions import ConditionKind
 from library.data.config import Subset, refused_control_path
 from library.data.file_index import FileIndex, SourceFile, list_folder
-from library.data.sidecars import find_controls, find_masks, is_image, stem
+from library.data.sidecars import find_control_images, find_masks, is_image, stem
 from library.errors import UserError, did_you_mean
 from library.files import written_path
 
@@ -36,20 +36,20 @@ class Source:
     image: SourceFile
     caption: str
     mask: SourceFile | None = None  # weighs the loss
-    fill_mask: SourceFile | None = None
-    controls: tuple[SourceFile, ...] = ()
+    inpaint_mask: SourceFile | None = None
+    control_images: tuple[SourceFile, ...] = ()
 
 
 def find_sources(
     subset: Subset, index: FileIndex, warnings: list[str], conditioning: ConditionKind = "none"
 ) -> list[Source]:
-    """List a subset's images with captions, masks and control pictures, sorted by name.
+    """List a subset's images with captions, masks and control images, sorted by name.
 
     Args:
         subset: where to look.
         index: memory of the subset's cache folder.
         warnings: lines are added about images without a caption and masks without an image.
-        conditioning: what the model is given; of an edit model every image must have a control picture.
+        conditioning: what the model is given; of an edit model every image must have a control image.
 
     Raises:
         UserError: no images; missing, empty or unreadable captions, metadata or masks.
@@ -63,27 +63,29 @@ def find_sources(
         white = "add a white image of the same name to train all of it"
         masks = find_masks(subset.where, "conditioning_data_dir", subset.mask_dir, names, index, warnings, white)
         found = [replace(source, mask=mask) for source, mask in zip(found, masks, strict=True)]
-    if subset.fill_mask_dir is not None:
+    if subset.inpaint_mask_dir is not None:
         white = "add an image of the same name, white where to fill"
-        masks = find_masks(subset.where, "inpaint_mask_directory", subset.fill_mask_dir, names, index, warnings, white)
-        found = [replace(source, fill_mask=mask) for source, mask in zip(found, masks, strict=True)]
+        masks = find_masks(
+            subset.where, "inpaint_mask_directory", subset.inpaint_mask_dir, names, index, warnings, white
+        )
+        found = [replace(source, inpaint_mask=mask) for source, mask in zip(found, masks, strict=True)]
     if conditioning == "references":
-        found = _with_controls(subset, found, index, warnings)
+        found = _with_control_images(subset, found, index, warnings)
     return found
 
 
-def _with_controls(subset: Subset, found: list[Source], index: FileIndex, warnings: list[str]) -> list[Source]:
+def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, warnings: list[str]) -> list[Source]:
     if subset.control_dir is not None:
-        without = [source for source in found if not source.controls]
+        without = [source for source in found if not source.control_images]
         told = [] if subset.metadata_file else warnings  # a metadata file may list part of what lies there
-        controls = find_controls(subset.where, subset.control_dir, [s.name for s in without], index, told)
+        controls = find_control_images(subset.where, subset.control_dir, [s.name for s in without], index, told)
         of_folder = {source.name: files for source, files in zip(without, controls, strict=True)}
-        found = [replace(source, controls=source.controls or of_folder[source.name]) for source in found]
-    missing = [source.name for source in found if not source.controls]
+        found = [replace(source, control_images=source.control_images or of_folder[source.name]) for source in found]
+    missing = [source.name for source in found if not source.control_images]
     if missing:
         place = f" in control_directory {subset.control_dir}" if subset.control_dir else ""
         raise UserError(
-            f"{subset.where}: {len(missing)} of {len(found)} images have no control picture{place} "
+            f"{subset.where}: {len(missing)} of {len(found)} images have no control image{place} "
             f"({missing[0]}, ...); an edit model needs one for each: add one of the same name, or control_path keys"
         )
     return found
@@ -160,8 +162,8 @@ def _from_metadata(subset: Subset, index: FileIndex, conditioning: ConditionKind
         image = _listed_file(base, name, "image", where, folders, index)
         control_names = _control_paths(entry, refused, where)
         start = subset.control_dir or file.parent
-        controls = tuple(_listed_file(start, c, "control picture", where, folders, index) for c in control_names)
-        found.append(Source(name, image, _metadata_caption(subset, entry, where), controls=controls))
+        controls = tuple(_listed_file(start, c, "control image", where, folders, index) for c in control_names)
+        found.append(Source(name, image, _metadata_caption(subset, entry, where), control_images=controls))
     if not found:
         raise UserError(f"{file}: no images in it; write one entry an image")
     return sorted(found, key=lambda source: source.name)
@@ -170,7 +172,7 @@ def _from_metadata(subset: Subset, index: FileIndex, conditioning: ConditionKind
 def _listed_file(
     base: Path, name: str, what: str, where: str, folders: dict[str, _Folder], index: FileIndex
 ) -> SourceFile:
-    """The record of a picture that a metadata entry names; ``folders`` remembers what was listed."""
+    """The record of an image that a metadata entry names; ``folders`` remembers what was listed."""
     folder, written = os.path.split(_inside(base, name, what, where))
     if folder not in folders:
         folders[folder] = _Folder(folder)
@@ -182,7 +184,7 @@ def _listed_file(
 
 
 def _control_paths(entry: dict[str, Any], refused: str | None, where: str) -> list[str]:
-    """The control pictures of a metadata entry as written, in their order."""
+    """The control images of a metadata entry as written, in their order."""
     named: dict[int, str] = {}
     for key, value in entry.items():
         match = _CONTROL_KEY.fullmatch(key)
@@ -191,7 +193,7 @@ def _control_paths(entry: dict[str, Any], refused: str | None, where: str) -> li
         if refused is not None:
             raise UserError(f"{where}: {key!r} is not taken: {refused}")
         if not isinstance(value, str):
-            raise UserError(f"{where}: {key!r} is not a string; write the picture's path in quotes")
+            raise UserError(f"{where}: {key!r} is not a string; write the image's path in quotes")
         number = int(match[1] or 0)
         if number in named:
             raise UserError(f"{where}: {key!r} says again what another key said; keep one")

@@ -20,7 +20,7 @@ from library.data.dataset import TrainingData, build_dataset
 LONG_AGO = time.time() - 3600  # files younger than two seconds are not remembered
 
 
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
     """A random RGB image: no two places and no two orientations are alike."""
     values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(values)
@@ -32,7 +32,7 @@ def add_image(
     """Write a random image and, unless None, its caption; both look an hour old."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    picture(*size, seed=seed).save(path)
+    make_image(*size, seed=seed).save(path)
     make_old(path)
     if caption is not None:
         path.with_suffix(".txt").write_text(caption)
@@ -122,7 +122,7 @@ def cache_all(data: TrainingData, image_batch: int = 2) -> tuple[AverageEncoder,
 
 
 def pixels_of(path: Path) -> Tensor:
-    """Return a picture [3, H, W] in [-1, 1]."""
+    """Return an image [3, H, W] in [-1, 1]."""
     return torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1).float() / 127.5 - 1
 
 

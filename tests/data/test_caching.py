@@ -23,8 +23,8 @@ from tests.data.folders import (
     build,
     cache_all,
     items,
+    make_image,
     make_old,
-    picture,
     pixels_of,
     silent,
     spelled,
@@ -82,7 +82,7 @@ def test_a_changed_image_is_encoded_again_and_nothing_stale_is_used(tmp_path: Pa
     add_image(tmp_path / "img", "b.png", seed=1)
     toml = write_toml(tmp_path)
     cache_all(build(toml))
-    picture(64, 64, seed=5).save(path)
+    make_image(64, 64, seed=5).save(path)
     os.utime(path, (LONG_AGO + 60, LONG_AGO + 60))
     data = build(toml)
     assert data.missing_latents("vae-1") == 1
@@ -153,7 +153,7 @@ def test_an_image_changed_while_caching_is_refused(tmp_path: Path) -> None:
     path = add_image(tmp_path / "img", "a.png")
     data = build(write_toml(tmp_path))
     data.missing_latents("vae-1")
-    picture(64, 64, seed=5).save(path)
+    make_image(64, 64, seed=5).save(path)
     with pytest.raises(UserError, match=r"a\.png: changed while it was being cached; start again$"):
         data.cache_latents(AverageEncoder(), 1, silent)
 

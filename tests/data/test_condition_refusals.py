@@ -1,4 +1,4 @@
-"""What is wrong with masks and control pictures is said in one line, before anything is encoded where that can be."""
+"""What is wrong with masks and control images is said in one line, before anything is encoded where that can be."""
 
 # ruff: noqa: E501  (messages are written out)
 
@@ -45,8 +45,8 @@ TEXT_ONLY = "this model paints from text alone; remove it, or choose"
         ("none", "inpaint_mask_variants = 2", f"'inpaint_mask_variants' is not taken: {TEXT_ONLY} a fill model"),
         ("none", "inpaint_mask_directory = 'masks'", f"'inpaint_mask_directory' is not taken: {TEXT_ONLY} a fill model"),
         ("none", "control_directory = 'control'", f"'control_directory' is not taken: {TEXT_ONLY} an edit model"),
-        ("fill", "control_directory = 'control'", "'control_directory' is not taken: this model fills a region of a picture; use inpaint_mask_directory, inpaint_alpha_mask or inpaint_masks"),
-        ("references", "inpaint_masks = ['halves']", "'inpaint_masks' is not taken: this model edits reference pictures; use control_directory"),
+        ("fill", "control_directory = 'control'", "'control_directory' is not taken: this model fills a region of an image; use inpaint_mask_directory, inpaint_alpha_mask or inpaint_masks"),
+        ("references", "inpaint_masks = ['halves']", "'inpaint_masks' is not taken: this model edits reference images; use control_directory"),
         ("fill", "inpaint_masks = ['half']", "inpaint_masks = ['half']: should be 'rectangles', 'borders', 'strokes' or 'halves'; correct the value"),
         ("fill", "inpaint_mask_variants = 0", "inpaint_mask_variants = 0: should be greater than or equal to 1; correct the value"),
     ],
@@ -73,11 +73,11 @@ def test_control_sizes_belong_to_edit_models(folder: Path, key: str) -> None:
         ("fill", "inpaint_mask_directory = 'masks'\ninpaint_mask_variants = 2", "inpaint_mask_variants has no effect with inpaint_mask_directory; remove it"),
         ("fill", "alpha_mask = true\ninpaint_alpha_mask = true", "alpha_mask and inpaint_alpha_mask both read the transparency; keep one of them"),
         ("fill", "random_crop = true", "random_crop: a crop can miss the region to fill; remove it"),
-        ("references", "random_crop = true\ncontrol_directory = 'control'", "random_crop: control pictures are not cropped along; remove it"),
+        ("references", "random_crop = true\ncontrol_directory = 'control'", "random_crop: control images are not cropped along; remove it"),
         ("fill", "inpaint_mask_directory = 'mask'", "inpaint_mask_directory 'mask' does not exist; did you mean 'masks'?"),
         ("fill", "inpaint_mask_directory = 'masks'", "2 of 2 images have no mask in inpaint_mask_directory /masks (a.png, ...); add an image of the same name, white where to fill"),
-        ("references", "", "2 of 2 images have no control picture (a.png, ...); an edit model needs one for each: add one of the same name, or control_path keys"),
-        ("references", "control_directory = 'control'", "2 of 2 images have no control picture in control_directory /control (a.png, ...); an edit model needs one for each: add one of the same name, or control_path keys"),
+        ("references", "", "2 of 2 images have no control image (a.png, ...); an edit model needs one for each: add one of the same name, or control_path keys"),
+        ("references", "control_directory = 'control'", "2 of 2 images have no control image in control_directory /control (a.png, ...); an edit model needs one for each: add one of the same name, or control_path keys"),
     ],
 )  # fmt: skip
 def test_contradictions_and_missing_files_are_refused(
@@ -86,7 +86,7 @@ def test_contradictions_and_missing_files_are_refused(
     assert refused(folder, conditioning, subset) == f"/dataset.toml: subset 1: {message}"
 
 
-def test_control_pictures_are_numbered_from_0_without_gaps_or_not_at_all(folder: Path) -> None:
+def test_control_images_are_numbered_from_0_without_gaps_or_not_at_all(folder: Path) -> None:
     add_image(folder / "control", "b.png", caption=None)
     for name in ("a_0.png", "a_2.png"):
         add_image(folder / "control", name, caption=None)
@@ -100,28 +100,28 @@ def test_control_pictures_are_numbered_from_0_without_gaps_or_not_at_all(folder:
     )
 
 
-def test_masks_and_control_pictures_of_no_image_are_told(folder: Path) -> None:
+def test_masks_and_control_images_of_no_image_are_told(folder: Path) -> None:
     for name in ("a.png", "b.png", "c.png"):
         add_image(folder / "control", name, caption=None)
         Image.new("L", (64, 64), 255).save(folder / "masks" / name)
     subset = "image_dir = 'img'\ncontrol_directory = 'control'"
     (line,) = build(write_toml(folder, subset=subset), conditioning="references").warnings
     assert line.replace(str(folder), "") == (
-        "/dataset.toml: subset 1: 1 control pictures in /control belong to no image (c.png, ...)"
+        "/dataset.toml: subset 1: 1 control images in /control belong to no image (c.png, ...)"
     )
     subset = "image_dir = 'img'\ninpaint_mask_directory = 'masks'"
     (line,) = build(write_toml(folder, subset=subset), conditioning="fill").warnings
     assert line.replace(str(folder), "") == "/dataset.toml: subset 1: 1 masks in /masks belong to no image (c.png, ...)"
 
 
-def test_an_image_called_like_anothers_numbered_control_picture_keeps_its_own(folder: Path) -> None:
+def test_an_image_called_like_anothers_numbered_control_image_keeps_its_own(folder: Path) -> None:
     add_image(folder / "img", "a_1.png")
     for name in ("a.png", "a_1.png", "b.png"):
         add_image(folder / "control", name, caption=None)
     data = build(
         write_toml(folder, subset="image_dir = 'img'\ncontrol_directory = 'control'"), conditioning="references"
     )
-    names = [[Path(control.file.path).name for control in sample.controls] for sample in data.train.samples]
+    names = [[Path(control.file.path).name for control in sample.control_images] for sample in data.train.samples]
     assert names == [["a.png"], ["a_1.png"], ["b.png"]]
 
 
@@ -144,7 +144,7 @@ def test_an_opaque_image_has_nothing_to_fill(folder: Path) -> None:
     )
 
 
-def test_a_control_picture_smaller_than_a_patch_is_named(folder: Path) -> None:
+def test_a_control_image_smaller_than_a_patch_is_named(folder: Path) -> None:
     add_image(folder / "control", "a.png", caption=None)
     add_image(folder / "control", "b.png", (64, 15), caption=None)
     assert refused(folder, "references", "control_directory = 'control'", dataset="no_resize_control = true") == (
@@ -155,13 +155,13 @@ def test_a_control_picture_smaller_than_a_patch_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "conditioning", "message"),
     [
-        ({"control_path": "c.png"}, "fill", "'control_path' is not taken: this model fills a region of a picture; use inpaint_mask_directory, inpaint_alpha_mask or inpaint_masks"),
+        ({"control_path": "c.png"}, "fill", "'control_path' is not taken: this model fills a region of an image; use inpaint_mask_directory, inpaint_alpha_mask or inpaint_masks"),
         ({"control_path_12": "c.png"}, "none", f"'control_path_12' is not taken: {TEXT_ONLY} an edit model"),
-        ({"control_path": 3}, "references", "'control_path' is not a string; write the picture's path in quotes"),
+        ({"control_path": 3}, "references", "'control_path' is not a string; write the image's path in quotes"),
         ({"control_path": "img/b.png", "control_path_0": "img/b.png"}, "references", "'control_path_0' says again what another key said; keep one"),
         ({"control_path_1": "img/b.png"}, "references", "no 'control_path_0' but higher numbers; count from 0"),
-        ({"control_path": "img/c.png"}, "references", "control picture 'img/c.png' does not exist; did you mean 'b.png'?"),
-        ({"control_path": "../c.png"}, "references", "control picture '../c.png' lies outside ; write its absolute path"),
+        ({"control_path": "img/c.png"}, "references", "control image 'img/c.png' does not exist; did you mean 'b.png'?"),
+        ({"control_path": "../c.png"}, "references", "control image '../c.png' lies outside ; write its absolute path"),
     ],
 )  # fmt: skip
 def test_mistakes_in_json_lines_are_named_with_their_line(
@@ -181,5 +181,8 @@ def test_musubi_tuners_names_of_single_models_are_read(folder: Path) -> None:
         "qwen_image_edit_no_resize_control = true\n"
     )
     data = build(toml, conditioning="references")
-    assert np.unique([control.fit.encoded for s in data.train.samples for control in s.controls]).tolist() == [64, 128]
+    assert np.unique([control.fit.encoded for s in data.train.samples for control in s.control_images]).tolist() == [
+        64,
+        128,
+    ]
     assert (data.control_sizing.resolution, data.control_sizing.keep) == ((96, 96), True)

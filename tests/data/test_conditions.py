@@ -1,4 +1,4 @@
-"""Regions to fill and control pictures: from the dataset TOML to what a batch carries."""
+"""Regions to fill and control images: from the dataset TOML to what a batch carries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from library.data.batches import Batch, Item, collate
 from library.data.dataset import TrainingData
 from library.data.masks import MASK_KINDS, generated_mask
-from tests.data.folders import AverageEncoder, add_image, build, cache_all, make_old, picture, silent, write_toml
+from tests.data.folders import AverageEncoder, add_image, build, cache_all, make_image, make_old, silent, write_toml
 
 BUCKETS = "enable_bucket = true\nbucket_reso_steps = 16\nmin_bucket_reso = 16"
 
@@ -66,7 +66,7 @@ def editing(folder: Path, keys: str = "control_directory = 'control'", dataset: 
 # --- regions to fill
 
 
-def test_masked_latents_are_the_encoders_of_the_picture_without_the_region(tmp_path: Path) -> None:
+def test_masked_latents_are_the_encoders_of_the_image_without_the_region(tmp_path: Path) -> None:
     path = add_image(tmp_path / "img", "a.png")
     save_mask(tmp_path / "masks" / "a.png", half())
     (item,) = items(filling(tmp_path, "inpaint_mask_directory = 'masks'"))
@@ -92,7 +92,7 @@ def test_mask_files_are_resized_and_cropped_with_their_image_and_made_two_valued
 
 
 def test_transparency_says_what_to_fill_and_the_colours_under_it_are_trained_on(tmp_path: Path) -> None:
-    image = picture(64, 64).convert("RGBA")
+    image = make_image(64, 64).convert("RGBA")
     image.putalpha(Image.fromarray((1 - half()) * 255))
     (tmp_path / "img").mkdir()
     image.save(tmp_path / "img" / "a.png")
@@ -137,7 +137,7 @@ def test_without_a_source_masks_of_all_kinds_are_generated_and_the_summary_says_
     assert any(np.array_equal(one, mask[0].numpy()) for one in of_all)
 
 
-def test_a_mirrored_picture_has_a_mirrored_mask(tmp_path: Path) -> None:
+def test_a_mirrored_image_has_a_mirrored_mask(tmp_path: Path) -> None:
     path = add_image(tmp_path / "img", "a.png")
     save_mask(tmp_path / "masks" / "a.png", half())
     data = filling(tmp_path, "inpaint_mask_directory = 'masks'\nflip_aug = true")
@@ -156,7 +156,7 @@ def test_a_mirrored_picture_has_a_mirrored_mask(tmp_path: Path) -> None:
     assert seen == {True, False}  # twelve fair coins: all alike once in 2048
 
 
-def test_held_out_pictures_always_see_their_first_mask(tmp_path: Path) -> None:
+def test_held_out_images_always_see_their_first_mask(tmp_path: Path) -> None:
     for i in range(2):
         add_image(tmp_path / "img", f"{i}.png", seed=i)
     toml = write_toml(tmp_path, dataset="validation_split = 0.5")
@@ -189,10 +189,10 @@ def test_a_sample_without_a_loss_mask_among_others_with_counts_in_its_region(tmp
     assert masks[:, 0].tolist() == [[[1.0] * 6 + [0.0] * 2] * 8, [[1.0] * 8] * 8]
 
 
-# --- control pictures
+# --- control images
 
 
-def test_references_are_the_latents_of_the_control_pictures_in_their_order(tmp_path: Path) -> None:
+def test_references_are_the_latents_of_the_control_images_in_their_order(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "a.png")
     paths = [add_image(tmp_path / "control", f"a_{i}.png", caption=None, seed=5 + i) for i in range(11)]
     (item,) = items(editing(tmp_path))
@@ -214,7 +214,7 @@ def test_references_are_the_latents_of_the_control_pictures_in_their_order(tmp_p
         ("no_resize_control = true\ncontrol_resolution = 64", (200, 100), (96, 48)),
     ],
 )
-def test_control_pictures_are_sized_as_musubi_tuners_keys_say(
+def test_control_images_are_sized_as_musubi_tuners_keys_say(
     tmp_path: Path, keys: str, size: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     add_image(tmp_path / "img", "a.png")
@@ -223,14 +223,14 @@ def test_control_pictures_are_sized_as_musubi_tuners_keys_say(
     assert item.conditions.references[0].shape == (3, expected[1] // 8, expected[0] // 8)
 
 
-def test_a_trimmed_control_picture_keeps_its_middle_unresized(tmp_path: Path) -> None:
+def test_a_trimmed_control_image_keeps_its_middle_unresized(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "a.png")
     path = add_image(tmp_path / "control", "a.png", (70, 50), caption=None, seed=1)
     (item,) = items(editing(tmp_path, dataset="no_resize_control = true"))
     assert close(item.conditions.references[0], averaged(pixels_of(path)[:, 1:49, 3:67]))
 
 
-def test_a_mirrored_picture_has_mirrored_references(tmp_path: Path) -> None:
+def test_a_mirrored_image_has_mirrored_references(tmp_path: Path) -> None:
     path = add_image(tmp_path / "img", "a.png")
     control = add_image(tmp_path / "control", "a.png", caption=None, seed=1)
     data = editing(tmp_path, "control_directory = 'control'\nflip_aug = true")
@@ -265,7 +265,7 @@ def test_only_samples_with_references_of_the_same_sizes_share_a_batch(tmp_path: 
     ]
 
 
-def test_json_lines_name_control_pictures(tmp_path: Path) -> None:
+def test_json_lines_name_control_images(tmp_path: Path) -> None:
     for i in range(2):
         add_image(tmp_path / "img", f"{i}.png", caption=None, seed=i)
     paths = [add_image(tmp_path / "refs", f"r{i}.png", caption=None, seed=7 + i) for i in range(3)]
@@ -281,7 +281,7 @@ def test_json_lines_name_control_pictures(tmp_path: Path) -> None:
         True,
         True,
     ]
-    assert "1 or 2 control pictures an image" in data.describe()
+    assert "1 or 2 control images an image" in data.describe()
 
 
 def test_relative_control_paths_start_at_control_directory_where_there_is_one(tmp_path: Path) -> None:
@@ -302,14 +302,14 @@ def test_relative_control_paths_start_at_control_directory_where_there_is_one(tm
 # --- both
 
 
-def test_a_changed_companion_is_encoded_again_and_shared_control_pictures_once(tmp_path: Path) -> None:
+def test_a_changed_companion_is_encoded_again_and_shared_control_images_once(tmp_path: Path) -> None:
     for i in range(2):
         add_image(tmp_path / "img", f"{i}.png", seed=i)
         add_image(tmp_path / "control", f"{i}.png", caption=None, seed=8)
     data = build(
         write_toml(tmp_path, subset="image_dir = 'img'\ncontrol_directory = 'control'"), conditioning="references"
     )
-    assert data.missing_latents("vae-1") == 3  # two pictures, one control picture twice
+    assert data.missing_latents("vae-1") == 3  # two images, one control image twice
     cache_all(data)
     add_image(tmp_path / "control", "1.png", caption=None, seed=10)
     make_old(tmp_path / "control" / "1.png")

@@ -19,7 +19,7 @@ from tests.data.folders import (
     build,
     cache_all,
     items,
-    picture,
+    make_image,
     pixels_of,
     spelled,
     write_toml,
@@ -75,7 +75,7 @@ def test_a_random_crop_is_a_part_of_the_whole_images_latents_at_whole_patches(tm
 
 
 def test_alpha_masks_follow_crop_and_flip(tmp_path: Path) -> None:
-    image = picture(128, 64).convert("RGBA")
+    image = make_image(128, 64).convert("RGBA")
     ramp = np.repeat(np.arange(128, dtype=np.uint8)[None], 64, axis=0)
     image.putalpha(Image.fromarray(ramp))
     (tmp_path / "img").mkdir()

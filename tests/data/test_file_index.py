@@ -11,7 +11,7 @@ import pytest
 import library.data.file_index as module
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.errors import UserError
-from tests.data.folders import LONG_AGO, add_image, make_old, picture
+from tests.data.folders import LONG_AGO, add_image, make_image, make_old
 
 
 def record(index: FileIndex, path: Path) -> SourceFile:
@@ -48,7 +48,7 @@ def test_a_changed_file_is_learnt_again(tmp_path: Path) -> None:
     index.measure([first])
     index.hash_contents([first])
     index.save()
-    picture(30, 20, seed=9).save(path)
+    make_image(30, 20, seed=9).save(path)
     os.utime(path, (LONG_AGO + 10, LONG_AGO + 10))
     again = FileIndex(tmp_path / ".tandem_cache")
     second = record(again, path)

@@ -15,7 +15,7 @@ from PIL import Image, ImageCms
 from library.data.buckets import Fit
 from library.data.images import decode, decode_mask, fit_image, read_jxl_size, read_size, to_latent_mask, to_pixels
 from library.errors import UserError
-from tests.data.folders import picture
+from tests.data.folders import make_image
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -33,7 +33,7 @@ def rgb(data: bytes) -> np.ndarray:
     [("PNG", {}), ("WEBP", {"lossless": True}), ("BMP", {}), ("JXL", {"lossless": True})],
 )
 def test_lossless_formats_come_back_exactly(kind: str, options: dict) -> None:
-    image = picture(48, 32)
+    image = make_image(48, 32)
     assert np.array_equal(rgb(saved(image, kind, **options)), np.asarray(image))
 
 
@@ -51,7 +51,7 @@ def test_exif_orientation_is_applied_to_pixels_and_size(kind: str, orientation: 
     upright = np.zeros((32, 48, 3), dtype=np.uint8)
     upright[:16, :16] = 255  # a white square in the upper left corner
     upright[16:, 32:, 0] = 255  # a red one in the lower right
-    # how a camera stores the upright picture (TIFF 6.0: where row 0 and column 0 of the stored image lie)
+    # how a camera stores the upright image (TIFF 6.0: where row 0 and column 0 of the stored image lie)
     stored = {
         1: upright,
         2: upright[:, ::-1],
@@ -131,14 +131,14 @@ def test_every_kind_of_transparency_is_seen(mode: str) -> None:
 
 
 def test_with_alpha_mask_colours_stay_and_alpha_is_the_mask() -> None:
-    image = picture(8, 8).convert("RGBA")
+    image = make_image(8, 8).convert("RGBA")
     alpha = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8))
     image.putalpha(alpha)
     colours, mask = decode(saved(image, "PNG"), "x", alpha_mask=True)
-    assert np.array_equal(np.asarray(colours), np.asarray(picture(8, 8)))
+    assert np.array_equal(np.asarray(colours), np.asarray(make_image(8, 8)))
     assert mask is not None
     assert np.array_equal(np.asarray(mask), np.asarray(alpha))
-    assert decode(saved(picture(8, 8), "PNG"), "x", alpha_mask=True)[1] is None
+    assert decode(saved(make_image(8, 8), "PNG"), "x", alpha_mask=True)[1] is None
 
 
 def test_a_colour_profile_other_than_srgb_is_applied() -> None:
@@ -155,7 +155,7 @@ def test_a_colour_profile_other_than_srgb_is_applied() -> None:
 def test_profiles_that_change_nothing_or_do_not_fit_are_passed_over(kind: str) -> None:
     created = None if kind == "broken" else ImageCms.createProfile(kind)  # type: ignore[arg-type]
     profile = ImageCms.ImageCmsProfile(created).tobytes() if created else b"broken"
-    image = picture(8, 8)
+    image = make_image(8, 8)
     assert np.array_equal(rgb(saved(image, "PNG", icc_profile=profile)), np.asarray(image))
 
 
@@ -196,7 +196,7 @@ def test_the_size_of_jpeg_xl_is_read_without_decoding(sides: tuple[int, int]) ->
 def test_a_jpeg_transcoded_to_jpeg_xl_keeps_its_orientation(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    picture(48, 32).save(tmp_path / "x.jpg", exif=exif)
+    make_image(48, 32).save(tmp_path / "x.jpg", exif=exif)
     data = saved(Image.open(tmp_path / "x.jpg"), "JXL", lossless_jpeg=True)  # the plugin transcodes files only
     (tmp_path / "x.jxl").write_bytes(data)
     assert read_size(str(tmp_path / "x.jxl")) == decode(data, "x")[0].size == (32, 48)
@@ -205,10 +205,10 @@ def test_a_jpeg_transcoded_to_jpeg_xl_keeps_its_orientation(tmp_path: Path) -> N
 def test_exif_in_a_jpeg_xl_of_pixels_turns_nothing(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    data = saved(picture(48, 32), "JXL", lossless=True, exif=exif.tobytes())
+    data = saved(make_image(48, 32), "JXL", lossless=True, exif=exif.tobytes())
     (tmp_path / "x.jxl").write_bytes(data)
     assert read_size(str(tmp_path / "x.jxl")) == (48, 32)
-    assert np.array_equal(rgb(data), np.asarray(picture(48, 32)))
+    assert np.array_equal(rgb(data), np.asarray(make_image(48, 32)))
 
 
 def png_of_declared_size(width: int, height: int) -> bytes:
@@ -262,7 +262,7 @@ def test_files_that_are_no_usable_images_are_refused_in_one_line(
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_truncated_image_is_refused_in_one_line() -> None:
     for kind in ("PNG", "JPEG", "WEBP", "AVIF"):
-        data = saved(picture(64, 64), kind)
+        data = saved(make_image(64, 64), kind)
         with pytest.raises(UserError, match=r"^cut: .*; replace or remove it$"):
             decode(data[: len(data) // 2], "cut")
 

@@ -80,7 +80,7 @@ def test_borders_leave_one_rectangle_and_touch_the_edge() -> None:
     assert sides == {1, 2, 3, 4}
 
 
-def test_strokes_fill_about_a_third_of_the_picture_and_vary() -> None:
+def test_strokes_fill_about_a_third_of_the_image_and_vary() -> None:
     """LaMa calls such masks wide; simulated shares were 11 to 61 % between the first and the last tenth."""
     shares = [mask.mean() for mask in drawn("strokes", 256, 256, 200)]
     assert 0.2 < np.mean(shares) < 0.5

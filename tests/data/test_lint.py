@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-import library.data.image_stats as picture_facts
+import library.data.image_stats as image_stats
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
 from library.data.image_stats import difference_hash, find_bars
@@ -22,23 +22,23 @@ from tests.forked import run_script
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def picture(seed: int, size: tuple[int, int] = (160, 160)) -> Image.Image:
-    """A picture of soft blobs; no two seeds look alike."""
+def make_image(seed: int, size: tuple[int, int] = (160, 160)) -> Image.Image:
+    """An image of soft blobs; no two seeds look alike."""
     noise = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), np.uint8)
     return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
 
 
 def barred(bars: tuple[int, int], colour: int = 0) -> Image.Image:
-    """A picture with ``bars`` = (left and right, top and bottom) pixels of one colour."""
-    return ImageOps.expand(picture(77), border=(bars[0], bars[1]), fill=(colour,) * 3)
+    """An image with ``bars`` = (left and right, top and bottom) pixels of one colour."""
+    return ImageOps.expand(make_image(77), border=(bars[0], bars[1]), fill=(colour,) * 3)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Six good pictures with captions and a TOML; files are old enough to be remembered."""
+    """Six good images with captions and a TOML; files are old enough to be remembered."""
     (tmp_path / "images").mkdir()
     for i in range(6):
-        put(tmp_path, f"{i}.png", picture(i))
+        put(tmp_path, f"{i}.png", make_image(i))
     write_toml(tmp_path)
     return tmp_path
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def put(folder: Path, name: str, image: Image.Image, caption: str | None = None, **options: object) -> Path:
     path = folder / "images" / name
     image.save(path, **options)
-    path.with_suffix(".txt").write_text(f"a picture called {name}" if caption is None else caption)
+    path.with_suffix(".txt").write_text(f"an image called {name}" if caption is None else caption)
     past = time.time() - 100
     os.utime(path, (past, past))
     return path
@@ -70,32 +70,32 @@ def found(folder: Path, kind: str) -> list[set[str]]:
 def test_a_good_dataset_has_no_findings(folder: Path) -> None:
     report = looked(folder)
     assert report.findings == []
-    assert report.pictures == 6
+    assert report.images == 6
 
 
 @pytest.mark.parametrize("name", ["cut.png", "cut.jpg", "cut.webp"])
 def test_files_that_end_too_early_are_found(folder: Path, name: str) -> None:
-    whole = put(folder, name, picture(50, (600, 400)))
+    whole = put(folder, name, make_image(50, (600, 400)))
     whole.write_bytes(whole.read_bytes()[: whole.stat().st_size * 2 // 3])
     assert found(folder, "unreadable") == [{name}]
 
 
-def test_a_file_that_is_no_picture_and_an_empty_one_are_found(folder: Path) -> None:
+def test_a_file_that_is_no_image_and_an_empty_one_are_found(folder: Path) -> None:
     for name, content in (("text.png", b"hello"), ("empty.jpg", b"")):
-        put(folder, name, picture(51)).write_bytes(content)
+        put(folder, name, make_image(51)).write_bytes(content)
     assert sorted(map(sorted, found(folder, "unreadable"))) == [["empty.jpg"], ["text.png"]]
 
 
-def test_equal_files_and_pictures_that_look_the_same(folder: Path) -> None:
+def test_equal_files_and_images_that_look_the_same(folder: Path) -> None:
     (folder / "images" / "copy.png").write_bytes((folder / "images" / "2.png").read_bytes())
     (folder / "images" / "copy.txt").write_text("another")
-    put(folder, "small.jpg", picture(4).resize((140, 140)), quality=60)
-    put(folder, "bright.png", picture(5).point(lambda value: min(255, value + 8)))
+    put(folder, "small.jpg", make_image(4).resize((140, 140)), quality=60)
+    put(folder, "bright.png", make_image(5).point(lambda value: min(255, value + 8)))
     assert found(folder, "duplicate") == [{"2.png", "copy.png"}]
     assert sorted(map(sorted, found(folder, "alike"))) == [["4.png", "small.jpg"], ["5.png", "bright.png"]]
 
 
-def test_flat_pictures_of_other_colours_do_not_look_the_same(folder: Path) -> None:
+def test_flat_images_of_other_colours_do_not_look_the_same(folder: Path) -> None:
     for colour in ("red", "green", "blue"):  # the difference hash of each is 0
         put(folder, f"{colour}.png", Image.new("RGB", (160, 160), colour))
     assert found(folder, "alike") == []
@@ -143,8 +143,8 @@ def test_captions_shared_on_purpose_are_not_told(folder: Path) -> None:
     assert found(folder, "caption") == []
 
 
-def test_small_pictures_are_told_with_their_factor(folder: Path) -> None:
-    put(folder, "small.png", picture(60, (64, 64)))
+def test_small_images_are_told_with_their_factor(folder: Path) -> None:
+    put(folder, "small.png", make_image(60, (64, 64)))
     assert "small.png: 64x64 is enlarged 2.00 times" in found_text(folder, "upscaled")
 
 
@@ -155,34 +155,34 @@ def test_masks_of_another_shape_and_cut_off(folder: Path) -> None:
     broken = folder / "masks" / "3.png"
     broken.write_bytes(broken.read_bytes()[:-40])
     write_toml(folder, 'conditioning_data_dir = "masks"')
-    assert "0.png: 160x90 for a picture of 160x160" in found_text(folder, "mask")
+    assert "0.png: 160x90 for an image of 160x160" in found_text(folder, "mask")
     assert {"3.png"} in found(folder, "unreadable")
 
 
-def test_control_pictures_of_another_shape(folder: Path) -> None:
+def test_control_images_of_another_shape(folder: Path) -> None:
     (folder / "controls").mkdir()
     for i in range(6):
-        picture(i + 100, (160, 160) if i else (90, 160)).save(folder / "controls" / f"{i}.png")
+        make_image(i + 100, (160, 160) if i else (90, 160)).save(folder / "controls" / f"{i}.png")
     write_toml(folder, 'control_directory = "controls"')
     (finding,) = [f for f in looked(folder, "references").findings if f.kind == "control"]
-    assert finding.text == "0.png: 90x160 for a picture of 160x160"
+    assert finding.text == "0.png: 90x160 for an image of 160x160"
 
 
 def test_the_second_look_opens_nothing_but_what_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = looked(folder)
     opened: list[str] = []
-    look_at = picture_facts.look_at
-    monkeypatch.setattr(picture_facts, "look_at", lambda path: opened.append(path) or look_at(path))
+    measure_image = image_stats.measure_image
+    monkeypatch.setattr(image_stats, "measure_image", lambda path: opened.append(path) or measure_image(path))
     assert looked(folder) == first
     assert opened == []
-    put(folder, "3.png", picture(200))
+    put(folder, "3.png", make_image(200))
     looked(folder)
     assert [Path(path).name for path in opened] == ["3.png"]
 
 
-def test_the_command_writes_a_page_with_its_pictures_inside(folder: Path) -> None:
+def test_the_command_writes_a_page_with_its_images_inside(folder: Path) -> None:
     put(folder, "letter.png", barred((0, 20)))
-    put(folder, "<b>.png", picture(0))
+    put(folder, "<b>.png", make_image(0))
     script, words = ROOT / "tools/check_dataset.py", ["dataset.toml", "--report", "report.html"]
     done = subprocess.run([sys.executable, script, *words], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Embeddings of text encoders that look at the reference pictures too."""
+"""Embeddings of text encoders that look at the reference images too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.data.folders import AverageEncoder, LettersEncoder, add_image, build,
 
 
 class SeeingEncoder(LettersEncoder):
-    """Adds the colours of each reference picture's upper left pixel."""
+    """Adds the colours of each reference image's upper left pixel."""
 
     def __init__(self) -> None:
         super().__init__("seeing-1")
@@ -24,17 +24,17 @@ class SeeingEncoder(LettersEncoder):
 
     def encode(self, captions: list[str], references: list[list[Image.Image]] | None = None) -> list[dict[str, Tensor]]:
         assert references is not None
-        self.sizes += [[image.size for image in pictures] for pictures in references]
+        self.sizes += [[image.size for image in images] for images in references]
         outputs = super().encode(captions)
-        for output, pictures in zip(outputs, references, strict=True):
-            output["seen"] = torch.tensor([image.convert("RGB").getpixel((0, 0)) for image in pictures])
+        for output, images in zip(outputs, references, strict=True):
+            output["seen"] = torch.tensor([image.convert("RGB").getpixel((0, 0)) for image in images])
         return outputs
 
 
 def data_of(folder: Path, general: str = "", dataset: str = "") -> TrainingData:
     for i in range(3):
         add_image(folder / "img", f"{i}.png", caption="the same", seed=i)
-        add_image(folder / "control", f"{i}.png", caption=None, seed=10 + i % 2)  # 0 and 2 have the same picture
+        add_image(folder / "control", f"{i}.png", caption=None, seed=10 + i % 2)  # 0 and 2 have the same image
     subset = "image_dir = 'img'\ncontrol_directory = 'control'"
     return build(write_toml(folder, dataset, subset, general), conditioning="references")
 
@@ -61,10 +61,10 @@ def test_equal_captions_are_encoded_once_for_each_content_of_the_references(tmp_
         assert text["seen"].tolist() == [corner(tmp_path / "control" / f"{index}.png")]
         assert spelled(text) == "the same"
     assert data.missing_text("seeing-1", sees_references=True) == 0
-    assert data.missing_text("seeing-1") == 1  # without pictures it is another text
+    assert data.missing_text("seeing-1") == 1  # without images it is another text
 
 
-def test_a_mirrored_picture_has_the_text_of_its_mirrored_references(tmp_path: Path) -> None:
+def test_a_mirrored_image_has_the_text_of_its_mirrored_references(tmp_path: Path) -> None:
     data = data_of(tmp_path, general="flip_aug = true")
     assert len(cached(data).seen) == 4
     straight = data.train[(0, 0)].latents
@@ -78,12 +78,12 @@ def test_a_mirrored_picture_has_the_text_of_its_mirrored_references(tmp_path: Pa
     assert len(seen) == 2
 
 
-def test_pictures_are_shown_at_the_size_of_their_latents(tmp_path: Path) -> None:
+def test_images_are_shown_at_the_size_of_their_latents(tmp_path: Path) -> None:
     encoder = cached(data_of(tmp_path, dataset="control_resolution = 32"))
     assert encoder.sizes == [[(32, 32)]] * 2
 
 
-def test_dropped_captions_keep_their_pictures(tmp_path: Path) -> None:
+def test_dropped_captions_keep_their_images(tmp_path: Path) -> None:
     data = data_of(tmp_path, general="caption_dropout_rate = 0.5")
     assert sorted(cached(data).seen) == ["", "", "the same", "the same"]
     texts = {spelled(data.train[(epoch, 1)].text) for epoch in range(20)}
@@ -91,10 +91,10 @@ def test_dropped_captions_keep_their_pictures(tmp_path: Path) -> None:
     assert all(data.train[(epoch, 1)].text["seen"].shape == (1, 3) for epoch in range(5))
 
 
-def test_prompts_are_cached_with_the_pictures_they_name(tmp_path: Path) -> None:
+def test_prompts_are_cached_with_the_images_they_name(tmp_path: Path) -> None:
     data = data_of(tmp_path)
     data.missing_latents("vae-1")  # contents are hashed
-    shown = data.train.samples[1].controls
+    shown = data.train.samples[1].control_images
     encoder = SeeingEncoder()
     data.cache_text(encoder, [TextJob("a prompt", shown)], 4, silent)
     assert encoder.seen.count("a prompt") == 1

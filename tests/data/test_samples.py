@@ -13,7 +13,7 @@ from PIL import Image
 
 from library.data.samples import Sample
 from library.errors import UserError
-from tests.data.folders import add_image, build, picture, write_toml
+from tests.data.folders import add_image, build, make_image, write_toml
 
 
 def fill(folder: Path, count: int, **options: object) -> None:
@@ -318,7 +318,7 @@ def test_exif_orientation_decides_the_bucket(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     (tmp_path / "img").mkdir()
-    picture(128, 64).save(tmp_path / "img" / "a.jpg", exif=exif)
+    make_image(128, 64).save(tmp_path / "img" / "a.jpg", exif=exif)
     (tmp_path / "img" / "a.txt").write_text("x")
     settings = "enable_bucket = true\nbucket_reso_steps = 16\nmin_bucket_reso = 16"
     data = build(write_toml(tmp_path, dataset=settings))

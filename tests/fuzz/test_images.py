@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageMode
 
-from library.data.image_stats import look_at
+from library.data.image_stats import measure_image
 from library.data.images import decode, read_size
 from tests.fuzz import harmless, share_of_cases
 
@@ -70,7 +70,7 @@ def look(folder: Path, data: bytes, suffix: str, alpha_mask: bool) -> None:
         warnings.simplefilter("ignore")  # Pillow warns of what it then refuses or repairs
         harmless(read_size, str(path))
         decoded = harmless(decode, data, str(path), alpha_mask)
-        harmless(look_at, str(path))
+        harmless(measure_image, str(path))
     if decoded is not None:
         image, mask = decoded
         assert image.mode == "RGB"

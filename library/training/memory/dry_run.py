@@ -276,7 +276,7 @@ def largest(data: TrainingData, family: Family) -> tuple[Sample, int]:
     sample = next(
         one
         for one in data.train.samples
-        if (one.group.dataset, one.fit.bucket, *(c.fit.encoded for c in one.controls)) == bucket
+        if (one.group.dataset, one.fit.bucket, *(c.fit.encoded for c in one.control_images)) == bucket
     )
     return sample, min(sizes[bucket], counts[bucket])
 
@@ -289,7 +289,7 @@ def _sides(data: TrainingData, family: Family, size: tuple[int, int], share: int
 
 
 def _area(data: TrainingData, family: Family, sample: Sample, share: int) -> float:
-    sizes = [sample.fit.bucket, *(control.fit.encoded for control in sample.controls)]
+    sizes = [sample.fit.bucket, *(control.fit.encoded for control in sample.control_images)]
     return float(sum(h * w for h, w in (_sides(data, family, size, share) for size in sizes)))
 
 
@@ -311,7 +311,7 @@ def _text(text_encoder: TextEncoder, data: TrainingData, sample: Sample) -> dict
     if path.exists() and not text_encoder.sees_references:
         data.missing_text(text_encoder.fingerprint)
         return data.text_embeddings(caption)
-    images = [Image.new("RGB", control.fit.encoded) for control in sample.controls]
+    images = [Image.new("RGB", control.fit.encoded) for control in sample.control_images]
     (embeddings,) = text_encoder.encode([caption], [images] if text_encoder.sees_references else None)
     text_encoder.release()
     return embeddings
@@ -330,7 +330,7 @@ def _batch(data: TrainingData, family: Family, sample: Sample, text: dict[str, T
     if data.conditioning == "fill":
         conditions = Conditions(latents(height, width), torch.ones(size, 1, height * factor, width * factor))
     elif data.conditioning == "references":
-        sides = [_sides(data, family, control.fit.encoded, share) for control in sample.controls]
+        sides = [_sides(data, family, control.fit.encoded, share) for control in sample.control_images]
         conditions = Conditions(references=tuple(latents(*side) for side in sides))
     masks = torch.ones(size, 1, height, width) if data.has_regions else None
     batched = {name: tensor[None].expand(size, *tensor.shape).contiguous() for name, tensor in text.items()}

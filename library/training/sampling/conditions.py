@@ -16,12 +16,12 @@ from PIL import Image
 from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
-from library.data.cache import TextJob, to_fill_mask
+from library.data.cache import TextJob, binary_mask
 from library.data.dataset import TrainingData
 from library.data.file_index import SourceFile, content_hash, read_bytes
 from library.data.images import decode, decode_mask, fit_image, read_size, to_pixels
 from library.data.samples import check_mask_shape
-from library.data.sidecars import Control, ControlSizing, cover
+from library.data.sidecars import ControlImage, ControlSizing, cover
 from library.errors import UserError
 from library.models.vae import ImageEncoder
 from library.training.sampling.prompts import SamplePrompt
@@ -80,7 +80,7 @@ def check_prompt_images(
             decode(read_bytes(path), path)
         if prompt.mask_image:
             check_mask_shape(_source(prompt.mask_image), read_size(prompt.control_images[0]))
-            if not to_fill_mask(decode_mask(read_bytes(prompt.mask_image), prompt.mask_image)).any():
+            if not binary_mask(decode_mask(read_bytes(prompt.mask_image), prompt.mask_image)).any():
                 raise UserError(f"{prompt.mask_image}: nothing to fill; make what is to be filled white")
 
 
@@ -131,16 +131,16 @@ def _masked_image(prompt: SamplePrompt) -> tuple[Tensor, Tensor]:
     image, _ = decode(read_bytes(path), path)
     mask = decode_mask(read_bytes(mask_path), mask_path)
     fitted = fit_image(mask, cover(mask.size, target), "area")
-    region = torch.from_numpy(to_fill_mask(fitted)).float()[None]
+    region = torch.from_numpy(binary_mask(fitted)).float()[None]
     return to_pixels(fit_image(image, cover(image.size, target), None)) * (1 - region), region
 
 
-def _controls(prompt: SamplePrompt, rules: PromptImageRules) -> tuple[Control, ...]:
+def _controls(prompt: SamplePrompt, rules: PromptImageRules) -> tuple[ControlImage, ...]:
     controls = []
     for file in map(_source, prompt.control_images):
         assert file.size is not None
         fit = rules.sizing.fit(file.size, (prompt.width, prompt.height), rules.pixel_multiple, file.path)
-        controls.append(Control(file, fit))
+        controls.append(ControlImage(file, fit))
     return tuple(controls)
 
 

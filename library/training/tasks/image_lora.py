@@ -392,8 +392,8 @@ def check_references(data: TrainingData, most: int | None) -> None:
     """Raise a UserError for the first image with more than ``most`` control images; None allows any number."""
     for dataset in filter(None, (data.train, data.validation)):
         for sample in dataset.samples:
-            if most is not None and len(sample.controls) > most:
-                found = f"{len(sample.controls)} control images"
+            if most is not None and len(sample.control_images) > most:
+                found = f"{len(sample.control_images)} control images"
                 raise UserError(f"{sample.image.path}: {found}, this model takes {most}; remove the others")
 
 
