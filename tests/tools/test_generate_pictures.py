@@ -14,7 +14,7 @@ from library.conditions import Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import model_family
-from tests.data.folders import picture
+from tests.data.folders import make_image
 from tests.tiny import tiny_flux_pipeline
 from tools.generate import image, parser
 
@@ -48,8 +48,8 @@ def to_pixels(image: Image.Image) -> torch.Tensor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    picture(64, 48, seed=1).save(tmp_path / "a.png")
-    picture(32, 32, seed=2).save(tmp_path / "b.png")
+    make_image(64, 48, seed=1).save(tmp_path / "a.png")
+    make_image(32, 32, seed=2).save(tmp_path / "b.png")
     mask = np.zeros((48, 64), dtype=np.uint8)
     mask[:20, 30:] = 255
     Image.fromarray(mask).save(tmp_path / "m.png")
@@ -61,11 +61,11 @@ def test_a_picture_is_filled_where_its_mask_is_white(folder: Path) -> None:
     flags = ["--model", str(base), "--model_type", "flux_fill", "--save_to", str(folder / "out"), *SMALL]
     pictures = ["--ci", str(folder / "a.png"), "--mi", str(folder / "m.png")]
     mask = torch.from_numpy(np.array(Image.open(folder / "m.png")) // 255).float()
-    blanked = latents_of(base, to_pixels(picture(64, 48, seed=1)) * (1 - mask))
+    blanked = latents_of(base, to_pixels(make_image(64, 48, seed=1)) * (1 - mask))
     expected = painted(base, "flux_fill", Conditions(blanked, mask[None, None]))
     # the pictures may differ by one where fp32 convolutions of another batch layout round differently
     assert abs(drawn(*flags, "--prompt", "a door", *pictures) - expected).max() <= 1
-    with pytest.raises(UserError, match="prompt 'a door': no mask; write --ci picture.png --mi mask.png"):
+    with pytest.raises(UserError, match="prompt 'a door': no mask; write --ci image.png --mi mask.png"):
         drawn(*flags, "--prompt", f"a door --ci {folder / 'a.png'}")
 
 
@@ -74,7 +74,7 @@ def test_references_are_taken_at_the_size_asked_for(folder: Path) -> None:
     flags = ["--model", str(base), "--model_type", "flux_kontext", "--save_to", str(folder / "out"), *SMALL]
     line = f"a door --ci {folder / 'a.png'} --ci {folder / 'b.png'}"
     references = tuple(
-        latents_of(base, to_pixels(picture(*size, seed=s))) for size, s in (((64, 48), 1), ((32, 32), 2))
+        latents_of(base, to_pixels(make_image(*size, seed=s))) for size, s in (((64, 48), 1), ((32, 32), 2))
     )
     expected = painted(base, "flux_kontext", Conditions(references=references))
     assert abs(drawn(*flags, "--prompt", line, "--no_resize_control") - expected).max() <= 1

@@ -23,14 +23,14 @@ from library.training.sampling.conditions import (
 )
 from library.training.sampling.images import Sampler
 from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
-from tests.data.folders import AverageEncoder, picture
+from tests.data.folders import AverageEncoder, make_image
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with two images, the second with spaces in its name, and a mask that is white on the right."""
-    picture(64, 64, seed=1).save(tmp_path / "a.png")
-    picture(128, 64, seed=2).save(tmp_path / "b c.png")
+    make_image(64, 64, seed=1).save(tmp_path / "a.png")
+    make_image(128, 64, seed=2).save(tmp_path / "b c.png")
     mask = np.zeros((64, 64), dtype=np.uint8)
     mask[:, 32:] = 255
     Image.fromarray(mask).save(tmp_path / "m.png")
