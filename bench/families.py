@@ -1,24 +1,24 @@
-"""What a benchmark must know of a model family: a transformer of any size with random weights, and its inputs.
+"""What a benchmark must know of a model family, and the LoRA step that is the same for every trainer measured.
 
-A family is a row of ``FAMILIES``. Sizes that a case does not name are those of the published model, so that a
-reduced-depth transformer has the blocks of the real one.
+A family is a row of ``FAMILIES``: a transformer of any size with random weights, and its inputs. Sizes that a case does
+not name are those of the published model, so that a reduced-depth transformer has the blocks of the real one. A step
+(:class:`LoraStep`) is forward, mean squared error, backward, AdamW.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
 from library.models.registry import lora_targets
+from networks.injection import inject_adapter, select_modules
+from networks.network import AdapterNetwork
 from networks.options import NetworkOptions, parse_network_args
-
-if TYPE_CHECKING:
-    from networks.network import AdapterNetwork
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,6 @@ def build_transformer(family: BenchFamily, sizes: Sizes, dtype: torch.dtype, dev
 
 def tandem_network(family_name: str, transformer: nn.Module, rank: int) -> AdapterNetwork:
     """Put Tandem's LoRA on the layers it trains by default, its weights in fp32."""
-    from networks.injection import inject_adapter
-
     targets = lora_targets()[family_name]
     return inject_adapter(transformer, _options(family_name, rank), targets, seed=0)
 
@@ -104,8 +102,6 @@ def peft_lora(family_name: str, transformer: Any, rank: int, fp8_cast: bool = Fa
 
 def default_layers(family_name: str, transformer: nn.Module) -> list[str]:
     """Return the names of the linear layers that :func:`tandem_lora` trains."""
-    from networks.injection import select_modules
-
     return [*select_modules(transformer, _options(family_name, 1), lora_targets()[family_name])[0]]
 
 
@@ -223,3 +219,46 @@ FAMILIES: dict[str, BenchFamily] = {
         forward_flops=_forward_flops,
     ),
 }
+
+
+class LoraStep:
+    """A model with trained LoRA parameters that can take training steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: list[nn.Parameter],
+        forward: Callable[[nn.Module, dict[str, Any]], Tensor],
+        inputs: dict[str, Any],
+        autocast: bool,
+    ) -> None:
+        self.model, self.trained, self.forward, self.inputs = model.train(), trained, forward, inputs
+        self.base_bytes = base_bytes(model)
+        self.autocast = autocast
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        self.target = target_of(inputs)
+
+    def loss(self) -> Tensor:
+        """Run one step and return its loss, still on the device."""
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
+            output = self.forward(self.model, self.inputs)
+        loss = (output.float() - self.target).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def step(self) -> float:
+        """Take one step; return its loss."""
+        return self.loss().item()
+
+
+def call_transformer(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Return the output of a diffusers transformer."""
+    return model(**inputs, return_dict=False)[0]
+
+
+def target_of(inputs: dict[str, Tensor]) -> Tensor:
+    """Return a velocity [B, tokens, channels] to learn."""
+    tokens = inputs["hidden_states"]
+    return torch.randn(tokens.shape, generator=torch.Generator().manual_seed(2)).to(tokens.device)

@@ -4,17 +4,16 @@
     python bench/fp8_parity.py --seeds 1 --images 16          # a quick look
 
 For each training seed a LoRA is trained in high precision on the demo's images (``configs/demo_fp8.toml``). The
-reference is that model with the LoRA beside it; every case is run on the same 64 held-out pictures, painted from seeds
+reference is that model with the LoRA beside it; every case is run on the same 64 held-out images, painted from seeds
 that the training images do not have, with generated masks, the same noise and the same noise levels. Fixes are fitted
 to and trained on 48 more of another seed. Figures are relative rms errors of the velocity, of finished latents (four
-sampling steps) and of decoded pictures, means over seeds with half the range; along the seam, the decoded picture's
-error within 8 pixels inside the border over that of the interior, medians over the pictures. The last row is an error
+sampling steps) and of decoded images, means over seeds with half the range; along the seam, the decoded image's
+error within 8 pixels inside the border over that of the interior, medians over the images. The last row is an error
 without a seam, for comparison.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -34,32 +33,32 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.measure import write_report
-from dev.tiny_models.mascot import random_zorbo
+from bench.measure import benchmark_parser, finish
 from dev.tiny_models.painting import to_image
+from dev.tiny_models.scenes import random_zorbo
 from library.config.schema import ModelConfig
 from library.models.vae import ImageEncoder
-from library.training.calibration import CalibrationOptions, prepare_calibration
+from library.training.fidelity.calibration import CalibrationOptions, prepare_calibration
+from library.training.fidelity.causes import Differences, compare
+from library.training.fidelity.deployments import REFERENCE, EvalSet, Models, Outcome, Variant, parse_deployment
+from library.training.fidelity.fixes import FixOptions, try_fixes
+from library.training.fidelity.report import ReportRequest, prepare_eval_set, run_named
 from networks.files.adapters import load_lora
-from tools.report.deployments import REFERENCE, Models, Variant, parse_deployment
-from tools.report.differences import Differences, compare
-from tools.report.fixes import FixOptions, try_fixes
-from tools.report.measure import Asked, prepare_probe, run_named
-from tools.report.runs import Outcome, Probe
+from train_lora import train
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "assets" / "tiny-flux-fill"
-CALIBRATION = 48  # pictures that fixes are fitted to and trained on
+CALIBRATION = 48  # images that fixes are fitted to and trained on
 SIGMAS, STEPS, GUIDANCE = (0.8, 0.4), 4, 1.0
 
 
 def paint(folder: Path, count: int, seed: int) -> Path:
-    """Paint ``count`` pictures that no LoRA is trained on, with captions; return their dataset TOML."""
+    """Paint ``count`` images that no LoRA is trained on, with captions; return their dataset TOML."""
     rng = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True)
     for number in range(count):
         scene = random_zorbo(rng)
-        to_image(scene.picture).save(folder / "images" / f"{number:03d}.png")
+        to_image(scene.image).save(folder / "images" / f"{number:03d}.png")
         (folder / "images" / f"{number:03d}.txt").write_text(scene.caption)
     path = folder / "dataset.toml"
     path.write_text(
@@ -110,13 +109,13 @@ def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, fold
     cache = str(folder / "held_out_cache")
     options = CalibrationOptions(str(held_out), images, SIGMAS, 0, GUIDANCE, cache_directory=cache)
     beside = Variant(weights=True)
-    asked = Asked(beside, options, STEPS, benefits=False)
+    request = ReportRequest(beside, options, STEPS, benefits=False)
     calibration = prepare_calibration(models.family, options, models.dtype, models.device, console)
-    probe = prepare_probe(models, calibration, asked)
-    reference = run_named(models, REFERENCE, probe, console, "reference")
+    eval_set = prepare_eval_set(models, calibration, request)
+    reference = run_named(models, REFERENCE, eval_set, console, "reference")
 
     def figures(case: str, of: Models, variant: Variant) -> Differences:
-        return compare(reference, run_named(of, variant, probe, console, f"seed {seed}: {case}"), probe)
+        return compare(reference, run_named(of, variant, eval_set, console, f"seed {seed}: {case}"), eval_set)
 
     found = {"plain cast, LoRA beside": figures("beside", models, beside)}
     for how in ("nearest", "stochastic"):
@@ -124,44 +123,44 @@ def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, fold
     compensated = Models(config, parse_deployment(str(merged), merged=True), models.loras, models.dtype, models.device)
     found["merged, compensated"] = figures("compensated", compensated, beside)
     fitted = replace(options, dataset_config=str(calibrating), images=CALIBRATION, cache_directory=fitting_cache)
-    fix_options = FixOptions(folder / "fixes", lora, str(MODEL), str(served), [], fitted, None, 60.0, 0.2)
-    fixes = try_fixes(models, asked, probe, reference, (), fix_options, console)
-    found |= {fix.name: fix.figures for fix in fixes}
+    fix_options = FixOptions(folder / "fixes", lora, fitted, train, minutes=60.0, target=0.2)
+    fixes = try_fixes(models, request, eval_set, reference, (), fix_options, console)
+    found |= {fix.name: fix.differences for fix in fixes}
     encoder = models.image_encoder(REFERENCE)
     found["white noise of the last one's size"] = compare(
-        reference, white_noise(reference, fixes[-1].outcome, probe, encoder), probe
+        reference, white_noise(reference, fixes[-1].outcome, eval_set, encoder), eval_set
     )
     return found
 
 
 @torch.no_grad()
-def white_noise(reference: Outcome, outcome: Outcome, probe: Probe, encoder: ImageEncoder) -> Outcome:
+def white_noise(reference: Outcome, outcome: Outcome, eval_set: EvalSet, encoder: ImageEncoder) -> Outcome:
     """Return what would have come out if ``outcome`` missed ``reference`` by white noise, as much in each region.
 
-    An error that knows nothing of the border: what the seam's figures are for it is the pictures' doing and the
+    An error that knows nothing of the border: what the seam's figures are for it is the images' doing and the
     decoder's, since an error shows more detail in a detailed place.
     """
     noisy = Outcome(reference.velocities, [list(step) for step in reference.path])
     for number, (wanted, found) in enumerate(zip(reference.latents, outcome.latents, strict=True)):
-        mask, random = probe.mask(number), torch.Generator().manual_seed(number)
+        mask, random = eval_set.mask(number), torch.Generator().manual_seed(number)
         noise = torch.randn(wanted.shape, generator=random)
         for region in (torch.ones(wanted.shape[-2:], dtype=torch.bool),) if mask is None else (mask, ~mask):
             noise[:, region] *= (found - wanted)[:, region].square().mean().sqrt()
         noisy.path[-1][number] = wanted + noise
-        noisy.pictures.append(encoder.decode((wanted + noise)[None])[0].float())
+        noisy.images.append(encoder.decode((wanted + noise)[None])[0].float())
     return noisy
 
 
 def row_of(case: str, seeds: list[Differences]) -> dict[str, Any]:
     """Return a case's figures: means over the seeds and half the range of the latents' error."""
     latents = [each.latents for each in seeds]
-    seams = [each.picture_seam for each in seeds]
+    seams = [each.image_seam for each in seeds]
     return {
         "case": case,
         "velocity": mean(each.velocity for each in seeds),
         "latents": mean(latents),
         "latents_spread": (max(latents) - min(latents)) / 2,
-        "picture": mean(each.picture for each in seeds),
+        "image": mean(each.image for each in seeds),
         "ring_over_interior": mean(seam["inside"][8] for seam in seams),
         "high_pass_ring_over_interior": mean(seam["high_pass"][8] for seam in seams),
         "signed_ring_minus_interior": mean(seam["signed"][8] for seam in seams),
@@ -177,7 +176,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         "velocity %",
         "latents %",
         "±",
-        "picture %",
+        "image %",
         "of beside",
         "ring",
         "high-pass",
@@ -187,7 +186,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     for title in columns:
         table.add_column(title, justify="left" if title == "case" else "right")
     for row in rows:
-        shares = [100 * row[key] for key in ("velocity", "latents", "latents_spread", "picture")]
+        shares = [100 * row[key] for key in ("velocity", "latents", "latents_spread", "image")]
         table.add_row(
             row["case"],
             *(f"{value:.2f}" for value in shares),
@@ -202,11 +201,10 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
     parser.add_argument("--images", type=int, default=64, help="held-out images (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="seeds at a time, a core each (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as temporary:
@@ -225,8 +223,7 @@ def main() -> None:
     ratios["compensated_over_stochastic"] = (
         by_case["merged, compensated"]["latents"] / by_case["merged, stochastic"]["latents"]
     )
-    if options.json:
-        write_report(options.json, rows, ratios)
+    finish(rows, ratios, options.json)
 
 
 if __name__ == "__main__":

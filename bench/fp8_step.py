@@ -16,7 +16,6 @@ How time and memory are taken: ``bench/measure.py``. `weights` is the size of th
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from dataclasses import replace
@@ -28,9 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from bench.families import FAMILIES, build_transformer, peft_lora, quantise_for_cpu, tandem_lora
-from bench.lora_step import LoraStep, call_transformer
-from bench.measure import measure_memory, measure_time, write_report
+from bench.families import (
+    FAMILIES,
+    LoraStep,
+    build_transformer,
+    call_transformer,
+    peft_lora,
+    quantise_for_cpu,
+    tandem_lora,
+)
+from bench.measure import benchmark_parser, finish, measure_memory, measure_time
 from library.errors import exit_on_user_error
 
 CASES = (
@@ -89,10 +95,8 @@ def ratios(rows: list[dict]) -> dict[str, float]:
 @exit_on_user_error
 def main() -> None:
     """Measure, print a table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path)
+    parser = benchmark_parser(__doc__, rounds=8)
     parser.add_argument("--widths", default="1536,3072", help="transformer widths, multiples of 128")
-    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each case")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
@@ -110,10 +114,7 @@ def main() -> None:
             sizes = f"{row['added_mib']:8.0f}  {row['peak_mib']:8.0f}  {row['weights_mib']:11.0f}"
             print(f"{width:>5}  {case:<20} {step:11.3f}  {sizes}", flush=True)
     found = ratios(rows) if set(CASES) >= set(cases) >= {"tandem bf16", "tandem fp8 cast", "peers fp8"} else {}
-    for name, value in found.items():
-        print(f"{name:<32} {value:.3f}")
-    if options.json:
-        write_report(options.json, rows, found)
+    finish(rows, found, options.json)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from accelerate.utils import compile_regions
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.llm_peers import loss_of, transformers_model
+from bench.llm_train import loss_of, transformers_model
 from bench.measure import time_steps
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, gpt2, llama, preset

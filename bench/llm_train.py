@@ -1,32 +1,148 @@
-"""Training steps of small language models: Tandem, transformers and a textbook implementation, side by side.
+"""Small language models side by side: training steps, and with ``--generate`` cached greedy decoding.
 
-GPT-2 and Llama of 13 million weights (vocabulary 8192, 256 tokens, 6 layers, width 384), batch 8, clipping at 1, fused
-AdamW, in fp32 and under bf16 autocast. Time as ``bench.measure`` takes it; memory is the peak of a process that took
-two steps, gradients and optimizer included. With ``--compile`` the same once more through ``torch.compile``: ours
-block by block as ``train_llm.py`` does it, the others whole; memory is not measured then, the compiler has more.
+Tandem, transformers and a textbook implementation, GPT-2 and Llama of 13 million weights (vocabulary 8192, 256 tokens,
+6 layers, width 384), batch 8, clipping at 1, fused AdamW, in fp32 and under bf16 autocast. Time as ``bench.measure``
+takes it; memory is the peak of a process that took two steps, gradients and optimizer included. With ``--compile`` the
+same once more through ``torch.compile``: ours block by block as ``train_llm.py`` does it, the others whole; memory is
+not measured then, the compiler has more. Decoding is fp32, of Tandem and transformers, behind a prompt of 32 tokens.
+
+The textbook model is what one writes first: separate projections, a stored causal mask, attention spelt out, keys
+repeated for grouped queries, all logits at once. It is here to show what the shared blocks buy.
 
     python bench/llm_train.py [--json PATH] [--rounds 5] [--family gpt2 llama] [--compile]
+    python bench/llm_train.py --generate [--json PATH] [--rounds 5] [--new_tokens 224] [--batch 1]
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import compile_regions
+from torch import Tensor, nn
 
-from bench.llm_peers import SIZES, build, loss_of
-from bench.measure import Case, measure_memory, measure_time, write_report
+from bench.measure import Case, benchmark_parser, finish, measure_memory, measure_time
 from library.errors import exit_on_user_error
+from library.llm.generation import SamplingSettings, generate_tokens
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import LMConfig, config_to_hf, preset
 
 WHO = ("tandem", "transformers", "textbook")
 PRECISIONS = ("fp32", "autocast bf16")
+SIZES = {"gpt2": "gpt2-tiny", "llama": "llama-tiny"}  # vocabulary 8192, width 384, 6 layers, 6 heads (2 of keys)
+
+
+def build(who: str, family: str) -> nn.Module:
+    """Return a freshly initialised model: ``who`` is tandem, transformers or textbook."""
+    torch.manual_seed(0)
+    config = preset(SIZES[family])
+    if who == "tandem":
+        return TransformerLM(config).initialise()
+    if who == "textbook":
+        return Textbook(config)
+    return transformers_model(config)
+
+
+def transformers_model(config: LMConfig) -> nn.Module:
+    """Return transformers' model of these sizes, without dropout."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = config_to_hf(config)
+    values.pop("architectures")
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if config.family == "gpt2" else {}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values, **dropout))
+
+
+def loss_of(who: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return the function from tokens [B, S + 1] to the mean cross-entropy, as each implementation does it."""
+    if who == "tandem":
+        return lambda tokens: model(tokens[:, :-1], tokens[:, 1:])
+
+    def loss(tokens: Tensor) -> Tensor:
+        logits: Any = model(tokens[:, :-1])
+        logits = logits.logits if who == "transformers" else logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    return loss
+
+
+class Textbook(nn.Module):
+    """GPT-2 or Llama as a first course writes it."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, head = config.width, config.head_dim
+        self.embedding = nn.Embedding(config.vocab_size, width)
+        self.positions = None if config.has_rope else nn.Embedding(config.context, width)
+        self.layers = nn.ModuleList()
+        for _ in range(config.layers):
+            sizes = {"q": config.heads * head, "k": config.kv_heads * head, "v": config.kv_heads * head, "o": width}
+            layer = nn.ModuleDict({name: nn.Linear(width, size, bias=config.bias) for name, size in sizes.items()})
+            layer["norm1"], layer["norm2"] = self._norm(), self._norm()
+            layer["up"] = nn.Linear(width, config.hidden, bias=config.bias)
+            layer["down"] = nn.Linear(config.hidden, width, bias=config.bias)
+            if config.family == "llama":
+                layer["gate"] = nn.Linear(width, config.hidden, bias=False)
+            self.layers.append(layer)
+        self.norm = self._norm()
+        self.head = nn.Linear(width, config.vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.register_buffer("mask", torch.ones(config.context, config.context).triu(1).bool())
+        frequencies = config.rope_theta ** (-torch.arange(0, head, 2) / head)
+        self.register_buffer("angles", torch.arange(config.context)[:, None] * torch.cat([frequencies, frequencies]))
+
+    def _norm(self) -> nn.Module:
+        return nn.LayerNorm(self.config.width) if self.config.family == "gpt2" else _TextbookRMSNorm(self.config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits [B, S, V]."""
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            x = x + self._attention(layer, layer["norm1"](x))
+            normed = layer["norm2"](x)
+            if self.config.family == "llama":
+                x = x + layer["down"](F.silu(layer["gate"](normed)) * layer["up"](normed))
+            else:
+                x = x + layer["down"](F.gelu(layer["up"](normed), approximate="tanh"))
+        return self.head(self.norm(x))
+
+    def _attention(self, layer: Any, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (layer[name](x).view(batch, length, -1, self.config.head_dim).transpose(1, 2) for name in "qkv")
+        if self.config.has_rope:
+            q, k = self._turned(q), self._turned(k)
+        groups = self.config.heads // self.config.kv_heads
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = q @ k.transpose(2, 3) / self.config.head_dim**0.5
+        scores = scores.masked_fill(self.mask[:length, :length], float("-inf"))
+        mixed = scores.softmax(-1) @ v
+        return layer["o"](mixed.transpose(1, 2).reshape(batch, length, -1))
+
+    def _turned(self, x: Tensor) -> Tensor:
+        angles = self.angles[: x.shape[2]]
+        first, second = x.chunk(2, -1)
+        return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+
+class _TextbookRMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
 
 
 class LMStepper:
@@ -55,7 +171,7 @@ class LMStepper:
         return loss.item()
 
 
-def run(families: list[str], rounds: int, compiled: bool) -> tuple[list[dict], dict[str, float]]:
+def training_rows(families: list[str], rounds: int, compiled: bool) -> tuple[list[dict], dict[str, float]]:
     """Return a row a case, and the ratios of ours to the best of the others."""
     rows, ratios = [], {}
     for family, precision, compiling in itertools.product(families, PRECISIONS, [False, True] if compiled else [False]):
@@ -72,24 +188,61 @@ def run(families: list[str], rounds: int, compiled: bool) -> tuple[list[dict], d
     return rows, ratios
 
 
+class Generator:
+    """One model; a step is a whole text for each row of the batch."""
+
+    base_bytes = 0
+
+    def __init__(self, who: str, family: str, batch: int, new_tokens: int) -> None:
+        self._who, self._new = who, new_tokens
+        self.model = build(who, family).eval()
+        self._prompts = torch.randint(0, 8192, (batch, 32), generator=torch.Generator().manual_seed(0))
+
+    def step(self) -> float:
+        """Generate; return how many tokens came out."""
+        if self._who == "tandem":
+            settings = SamplingSettings(max_new_tokens=self._new, temperature=0)
+            return float(sum(map(len, generate_tokens(self.model, self._prompts.tolist(), settings))))
+        mask = torch.ones_like(self._prompts)
+        chosen = {"max_new_tokens": self._new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with torch.inference_mode():
+            return float(self.model.generate(self._prompts, attention_mask=mask, **chosen)[:, 32:].numel())
+
+
+def generation_rows(
+    families: list[str], rounds: int, batch: int, new_tokens: int
+) -> tuple[list[dict], dict[str, float]]:
+    """Return a row a case, and the ratio of ours to transformers' speed."""
+    rows, ratios = [], {}
+    for family in families:
+        cases: dict[str, Case] = {who: (Generator, (who, family, batch, new_tokens)) for who in WHO[:2]}
+        seconds = {who: statistics.median(taken) for who, taken in measure_time(cases, rounds).items()}
+        for who in cases:
+            speed = round(batch * new_tokens / seconds[who], 1)
+            rows.append({"case": family, "implementation": who, "tokens_per_cpu_s": speed})
+        ratios[f"speed_over_transformers {family}"] = round(seconds["transformers"] / seconds["tandem"], 3)
+    return rows, ratios
+
+
 @exit_on_user_error
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each case")
+    parser = benchmark_parser(__doc__, rounds=5)
     parser.add_argument("--family", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--compile", action="store_true", help="also through torch.compile")
+    parser.add_argument("--generate", action="store_true", help="decode instead of training")
+    parser.add_argument("--new_tokens", type=int, default=224, help="of --generate")
+    parser.add_argument("--batch", type=int, default=1, help="of --generate")
     options = parser.parse_args()
-    rows, ratios = run(options.family, options.rounds, options.compile)
+    if options.generate:
+        rows, ratios = generation_rows(options.family, options.rounds, options.batch, options.new_tokens)
+    else:
+        rows, ratios = training_rows(options.family, options.rounds, options.compile)
     print(f"{'case':<32}{'implementation':<16}{'tokens/CPU s':>13}{'peak MiB':>10}")
     for row in rows:
         memory = row.get("peak_mib", "")
         print(f"{row['case']:<32}{row['implementation']:<16}{row['tokens_per_cpu_s']:>13}{memory:>10}")
-    for name, ratio in ratios.items():
-        print(f"{name}: {ratio}")
-    if options.json:
-        write_report(options.json, rows, ratios)
+    finish(rows, ratios, options.json)
 
 
 if __name__ == "__main__":

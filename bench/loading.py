@@ -1,4 +1,4 @@
-"""Peak memory of loading a FLUX transformer: Tandem, diffusers, and loading a state dict the plain way.
+"""Peak memory of loading a model: Tandem, the published libraries, and loading a state dict the plain way.
 
 A FLUX-shaped model of random numbers is written to a temporary folder, as a diffusers folder and as BFL's
 single file. Each case then loads it in a process of its own. Reported is the peak of the process's resident
@@ -7,7 +7,11 @@ and over the size of the loaded model, and the seconds taken. Pages of a mapped 
 they are mapped, although the system may drop them when memory is short; `anonymous` is the part that it may
 not drop, sampled every 2 ms.
 
-With ``--model llm`` the same is measured for a Llama (``bench/llm_loading.py``).
+With ``--model llm`` the same is measured for a Llama. There ``naive`` is what tutorials do: a model with random
+weights, the whole file read beside it, copied over. ``sequential`` copies tensor by tensor into such a model; ``meta``
+builds without memory and takes the whole file's tensors over; ``mmap`` takes over tensors that are mapped from the
+file. Tandem reads each tensor straight into its place, also where it is a part of a joined matrix and where the file is
+one of Meta's.
 
     python bench/loading.py [--json PATH] [--model flux] [--single-blocks 2]
 """
@@ -30,12 +34,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import bench.llm_loading as llm_loading
-from bench.measure import reset_peak, resident, write_report
+from bench.measure import benchmark_parser, finish, reset_peak, resident
 from library.errors import exit_on_user_error
+from library.models.llm.files import load_lm
+from library.models.llm.spec import config_to_hf, llama
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Sizes:
     text_width: int = 4096
 
 
-CASES = (
+FLUX_CASES = (
     "tandem folder",
     "diffusers folder",
     "tandem single file",
@@ -61,7 +67,7 @@ CASES = (
 )
 
 
-def write_model(folder: Path, sizes: Sizes) -> None:
+def write_flux(folder: Path, sizes: Sizes) -> None:
     """Write the model in bf16: ``folder/transformer`` (diffusers) and ``folder/flux1.safetensors`` (BFL)."""
     from diffusers import FluxTransformer2DModel
 
@@ -91,7 +97,7 @@ def _tiled(tile: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return tile.repeat(-(-shape.numel() // tile.numel()))[: shape.numel()].reshape(shape).clone()
 
 
-def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
+def flux_loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     """Return the function that a case measures; everything it imports is imported already."""
     from diffusers import FluxTransformer2DModel
     from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
@@ -137,7 +143,7 @@ def loader(case: str, folder: Path) -> Callable[[], nn.Module]:
 
 def measure(case: str, folder: Path, model_kind: str = "flux") -> dict:
     """Load as ``case`` says and return its row; call it in a fresh process."""
-    load = (llm_loading.loader if model_kind == "llm" else loader)(case, folder)
+    load = (llm_loader if model_kind == "llm" else flux_loader)(case, folder)
     gc.collect()
     before, before_anonymous = resident("VmRSS"), resident("RssAnon")
     reset_peak()
@@ -168,11 +174,154 @@ def measure(case: str, folder: Path, model_kind: str = "flux") -> dict:
     }
 
 
+def _in_own_process(case: str, folder: Path, model: str) -> dict:
+    command = [sys.executable, __file__, "--case", case, "--folder", str(folder), "--model", model]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def flux_ratios(rows: list[dict]) -> dict[str, float]:
+    by_case = {row["case"]: row["peak_over_model"] for row in rows}
+    ours = [figure for case, figure in by_case.items() if case.startswith("tandem")]
+    return {
+        "peak_over_model": max(ours),
+        "peak_over_diffusers_folder": round(by_case["tandem folder"] / by_case["diffusers folder"], 3),
+        "peak_over_diffusers_single_file": round(by_case["tandem single file"] / by_case["diffusers single file"], 3),
+        "peak_over_plain_loading": round(by_case["tandem single file"] / by_case["plain single file"], 3),
+    }
+
+
+LLM_CASES = (
+    "tandem",
+    "tandem sharded",
+    "tandem Meta's file",
+    "tandem fp8",
+    "transformers",
+    "naive",
+    "sequential",
+    "meta",
+    "mmap",
+)
+_LLAMA = llama(2048, 6, 32, 8, 8192, vocab_size=32000, context=4096)  # of Llama 3.2 1B's width, 1 GB in bf16
+
+
+def write_llm(folder: Path) -> None:
+    """Write the model in bf16: one file, shards, and Meta's layout."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = config_to_hf(_LLAMA)
+    values.pop("architectures")
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).state_dict()
+    tile = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    state = {}
+    for i, (name, tensor) in enumerate(shapes.items()):  # no two alike, or the head would count as tied
+        tiles = tile.roll(i).repeat(-(-tensor.numel() // tile.numel()))
+        state[name] = tiles[: tensor.numel()].reshape(tensor.shape).clone()
+    for part in ("whole", "shards", "meta"):
+        (folder / part).mkdir(parents=True)
+        (folder / part / "config.json").write_text(json.dumps(config_to_hf(_LLAMA)))
+    save_file(state, folder / "whole/model.safetensors", metadata={"format": "pt"})
+    names, weight_map = list(state), {}
+    for i in range(2):
+        file = f"model-{i + 1:05d}-of-00002.safetensors"
+        save_file({name: state[name] for name in names[i::2]}, folder / "shards" / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names[i::2], file)
+    (folder / "shards/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "meta/config.json").unlink()
+    torch.save({_meta_name(name): tensor for name, tensor in state.items()}, folder / "meta/consolidated.00.pth")
+    params = {"dim": 2048, "n_layers": 6, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 500000.0}
+    (folder / "meta/params.json").write_text(json.dumps(params))
+
+
+def _meta_name(name: str) -> str:
+    for theirs, metas in {
+        "model.embed_tokens": "tok_embeddings",
+        "lm_head": "output",
+        "model.": "",
+        "self_attn.q_proj": "attention.wq",
+        "self_attn.k_proj": "attention.wk",
+        "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }.items():
+        name = name.replace(theirs, metas)
+    return name
+
+
+def llm_loader(case: str, folder: Path) -> Callable[[], nn.Module]:
+    """Return the function that a case measures; everything it imports is imported already."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+    from library.precision.recipe import Fp8Loader, Fp8Recipe
+
+    whole, file, dtype = folder / "whole", folder / "whole/model.safetensors", torch.bfloat16
+    config = AutoConfig.from_pretrained(whole)
+
+    def built() -> nn.Module:
+        return LlamaForCausalLM(config).to(dtype)
+
+    def naive() -> nn.Module:
+        model = built()
+        model.load_state_dict(load_file(file))
+        return model
+
+    def sequential() -> nn.Module:
+        model = built()
+        with safe_open(file, "pt") as tensors, torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(tensors.get_tensor(name))
+        return model
+
+    def meta() -> nn.Module:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        state = {name: tensor.clone() for name, tensor in load_file(file).items()}
+        model.load_state_dict(state, assign=True)
+        return model
+
+    def mapped() -> nn.Module:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        model.load_state_dict(load_file(file), assign=True)
+        return model
+
+    fp8 = Fp8Loader(recipe=Fp8Recipe(granularity="row"), compute="dequant")
+    return {
+        "tandem": lambda: load_lm(whole, dtype),
+        "tandem sharded": lambda: load_lm(folder / "shards", dtype),
+        "tandem Meta's file": lambda: load_lm(folder / "meta", dtype),
+        "tandem fp8": lambda: load_lm(whole, dtype, fp8=fp8),
+        "transformers": lambda: AutoModelForCausalLM.from_pretrained(whole, dtype=dtype),
+        "naive": naive,
+        "sequential": sequential,
+        "meta": meta,
+        "mmap": mapped,
+    }[case]
+
+
+def llm_ratios(rows: list[dict]) -> dict[str, float]:
+    """Return the worst of ours over the model's size (fp8: over the file's), and over the naive way."""
+    peak = {row["case"]: row["peak_over_model"] for row in rows}
+    size = next(row["model_bytes"] for row in rows if row["case"] == "tandem")
+    high = [peak[case] for case in ("tandem", "tandem sharded", "tandem Meta's file")]
+    fp8 = next(row["peak_bytes"] for row in rows if row["case"] == "tandem fp8")
+    return {
+        "peak_over_file": max(high),
+        "fp8_peak_over_bf16_file": round(fp8 / size, 3),
+        "peak_over_naive": round(peak["tandem"] / peak["naive"], 3),
+        "peak_over_transformers": round(peak["tandem"] / peak["transformers"], 3),
+    }
+
+
 @exit_on_user_error
 def main() -> None:
     """Run every case and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", choices=("flux", "llm"), default="flux", help="what is loaded")
     parser.add_argument("--single-blocks", type=int, default=2, help="blocks of 0.28 GB to add")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -184,10 +333,10 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="tandem-loading-"))
     try:
         if options.model == "llm":
-            llm_loading.write_model(folder)
+            write_llm(folder)
         else:
-            write_model(folder, Sizes(single_blocks=options.single_blocks))
-        cases = llm_loading.CASES if options.model == "llm" else CASES
+            write_flux(folder, Sizes(single_blocks=options.single_blocks))
+        cases = LLM_CASES if options.model == "llm" else FLUX_CASES
         rows = [_in_own_process(case, folder, options.model) for case in cases]
     finally:
         shutil.rmtree(folder)
@@ -197,25 +346,7 @@ def main() -> None:
             f"{row['case']:<38}{row['model_bytes'] / 1e6:>10.0f}{row['peak_bytes'] / 1e6:>10.0f}"
             f"{row['peak_over_model']:>12.2f}{row['anonymous_over_model']:>11.2f}{row['seconds']:>9.2f}"
         )
-    if options.json:
-        write_report(options.json, rows, llm_loading.ratios(rows) if options.model == "llm" else _ratios(rows))
-
-
-def _in_own_process(case: str, folder: Path, model: str) -> dict:
-    command = [sys.executable, __file__, "--case", case, "--folder", str(folder), "--model", model]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _ratios(rows: list[dict]) -> dict[str, float]:
-    by_case = {row["case"]: row["peak_over_model"] for row in rows}
-    ours = [figure for case, figure in by_case.items() if case.startswith("tandem")]
-    return {
-        "peak_over_model": max(ours),
-        "peak_over_diffusers_folder": round(by_case["tandem folder"] / by_case["diffusers folder"], 3),
-        "peak_over_diffusers_single_file": round(by_case["tandem single file"] / by_case["diffusers single file"], 3),
-        "peak_over_plain_loading": round(by_case["tandem single file"] / by_case["plain single file"], 3),
-    }
+    finish(rows, llm_ratios(rows) if options.model == "llm" else flux_ratios(rows), options.json)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ files that are mapped in not counted (Linux: VmHWM, reset through /proc/self/cle
 of the LoRA included.
 
 A case is a function that can be pickled and its arguments; in the child process it builds a :class:`Stepper`.
-
-Commands with a time limit that holds for all they start.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -84,6 +83,25 @@ def measure_memories(cases: Mapping[Any, Case], at_once: int) -> dict[Any, dict[
             found[name] = {key: size / 2**20 for key, size in figures}
             process.join()
     return found
+
+
+def benchmark_parser(doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark with the module's docstring ``doc``; ``rounds``: steps of a case by default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    if rounds is not None:
+        parser.add_argument(
+            "--rounds", type=int, default=rounds, help="timed steps of each case (default: %(default)s)"
+        )
+    return parser
+
+
+def finish(rows: list[dict[str, Any]], ratios: dict[str, float], path: Path | None, machine: str = "") -> None:
+    """Print the ratios; write the report if a path was given."""
+    for name, value in ratios.items():
+        print(f"{name:<40} {value:.3f}")
+    if path is not None:
+        write_report(path, rows, ratios, machine)
 
 
 def write_report(path: Path, rows: list[dict[str, Any]], ratios: dict[str, float], machine: str = "") -> None:

@@ -4,8 +4,8 @@ Steps are those of ``bench/train_step.py``, Tandem beside diffusers + peft: FLUX
 a reduced width, bf16 base under autocast, 128 text tokens; from one base point, 512 image tokens, batch 1, rank 16,
 one number grows at a time. How time and memory are taken: ``bench/measure.py``.
 
-Starts are those of ``bench/startup.py`` with everything cached, on datasets that ``bench/synthetic_cache.py`` writes;
-how fast Tandem caches beside what encoders take is measured on small ones of real pictures.
+Starts are those of ``bench/startup.py`` with everything cached; how fast Tandem caches beside what encoders take is
+measured on small datasets of real images.
 
     python bench/scaling.py [--json PATH] [--draw_to docs/images] [--only steps|starts] [--rounds 4] [--quick]
     python bench/scaling.py --from PATH --draw_to docs/images      # draw again what was measured
@@ -15,24 +15,25 @@ how fast Tandem caches beside what encoders take is measured on small ones of re
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import bench.scaling_figures as scaling_figures
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
 import bench.startup as startup
 from bench.families import FAMILIES, Sizes
-from bench.measure import Case, measure_memories, measure_time, write_report
-from bench.synthetic_cache import write_cached_dataset
+from bench.measure import Case, benchmark_parser, finish, measure_memories, measure_time
 from bench.train_step import build_step
-from dev.figures.drawings import save
 from library.errors import exit_on_user_error
 
 TRAINERS = ("tandem", "peft")
@@ -157,7 +158,7 @@ def measure_starts(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _write_cached(folder: Path, images: int) -> Path:
-    return write_cached_dataset(folder, images, startup.InstantImages.fingerprint)
+    return startup.write_cached_dataset(folder, images, startup.InstantImages.fingerprint)
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -178,22 +179,115 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw what ``rows`` hold into ``folder``; return what was written."""
+    from dev.draw_precision_figures import save
+
     steps, starts = [r for r in rows if "trainer" in r], [r for r in rows if "start" in r]
     figures = {
-        "scaling_steps.png": scaling_figures.steps(steps) if steps else None,
-        "scaling_starts.png": scaling_figures.starts(starts) if starts else None,
+        "scaling_steps.png": draw_steps(steps) if steps else None,
+        "scaling_starts.png": draw_starts(starts) if starts else None,
     }
     return [save(figure, folder / name) for name, figure in figures.items() if figure is not None]
+
+
+Row = dict[str, Any]
+
+_AXES = {"tokens": "image tokens", "batch": "images a step", "rank": "rank"}
+_TRAINERS = {"tandem": ("Tandem", "#0072b2", "o-"), "peft": ("diffusers + peft", "#d55e00", "s--")}
+_GOAL_SECONDS, _GOAL_GIB = 10, 2  # of a start with 100,000 images
+_GREY = "#999999"
+
+
+def draw_steps(rows: Sequence[Row]) -> Figure:
+    """Seconds of a step, and memory it adds, against each axis; the base point belongs to all of them."""
+    figure = Figure(figsize=(9.2, 5.2), layout="constrained")
+    panels = figure.subplots(2, len(_AXES), sharex="col", sharey="row")
+    values: dict[str, Callable[[Row], int]] = {
+        "tokens": lambda row: row["rows"] * row["columns"],
+        "batch": lambda row: row["batch"],
+        "rank": lambda row: row["rank"],
+    }
+    for column, (axis, title) in zip(panels.T, _AXES.items(), strict=True):
+        ours = [row for row in rows if row["axis"] in (axis, "base")]
+        for trainer, (label, colour, style) in _TRAINERS.items():
+            points = sorted((values[axis](row), row) for row in _of(ours, trainer))
+            xs = [x for x, _ in points]
+            column[0].plot(xs, [row["step_s"] for _, row in points], style, color=colour, label=label, markersize=4)
+            column[1].plot(xs, [row["added_mib"] for _, row in points], style, color=colour, markersize=4)
+        column[1].set_xlabel(title)
+        for panel in column:
+            _powers(panel, xs)
+    for panel, title in zip(panels[:, 0], ("CPU seconds of a step", "MiB that steps add"), strict=True):
+        panel.set_ylabel(title)
+        panel.set_yscale("log")
+        _plain(panel)
+    panels[0, 0].legend(frameon=False)
+    return figure
+
+
+def draw_starts(rows: Sequence[Row]) -> Figure:
+    """Seconds and memory of a start with everything cached, and pictures cached in a second, against their number."""
+    figure = Figure(figsize=(9.2, 2.9), layout="constrained")
+    seconds, memory, rate = figure.subplots(1, 3)
+    cached = sorted((row["images"], row) for row in rows if row["start"] == "cached")
+    xs = [images for images, _ in cached]
+    parts = {"read_s": ("dataset read", "#0072b2"), "cache_s": ("cache looked over", "#56b4e9")}
+    parts |= {"first_batch_s": ("first batch", "#009e73")}
+    bottom = [0.0] * len(xs)
+    for key, (label, colour) in parts.items():
+        top = [low + row[key] for low, (_, row) in zip(bottom, cached, strict=True)]
+        seconds.fill_between(xs, bottom, top, color=colour, linewidth=0, label=label)
+        bottom = top
+    seconds.legend(frameon=False, loc="upper left", fontsize="small")
+    seconds.set(ylabel="seconds until the first batch")
+    _goal(seconds, _GOAL_SECONDS, f"goal: {_GOAL_SECONDS} s")
+    memory.plot(xs, [row["peak_mib"] / 1024 for _, row in cached], "o-", color="#0072b2", markersize=4)
+    memory.set(ylabel="GiB at most")
+    _goal(memory, _GOAL_GIB, f"goal: {_GOAL_GIB} GiB")
+    cold = sorted((row["images"], row["images_per_s"]) for row in rows if row["start"] == "cold")
+    rate.plot([images for images, _ in cold], [each for _, each in cold], "o-", color="#0072b2", markersize=4)
+    rate.set(ylabel="images cached a second", ylim=(0, 1.2 * max(each for _, each in cold)))
+    for panel in (seconds, memory, rate):
+        panel.set(xlabel="images")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 5, 10]))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    for panel in (seconds, memory):
+        panel.set_xlim(0, 1.05 * max(xs))
+    return figure
+
+
+def _of(rows: Sequence[Row], trainer: str) -> list[Row]:
+    return [row for row in rows if row["trainer"] == trainer]
+
+
+def _goal(panel: Axes, value: float, words: str) -> None:
+    panel.axhline(value, color=_GREY, linewidth=0.8, linestyle="--")
+    panel.annotate(words, (0, value), (4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                   color=_GREY)  # fmt: skip
+    panel.set_ylim(0, 1.3 * max(value, panel.get_ylim()[1]))
+
+
+def _powers(panel: Axes, xs: Sequence[int]) -> None:
+    """A logarithmic axis with a tick at each of ``xs``."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(xs, [str(x) for x in xs])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _plain(panel: Axes) -> None:
+    """Ticks at 1, 2 and 5 times powers of ten, written out."""
+    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 @exit_on_user_error
 def main() -> None:
     """Measure, print, write JSON and pictures as asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = benchmark_parser(__doc__, rounds=4)
     parser.add_argument("--draw_to", type=Path, metavar="FOLDER", help="draw the results into this folder")
     parser.add_argument("--only", choices=("steps", "starts"))
-    parser.add_argument("--rounds", type=int, default=4, help="timed steps of each trainer at each point")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--from", type=Path, nargs="+", dest="measured", metavar="JSON", help="do not measure, draw")
     options = parser.parse_args()
@@ -204,11 +298,7 @@ def main() -> None:
         plan = QUICK if options.quick else FULL
         rows += measure_steps(plan, options.rounds) if options.only != "starts" else []
         rows += measure_starts(plan) if options.only != "steps" else []
-    found = ratios(rows)
-    for name, value in found.items():
-        print(f"{name:<20} {value:.2f}")
-    if options.json:
-        write_report(options.json, rows, found)
+    finish(rows, ratios(rows), options.json)
     if options.draw_to:
         print("\n".join(map(str, draw(rows, options.draw_to))))
 

@@ -21,7 +21,6 @@ it may import another project's ``library`` or ``networks``.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import statistics
 import sys
@@ -34,9 +33,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.families import FAMILIES, Sizes, build_transformer, peft_lora, quantise_for_cpu, tandem_lora
-from bench.lora_step import LoraStep, call_transformer
-from bench.measure import Case, measure_memory, measure_time, write_report
+from bench.families import (
+    FAMILIES,
+    LoraStep,
+    Sizes,
+    build_transformer,
+    call_transformer,
+    peft_lora,
+    quantise_for_cpu,
+    tandem_lora,
+)
+from bench.measure import Case, benchmark_parser, finish, measure_memory, measure_time
 from library.errors import UserError, exit_on_user_error
 
 RANK = 16
@@ -110,12 +117,10 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
 @exit_on_user_error
 def main() -> None:
     """Measure, print a table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = benchmark_parser(__doc__, rounds=8)
     parser.add_argument("--families", default=",".join(FAMILIES), help="default: %(default)s")
     parser.add_argument("--widths", default="1536,3072", help="transformer widths, multiples of 128")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each case")
     parser.add_argument("--image-sides", default="16,32", help="image tokens down and across")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--beside", action="append", default=[], metavar="NAME=ADAPTER.py")
@@ -135,11 +140,7 @@ def main() -> None:
                 found = _measure(cases, options.rounds)
                 rows += [{"family": name, "width": width, "dtype": dtype, "trainer": t, **f} for t, f in found.items()]
                 _print(rows[-len(found) :])
-    worst = ratios(rows)
-    for key, value in worst.items():
-        print(f"{key:<22} {value:.3f}")
-    if options.json:
-        write_report(options.json, rows, worst)
+    finish(rows, ratios(rows), options.json)
 
 
 def _measure(cases: dict[str, Case], rounds: int) -> dict[str, dict[str, float]]:

@@ -34,20 +34,28 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dev.tiny_models.dit_training import DitTraining, flow_target, guided_target, train_transformer, trained_model
-from dev.tiny_models.fill_data import load_fill_pool, paint_fill_pool
-from dev.tiny_models.fill_training import (
+from dev.tiny_models.fill import (
     FillTraining,
     load_fill_pipeline,
+    load_fill_pool,
+    paint_fill_pool,
     save_fill_pipeline,
     text_to_image_of,
     train_fill,
     write_fill_sheet,
 )
 from dev.tiny_models.latent_pool import build_clip_tokenizer, build_t5_tokenizer, load_pool, paint_and_encode, tokenize
-from dev.tiny_models.mascot import write_demo_dataset
-from dev.tiny_models.sample_sheet import write_sheet
-from dev.tiny_models.scenes import scene_words
+from dev.tiny_models.scenes import scene_words, write_demo_dataset
+from dev.tiny_models.training import (
+    DitTraining,
+    VaeTraining,
+    flow_target,
+    guided_target,
+    train_transformer,
+    train_vae,
+    trained_model,
+    trained_vae,
+)
 from dev.tiny_models.transformer import (
     TextToImage,
     TinySizes,
@@ -56,8 +64,8 @@ from dev.tiny_models.transformer import (
     move_into_place,
     parameter_count,
     save_pipeline,
+    write_sheet,
 )
-from dev.tiny_models.vae_training import VaeTraining, train_vae, trained_vae
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 STATE = ASSETS.parent / "output/tiny-flux-training"

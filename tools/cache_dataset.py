@@ -12,30 +12,30 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from library.accelerator import build_accelerator
 from library.config import TrainConfig, load_config
 from library.config.kohya.translate import Note, summary
-from library.data.dataset import TrainingData
 from library.errors import exit_on_user_error
-from library.models.family import model_family
-from library.training.sampling.conditions import check_prompt_images
-from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
-from library.training.tasks.image_lora import cache_data, read_data
-from library.training.tasks.lora import base_dtype
-from library.training.tasks.lora_plan import text_encoder_recipe
+
+if TYPE_CHECKING:
+    from library.data.dataset import TrainingData
 
 
 def cache_dataset(config: TrainConfig) -> TrainingData:
-    """Encode whatever training as ``config`` says needs and is not cached yet.
+    """Encode whatever training as ``config`` says needs and is not cached yet."""
+    from library.accelerator import build_accelerator
+    from library.models.family import model_family
+    from library.training.sampling.conditions import check_prompt_images
+    from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
+    from library.training.tasks.image_lora import cache_data, read_data
+    from library.training.tasks.lora import base_dtype
+    from library.training.tasks.lora_plan import text_encoder_recipe
 
-    Raises:
-        UserError: anything wrong with dataset, prompts or the encoders' files.
-    """
     accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
     console = Console(quiet=not accelerator.is_main_process, markup=False)
     family = model_family(config.model)

@@ -16,19 +16,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from library.llm.chat_templates import PROMPT_TEMPLATES
-from tools.chatting.session import Session
-from tools.chatting.shelf import Loading, ModelRegistry, find_loras, find_models
-from tools.chatting.terminal import chat_in_terminal
-from tools.generation.text import add_model_flags, add_sampling_flags, read_settings
+from tools.command import add_language_model, add_sampling, sampling_settings, tool_parser
 
 
 def chat(options: argparse.Namespace) -> None:
-    """Talk as the command line says.
+    """Talk as the command line says."""
+    from tools.chatting.session import Loading, ModelRegistry, Session, find_loras, find_models
+    from tools.chatting.terminal import chat_in_terminal
 
-    Raises:
-        UserError: flags that do not go together, a model or LoRA that cannot be read, gradio is missing.
-    """
     _check(options)
     if options.web:
         try:
@@ -37,13 +32,13 @@ def chat(options: argparse.Namespace) -> None:
             raise UserError(f"--web: {error.name} is not installed; run make setup-web") from None
     models = find_models(options.model, options.models_dir)
     loras = find_loras(options.lora, options.loras_dir)
-    settings = read_settings(options)
+    settings = sampling_settings(options)
     loading = Loading(options.tokenizer, options.dtype, options.fp8_scaled, options.chat_template)
-    shelf = ModelRegistry(models, loras, loading)
+    registry = ModelRegistry(models, loras, loading)
     if options.lora:
-        shelf.use(shelf.model_name, next(iter(loras)))
-    session = Session(shelf, settings, options.system or "", options.context)
-    session.choose(shelf.model_name, shelf.lora_name)  # at the LoRA's strength
+        registry.use(registry.model_name, next(iter(loras)))
+    session = Session(registry, settings, options.system or "", options.context)
+    session.choose(registry.model_name, registry.lora_name)  # at the LoRA's strength
     if not options.web:
         chat_in_terminal(session, options.history_file)
     else:
@@ -63,8 +58,9 @@ def _check(options: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    from library.llm.chat_templates import PROMPT_TEMPLATES
+
+    parser = tool_parser(__doc__)
     model = parser.add_argument_group("model")
     model.add_argument("--model", nargs="+", default=[], metavar="FOLDER", help="GPT-2 or Llama; the first is loaded")
     model.add_argument("--models_dir", type=Path, metavar="FOLDER", help="offer the models below it, too")
@@ -72,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         "--lora", nargs="+", default=[], metavar="PATH[:STRENGTH]", help="PEFT folders or files; the first is used"
     )
     model.add_argument("--loras_dir", type=Path, metavar="FOLDER", help="offer the LoRAs below it, too")
-    add_model_flags(model)
+    add_language_model(model)
     talk = parser.add_argument_group("conversation")
     talk.add_argument(
         "--chat_template", choices=PROMPT_TEMPLATES, default="auto", help="auto: turns if the model was made for them"
@@ -80,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     talk.add_argument("--system", metavar="TEXT", help="system message")
     talk.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer; default: the model's")
     talk.add_argument("--history_file", type=Path, metavar="FILE", help="keep typed lines for the arrow keys")
-    add_sampling_flags(parser)
+    add_sampling(parser)
     web = parser.add_argument_group("browser")
     web.add_argument("--web", action="store_true", help="serve a page in place of the terminal")
     web.add_argument("--host", metavar="ADDRESS", help="default: 127.0.0.1, this machine only")

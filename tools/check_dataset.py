@@ -3,19 +3,24 @@
     python tools/check_dataset.py dataset.toml
     python tools/check_dataset.py dataset.toml --report report.html --strict
 
-Every file is decoded once; what was learnt is kept in the cache folder, so the next look takes a second. ``--strict``
-leaves with exit code 2 if anything was found, as ``strict_dataset`` does in training.
+Every file is decoded once; what was found is cached, so the next look takes a second. ``--report`` writes an HTML page
+that needs nothing beside it: thumbnails are inside. ``--strict`` leaves with exit code 2 if anything was found, as
+``strict_dataset`` does in training.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import html
+import io
 import sys
 from pathlib import Path
 from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from PIL import Image, ImageOps
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,18 +28,18 @@ from rich.text import Text
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, load_dataset_config, read_toml
-from library.data.lint import TITLES, Report, check
+from library.data.lint import TITLES, Finding, Report, check
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from library.training.report.progress import counting
-from tools.dataset_page import page
+from tools.command import tool_console, tool_parser
 
 _SHOWN = 5  # findings of a kind in the terminal
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(description="Look a dataset over before training on it.")
+    parser = tool_parser(__doc__)
     parser.add_argument("dataset", type=Path, help="dataset TOML")
     parser.add_argument("--report", type=Path, help="HTML page to write, with thumbnails")
     parser.add_argument("--strict", action="store_true", help="exit code 2 if anything is found")
@@ -71,6 +76,63 @@ def show(report: Report, console: Console) -> None:
     console.print(table)
 
 
+_SIDE = 128  # of a thumbnail, pixels
+_MOST = 60  # findings of a kind that are shown with images ...
+_IMAGES = 12  # ... and images of a finding
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2rem auto; max-width: 70rem;
+  padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2.5rem; border-bottom: 1px solid #ddd }
+.error h2 { color: #a40000 } .finding { margin: 1rem 0 } .images { display: flex; flex-wrap: wrap; gap: .5rem }
+figure { margin: 0; width: 128px; font-size: .75rem; overflow-wrap: anywhere; color: #555 }
+img { max-width: 128px; max-height: 128px; border: 1px solid #ccc }
+.none { display: block; width: 126px; height: 60px; border: 1px dashed #a40000 }
+table { border-collapse: collapse } td { padding: .1rem 1rem .1rem 0 }
+"""
+
+
+def page(report: Report, dataset: Path) -> str:
+    """Return the page."""
+    rows = "".join(
+        f"<tr><td>{html.escape(TITLES[kind])}</td><td>{count}</td></tr>" for kind, count in report.counts().items()
+    )
+    parts = [_section(kind, [f for f in report.findings if f.kind == kind]) for kind in report.counts()]
+    good = "" if report.findings else "<p>Nothing was found.</p>"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(dataset.name)}</title>'
+        f"<style>{_STYLE}</style><h1>{html.escape(str(dataset))}</h1>"
+        f"<p>{report.images} images</p><table>{rows}</table>{good}{''.join(parts)}</html>\n"
+    )
+
+
+def _section(kind: str, findings: list[Finding]) -> str:
+    shown = "".join(_finding(finding) for finding in findings[:_MOST])
+    rest = "".join(f"<li>{html.escape(f.text)}</li>" for f in findings[_MOST:])
+    more = f"<p>and without images:</p><ul>{rest}</ul>" if rest else ""
+    mark = "error" if findings[0].is_error else "remark"
+    return f'<section class="{mark}"><h2>{html.escape(TITLES[kind])} ({len(findings)})</h2>{shown}{more}</section>'
+
+
+def _finding(finding: Finding) -> str:
+    images = "".join(_figure(path) for path in finding.paths[:_IMAGES])
+    return f'<div class="finding"><p>{html.escape(finding.text)}</p><div class="images">{images}</div></div>'
+
+
+def _figure(path: str) -> str:
+    caption = f"<figcaption>{html.escape(path)}</figcaption>"
+    try:
+        with Image.open(path) as image:
+            image.draft("RGB", (_SIDE, _SIDE))
+            small = ImageOps.exif_transpose(image).convert("RGB")
+    except Exception:  # that it cannot be shown is what the finding says
+        return f'<figure><span class="none"></span>{caption}</figure>'
+    small.thumbnail((_SIDE, _SIDE))
+    data = io.BytesIO()
+    small.save(data, "JPEG", quality=80)
+    source = base64.b64encode(data.getvalue()).decode()
+    return f'<figure><img alt="" src="data:image/jpeg;base64,{source}">{caption}</figure>'
+
+
 @exit_on_user_error
 def main() -> None:
     """Check one dataset from the command line."""
@@ -78,7 +140,7 @@ def main() -> None:
     arguments = DatasetArguments(dataset_config=str(options.dataset), cache_directory=options.cache_directory)
     conditioning = options.conditioning or conditioning_of(options.dataset)
     config = load_dataset_config(options.dataset, arguments, conditioning)
-    console = Console(markup=False, highlight=False)
+    console = tool_console()
     with counting(console) as start:
         report = check(config, options.pixel_multiple, conditioning, start)
     show(report, console)
@@ -86,9 +148,7 @@ def main() -> None:
         write_text(options.report, page(report, options.dataset))
         console.print(f"written: {options.report}")
     if options.strict and report.findings:
-        raise UserError(
-            f"{options.dataset}: {len(report.findings)} findings; put them right, or check without --strict"
-        )
+        raise UserError(f"{options.dataset}: {len(report.findings)} findings; fix them, or check without --strict")
 
 
 if __name__ == "__main__":

@@ -10,28 +10,23 @@ is written. At the end the result is read back and compared with the source, lay
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from library.errors import UserError, exit_on_user_error
-from library.models.layer_names import LoraTargets
-from library.models.registry import lora_targets
-from library.safetensors_io import read_safetensors_header
-from networks.families import targets_of_files
-from networks.files.adapters import PRECISIONS, SAVE_FORMATS, LoraFile, load_lora, save_adapter
-from networks.files.metadata import ADAPTER_METADATA_KEY
-from networks.files.weights import LoraWeights
-from networks.merging.low_rank import relative_difference
-from tools.lora_output import widest_precision
+from library.training.report.progress import plain_table
+from tools.command import add_lora_format, add_model_type, check_lora_output, tool_console, tool_parser
+
+if TYPE_CHECKING:
+    from library.models.layer_names import LoraTargets
+    from networks.files.adapters import LoraFile
+    from networks.files.weights import LoraWeights
 
 
 def convert(
@@ -48,22 +43,20 @@ def convert(
         source: LoRA file, or a folder written by PEFT.
         target: ``.safetensors`` file to write.
         targets: the family's row.
-        save_format: one of ``networks.files.adapters.LAYOUTS``.
+        save_format: its key layout.
         precision: "fp32", "fp16" or "bf16"; None: the source's, the widest if it has several.
         overwrite: replace ``target`` if it exists.
 
     Returns:
         Source, result, and the largest relative difference of a layer's update (Frobenius norm).
-
-    Raises:
-        UserError: the source cannot be read or mapped, or the target exists or is no ``.safetensors`` file.
     """
-    if target.suffix != ".safetensors":
-        raise UserError(f"{target}: a LoRA is a .safetensors file; give DST that ending")
+    from networks.files.adapters import load_lora, save_adapter, widest_precision
+    from networks.files.metadata import ADAPTER_METADATA_KEY
+    from networks.files.weights import LoraWeights
+
     if target.exists() and source.exists() and target.resolve() == source.resolve():
         raise UserError(f"{target}: is the source itself; choose another DST")
-    if target.exists() and not overwrite:
-        raise UserError(f"{target}: exists; choose another DST or give --overwrite")
+    check_lora_output(target, overwrite, "DST")
     read = load_lora(source, targets)
     metadata = {key: value for key, value in read.metadata.items() if key != ADAPTER_METADATA_KEY}
     # In fp32: folding unequal scales into B must not round in the source's dtype.
@@ -74,6 +67,11 @@ def convert(
 
 
 def _difference(before: LoraWeights, after: LoraWeights | None) -> float:
+    import torch
+
+    from networks.files.weights import LoraWeights
+    from networks.merging.low_rank import relative_difference
+
     if after is None:  # a layer whose down-projection is zero is not kept apart inside a fused one
         after = LoraWeights(torch.zeros_like(before.down), torch.zeros_like(before.up), before.alpha)
     return relative_difference(before, after)
@@ -86,10 +84,7 @@ def describe(weights: Mapping[str, LoraWeights], targets: LoraTargets) -> Table:
         kind = targets.kind_of(name)
         row = (kind.name if kind else name, module.rank, module.alpha)
         rows[row] = rows.get(row, 0) + 1
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("layers")
-    for heading in ("count", "rank", "alpha"):
-        table.add_column(heading, justify="right")
+    table = plain_table("layers", "count", "rank", "alpha")
     for (kind_name, rank, alpha), count in rows.items():
         table.add_row(kind_name, str(count), str(rank), f"{alpha:g}")
     return table
@@ -97,6 +92,9 @@ def describe(weights: Mapping[str, LoraWeights], targets: LoraTargets) -> Table:
 
 def summary(path: Path, read: LoraFile) -> str:
     """Return a line: file, layout, precision, layers and tensors."""
+    from library.safetensors_io import read_safetensors_header
+    from networks.files.adapters import widest_precision
+
     file = path / "adapter_model.safetensors" if path.is_dir() else path
     tensors = len(read_safetensors_header(file).keys() - {"__metadata__"})
     precision = widest_precision(read.weights)
@@ -106,24 +104,25 @@ def summary(path: Path, read: LoraFile) -> str:
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, convert, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("source", metavar="SRC", type=Path, help="LoRA file, or a folder written by PEFT")
     parser.add_argument("target", metavar="DST", type=Path, help="the .safetensors file to write")
-    parser.add_argument("--save_format", required=True, choices=list(SAVE_FORMATS), help="key layout of the result")
-    parser.add_argument("--save_precision", choices=list(PRECISIONS), help="default: the source's")
-    parser.add_argument("--model_type", choices=list(lora_targets()), help="architecture family (default: as SRC says)")
+    add_lora_format(parser, required=True)
+    add_model_type(parser, "as SRC says")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     options = parser.parse_args()
+    from networks.families import targets_of_files
+
     targets = targets_of_files([options.source], options.model_type)
     read, written, difference = convert(
         options.source, options.target, targets, options.save_format, options.save_precision, options.overwrite
     )
-    console = Console(highlight=False, markup=False)
+    console = tool_console()
     console.print(describe(read.weights, targets))
-    console.print(f"from  {summary(options.source, read)}", soft_wrap=True)
-    console.print(f"to    {summary(options.target, written)}", soft_wrap=True)
+    console.print(f"from  {summary(options.source, read)}")
+    console.print(f"to    {summary(options.target, written)}")
     same = f"to {difference:.0e} of its size" if difference else "to the last bit that can be told"
-    console.print(f"checked: every layer's update is the same {same}", soft_wrap=True)
+    console.print(f"checked: every layer's update is the same {same}")
 
 
 if __name__ == "__main__":

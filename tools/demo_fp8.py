@@ -9,10 +9,12 @@ rounded into the fp8 weights and the known pixels pasted back), names the causes
 
 from __future__ import annotations
 
-import shlex
-import subprocess
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.command import show_and_run, tool_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("output/demo_fp8")
@@ -29,20 +31,18 @@ def commands(steps: int | None = None) -> list[list[str]]:
     report += ["--lora", str(lora), "--deploy_lora", "stochastic", "--paste", "end", "--guidance_scale", "1"]
     report += ["--dataset_config", "assets/demo_dataset/dataset.toml", "--cache_directory", str(FOLDER / "cache")]
     report += ["--images", "6", "--steps", "8", "--sigmas", "0.8", "0.5", "0.25", "--no_benefits"]
-    report += ["--fix", "settings", "retarget", "correction", "together", "--save_to", str(FOLDER / "report")]
+    report += ["--fix", "settings", "refit", "correction", "together", "--save_to", str(FOLDER / "report")]
     return [train, cast, report]
 
 
 def main() -> None:
     """Run the commands; end with the first that fails."""
+    tool_parser(__doc__).parse_args()
     for words in commands():
         if words[0].endswith("quantize_model.py") and (ROOT / FOLDER / "tiny-flux-fill-fp8").exists():
             continue  # a folder with something in it is never written over
-        print(f"\n$ python {shlex.join(words)}", flush=True)
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False)
-        if done.returncode:
-            sys.exit(done.returncode)
-    print(f"\nLook at {FOLDER / 'report' / 'pictures.png'} and {FOLDER / 'report' / 'report.html'}.")
+        show_and_run(words, ROOT)
+    print(f"\nLook at {FOLDER / 'report' / 'images.png'} and {FOLDER / 'report' / 'report.html'}.")
 
 
 if __name__ == "__main__":

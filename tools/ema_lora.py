@@ -17,18 +17,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from networks.families import targets_of_files
-from networks.files.adapters import load_lora
-from networks.merging.average import average_loras, linear_betas, power_betas, training_order
-from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
+from tools.command import add_lora_output, check_lora_output, tool_parser
 
 
 def average(options: argparse.Namespace) -> list[tuple[Path, float]]:
-    """Write the average that the command line asks for; return each file with its share in it, in order.
+    """Write the average that the command line asks for; return each file with its share in it, in order."""
+    from networks.families import targets_of_files
+    from networks.files.adapters import load_lora, save_derived_lora, widest_precision
+    from networks.merging.average import average_loras, linear_betas, power_betas, training_order
 
-    Raises:
-        UserError: the flags contradict each other, or the files are not of one run.
-    """
     if len(options.loras) < 2:
         raise UserError("give at least two LoRAs of one run")
     if options.sigma_rel is not None and (options.beta is not None or options.beta2 is not None):
@@ -37,7 +34,7 @@ def average(options: argparse.Namespace) -> list[tuple[Path, float]]:
         value = getattr(options, name)
         if value is not None and not 0 <= value < 1:
             raise UserError(f"--{name} {value:g}: must be at least 0 and below 1; 0.95 is usual")
-    check_output(options.save_to, options.overwrite)
+    check_lora_output(options.save_to, options.overwrite)
     targets = targets_of_files(options.loras, options.model_type)
     read = [(path, load_lora(path, targets)) for path in options.loras]
     times = list(range(1, len(read) + 1))
@@ -55,7 +52,7 @@ def average(options: argparse.Namespace) -> list[tuple[Path, float]]:
     last = files[-1]
     precision = options.save_precision or widest_precision(last.weights)
     save_format, comment = options.save_format or last.layout, f"average of {len(files)} saves"
-    write_lora(options.save_to, weights, targets, save_format, precision, last.metadata, comment)
+    save_derived_lora(options.save_to, weights, targets, save_format, precision, last.metadata, comment)
     return list(zip(paths, shares(betas), strict=True))
 
 
@@ -70,13 +67,13 @@ def shares(betas: list[float]) -> list[float]:
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, average, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("loras", nargs="+", type=Path, metavar="FILE", help="LoRAs that one run saved")
     parser.add_argument("--beta", type=float, metavar="X", help="weight of the past (default: 0.95)")
     parser.add_argument("--beta2", type=float, metavar="X", help="weight of the past at the last file")
     parser.add_argument("--sigma_rel", type=float, metavar="X", help="width of the power function, a share of the run")
     parser.add_argument("--no_sort", action="store_true", help="the files are in order; with --sigma_rel evenly spaced")
-    add_output_arguments(parser)
+    add_lora_output(parser)
     options = parser.parse_args()
     for path, share in average(options):
         print(f"{share:7.2%}  {path}")

@@ -4,7 +4,7 @@
     python tools/evaluate_llm.py --model Llama-3.2-1B --choices hellaswag_val.jsonl --limit 1000 --save_to scores.json
     python tools/evaluate_llm.py --model Llama-3.2-1B --lora output/my_lora --tasks arc_easy,lambada_openai
 
-What is measured, and how, is said at the top of ``library/llm/evaluation.py`` and ``library/llm/evaluation.py``.
+What is measured, and how, is said at the top of ``library/llm/evaluation.py``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
@@ -40,12 +38,9 @@ from library.llm.evaluation import (
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.token_batches import INDEX, TokenShards
 from library.llm.tokenizers import Tokenizer, load_tokenizer
-from library.models.llm.files import open_lm
 from library.models.llm.model import TransformerLM
-from library.training.report.progress import counting
-from library.training.tasks.chat_lora import put_lora_on
-from tools.generation.text import add_model_flags, load, prompt_tokens
-from tools.merge_lora import parse_source
+from library.training.report.progress import counting, plain_table
+from tools.command import add_language_model, load_language_model, lora_source, tool_console, tool_parser
 
 _CONTEXT = 2048  # at most, unless asked for more: what models were compared at when these measures were made
 _PERPLEXITY_ROWS = {
@@ -69,16 +64,15 @@ _NEEDS = {
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Do what the command line asks for; return what was measured, as it is saved.
+    """Do what the command line asks for; return what was measured, as it is saved."""
+    from library.models.llm.files import open_lm
+    from library.training.tasks.chat_lora import put_lora_on
 
-    Raises:
-        UserError: options that do not fit together, and files or a model that cannot be read.
-    """
     check(options)
-    console = Console(markup=False, highlight=False)
+    console = tool_console()
     config = open_lm(Path(options.model).expanduser())[0]
     tokenizer = load_tokenizer(options.tokenizer or options.model)
-    lora = parse_source(options.lora) if options.lora else None
+    lora = lora_source(options.lora) if options.lora else None
     context = options.context or min(config.context, _CONTEXT)
     if not config.has_rope and context > config.context:
         raise UserError(f"--context: {context} is more than the model's {config.context} positions; lower it")
@@ -94,7 +88,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
                 texts[path] = documents(path, tokenizer, options)
                 reading(1)
     tasks = find_harness_tasks(options) if options.tasks else None
-    model = load(options.model, options.dtype, options.fp8_scaled)
+    model = load_language_model(options.model, options.dtype, options.fp8_scaled)
     if lora is not None:
         put_lora_on(model, lora.path, lora.ratio)
     results: dict[str, Any] = {
@@ -114,7 +108,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     show(results, console)
     if options.save_to is not None:
         write_text(options.save_to, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-        console.print(f"{options.save_to}", soft_wrap=True)
+        console.print(f"{options.save_to}")
     return results
 
 
@@ -145,11 +139,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def documents(path: str, tokenizer: Tokenizer, options: argparse.Namespace) -> list[Document]:
-    """Return the documents of a file, a folder of files or a prepared corpus, tokenised, the first --limit of them.
-
-    Raises:
-        UserError: nothing can be read, or the corpus was prepared with another tokenizer.
-    """
+    """Return the documents of a file, a folder of files or a prepared corpus, tokenised, the first --limit of them."""
     found: Iterator[Document]
     if (Path(path) / INDEX).is_file():
         split = options.split or "validation"
@@ -211,7 +201,7 @@ def choices(
 
 def find_harness_tasks(options: argparse.Namespace) -> tuple[Any, list[str]]:
     """Return the harness's index of tasks and the names that are asked for; raises as ``find_tasks``."""
-    from tools.evaluation.lm_harness import find_tasks
+    from library.llm.lm_harness import find_tasks
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     return find_tasks(names, options.include_path), names
@@ -226,7 +216,7 @@ def harness_tasks(
     console: Console,
 ) -> dict[str, Any]:
     """Return task -> metric -> value, from lm-evaluation-harness."""
-    from tools.evaluation.lm_harness import HarnessModel, run_tasks
+    from library.llm.lm_harness import HarnessModel, run_tasks
 
     with counting(console) as start:
         asked = HarnessModel(model, tokenizer, context, options.batch_size, start, options.seed)
@@ -244,7 +234,8 @@ def samples(
         seed=options.seed,
         stop_tokens=(*tokenizer.stop_tokens, *ends),
     )
-    given = [prompt_tokens(tokenizer, prompt, chat=False, system=None) for prompt in options.prompt]
+    first = [] if tokenizer.bos is None else [tokenizer.bos]
+    given = [first + tokenizer.encode(prompt) for prompt in options.prompt]
     written = generate_tokens(model, given, settings)
     return [
         {"prompt": prompt, "text": tokenizer.decode(new, skip_special=True)}
@@ -255,7 +246,7 @@ def samples(
 def show(results: dict[str, Any], console: Console) -> None:
     """Print what was measured: a table for each kind, and the samples."""
     if measured := results.get("perplexity"):
-        table = _table("", *measured)
+        table = plain_table("", *measured)
         for key, name in _PERPLEXITY_ROWS.items():
             table.add_row(name, *(f"{own[key]:,.4f}" for own in measured.values()))
         for key in ("documents", "tokens", "bytes", "words"):
@@ -263,36 +254,27 @@ def show(results: dict[str, Any], console: Console) -> None:
         table.add_row("window", *(f"{own['context']}, stride {own['stride']}" for own in measured.values()))
         console.print(table)
     if measured := results.get("choices"):
-        table = _table("multiple choice", "acc", "acc_norm", "questions")
+        table = plain_table("multiple choice", "acc", "acc_norm", "questions")
         for path, own in measured.items():
             rates = [f"{100 * own[k]:.2f} ± {100 * own[f'{k}_stderr']:.2f} %" for k in ("acc", "acc_norm")]
             table.add_row(path, *rates, f"{own['questions']:,}")
         console.print(table)
     if measured := results.get("tasks"):
-        table = _table("task", "metric", "value")
+        table = plain_table("task", "metric", "value")
         for name, own in measured.items():
             for metric, value in own.items():
                 table.add_row(name, metric, f"{value:.4g}")
         console.print(table)
     for sample in results.get("samples", ()):
-        console.print(f"--- {sample['prompt']}\n{sample['text']}\n", soft_wrap=True)
-
-
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
+        console.print(f"--- {sample['prompt']}\n{sample['text']}\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = tool_parser(__doc__)
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
-    add_model_flags(model)
+    add_language_model(model)
     model.add_argument("--lora", metavar="ADAPTER[:STRENGTH]", help="PEFT adapter folder, or the file in it")
     what = parser.add_argument_group("what to measure")
     what.add_argument("--perplexity", nargs="+", metavar="PATH", help="text files, folders or prepared corpora")

@@ -17,23 +17,22 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from library import __version__
 from library.errors import UserError, exit_on_user_error
 from library.files import weights_fingerprint
-from library.models.layer_names import LoraTargets
-from library.models.registry import lora_targets
-from networks.files.base import Base, fullest_targets, open_base
-from networks.files.metadata import build_metadata
-from networks.merging.extraction import ExtractedLayer, Extraction, extract_lora
-from tools.lora_output import add_output_arguments, check_output, default_device, write_lora
-from tools.merge_lora import show_progress
+from library.training.report.progress import plain_table
+from tools.command import add_lora_output, check_lora_output, device_and_dtype, show_progress, tool_console, tool_parser
+
+if TYPE_CHECKING:
+    from library.models.layer_names import LoraTargets
+    from networks.files.base import Base
+    from networks.merging.extraction import ExtractedLayer, Extraction
 
 
 def layer_table(layers: list[ExtractedLayer], targets: LoraTargets) -> Table:
@@ -42,10 +41,7 @@ def layer_table(layers: list[ExtractedLayer], targets: LoraTargets) -> Table:
     for layer in layers:
         kind = targets.kind_of(layer.name)
         kinds.setdefault(kind.name if kind else layer.name, []).append(layer)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("layers")
-    for heading in ("count", "rank", "norm", "kept", "least kept"):
-        table.add_column(heading, justify="right")
+    table = plain_table("layers", "count", "rank", "norm", "kept", "least kept")
     for name, group in kinds.items():
         ranks = sorted({layer.rank for layer in group})
         energy = sum(layer.norm**2 for layer in group)
@@ -57,11 +53,9 @@ def layer_table(layers: list[ExtractedLayer], targets: LoraTargets) -> Table:
 
 
 def model_targets(model: Base) -> LoraTargets:
-    """Return the row of the family most of whose layers a model holds.
+    """Return the row of the family most of whose layers a model holds."""
+    from networks.files.base import fullest_targets
 
-    Raises:
-        UserError: it holds none, or as many of several families.
-    """
     rows = fullest_targets(model.weights)
     if len(rows) != 1:
         which = " and ".join(row.family for row in rows) or "no known family"
@@ -70,18 +64,20 @@ def model_targets(model: Base) -> LoraTargets:
 
 
 def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
-    """Extract and write the LoRA that the command line asks for; return it with its family's row.
+    """Extract and write the LoRA that the command line asks for; return it with its family's row."""
+    from library.models.registry import lora_targets
+    from networks.files.adapters import save_derived_lora
+    from networks.files.base import open_base
+    from networks.files.metadata import build_metadata
+    from networks.merging.extraction import extract_lora
 
-    Raises:
-        UserError: neither a rank nor an energy, or see ``networks.merging.extraction.extract_lora``.
-    """
     if options.dim is None and options.energy is None:
         raise UserError("give --dim (a rank) or --energy (a share to keep, 0.9), or both")
     if options.dim is not None and options.dim < 1:
         raise UserError(f"--dim {options.dim}: must be at least 1")
     if options.energy is not None and not 0 < options.energy <= 1:
         raise UserError(f"--energy {options.energy:g}: must be above 0 and at most 1; 0.9 keeps 90 %")
-    check_output(options.save_to, options.overwrite)
+    check_lora_output(options.save_to, options.overwrite)
     original = open_base(options.model_org, "--model_org", fp8=True)
     targets = lora_targets()[options.model_type] if options.model_type else model_targets(original)
     tuned = open_base(options.model_tuned, "--model_tuned", fp8=True)
@@ -91,7 +87,7 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
         targets,
         dim=options.dim,
         energy=options.energy,
-        device=options.device or default_device(),
+        device=options.device or str(device_and_dtype(None)[0]),
         progress=show_progress,
     )
     metadata = build_metadata(
@@ -109,7 +105,7 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
     )
     comment = f"extracted from {options.model_tuned.name}"
     precision = options.save_precision or "bf16"
-    write_lora(
+    save_derived_lora(
         options.save_to, found.weights, targets, options.save_format or "diffusers", precision, metadata, comment
     )
     return found, targets
@@ -118,16 +114,16 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, extract, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("--model_org", required=True, type=Path, help="the base: diffusers folder or file")
     parser.add_argument("--model_tuned", required=True, type=Path, help="the fine-tuned model")
     parser.add_argument("--dim", type=int, metavar="N", help="rank; with --energy the largest one")
     parser.add_argument("--energy", type=float, metavar="X", help="share of the sum of squares each layer keeps")
     parser.add_argument("--device", help="where to decompose (default: a GPU if there is one)")
-    add_output_arguments(parser, "bf16")
+    add_lora_output(parser, "bf16")
     options = parser.parse_args()
     found, targets = extract(options)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = tool_console()
     console.print(layer_table(found.layers, targets))
     for note in found.notes:
         console.print(f"note: {note}")

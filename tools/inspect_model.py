@@ -7,27 +7,45 @@
 
 Any safetensors file, shards with an index, a model's or a pipeline's folder. Only headers are read, so a file of any
 size takes a moment; of a LoRA the small matrices are read too, for the size of its updates.
+
+``--save_to`` plots a LoRA. The blocks of each part of the network (FLUX: double and single) stand side by side on one
+scale. Above, bars show a block's update, the root of the sum of its layers' squared norms, with the block's number.
+Below, a cell is a layer of a block, its colour the root mean square of the update's elements, on a logarithmic scale,
+so that layers of all sizes compare. Ranks and alphas that are the same everywhere are in the title; those that differ
+are in their part's title, or at the right of their rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
+import re
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-import tools.inspection.tables as tables
 from library.errors import UserError, exit_on_user_error
-from library.models.inspection import Component, WeightSet, components, is_lora, weight_sets
+from library.files import atomic_path
+from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_known, is_lora, weight_sets
 from library.precision.checkpoint_layouts import WeightFiles
-from networks.files.inspection import LoraReport, inspect_lora
-from tools.inspection.lora_picture import draw_lora
+from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
+from tools.command import tool_parser
 
 
 @dataclass(frozen=True)
@@ -55,11 +73,7 @@ class Finding:
 
 
 def inspect(path: Path) -> list[Finding]:
-    """Return what lies at ``path``, a finding for each file or set of shards.
-
-    Raises:
-        UserError: nothing there, or no safetensors.
-    """
+    """Return what lies at ``path``, a finding for each file or set of shards."""
     return [_find(weights) for weights in weight_sets(path)]
 
 
@@ -76,24 +90,20 @@ def _find(weights: WeightSet) -> Finding:
 
 def show(finding: Finding, console: Console, all_modules: bool) -> None:
     """Print a finding."""
-    console.print(tables.weight_set_head(finding.weights, finding.fp8))
+    console.print(weight_set_head(finding.weights, finding.fp8))
     for part in finding.components:
-        console.print(tables.component(part, all_modules))
+        console.print(component_view(part, all_modules))
     if finding.lora:
-        console.print(tables.lora(finding.lora))
+        console.print(lora_view(finding.lora))
     if finding.weights.metadata.keys() - {"format"}:
-        console.print(tables.metadata(finding.weights.metadata))
+        console.print(metadata_table(finding.weights.metadata))
 
 
 def draw(findings: list[Finding], save_to: Path) -> list[Path]:
-    """Draw every LoRA: one to the file ``save_to``, several into a folder of that name; return the pictures.
-
-    Raises:
-        UserError: there is no LoRA, or a picture of several is to be one file.
-    """
+    """Draw every LoRA: one to the file ``save_to``, several into a folder of that name; return the files."""
     loras = [(finding.weights.files[0], finding.lora) for finding in findings if finding.lora and finding.lora.layers]
     if not loras:
-        raise UserError(f"--save_to {save_to}: only a LoRA has a picture, and none is among the files; remove it")
+        raise UserError(f"--save_to {save_to}: only a LoRA is plotted, and none is among the files; remove it")
     if len(loras) == 1 and save_to.suffix == ".png":
         return [draw_lora(loras[0][1].layers, loras[0][0].name, save_to)]
     if save_to.suffix:
@@ -102,13 +112,319 @@ def draw(findings: list[Finding], save_to: Path) -> list[Path]:
     return [draw_lora(lora.layers, path.name, save_to / f"{path.stem}.png") for path, lora in loras]
 
 
+_DTYPES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8 e4m3", "F8_E5M2": "fp8 e5m2", "F64": "fp64"}
+_BARS = "▁▂▃▄▅▆▇█"
+_LONGEST_LINE = 20  # characters of a line of bars
+_LONGEST_VALUE = 110  # characters of a metadata value
+
+
+def number(value: float) -> str:
+    """Return 11900000000 as "11.9 B"."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}" if abs(value) < 1000 * size else f"{value / size:,.0f}{unit}"
+    return f"{value:g}"
+
+
+def size(count: int) -> str:
+    """Return 23800000000 bytes as "23.8 GB" (powers of ten, as disks are sold)."""
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:,.0f} {unit}"
+    return f"{count} B"
+
+
+def dtypes(counts: Mapping[str, int]) -> str:
+    """Return the names of dtypes, most frequent first."""
+    return ", ".join(_DTYPES.get(name, name.lower()) for name, _ in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _table(*headings: str, numbers: Sequence[str] = ()) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", border_style="dim")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+    return table
+
+
+def weight_set_head(weights: WeightSet, fp8: str | None) -> RenderableType:
+    """Return the lines about the files: names, size, quantisation, what is wrong."""
+    names = str(weights.files[0]) + (f" and {len(weights.files) - 1} more shards" if len(weights.files) > 1 else "")
+    lines = [Text.assemble((names, "bold cyan"), f"  {size(weights.bytes)}, {len(weights.tensors)} tensors")]
+    lines += [Text(f"  {fp8}", "magenta")] if fp8 else []
+    lines += [Text(f"  {note}", "bold red") for note in weights.notes]
+    return Group(*lines)
+
+
+def component_view(part: Component, all_modules: bool) -> RenderableType:
+    """Return a network's line, its modules by kind, and its norms."""
+    facts = [f"{name} {value if value is not True else 'yes'}" for name, value in part.facts.items() if value]
+    what = ", ".join([f"{number(part.parameters)} parameters", size(part.bytes), dtypes(part.dtypes), *facts])
+    name = f"{part.name}: " if part.name else ""
+    head = Text.assemble((name, "bold"), (part.architecture, "bold green"), f"  {what}")
+    parts: list[RenderableType] = [head, module_table(part) if all_modules else kind_table(part)]
+    if part.norms():
+        parts.append(norm_lines(part))
+    return Padding(Group(*parts), (0, 0, 1, 2))
+
+
+def _part_title(part: Component, name: str) -> str:
+    return f"{name} × {part.blocks[name]}" if name in part.blocks else "outside the blocks"
+
+
+def kind_table(part: Component) -> Table:
+    """Return modules counted by part of the network and by kind."""
+    rows: dict[tuple[str, str], list[ModuleGroup]] = {}
+    for group in part.modules:
+        rows.setdefault((group.part, group.kind), []).append(group)
+    several = ["dtype"] if len(part.dtypes) > 1 else []  # one is in the headline already
+    table = _table("part", "kind", "modules", "parameters", "size", *several, numbers=("modules", "parameters", "size"))
+    shown = ""
+    for name in sorted(dict.fromkeys(key for key, _ in rows), key=lambda name: name == ""):
+        for kind in dict.fromkeys(kind for key, kind in rows if key == name):
+            groups = rows[name, kind]
+            title = _part_title(part, name)
+            table.add_row("" if title == shown else title, kind, *_figures(groups)[: len(table.columns) - 2])
+            shown = title
+    return table
+
+
+def _figures(groups: Sequence[ModuleGroup]) -> tuple[str, str, str, str]:
+    counts: dict[str, int] = {}
+    for group in groups:
+        for dtype, n in group.dtypes.items():
+            counts[dtype] = counts.get(dtype, 0) + n
+    total = str(sum(group.count for group in groups))
+    if not any(group.learned for group in groups):
+        return total, "no weights", "", ""
+    parameters = sum(group.parameters for group in groups)
+    return total, number(parameters), size(sum(group.bytes for group in groups)), dtypes(counts)
+
+
+def module_table(part: Component) -> Table:
+    """Return every module, those of a block once for all blocks."""
+    table = _table("module", "kind", "×", "weight", "parameters", "dtype", numbers=("×", "parameters"))
+    for group in part.modules:
+        count, parameters, _, dtype = _figures([group])
+        table.add_row(group.name, group.kind, count, " × ".join(map(str, group.shape)), parameters, dtype)
+    return table
+
+
+def norm_lines(part: Component) -> RenderableType:
+    """Return which norms the network uses, and where."""
+    rows: dict[tuple[str, bool], list[ModuleGroup]] = {}
+    for group in part.norms():
+        rows.setdefault((group.kind, group.learned), []).append(group)
+    lines = []
+    for (kind, learned), groups in rows.items():
+        places = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", group.name.rpartition(".*.")[2]) for group in groups))
+        where = ", ".join(places[:6]) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
+        without = "" if learned else " without weights"
+        total = sum(group.count for group in groups)
+        lines.append(Text.assemble("norms: ", (f"{kind}{without}", "bold yellow"), f" × {total}  ", (where, "dim")))
+    if not is_known(part):
+        lines.append(Text("norms without weights cannot be told of an unknown architecture", "dim"))
+    return Group(*lines)
+
+
+def lora_view(report: LoraReport) -> RenderableType:
+    """Return a LoRA's layers by part, with the root mean square of the update, over all and over the blocks."""
+    kind = report.kind + (f" for {' or '.join(report.families)}" if report.families else "")
+    kind += f", {report.layout}" if report.layout else ""
+    heads = [Text.assemble((kind, "bold green"), f"  {report.count} layers")] if report.count else []
+    headings = ("layer", "×", "rank", "alpha", "rms", "over the blocks")
+    table = _table(*headings, numbers=("×", "rank", "alpha", "rms"))
+    most = max((layer.rms for layer in report.layers), default=0.0)
+    shown = ""
+    for (part, name), layers in _by_layer(report.layers).items():
+        title = part or "outside the blocks"
+        if title != shown:
+            table.add_row(Text(title, "bold"))
+            shown = title
+        rms = sum(layer.rms**2 for layer in layers) ** 0.5 / len(layers) ** 0.5
+        table.add_row(
+            f"  {name}",
+            str(len(layers)),
+            _range(layer.rank for layer in layers),
+            _range(layer.alpha for layer in layers),
+            f"{rms:.2e}",
+            sparkline([layer.rms for layer in layers], most) if part else "",
+        )
+    if report.others:
+        more = f" and {len(report.others) - 8} more" if len(report.others) > 8 else ""
+        heads.append(Text(f"not of a LoRA of linear layers: {', '.join(report.others[:8])}{more}", "yellow"))
+    heads += [Text(note, "yellow") for note in report.notes]
+    return Group(Padding(Group(*heads), (0, 0, 0, 2)), *([table] if report.layers else []))
+
+
+def _by_layer(layers: Sequence[LoraLayer]) -> dict[tuple[str, str], list[LoraLayer]]:
+    """Return the layers of each (part, name), by block; what is outside the blocks last."""
+    parts = sorted(dict.fromkeys(layer.part for layer in layers), key=lambda part: part == "")
+    rows: dict[tuple[str, str], list[LoraLayer]] = {}
+    for part in parts:
+        for layer in sorted((layer for layer in layers if layer.part == part), key=lambda layer: layer.block or 0):
+            rows.setdefault((part, layer.layer), []).append(layer)
+    return rows
+
+
+def _range(values: Iterable[float]) -> str:
+    listed = sorted(set(values))
+    return f"{listed[0]:g}" if len(listed) == 1 else f"{listed[0]:g}–{listed[-1]:g}"
+
+
+def sparkline(values: Sequence[float], most: float) -> str:
+    """Return a character a value, its height relative to ``most``; above twenty values, one for several's mean."""
+    each = -(-len(values) // _LONGEST_LINE)
+    means = [sum(values[i : i + each]) / len(values[i : i + each]) for i in range(0, len(values), each)]
+    top = len(_BARS) - 1
+    return "".join(_BARS[min(top, round(top * value / most))] if most > 0 else _BARS[0] for value in means)
+
+
+def metadata_table(strings: Mapping[str, str]) -> RenderableType:
+    """Return a file's metadata, long values shortened."""
+    table = _table("metadata", "")
+    for key, value in sorted(strings.items()):
+        text = " ".join(value.split())
+        cut = f"{text[:_LONGEST_VALUE]}… ({len(value):,} characters)"
+        table.add_row(key, Text(text if len(text) <= _LONGEST_VALUE else cut))
+    return Padding(table, (0, 0, 1, 2))
+
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito 2008
+_DECADES = 3  # of the colour scale below the largest update; what is smaller is shown as smallest
+_SETTINGS: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+}
+
+
+def draw_lora(layers: Sequence[LoraLayer], title: str, save_to: Path) -> Path:
+    """Draw ``layers`` to the PNG ``save_to``; return its path."""
+    if not layers:
+        raise UserError(f"{title}: no layers to draw; only LoRAs of linear layers are plotted")
+    with matplotlib.rc_context(_SETTINGS):
+        figure = _figure(layers, title)
+        with atomic_path(save_to) as temporary:
+            figure.savefig(temporary, format="png", dpi=140)
+    return save_to
+
+
+def _figure(layers: Sequence[LoraLayer], title: str) -> Figure:
+    parts = {part: [layer for layer in layers if layer.part == part] for part in _parts(layers)}
+    columns = [len(_blocks(part)) for part in parts.values()]
+    rows = max(len(_rows(part)) for part in parts.values())
+    width = min(24.0, 3.0 + 1.9 * len(parts) + 0.2 * sum(columns))
+    figure = Figure(figsize=(width, 3.1 + 0.27 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(_headline(layers, title), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    ratios = [max(count, 6) for count in columns]
+    grid = figure.add_gridspec(2, len(parts), width_ratios=ratios, height_ratios=[1.5, max(1.5, 0.27 * rows)])
+    scale = _colour_scale([layer.rms for layer in layers])
+    heat: list[Axes] = []
+    bars: Axes | None = None
+    for column, (part, members) in enumerate(parts.items()):
+        bars = figure.add_subplot(grid[0, column], sharey=bars)
+        _draw_bars(bars, members, _plot_title(part, members, layers), _COLOURS[column % len(_COLOURS)])
+        bars.tick_params(labelleft=column == 0)
+        if column == 0:
+            bars.set_ylabel("norm of the update")
+        heat.append(figure.add_subplot(grid[1, column]))
+        image = _draw_cells(heat[-1], members, scale, rows)
+    figure.colorbar(image, ax=heat, label="update, root mean square", pad=0.01, aspect=30)
+    return figure
+
+
+def _colour_scale(values: Sequence[float]) -> LogNorm:
+    """Return the scale from the smallest update to the largest; half a decade at least, ``_DECADES`` at most."""
+    largest = max(values) or 1.0
+    smallest = min((value for value in values if value > 0), default=largest)
+    return LogNorm(min(max(smallest, largest / 10**_DECADES), largest / 10**0.5), largest, clip=True)
+
+
+def _headline(layers: Sequence[LoraLayer], title: str) -> str:
+    ranks, alphas = {layer.rank for layer in layers}, {layer.alpha for layer in layers}
+    rank = f"rank {ranks.pop()}" if len(ranks) == 1 else f"ranks {min(ranks)}–{max(ranks)}"
+    alpha = f"alpha {alphas.pop():g}" if len(alphas) == 1 else f"alphas {min(alphas):g}–{max(alphas):g}"
+    whole = math.hypot(*(layer.norm for layer in layers))
+    return f"{title}   {len(layers)} layers, {rank}, {alpha}, norm {whole:.3g}"
+
+
+def _plot_title(part: str, members: Sequence[LoraLayer], layers: Sequence[LoraLayer]) -> str:
+    """Return a part's name, with its rank and alpha where the part has one of each and the whole LoRA has not."""
+    name = part.replace("_", " ") or "outside the blocks"
+    own = {(layer.rank, layer.alpha) for layer in members}
+    if len(own) > 1 or own == {(layer.rank, layer.alpha) for layer in layers}:
+        return name
+    rank, alpha = own.pop()
+    return f"{name}\nrank {rank}, alpha {alpha:g}"
+
+
+def _draw_bars(axes: Axes, members: Sequence[LoraLayer], title: str, colour: str) -> None:
+    blocks = _blocks(members)
+    heights = [math.hypot(*(layer.norm for layer in members if (layer.block or 0) == block)) for block in blocks]
+    axes.bar(range(len(blocks)), heights, color=colour, width=0.8)
+    axes.set_title(title)
+    axes.set_xlim(-0.5, len(blocks) - 0.5)
+    every = max(1, math.ceil(len(blocks) / 20))
+    axes.set_xticks(range(0, len(blocks), every), [str(block) for block in blocks[::every]], fontsize=8)
+    if not members[0].part:
+        axes.set_xticks([])
+    axes.tick_params(axis="x", length=0)
+    axes.grid(axis="y", color="#E4E4E4", linewidth=0.7)
+    axes.set_axisbelow(True)
+
+
+def _draw_cells(axes: Axes, members: Sequence[LoraLayer], scale: LogNorm, most_rows: int) -> Any:
+    """Draw one part's layers over its blocks; return the image, for the colour bar."""
+    blocks, rows = _blocks(members), _rows(members)
+    values = np.full((len(rows), len(blocks)), np.nan)
+    for layer in members:
+        values[rows.index(layer.layer), blocks.index(layer.block or 0)] = max(layer.rms, float(scale.vmin or 0.0))
+    image = axes.imshow(values, aspect="auto", norm=scale, cmap="viridis", interpolation="nearest")
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.set_xticks([])
+    axes.set_ylim(most_rows - 0.5, -0.5)  # rows of all parts are of one height
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(length=0)
+    for row, name in enumerate(rows):
+        if text := _differing(name, members):
+            axes.annotate(text, (1.0, row), (3, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=7)
+    return image
+
+
+def _differing(name: str, members: Sequence[LoraLayer]) -> str:
+    """Return a row's rank and alpha where the part has several."""
+    if len({(layer.rank, layer.alpha) for layer in members}) == 1:
+        return ""
+    own = sorted({(layer.rank, layer.alpha) for layer in members if layer.layer == name})
+    (rank, alpha), (last_rank, last_alpha) = own[0], own[-1]
+    return f"r {rank}, α {alpha:g}" if len(own) == 1 else f"r {rank}–{last_rank}, α {alpha:g}–{last_alpha:g}"
+
+
+def _parts(layers: Sequence[LoraLayer]) -> list[str]:
+    """Return the parts in file order, what is outside the blocks last."""
+    return sorted(dict.fromkeys(layer.part for layer in layers), key=lambda part: part == "")
+
+
+def _blocks(members: Sequence[LoraLayer]) -> list[int]:
+    return sorted({layer.block or 0 for layer in members})
+
+
+def _rows(members: Sequence[LoraLayer]) -> list[str]:
+    return list(dict.fromkeys(layer.layer for layer in members))
+
+
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, inspect, show."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="file or folder")
     parser.add_argument("--modules", action="store_true", help="every module instead of a count by kind")
-    parser.add_argument("--save_to", type=Path, metavar="PNG", help="picture of a LoRA; a folder for several")
+    parser.add_argument("--save_to", type=Path, metavar="PNG", help="plot of a LoRA; a folder for several")
     parser.add_argument("--json", action="store_true", help="everything as JSON, for other programs")
     options = parser.parse_args()
     findings = [finding for path in options.paths for finding in inspect(path.expanduser())]
@@ -118,8 +434,8 @@ def main() -> None:
         console = Console(highlight=False, markup=False)
         for finding in findings:
             show(finding, console, options.modules)
-    for picture in draw(findings, options.save_to) if options.save_to else []:
-        print(picture, file=sys.stderr if options.json else sys.stdout)
+    for path in draw(findings, options.save_to) if options.save_to else []:
+        print(path, file=sys.stderr if options.json else sys.stdout)
 
 
 if __name__ == "__main__":

@@ -12,24 +12,25 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from library.training.optim.lr_range import RangeTest
 
 
 from library.config import TrainConfig, load_config
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
-from library.training.optim.lr_range import RangeTest, as_lines, draw, refuse_own_rates, sweep
 from library.training.report.progress import counting, shown_path
-from library.training.tasks.image_lora import ImageLora
 
 
 def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) -> RangeTest:
-    """Prepare the run as training would, and sweep.
+    """Prepare the run as training would, and sweep."""
+    from library.training.optim.lr_range import refuse_own_rates, sweep
+    from library.training.tasks.image_lora import ImageLora
 
-    Raises:
-        UserError: as training; a state to resume; an optimizer with a rate of its own.
-    """
     refuse_own_rates(config.optimizer)
     if config.training.resume:
         raise UserError("resume: a range test begins anew; remove it, or start from network_weights")
@@ -52,6 +53,8 @@ def main() -> None:
     if not 0 < own.lr_from < own.lr_to or own.range_steps < 2:
         raise UserError("lr_from: a sweep needs 0 < lr_from < lr_to and at least 2 range_steps; change them")
     config = load_config(rest)
+    from library.training.optim.lr_range import as_lines, draw
+
     test = range_test(config, own.lr_from, own.lr_to, own.range_steps)
     if not test.rates:
         raise UserError(f"lr_from: the loss breaks at {own.lr_from:g} already; lower it")

@@ -27,84 +27,48 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
-
+from library.config.schema import SavingConfig
 from library.errors import UserError, exit_on_user_error
-from library.llm.chat_templates import SOURCES as JINJA_SOURCES
-from library.llm.chat_templates import write_jinja_template
-from library.models.layer_names import LoraTargets
-from library.models.registry import lora_targets
-from library.training.tasks.chat_lora import TEMPLATE, template_of
-from networks.families import language_targets, targets_of_files
-from networks.files.adapters import PRECISIONS, SAVE_FORMATS, load_lora
-from networks.merging.low_rank import join_loras
-from networks.merging.merge import LoraSource, MergeReport, merge_loras
-from tools.fp8_merging import FP8_PRECISIONS, add_fp8_arguments, goes_into_fp8, merge_to_fp8
-from tools.lora_output import check_output, widest_precision, write_lora
+from library.precision.checkpoint_layouts import FP8_PRECISIONS
+from tools.command import (
+    add_calibration,
+    add_model_type,
+    calibration_plan,
+    check_lora_output,
+    choices,
+    lora_source,
+    show_progress,
+    tool_console,
+    tool_parser,
+)
 
 _OF_A_MODEL = ("transformer_only", "allow_partial")
 _OF_A_LORA = ("method", "new_rank", "save_format", "overwrite")
+_OF_FP8 = ("rounding", "correction_rank", "survival", "accept_loss", "dataset_config")
 
-
-def parse_source(text: str) -> LoraSource:
-    """Return the file and strength of ``file[:strength]``.
-
-    Raises:
-        UserError: the strength is not a number.
-    """
-    name, colon, strength = text.rpartition(":")
-    if not colon or Path(text).exists() or "/" in strength or "\\" in strength:
-        return LoraSource(Path(text), 1.0)
-    try:
-        return LoraSource(Path(name), float(strength))
-    except ValueError:
-        raise UserError(f"--lora {text}: {strength!r} is not a number; write file.safetensors:0.8") from None
-
-
-def show_progress(done: int, total: int) -> None:
-    """Show "tensor 120 of 780" on a terminal, on one line."""
-    if sys.stderr.isatty():
-        print(f"\rtensor {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-
-def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> MergeReport:
-    """Merge the LoRAs into ``--model``.
-
-    Raises:
-        UserError: a flag for LoRAs, or see ``networks.merging.merge.merge_loras``.
-    """
-    if unused := next((name for name in _OF_A_LORA if getattr(options, name)), None):
-        raise UserError(f"--{unused}: has no effect on a model; remove it, or remove --model to get a LoRA")
-    return merge_loras(
-        options.model,
-        [parse_source(text) for text in options.lora],
-        options.save_to,
-        targets,
-        options.save_precision,
-        show_progress,
-        options.transformer_only,
-        options.allow_partial,
-    )
+if TYPE_CHECKING:
+    from library.models.layer_names import LoraTargets
 
 
 def merge_into_lora(options: argparse.Namespace) -> str:
-    """Merge the LoRAs into one; return what became of them, in a line.
+    """Merge the LoRAs into one; return what became of them, in a line."""
+    from library.training.tasks.chat_lora import TEMPLATE
+    from networks.families import targets_of_files
+    from networks.files.adapters import load_lora, save_derived_lora, widest_precision
+    from networks.merging.low_rank import join_loras
 
-    Raises:
-        UserError: the flags contradict each other, a file cannot be read, or nothing is left of them.
-    """
-    if unused := next((name for name in _OF_A_MODEL if getattr(options, name)), None):
-        raise UserError(f"--{unused}: has no effect without --model; remove it")
+    _refuse(options, _OF_A_MODEL, "has no effect without --model; remove it")
     by_svd = options.method == "svd"
     if by_svd != (options.new_rank is not None):
         raise UserError("--method svd and --new_rank go together; concat takes the sum of the ranks")
     if by_svd and options.new_rank < 1:
         raise UserError(f"--new_rank {options.new_rank}: must be at least 1")
-    check_output(options.save_to, options.overwrite)
-    sources = [parse_source(text) for text in options.lora]
+    check_lora_output(options.save_to, options.overwrite)
+    sources = [lora_source(text) for text in options.lora]
     targets = targets_of_files([source.path for source in sources], options.model_type)
     read = [(load_lora(source.path, targets), source.ratio) for source in sources]
     weights, layers = join_loras([(file.weights, ratio) for file, ratio in read], options.new_rank)
@@ -120,30 +84,105 @@ def merge_into_lora(options: argparse.Namespace) -> str:
     precisions = {widest_precision(file.weights) for file, _ in read}
     precision = options.save_precision or (precisions.pop() if len(precisions) == 1 else "fp32")
     comment = "merged from " + ", ".join(f"{source.path.name}:{source.ratio:g}" for source in sources)
-    write_lora(
-        options.save_to, weights, targets, options.save_format or read[0][0].layout, precision, metadata, comment
-    )
+    layout = options.save_format or read[0][0].layout
+    save_derived_lora(options.save_to, weights, targets, layout, precision, metadata, comment)
     ranks = sorted({layer.after for layer in layers})
     shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     kept = f"; at least {min(layer.kept for layer in layers):.2%} of each layer's sum kept" if by_svd else ""
     return f"{options.save_to}: {len(layers)} layers of {len(sources)} LoRAs, rank {shown}{kept}"
 
 
-@exit_on_user_error
-def main() -> None:
-    """Parse the command line and merge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
+    """Merge the LoRAs into ``--model``; return what became of it, in a line."""
+    from library.llm.chat_templates import SOURCES as JINJA_SOURCES
+    from library.llm.chat_templates import write_jinja_template
+    from library.training.tasks.chat_lora import template_of
+    from networks.merging.merge import merge_loras
+
+    _refuse(options, _OF_A_LORA, "has no effect on a model; remove it, or remove --model to get a LoRA")
+    report = merge_loras(
+        options.model,
+        [lora_source(text) for text in options.lora],
+        options.save_to,
+        targets,
+        options.save_precision,
+        show_progress,
+        options.transformer_only,
+        options.allow_partial,
+    )
+    for note in report.notes:
+        print(f"note: {note}")
+    template = template_of(lora_source(options.lora[0]).path) if targets.own_names else None
+    if template in JINJA_SOURCES and options.save_to.is_dir():
+        file = write_jinja_template(template, options.save_to)
+        print(f"note: it was taught in the template {template}, which {file} tells other programs")
+    return f"{options.save_to}: {report.changed} of {report.written} tensors changed by {len(options.lora)} LoRA(s)"
+
+
+def goes_into_fp8(options: argparse.Namespace) -> bool:
+    """Return whether the result is in fp8; refuse flags for fp8 where it is not."""
+    from networks.files.base import open_base
+    from networks.merging.merge_fp8 import recipe_of_base
+
+    base = None if options.model is None else open_base(options.model, fp8=True)
+    if options.save_precision in FP8_PRECISIONS or (base is not None and recipe_of_base(base) is not None):
+        if base is None:
+            precision = options.save_precision
+            raise UserError(
+                f"--save_precision {precision}: a LoRA in fp8 is mostly zeros and is never written; use bf16"
+            )
+        return True
+    _refuse(options, _OF_FP8, "has no effect here; give a --save_precision of fp8, or remove it")
+    return False
+
+
+def merge_into_fp8(options: argparse.Namespace, targets: LoraTargets) -> None:
+    """Merge the LoRAs into ``--model``, which is in fp8 or becomes so."""
+    from library.training.fidelity.merge import merge_to_fp8
+
+    if targets.own_names:
+        raise UserError(
+            "--save_precision: language models are not merged into fp8; merge in bf16 and load that with fp8_scaled"
+        )
+    _refuse(options, _OF_A_LORA, "has no effect on a merge into fp8; remove it")
+    rounding = options.rounding or ("compensated" if options.dataset_config else "nearest")
+    if (rounding == "compensated" or options.correction_rank) and not options.dataset_config:
+        raise UserError("--rounding compensated and --correction_rank look at activations; give --dataset_config")
+    if options.correction_rank is not None and options.correction_rank < 1:
+        raise UserError(f"--correction_rank {options.correction_rank}: must be at least 1")
+    merge_to_fp8(
+        options.model,
+        [lora_source(text) for text in options.lora],
+        options.save_to,
+        targets,
+        tool_console(),
+        precision=options.save_precision,
+        rounding=rounding,
+        seed=options.seed,
+        plan=calibration_plan(options, options.model) if options.dataset_config else None,
+        correction_rank=options.correction_rank,
+        accept_loss=options.accept_loss,
+        transformer_only=options.transformer_only,
+        allow_partial=options.allow_partial,
+        shown=None if options.survival else 10,
+    )
+
+
+def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    if unused := next((name for name in names if getattr(options, name)), None):
+        raise UserError(f"--{unused}: {why}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+
+    parser = tool_parser(__doc__)
     parser.add_argument("--model", type=Path, help="diffusers folder or safetensors file; without it the LoRAs are one")
     parser.add_argument("--lora", required=True, nargs="+", metavar="FILE[:STRENGTH]", help="LoRA files")
     parser.add_argument("--save_to", required=True, type=Path, help="new folder, or .safetensors file")
-    parser.add_argument(
-        "--save_precision", choices=[*PRECISIONS, *FP8_PRECISIONS], help="default: as in --model, or the LoRAs"
-    )
-    parser.add_argument(
-        "--model_type",
-        choices=list(lora_targets()),
-        help="architecture family (default: flux; of language models, and of LoRAs alone, as they say)",
-    )
+    precisions = [*choices(SavingConfig, "save_precision"), *FP8_PRECISIONS]
+    parser.add_argument("--save_precision", choices=precisions, help="default: as in --model, or the LoRAs")
+    add_model_type(parser, "flux; of language models, and of LoRAs alone, as they say")
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
     parser.add_argument(
         "--allow_partial", action="store_true", help="merge what fits of each LoRA; what does not is named, not refused"
@@ -151,34 +190,42 @@ def main() -> None:
     lora = parser.add_argument_group("without --model")
     lora.add_argument("--method", choices=["concat", "svd"], help="how LoRAs become one (default: concat)")
     lora.add_argument("--new_rank", type=int, metavar="N", help="rank of --method svd")
-    lora.add_argument("--save_format", choices=list(SAVE_FORMATS), help="key layout (default: the first LoRA's)")
+    layouts = choices(SavingConfig, "save_format")
+    lora.add_argument("--save_format", choices=layouts, help="key layout (default: the first LoRA's)")
     lora.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    add_fp8_arguments(parser)
-    options = parser.parse_args()
+    group = parser.add_argument_group("into fp8", "a model that is in fp8 is merged into fp8 of its own kind")
+    group.add_argument(
+        "--rounding",
+        choices=["nearest", "stochastic", "compensated"],
+        help="default: compensated with --dataset_config",
+    )
+    group.add_argument("--correction_rank", type=int, metavar="R", help="also write a LoRA of what rounding lost")
+    group.add_argument(
+        "--survival", action="store_true", help="show what is left of every layer's update, not the worst"
+    )
+    group.add_argument("--accept_loss", action="store_true", help="write although layers keep less than 0.95 of theirs")
+    add_calibration(parser, required=False, model_type=False)
+    return parser
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Do what the command line asks for, and say what became of it."""
+    from library.models.registry import lora_targets
+    from networks.families import language_targets
+
     targets = lora_targets()[options.model_type or "flux"]
     if options.model is not None and options.model_type is None:
-        targets = language_targets(parse_source(options.lora[0]).path) or targets
+        targets = language_targets(lora_source(options.lora[0]).path) or targets
     if goes_into_fp8(options):
-        if targets.own_names:
-            raise UserError(
-                "--save_precision: language models are not merged into fp8; merge in bf16 and load that with fp8_scaled"
-            )
-        if unused := next((name for name in _OF_A_LORA if getattr(options, name)), None):
-            raise UserError(f"--{unused}: has no effect on a merge into fp8; remove it")
-        sources = [parse_source(text) for text in options.lora]
-        merge_to_fp8(options, sources, targets, Console(highlight=False, markup=False))
-        return
-    if options.model is None:
-        print(merge_into_lora(options))
-        return
-    report = merge_into_model(options, targets)
-    for note in report.notes:
-        print(f"note: {note}")
-    template = template_of(parse_source(options.lora[0]).path) if targets.own_names else None
-    if template in JINJA_SOURCES and options.save_to.is_dir():
-        file = write_jinja_template(template, options.save_to)
-        print(f"note: it was taught in the template {template}, which {file} tells other programs")
-    print(f"{options.save_to}: {report.changed} of {report.written} tensors changed by {len(options.lora)} LoRA(s)")
+        merge_into_fp8(options, targets)
+    else:
+        print(merge_into_lora(options) if options.model is None else merge_into_model(options, targets))
+
+
+@exit_on_user_error
+def main() -> None:
+    """Merge from the command line."""
+    merge(parser().parse_args())
 
 
 if __name__ == "__main__":

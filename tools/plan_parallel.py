@@ -29,6 +29,7 @@ from rich.table import Table
 
 from library.config.schema import ParallelConfig
 from library.errors import UserError, exit_on_user_error
+from library.files import write_text
 from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.memory.estimator import (
     RESERVE,
@@ -42,6 +43,7 @@ from library.training.memory.estimator import (
     published_shapes,
     shape_of,
 )
+from tools.command import tool_parser
 
 _TOKEN_SIDE = 16  # pixels of a token's side: 8 of the VAE times 2 of a patch
 
@@ -101,7 +103,7 @@ def table(rows: list[Row], best: Row | None) -> Table:
 
 def arguments() -> argparse.Namespace:
     """Parse and check the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("model", help=f"file, folder or one of {', '.join(published_shapes())}")
     parser.add_argument("--gpu_memory", type=float, required=True, help="GiB of a GPU")
     parser.add_argument("--gpus", type=int, default=1, help="how many there are in all")
@@ -115,56 +117,55 @@ def arguments() -> argparse.Namespace:
         "--train", choices=("lora", "all"), default="lora", help="all: every weight of a language model"
     )
     parser.add_argument("--json", type=Path, help="write the rows there too")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     for name in ("gpu_memory", "gpus", "batch_size", "resolution", "text_tokens", "network_dim"):
-        if getattr(asked, name) <= 0:
-            raise UserError(f"--{name} {getattr(asked, name)}: must be above 0; give another number")
-    within = asked.gpus_per_machine or asked.gpus
-    if asked.gpus % within:
-        raise UserError(f"--gpus {asked.gpus}: not machines of {within}; give a multiple of --gpus_per_machine")
-    return asked
+        if getattr(options, name) <= 0:
+            raise UserError(f"--{name} {getattr(options, name)}: must be above 0; give another number")
+    within = options.gpus_per_machine or options.gpus
+    if options.gpus % within:
+        raise UserError(f"--gpus {options.gpus}: not machines of {within}; give a multiple of --gpus_per_machine")
+    return options
 
 
 @exit_on_user_error
 def main() -> None:
     """Print the table, the recommendation and its settings."""
-    asked = arguments()
-    shape, full = shape_of(asked.model), asked.train == "all"
+    options = arguments()
+    gpus, within = options.gpus, options.gpus_per_machine or options.gpus
+    shape, full = shape_of(options.model), options.train == "all"
     language = shape.name in ("gpt2", "llama")
     if full and not language:
         raise UserError("--train all: Tandem trains LoRAs on image models; leave it out")
-    tokens = asked.tokens or 2048 if language else (asked.resolution // _TOKEN_SIDE) ** 2
+    tokens = options.tokens or 2048 if language else (options.resolution // _TOKEN_SIDE) ** 2
     dtype = torch.float32 if full else torch.bfloat16
-    model = model_memory(shape, tokens, asked.text_tokens, 0 if full else asked.network_dim, dtype)
-    limit = round(asked.gpu_memory * GIB)
-    rows = plan(model, asked.gpus, asked.gpus_per_machine or asked.gpus, limit, full, asked.batch_size)
+    model = model_memory(shape, tokens, options.text_tokens, 0 if full else options.network_dim, dtype)
+    limit = round(options.gpu_memory * GIB)
+    rows = plan(model, gpus, within, limit, full, options.batch_size)
     best = recommended(rows)
     console = Console(markup=False, highlight=False, width=140)
     weights = sum(part.count * part.weights for part in model.parts)
-    seen = f"{tokens} tokens" if language else f"{asked.resolution} x {asked.resolution} pixels"
-    console.print(f"{asked.model}: {weights / 1e9:.2f} billion weights; a batch of {asked.batch_size} at {seen}, AdamW")
+    seen = f"{tokens} tokens" if language else f"{options.resolution} x {options.resolution} pixels"
+    batch = f"a batch of {options.batch_size} at {seen}, AdamW"
+    console.print(f"{options.model}: {weights / 1e9:.2f} billion weights; {batch}")
     console.print(
-        f"GiB of each of {asked.gpus} GPUs; of {asked.gpu_memory:g} GiB 5 % and {RESERVE / GIB:.1f} GiB are left free\n"
+        f"GiB of each of {gpus} GPUs; of {options.gpu_memory:g} GiB 5 % and {RESERVE / GIB:.1f} GiB are free\n"
     )
     console.print(table(rows, best))
-    if asked.json is not None:
-        from library.files import write_text
-
+    if options.json is not None:
         found = [
             {"layout": r.layout.model_dump(), **asdict(r.options), **asdict(r.parts), "fits": r.fits} for r in rows
         ]
-        write_text(asked.json, json.dumps(found, indent=1))
+        write_text(options.json, json.dumps(found, indent=1))
     if best is None:
         least = min(rows, key=lambda row: row.parts.total)
         needed = f"{describe(least.layout)} with {least.options.describe()} needs {least.parts.total / GIB:.1f} GiB"
         raise UserError(f"nothing fits: {needed}; lower --resolution, --tokens or --batch_size, or take more GPUs")
     lines = list(settings(best)) or ["# nothing to set"]
     script = "train_llm.py" if full else "train_lora.py"
-    within = asked.gpus_per_machine or asked.gpus
-    nodes = f"--nnodes {asked.gpus // within} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
-    start = f"torchrun {nodes if asked.gpus > within else ''}--nproc-per-node {within}"
+    nodes = f"--nnodes {gpus // within} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    start = f"torchrun {nodes if gpus > within else ''}--nproc-per-node {within}"
     console.print("\n" + "\n".join(lines))
-    console.print(f"{start if asked.gpus > 1 else 'python'} {script} --config_file ...")
+    console.print(f"{start if gpus > 1 else 'python'} {script} --config_file ...")
 
 
 if __name__ == "__main__":

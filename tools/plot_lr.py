@@ -7,28 +7,29 @@ Reads each run's ``metrics.jsonl``; writes a PNG and an SVG. Works while the run
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import exit_on_user_error
-from library.training.report.plots import plot_runs
+from tools.command import tool_parser
 
 
 @exit_on_user_error
 def main() -> None:
-    """Read the command line, draw, print where the pictures are."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    """Read the command line, draw, print where the plots are."""
+    parser = tool_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="output folders (or metrics.jsonl files)")
     parser.add_argument(
-        "--save_to", type=Path, help="picture, written as .png and as .svg; default: lr.png in the first run's folder"
+        "--save_to", type=Path, help="plot, written as .png and as .svg; default: lr.png in the first run's folder"
     )
     parser.add_argument(
         "--log", choices=("auto", "on", "off"), default="auto", help="logarithmic axes; auto: beyond a decade"
     )
     arguments = parser.parse_args()
+    from library.training.report.plots import plot_runs
+
     first: Path = arguments.runs[0]
     save_to = arguments.save_to or (first if first.is_dir() else first.parent) / "lr.png"
     for path in plot_runs(arguments.runs, save_to, arguments.log):

@@ -8,7 +8,7 @@
 
 The reference is ``--model`` with the LoRA beside it, as it was trained. The deployment is described by the other flags;
 each of them is one cause, and each is also looked at alone. Both run on the same images, noise, noise levels and masks.
-``report.html`` holds words, pictures and tables, ``report.json`` every figure.
+``report.html`` holds words, images and tables, ``report.json`` every figure.
 """
 
 from __future__ import annotations
@@ -23,32 +23,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from rich.console import Console
 
-import tools.calibration_flags as flags
-from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
-from library.config.schema import ModelConfig
+from library.config.model_types import IMAGE_MODELS
 from library.errors import UserError, exit_on_user_error
-from library.training.calibration import CalibrationOptions
-from tools.generate import read_loras
-from tools.merge_lora import parse_source
-from tools.report.deployments import Models, Variant, parse_deployment
-from tools.report.fixes import FIXES, FixOptions, fix_table, recommend, recommendation, try_fixes
-from tools.report.measure import Asked, measure
-from tools.report.page import verdict_lines, write_report
-from tools.report.result import Fix
+from library.training.fidelity.calibration import CalibrationOptions
+from library.training.fidelity.deployments import Models, Variant, parse_deployment
+from library.training.fidelity.fixes import FIXES, FixOptions, fix_table, recommend, recommendation, try_fixes
+from library.training.fidelity.page import verdict_lines, write_report
+from library.training.fidelity.report import Fix, ReportRequest, measure
+from library.training.sampling.generate import read_loras
+from tools.command import add_model_parts, device_and_dtype, lora_source, model_config, tool_parser
+from train_lora import train
 
 _LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top = tool_parser(__doc__)
     model = top.add_argument_group("the reference")
     model.add_argument("--model", required=True, help="bf16 model: diffusers folder, or transformer file")
-    model.add_argument("--model_type", choices=list(IMAGE_MODELS), default="flux", help="architecture family")
-    for name in MODEL_FILE_KEYS:
-        model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
+    model.add_argument("--model_type", choices=IMAGE_MODELS, default="flux", help="architecture family")
+    add_model_parts(model)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRAs, of any layout")
-    model.add_argument("--mixed_precision", choices=list(flags.DTYPES), help="default: bf16 on a GPU, no on a CPU")
+    model.add_argument("--mixed_precision", choices=["no", "bf16"], help="default: bf16 on a GPU, no on a CPU")
     deployment = top.add_argument_group("the deployment, a cause a flag")
     deployment.add_argument("--deploy", required=True, metavar="FILE|RECIPE", help="fp8 model, or cast, tensor, row, "
                             "block64, block128; :e5m2 and +all may follow")  # fmt: skip
@@ -63,16 +60,16 @@ def parser() -> argparse.ArgumentParser:
     for name in ("timestep", "positions"):
         deployment.add_argument(f"--{name}", choices=list(_LOW), default="fp32", help=f"dtype of {name}")
     deployment.add_argument("--paste", choices=["steps", "end"], help="known region put back each step, or at the end")
-    probe = top.add_argument_group("what they run on")
-    probe.add_argument("--dataset_config", required=True, metavar="TOML", help="dataset as in training")
-    probe.add_argument("--images", type=int, default=8, help="images (default: %(default)s)")
-    probe.add_argument("--sigmas", type=float, nargs="+", default=[0.95, 0.75, 0.5, 0.25], help="noise levels")
-    probe.add_argument("--steps", type=int, default=12, help="of a sampling run; 0 for none (default: %(default)s)")
-    probe.add_argument("--guidance_scale", type=float, default=3.5, help="guidance input (default: %(default)s)")
-    probe.add_argument("--seed", type=int, default=0, help="chooses images and noise (default: %(default)s)")
-    probe.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
-    probe.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
-    probe.add_argument("--no_benefits", action="store_true", help="skip measuring each layer's return to bf16")
+    eval_set = top.add_argument_group("what they run on")
+    eval_set.add_argument("--dataset_config", required=True, metavar="TOML", help="dataset as in training")
+    eval_set.add_argument("--images", type=int, default=8, help="images (default: %(default)s)")
+    eval_set.add_argument("--sigmas", type=float, nargs="+", default=[0.95, 0.75, 0.5, 0.25], help="noise levels")
+    eval_set.add_argument("--steps", type=int, default=12, help="of a sampling run; 0 for none (default: %(default)s)")
+    eval_set.add_argument("--guidance_scale", type=float, default=3.5, help="guidance input (default: %(default)s)")
+    eval_set.add_argument("--seed", type=int, default=0, help="chooses images and noise (default: %(default)s)")
+    eval_set.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
+    eval_set.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
+    eval_set.add_argument("--no_benefits", action="store_true", help="skip measuring each layer's return to bf16")
     fix = top.add_argument_group("fixes")
     fix.add_argument("--fix", nargs="*", choices=FIXES, metavar="NAME",
                      help=f"try fixes and name the cheapest that does; all, or some of {', '.join(FIXES)}")  # fmt: skip
@@ -86,11 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def variant_of(options: argparse.Namespace) -> Variant:
-    """Return the deployment that the command line describes.
-
-    Raises:
-        UserError: flags that exclude each other.
-    """
+    """Return the deployment that the command line describes."""
     merge = None if options.deploy_lora == "beside" else options.deploy_lora
     if merge and options.deploy_merged:
         raise UserError("--deploy_lora: the LoRA is in the file already (--deploy_merged); remove one of the two")
@@ -112,28 +105,20 @@ def variant_of(options: argparse.Namespace) -> Variant:
 
 
 def _check_fix(options: argparse.Namespace) -> None:
-    """Refuse what fixes cannot be tried on.
-
-    Raises:
-        UserError: several LoRAs or one at another strength, one inside the deployed file, or no sampling run.
-    """
+    """Refuse what fixes cannot be tried on."""
     join = "write it into one file first: tools/merge_lora.py --lora a.safetensors:0.8 --save_to one.safetensors"
-    if len(options.lora) != 1 or parse_source(options.lora[0]).ratio != 1.0:
+    if len(options.lora) != 1 or lora_source(options.lora[0]).ratio != 1.0:
         raise UserError(f"--fix: refits one LoRA at strength 1; {join}")
     if options.deploy_merged:
         raise UserError(
             "--fix: refits a LoRA beside the weights, and --deploy_merged has it inside; deploy the fp8 base"
         )
     if not options.steps:
-        raise UserError("--fix: judges by finished pictures; give --steps 4 or more")
+        raise UserError("--fix: judges by finished images; give --steps 4 or more")
 
 
 def _note_text(models: Models, console: Console) -> None:
-    """Say that the text encoders' part of a LoRA is left out.
-
-    Raises:
-        UserError: there is no other part.
-    """
+    """Say that the text encoders' part of a LoRA is left out."""
     text = [name for name in models.loras if name != models.targets.file_prefix]
     if text and not models.transformer_lora:
         raise UserError(f"--lora: has layers of {' and '.join(text)} only, and the report is about the transformer")
@@ -143,24 +128,6 @@ def _note_text(models: Models, console: Console) -> None:
         )
 
 
-def fix_options(options: argparse.Namespace, calibration: CalibrationOptions) -> FixOptions:
-    """Return what the fixes need of the command line; ``calibration`` is what the report is measured on."""
-    parts = [(name, value) for name in MODEL_FILE_KEYS if (value := getattr(options, name)) is not None]
-    dataset = options.fix_dataset_config or calibration.dataset_config
-    return FixOptions(
-        folder=options.save_to / "fixes",
-        lora=parse_source(options.lora[0]).path,
-        base=options.model,
-        deploy=options.deploy,
-        model_flags=[word for name, value in parts for word in (f"--{name}", value)],
-        calibration=replace(calibration, dataset_config=dataset, images=options.fix_images or calibration.images),
-        mixed_precision=options.mixed_precision,
-        minutes=options.fix_minutes,
-        target=options.fix_target,
-        names=tuple(options.fix or FIXES),
-    )
-
-
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, measure, write the report."""
@@ -168,9 +135,9 @@ def main() -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 120)
     variant = variant_of(options)
     deployed = parse_deployment(options.deploy, options.deploy_merged)
-    device, dtype = flags.device_and_dtype(options)
-    models = Models(flags.model_config(options, options.model), deployed, {}, dtype, device)
-    models.loras = read_loras([parse_source(text) for text in options.lora], models.family, console)
+    device, dtype = device_and_dtype(options.mixed_precision)
+    models = Models(model_config(options, options.model), deployed, {}, dtype, device)
+    models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
     _note_text(models, console)
     calibration = CalibrationOptions(
         options.dataset_config,
@@ -181,16 +148,26 @@ def main() -> None:
         masked_loss=options.masked_loss,
         cache_directory=options.cache_directory,
     )
-    asked = Asked(variant, calibration, options.steps, not options.no_benefits)
+    request = ReportRequest(variant, calibration, options.steps, not options.no_benefits)
     if options.fix is not None:
         _check_fix(options)
     if options.steps < 0:
         raise UserError(f"--steps {options.steps}: is negative; give 0 for no sampling run, or 4 and more")
-    report = measure(models, asked, console)
+    report = measure(models, request, console)
     fixes: list[Fix] = []
     if options.fix is not None:
-        wanted = fix_options(options, calibration)
-        fixes = try_fixes(models, asked, report.probe, report.reference, report.layers, wanted, console)
+        dataset = options.fix_dataset_config or options.dataset_config
+        wanted = FixOptions(
+            folder=options.save_to / "fixes",
+            lora=lora_source(options.lora[0]).path,
+            calibration=replace(calibration, dataset_config=dataset, images=options.fix_images or options.images),
+            train=train,
+            mixed_precision=options.mixed_precision,
+            minutes=options.fix_minutes,
+            target=options.fix_target,
+            names=tuple(options.fix or FIXES),
+        )
+        fixes = try_fixes(models, request, report.eval_set, report.reference, report.layers, wanted, console)
     best = recommend(fixes, report.full, options.fix_target) if fixes else None
     paths = write_report(report, options.save_to, fixes, best)
     console.print("\n".join(verdict_lines(report)))

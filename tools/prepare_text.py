@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -38,6 +37,7 @@ from library.errors import UserError, exit_on_user_error
 from library.llm.documents import find_files, load_by_name, read_dataset, read_documents
 from library.llm.token_batches import INDEX, Split, SplitIndex, write_corpus
 from library.llm.tokenizers import load_tokenizer, train_bpe
+from tools.command import tool_console, tool_parser
 
 
 class Source(NamedTuple):
@@ -48,11 +48,7 @@ class Source(NamedTuple):
 
 
 def sources(options: argparse.Namespace) -> list[Source]:
-    """Return what the command line names.
-
-    Raises:
-        UserError: neither or both of files and a dataset are named; see ``find_files`` and ``load_by_name``.
-    """
+    """Return what the command line names."""
     if bool(options.texts) == bool(options.hf_dataset):
         raise UserError("give either files and folders, or --hf_dataset NAME")
     if not options.hf_dataset:
@@ -70,11 +66,7 @@ def sources(options: argparse.Namespace) -> list[Source]:
 
 
 def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
-    """Tokenise what the command line names; return what was written.
-
-    Raises:
-        UserError: see :func:`sources`, ``read_documents`` and ``write_corpus``; the folder holds a corpus already.
-    """
+    """Tokenise what the command line names; return what was written."""
     given = sources(options)
     folder: Path = options.save_to
     if (folder / INDEX).exists() and not options.overwrite:
@@ -83,7 +75,7 @@ def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
         raise UserError(f"--validation_share: {options.validation_share:g} is no share; give 0 to 1, such as 0.01")
     for old in [folder / INDEX, *folder.glob("train_*.*"), *folder.glob("validation_*.*")]:
         old.unlink(missing_ok=True)
-    console = Console(markup=False, highlight=False)
+    console = tool_console()
 
     def documents() -> Iterator[str]:
         for source in given:
@@ -119,8 +111,7 @@ def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = tool_parser(__doc__)
     parser.add_argument("texts", nargs="*", metavar="PATH", help="files and folders")
     parser.add_argument(
         "--hf_dataset", nargs="+", metavar="NAME", help="a Hugging Face dataset [and its configuration]"

@@ -2,8 +2,7 @@
 
     python tools/quantize_model.py --model flux1-dev.safetensors --save_to flux1-dev-fp8.safetensors
     python tools/quantize_model.py --model FLUX.1-dev --save_to FLUX.1-dev-fp8 --layout plain     # a diffusers folder
-    python tools/quantize_model.py --model qwen.safetensors --save_to q.safetensors --layout musubi
-    --granularity row
+    python tools/quantize_model.py --model qwen.safetensors --save_to q.safetensors --layout musubi --granularity row
 
 With --dataset_config and --compensated weights are rounded so that outputs on your images change least; with
 --budget_mb those that contribute most to the error of the model stay in bf16.
@@ -15,7 +14,6 @@ scales: anything that loads fp8). See docs/precision.md for what each costs in a
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 from typing import get_args
@@ -23,23 +21,18 @@ from typing import get_args
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
-from rich.progress import Progress
 
 from library.errors import UserError, exit_on_user_error
-from library.files import atomic_path
-from library.precision.checkpoint_layouts import LayoutKind, WeightFiles
-from library.precision.checkpoint_writing import WrittenFp8, default_granularity, write_fp8_checkpoint
+from library.precision.checkpoint_layouts import LayoutKind
+from library.precision.checkpoint_writing import WrittenFp8, default_granularity
 from library.precision.quantize import FORMATS, GRANULARITIES, format_named
 from library.precision.recipe import KINDS, Fp8Recipe
-from library.safetensors_io import weight_files
-from tools.calibrated_quantising import add_calibrated_arguments, calibrated
-
-_FILE_IN_FOLDER = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
+from tools.command import add_calibration, calibration_plan, tool_console, tool_parser
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return the parsed command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = tool_parser(__doc__)
     parser.add_argument(
         "--model", required=True, type=Path, help="a .safetensors file, a model folder or a pipeline folder"
     )
@@ -60,29 +53,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="let ComfyUI multiply in fp8 (rounds activations; not what training saw)",
     )
-    add_calibrated_arguments(parser)
+    group = parser.add_argument_group("by activations")
+    group.add_argument("--compensated", action="store_true", help="round so that outputs change least (GPTQ)")
+    group.add_argument("--budget_mb", type=float, metavar="MB", help="keep in bf16 what helps most for so many MiB")
+    add_calibration(parser, required=False, model_type=True, seed=False)
     return parser.parse_args(arguments)
 
 
 def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
-    """Write the fp8 model that ``options`` ask for.
+    """Write the fp8 model that ``options`` ask for."""
+    from library.training.fidelity.quantize import Calibrated, quantize_checkpoint
 
-    Raises:
-        UserError: see ``write_fp8_checkpoint``; or ``--save_to`` does not suit ``--model``.
-    """
-    model: Path = options.model.expanduser()
-    if (model / "model_index.json").is_file():
-        if not (model / "transformer").is_dir():
-            raise UserError(
-                f"{model}: a pipeline without a transformer folder; give the folder of the model to quantise"
-            )
-        model = model / "transformer"
-    target: Path = options.save_to.expanduser()
-    folder = target.suffix != ".safetensors"
-    if folder:
-        target = _file_in_folder(model, target)
-    if target.resolve() in {file.resolve() for file in weight_files(model)}:
-        raise UserError(f"--save_to {target}: is the model itself; choose another place")
+    by_activations = options.compensated or options.budget_mb is not None
+    if by_activations != bool(options.dataset_config):
+        raise UserError(
+            "--dataset_config goes with --compensated or --budget_mb, and they with it; give both or neither"
+        )
+    if options.compensated and options.rounding == "stochastic":
+        raise UserError("--compensated and --rounding stochastic are two ways of rounding; choose one")
+    if options.budget_mb is not None and options.budget_mb <= 0:
+        raise UserError(f"--budget_mb {options.budget_mb:g}: must be more than 0")
     recipe = Fp8Recipe(
         granularity=options.granularity or default_granularity(options.layout),
         fp8=format_named(options.format),
@@ -91,41 +81,18 @@ def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
     )
-    with (
-        calibrated(options, options.layout, recipe, console) as (rounded, recipe),
-        Progress(transient=True) as progress,
-    ):
-        task = progress.add_task("quantising", total=None)
-        written = write_fp8_checkpoint(
-            WeightFiles(options.model, weight_files(model)),
-            target,
-            options.layout,
-            recipe,
-            fp8_matmul=options.fp8_matmul,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-            merge=rounded,
-        )
-    if folder:
-        with atomic_path(target.parent / "config.json") as temporary:
-            shutil.copyfile(model / "config.json", temporary)
-    return written
-
-
-def _file_in_folder(model: Path, folder: Path) -> Path:
-    """Return where the weights lie in ``folder``, named as the library that reads the model wants them."""
-    if not (model / "config.json").is_file():
-        raise UserError(
-            f"--save_to {folder}: {model} is a file, so the result is one; give a name that ends in .safetensors"
-        )
-    diffusers = '"_class_name"' in (model / "config.json").read_text(encoding="utf-8")
-    return folder / _FILE_IN_FOLDER["diffusers" if diffusers else "transformers"]
+    calibrated = None
+    if by_activations:
+        calibrated = Calibrated(calibration_plan(options, options.model), options.compensated, options.budget_mb)
+    return quantize_checkpoint(
+        options.model, options.save_to, options.layout, recipe, console, calibrated, options.fp8_matmul
+    )
 
 
 @exit_on_user_error
 def main() -> None:
-    """Read the command line, quantise, say what was written."""
-    options = parse(sys.argv[1:])
-    print(quantize(options, Console(highlight=False, markup=False)).describe())
+    """Quantise from the command line; say what was written."""
+    print(quantize(parse(sys.argv[1:]), tool_console()).describe())
 
 
 if __name__ == "__main__":

@@ -19,24 +19,25 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from networks.families import targets_of_files
-from networks.files.adapters import load_lora
-from networks.merging.low_rank import RANK_RULES, ResizedLayer, resize_lora
-from tools.lora_output import add_output_arguments, check_output, widest_precision, write_lora
+from tools.command import add_lora_output, check_lora_output, tool_parser
+
+if TYPE_CHECKING:
+    from networks.merging.low_rank import ResizedLayer
 
 
 def resize(options: argparse.Namespace) -> list[ResizedLayer]:
-    """Write the LoRA that the command line asks for; return what became of its layers.
+    """Write the LoRA that the command line asks for; return what became of its layers."""
+    from networks.families import targets_of_files
+    from networks.files.adapters import load_lora, save_derived_lora, widest_precision
+    from networks.merging.low_rank import resize_lora
 
-    Raises:
-        UserError: the flags say no rank or contradict each other, or the file cannot be read.
-    """
     check_flags(options)
-    check_output(options.save_to, options.overwrite)
+    check_lora_output(options.save_to, options.overwrite)
     targets = targets_of_files([options.model], options.model_type)
     source = load_lora(options.model, targets)
     weights, layers = resize_lora(
@@ -47,16 +48,12 @@ def resize(options: argparse.Namespace) -> list[ResizedLayer]:
         how = f"{options.dynamic_method} {options.dynamic_param:g}"
     precision = options.save_precision or widest_precision(source.weights)
     save_format = options.save_format or source.layout
-    write_lora(options.save_to, weights, targets, save_format, precision, source.metadata, f"resized by {how}")
+    save_derived_lora(options.save_to, weights, targets, save_format, precision, source.metadata, f"resized by {how}")
     return layers
 
 
 def check_flags(options: argparse.Namespace) -> None:
-    """Refuse flags that say no rank, or a parameter that its method has no meaning for.
-
-    Raises:
-        UserError: with the reason.
-    """
+    """Refuse flags that say no rank, or a parameter that its method has no meaning for."""
     method, parameter = options.dynamic_method, options.dynamic_param
     if options.new_rank is not None and options.new_rank < 1:
         raise UserError(f"--new_rank {options.new_rank}: must be at least 1")
@@ -73,13 +70,15 @@ def check_flags(options: argparse.Namespace) -> None:
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, resize, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from networks.merging.low_rank import RANK_RULES
+
+    parser = tool_parser(__doc__)
     parser.add_argument("--model", required=True, type=Path, help="the LoRA")
     parser.add_argument("--new_rank", type=int, metavar="N", help="rank; with --dynamic_method the largest one")
     parser.add_argument("--dynamic_method", choices=RANK_RULES, help="choose a rank for each layer")
     parser.add_argument("--dynamic_param", type=float, metavar="X", help="of --dynamic_method")
     parser.add_argument("--verbose", action="store_true", help="show every layer")
-    add_output_arguments(parser)
+    add_lora_output(parser)
     options = parser.parse_args()
     layers = resize(options)
     for layer in layers if options.verbose else ():

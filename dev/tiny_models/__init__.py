@@ -1,12 +1,10 @@
-"""What `dev/make_tiny_models.py` is made of: painted pictures in, a small trained FLUX pipeline out.
+"""What `dev/make_tiny_models.py` is made of: painted images in, a small trained FLUX pipeline out.
 
 Read in the order in which the data goes:
-    painting, outdoors, scenes      shapes on a canvas; a caption and its picture
-    mascot, textures                the demo's subject; the pictures that only the VAE sees
-    vocabulary, architecture        tokenizers; the pipeline's parts, untrained
-    vae_training                    pictures → autoencoder
-    latent_pool                     scenes → latents and token ids
-    text_to_image, dit_training     transformer and text encoders as one module; flow matching, distillation
-    sample_sheet, pipeline_folder   what a person looks at; what FluxPipeline loads
-    run_state                       averaged weights, resumable states, progress
+    painting, scenes    shapes on a canvas; a caption and its image, and the demo's subject
+    latent_pool         tokenizers; scenes → latents and token ids
+    transformer         the pipeline's parts, as one module; what FluxPipeline loads, what a person looks at
+    training            images → autoencoder; flow matching, distillation
+    fill                regions to fill; the fill model's data and training
+    run_state           averaged weights, resumable states, progress
 """

@@ -80,7 +80,7 @@ def paint_and_encode(vae: AutoencoderKL, count: int, seed: int, path: Path) -> N
         latents, texts = [], []
         for _ in range(number):
             scenes = [random_scene(rng, height, width) for _ in range(ENCODER_BATCH)]
-            latents.append(encode_prompt_images(vae, np.stack([scene.picture for scene in scenes])))
+            latents.append(encode_images(vae, np.stack([scene.picture for scene in scenes])))
             texts += [scene.caption for scene in scenes]
             progress.report(done, {})
             done += 1
@@ -90,7 +90,7 @@ def paint_and_encode(vae: AutoencoderKL, count: int, seed: int, path: Path) -> N
 
 
 @torch.no_grad()
-def encode_prompt_images(vae: AutoencoderKL, pictures: np.ndarray) -> torch.Tensor:
+def encode_images(vae: AutoencoderKL, pictures: np.ndarray) -> torch.Tensor:
     """[N, H, W, 3] in 0..1 to normalised latent means [N, 16, H/8, W/8] in bf16."""
     pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2) * 2 - 1
     with torch.autocast("cpu", torch.bfloat16):

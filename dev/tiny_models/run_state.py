@@ -32,6 +32,28 @@ class AveragedWeights:
         self.updates, self.shadow = state["updates"], state["shadow"]
 
 
+class RunState:
+    """What a stage trains: the model, its average, its optimizers; on disk all that a resumed run needs."""
+
+    def __init__(self, model: torch.nn.Module, decay: float, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.model, self.optimizers = model, optimizers
+        self.average = AveragedWeights(model, decay)
+
+    def restore(self, path: Path) -> int:
+        """Load a saved state; return the step to go on from."""
+        state = load_state(path)
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return state["step"]
+
+    def save(self, path: Path, step: int, **more: object) -> None:
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = {"model": self.model.state_dict(), "average": self.average.state_dict(), "optimizers": optimizers}
+        save_state(path, state | {"step": step} | more)
+
+
 def save_state(path: Path, state: dict) -> None:
     """Write under a temporary name, then rename: a state on disk is always a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,15 @@ from library.precision.quantize import FORMATS, Granularity, Quantized, dequanti
 from library.safetensors_io import RowRange, TensorEntry, read_entries, read_rows, read_tensor, weight_files
 
 LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "musubi"]
+# --save_precision of a merge into fp8 -> layout and granularity that a bf16 model gets
+FP8_PRECISIONS: dict[str, tuple[LayoutKind, Granularity]] = {
+    "fp8": ("plain", "cast"),
+    "fp8_scaled": ("comfy_scaled", "tensor"),
+    "fp8_comfy_quant": ("comfy_quant", "tensor"),
+    "fp8_row": ("musubi", "row"),
+    "fp8_block64": ("musubi", "block64"),
+    "fp8_block128": ("musubi", "block128"),
+}
 
 _FP8 = {fp8.safetensors_name: fp8 for fp8 in FORMATS}
 _COMFY_FORMATS = {f"float8_{fp8.name}": fp8 for fp8 in FORMATS}

@@ -29,6 +29,7 @@ named in the error: an adapter that is loaded in part is a wrong adapter. Whoeve
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,6 +199,43 @@ def save_adapter(
     if save_format == "peft":
         path = save_peft_config(path, weights, targets, strings)
     write_safetensors(path, tensors, strings | hash_metadata(tensors, strings))
+
+
+def save_derived_lora(
+    save_to: Path,
+    weights: Mapping[str, LoraWeights],
+    targets: LoraTargets,
+    layout: str,
+    precision: str,
+    metadata: Mapping[str, str],
+    comment: str,
+) -> None:
+    """Save a LoRA that was made from others, its metadata brought up to date.
+
+    Args:
+        save_to, weights, targets, precision: as of :func:`save_adapter`.
+        layout: one of ``SAVE_FORMATS``; another (a source's "peft", "bare") becomes diffusers, or of a language model
+            peft.
+        metadata: of the source, or made for this file.
+        comment: put before the training comment, as sd-scripts' tools do.
+    """
+    strings = {key: value for key, value in metadata.items() if key != ADAPTER_METADATA_KEY}
+    ranks = Counter(module.rank for module in weights.values())
+    alphas = Counter(module.alpha for module in weights.values())
+    strings["ss_network_dim"] = str(next(iter(ranks))) if len(ranks) == 1 else "Dynamic"
+    strings["ss_network_alpha"] = f"{next(iter(alphas)):g}" if len(alphas) == 1 else "Dynamic"
+    before = strings.get("ss_training_comment", "None")
+    strings["ss_training_comment"] = comment if before in ("", "None") else f"{comment}; {before}"
+    if layout not in SAVE_FORMATS:
+        layout = "peft" if targets.own_names else "diffusers"
+    save_adapter(save_to, weights, targets, layout, precision, strings)
+
+
+def widest_precision(weights: Mapping[str, LoraWeights]) -> str:
+    """Return the precision that holds every tensor: their common 16-bit dtype, else fp32."""
+    dtypes = {tensor.dtype for module in weights.values() for tensor in (module.down, module.up)}
+    names = {dtype: name for name, dtype in PRECISIONS.items()}
+    return names.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
 
 
 def check_save_format(kind: str, save_format: str) -> None:

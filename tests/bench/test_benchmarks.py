@@ -13,7 +13,7 @@ import torch
 import bench.gpu as gpu
 import bench.train_step as train_step
 from bench.families import FAMILIES, Sizes
-from bench.gpu_cases import GpuCase, cases
+from bench.gpu import GpuCase, cases
 from bench.measure import measure_memory, measure_time, write_report
 from library.errors import UserError
 from library.precision.fp8_linear import Fp8Linear

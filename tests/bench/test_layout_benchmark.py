@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import bench.gpu as gpu
-from bench.families import FAMILIES
-from bench.gpu_cases import GpuCase, sizes_of
-from bench.gpu_layouts import LAYOUTS, Images, layouts_for, measure_layout
-from bench.lora_step import target_of
+from bench.families import FAMILIES, target_of
+from bench.gpu import LAYOUTS, GpuCase, Images, layouts_for, measure_layout, sizes_of
 
 CPU = torch.device("cpu")
 

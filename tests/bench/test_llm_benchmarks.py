@@ -9,9 +9,7 @@ import torch
 
 import bench.gpu as gpu
 import bench.gpu_llm as gpu_llm
-from bench.llm_generate import Generator
-from bench.llm_peers import SIZES, Textbook, build
-from bench.llm_train import WHO, LMStepper
+from bench.llm_train import SIZES, WHO, Generator, LMStepper, Textbook, build
 from library.models.llm.model import TransformerLM
 
 

@@ -12,8 +12,7 @@ from PIL import Image
 
 import bench.scaling as scaling
 from bench.scaling import QUICK
-from bench.startup import InstantImages, start
-from bench.synthetic_cache import write_cached_dataset
+from bench.startup import InstantImages, start, write_cached_dataset
 from library.data.cache import readable_files
 from tests.processes import run_command
 from tests.runs import ROOT

@@ -40,7 +40,7 @@ SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_
 
 # configs that swap more blocks than a tiny model has otherwise
 DEEP = {"flux_lora_16gb": "deep_flux", "flux_lora_12gb": "deep_flux", "qwen_image_lora_24gb": "deep_qwen"}
-CALIBRATED = ("tools/retarget_lora.py", "tools/merge_lora.py", "tools/quantize_model.py")
+CALIBRATED = ("tools/refit_lora.py", "tools/merge_lora.py", "tools/quantize_model.py")
 
 
 def blocks(page: str, language: str) -> list[str]:

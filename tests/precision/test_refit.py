@@ -65,7 +65,7 @@ def refit(layer: Layer, granularity: Granularity, **options: object) -> tuple[ob
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_a_retargeted_lora_takes_a_third_of_the_error_off_every_format(granularity: Granularity) -> None:
+def test_a_refitted_lora_takes_a_third_of_the_error_off_every_format(granularity: Granularity) -> None:
     for seed in (0, 1):
         layer = make_layer(seed=seed)
         done, served, wanted = refit(layer, granularity)

@@ -1,4 +1,4 @@
-"""``tools/chat.py`` in a terminal and in a pipe, and the shelf that models and LoRAs stand on."""
+"""``tools/chat.py`` in a terminal and in a pipe, and the registry that models and LoRAs stand on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from library.training.tasks.chat_lora import put_lora_on
 from tests.forked import run_script
 from tests.llm.talkers import PAIRS, write_chat_model, write_lora, write_story_model
 from tools.chat import chat, parser
-from tools.chatting.commands import run_command
-from tools.chatting.session import Session
-from tools.chatting.shelf import Loading, ModelRegistry, find_loras, find_models
+from tools.chatting.session import Loading, ModelRegistry, Session, find_loras, find_models
+from tools.chatting.terminal import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingSettings(max_new_tokens=24, temperature=0)
@@ -178,7 +177,7 @@ def test_steering_characters_of_a_model_do_not_reach_the_terminal() -> None:
 def test_a_lora_comes_and_goes_without_loading_the_base_again(models: Path, loras: Path) -> None:
     talk = session(models, loras=find_loras([], loras))
     talk.choose("chat", None)
-    base, plain = talk.shelf.model, say(talk, "what is RoPE?")
+    base, plain = talk.registry.model, say(talk, "what is RoPE?")
     weight = base.embedding.weight.data_ptr()
     said = {}
     for name in ("first", "second"):
@@ -195,7 +194,7 @@ def test_a_lora_comes_and_goes_without_loading_the_base_again(models: Path, lora
     run_command(talk, "lora", "none")
     talk.conversation.reset()
     assert say(talk, "what is RoPE?") == plain
-    assert talk.shelf.model is base
+    assert talk.registry.model is base
     assert base.embedding.weight.data_ptr() == weight
 
 
@@ -253,14 +252,14 @@ def test_a_lora_that_does_not_fit_leaves_everything_as_it_was(models: Path, lora
     assert (talk.model_name, talk.lora_name) == ("chat", "first")
 
 
-def test_sessions_share_a_shelf_and_do_not_mix(models: Path) -> None:
+def test_sessions_share_a_registry_and_do_not_mix(models: Path) -> None:
     mine, alone = session(models), session(models)
     yours = mine.begin_another()
     mine.choose("chat", None)
     for talk in (yours, alone):
         talk.choose("story", None)
     for question in ("hello", "say it in Greek"):
-        assert say(mine, question) == dict(PAIRS)[question]  # the shelf goes to and fro
+        assert say(mine, question) == dict(PAIRS)[question]  # the registry goes to and fro
         assert say(yours, "the cat") == say(alone, "the cat")
     assert [len(talk.conversation.turns) for talk in (mine, yours, alone)] == [2, 2, 2]
     assert mine.conversation.stats is not None

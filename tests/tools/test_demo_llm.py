@@ -14,7 +14,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 import tools.demo_llm as demo_llm
-from tools.demo_stories import story
+from tools.demo_llm import story
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--context", "64", "--sample_tokens", "4", "--validation_tokens", "512", "--validate_every_n_steps", "2"]

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 import dev.draw_precision_figures as draw_precision_figures
-import dev.figures.numbers as numbers
-from dev.figures.numbers import heavy_tailed_weight, update_without_direction
+import dev.precision_numbers as numbers
+from dev.precision_numbers import heavy_tailed_weight, update_without_direction
 
 
 def e4m3fn_grid() -> np.ndarray:

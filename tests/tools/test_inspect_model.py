@@ -17,8 +17,7 @@ from networks.files.adapters import save_adapter
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.test_adapter_files import trained
 from tests.tiny import tiny_flux_pipeline, tiny_flux_transformer
-from tools.inspect_model import main
-from tools.inspection.tables import number, size, sparkline
+from tools.inspect_model import main, number, size, sparkline
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -150,7 +149,7 @@ def test_mistakes_are_one_line(
     assert error(monkeypatch, capsys, "nowhere") == "error: nowhere: no such file or folder; check the path\n"
     model = tmp_path / "m.safetensors"
     save_file({"a.weight": torch.zeros(2, 2)}, model)
-    assert "only a LoRA has a picture" in error(monkeypatch, capsys, model, "--save_to", tmp_path / "x.png")
+    assert "only a LoRA is plotted" in error(monkeypatch, capsys, model, "--save_to", tmp_path / "x.png")
 
 
 def test_another_kind_than_lora_is_shown_in_two_lines(

@@ -26,7 +26,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     pytest.importorskip("lm_eval")
     from lm_eval.models.huggingface import HFLM
 
-    from tools.evaluation.lm_harness import HarnessModel
+    from library.llm.lm_harness import HarnessModel
 
     folder = tmp_path_factory.mktemp("harness")
     tokenizer = train_bpe([TEXT], 290)
@@ -87,7 +87,7 @@ def test_settings_that_are_not_known_are_refused(sides: tuple[Any, Any]) -> None
 
 def test_tasks_that_cannot_be_had_are_named(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    from tools.evaluation.lm_harness import find_tasks
+    from library.llm.lm_harness import find_tasks
 
     with pytest.raises(UserError, match="no task 'hellaswga'; did you mean 'hellaswag'"):
         find_tasks(["hellaswga"], None)

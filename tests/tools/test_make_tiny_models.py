@@ -14,12 +14,11 @@ from PIL import Image
 
 import dev.tiny_models.transformer as text_to_image
 from dev.make_tiny_models import SMOKE, main, vocabularies
-from dev.tiny_models.dit_training import flow_target, train_transformer
 from dev.tiny_models.latent_pool import Captions, build_clip_tokenizer, build_t5_tokenizer, tokenize
-from dev.tiny_models.mascot import TRIGGER
 from dev.tiny_models.painting import COLOURS, SHAPES, coverage
 from dev.tiny_models.run_state import load_state
-from dev.tiny_models.scenes import Item, Scene, random_scene, scene_words
+from dev.tiny_models.scenes import TRIGGER, Item, Scene, random_scene, scene_words
+from dev.tiny_models.training import flow_target, train_transformer
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TINY_FLUX, DEMO = ASSETS / "tiny-flux", ASSETS / "demo_dataset"

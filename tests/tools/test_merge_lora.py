@@ -16,7 +16,7 @@ from networks.files.weights import LoraWeights
 from networks.merging.merge import LoraSource
 from tests.forked import run_script
 from tests.processes import run_command
-from tools.merge_lora import parse_source
+from tools.command import lora_source
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "merge_lora.py"
 
@@ -55,15 +55,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     ],
 )
 def test_strength_follows_the_last_colon(text: str, expected: LoraSource) -> None:
-    assert parse_source(text) == expected
+    assert lora_source(text) == expected
 
 
 def test_a_file_with_a_colon_in_its_name_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a:0.5"
     path.touch()
-    assert parse_source(str(path)) == LoraSource(path, 1.0)
+    assert lora_source(str(path)) == LoraSource(path, 1.0)
 
 
 def test_a_strength_that_is_no_number_is_refused() -> None:
     with pytest.raises(UserError, match=r"--lora a.safetensors:high: 'high' is not a number; write"):
-        parse_source("a.safetensors:high")
+        lora_source("a.safetensors:high")

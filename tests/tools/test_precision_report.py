@@ -59,7 +59,7 @@ def report(
     words += ["--dataset_config", place / "data" / "dataset.toml", "--cache_directory", place / f"cache{bool(model)}"]
     words += [] if model else ["--lora", f"{place / 'lora' / 'lora.safetensors'}:{strength}"]
     words += ["--images", "2", "--steps", "3", "--sigmas", "0.5", "--save_to", save_to, *flags]
-    with nullcontext() if figures else mock.patch("tools.report.figures.as_data_uri", return_value=""):
+    with nullcontext() if figures else mock.patch("library.training.fidelity.page.as_data_uri", return_value=""):
         call(precision_report, *words)
     return json.loads((save_to / "report.json").read_text())
 
@@ -195,12 +195,12 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
 ) -> None:
     """Of random weights the LoRA can make up for part of the rounding only; more rank makes up for more."""
     deploy = place / "fp8.safetensors"
-    found = report(place, deploy, "--fix", "retarget", "correction", "rebuild", "keep", "--fix_target", "0.5")
+    found = report(place, deploy, "--fix", "refit", "correction", "rebuild", "keep", "--fix_target", "0.5")
     before = found["deployment"]["velocity"]
-    after = {fix["name"]: fix["figures"]["velocity"] for fix in found["fixes"]}
-    assert list(after) == ["retarget", "correction", "rebuild", "keep"]
-    assert after["retarget"] < before
-    assert after["correction"] < 0.8 * after["retarget"]
+    after = {fix["name"]: fix["differences"]["velocity"] for fix in found["fixes"]}
+    assert list(after) == ["refit", "correction", "rebuild", "keep"]
+    assert after["refit"] < before
+    assert after["correction"] < 0.8 * after["refit"]
     assert after["keep"] < after["rebuild"] < 0.5 * before
     rebuilt, larger = (
         sum(file.stat().st_size for file in Path(fix["files"][0]).glob("*.safetensors")) for fix in found["fixes"][2:]
@@ -209,7 +209,7 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
     (corrected,) = found["fixes"][1]["files"]
     with safe_open(corrected, framework="pt") as file:
         assert file.metadata()["tandem.base_name"] == deploy.name
-    shares = {fix["name"]: fix["figures"]["latents"] / found["deployment"]["latents"] for fix in found["fixes"]}
+    shares = {fix["name"]: fix["differences"]["latents"] / found["deployment"]["latents"] for fix in found["fixes"]}
     wanted = next((name for name, share in shares.items() if share <= 0.5), min(shares, key=lambda name: shares[name]))
     assert f"Recommended: {wanted} (" in capsys.readouterr().out
 
@@ -217,7 +217,7 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--fix", "--steps", "0"], "--fix: judges by finished pictures; give --steps 4 or more"),
+        (["--fix", "--steps", "0"], "--fix: judges by finished images; give --steps 4 or more"),
         (["--deploy_merged", "--deploy_lora", "nearest"], "the LoRA is in the file already (--deploy_merged)"),
         (["--activations", "static"], "has no input scales; use row or unit"),
         (["--steps", "-1"], "--steps -1: is negative"),

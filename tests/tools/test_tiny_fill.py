@@ -10,14 +10,19 @@ import torch
 from diffusers import FluxFillPipeline
 
 from dev.make_tiny_models import SMOKE, vocabularies
-from dev.tiny_models.fill_data import KINDS, LEAST_FILLED, FillPool, FillRows, blanked, random_mask
-from dev.tiny_models.fill_training import (
+from dev.tiny_models.fill import (
+    KINDS,
+    LEAST_FILLED,
+    FillPool,
+    FillRows,
     HeldOut,
+    blanked,
     draw_fill_batch,
     fill_velocity,
     filled,
     held_out,
     load_fill_pipeline,
+    random_mask,
     region_error,
     spread,
     train_fill,

@@ -38,7 +38,7 @@ _CSS = """
 Updates = dict[Any, Any]
 
 
-class Speech(threading.Thread):
+class GenerationThread(threading.Thread):
     """An answer in the making.
 
     Attributes:
@@ -97,14 +97,14 @@ class Page:
         """Lay out the page; ``first`` is what every tab begins with."""
         self._first, self._lock = first, threading.Lock()
         self._sessions: dict[str, Session] = {}
-        self._speeches: dict[str, Speech] = {}
-        settings, shelf = first.settings, first.shelf
+        self._threads: dict[str, GenerationThread] = {}
+        settings, registry = first.settings, first.registry
         has_turns = first.conversation.template.has_turns
         with gr.Blocks(title="Tandem chat", analytics_enabled=False, fill_height=True, fill_width=True) as self.blocks:
             with gr.Sidebar(width=340):
-                self.model = gr.Dropdown(list(shelf.models), value=first.model_name, label="Model", elem_id="model")
+                self.model = gr.Dropdown(list(registry.models), value=first.model_name, label="Model", elem_id="model")
                 self.lora = gr.Dropdown(
-                    [_NO_LORA, *shelf.loras], value=first.lora_name or _NO_LORA, label="LoRA", elem_id="lora"
+                    [_NO_LORA, *registry.loras], value=first.lora_name or _NO_LORA, label="LoRA", elem_id="lora"
                 )
                 self.strength = gr.Slider(
                     -1, 2, first.strength, step=0.05, label="LoRA strength", elem_id="strength",
@@ -193,7 +193,7 @@ class Page:
         tab, session = self._tab(request), self._session(request)
         if not message.strip() and session.conversation.template.has_turns:
             return
-        if tab in self._speeches:
+        if tab in self._threads:
             raise gr.Error(_BUSY, print_exception=False)
         try:
             session.settings = _settings(*numbers)
@@ -202,11 +202,11 @@ class Page:
                 session.set_strength(strength)
         except UserError as error:
             raise gr.Error(one_line(error), print_exception=False) from None
-        speech = self._speeches[tab] = Speech(session, self._lock, message)
+        thread = self._threads[tab] = GenerationThread(session, self._lock, message)
         before = list(talk)
         talk = [*before, {"role": "user", "content": message or "…"}]
         try:
-            speech.start()
+            thread.start()
             yield {
                 self.message: "",
                 self.talk: talk,
@@ -214,31 +214,31 @@ class Page:
                 self.send: gr.update(interactive=False),
                 self.stop: gr.update(interactive=True),
             }
-            while not speech.finished.wait(_LOOK):
-                if speech.waiting:
+            while not thread.finished.wait(_LOOK):
+                if thread.waiting:
                     yield {self.status: _WAITING}
-                elif speech.text:
-                    yield {self.talk: [*talk, _said(speech.text)], self.status: ""}
+                elif thread.text:
+                    yield {self.talk: [*talk, _said(thread.text)], self.status: ""}
         finally:
-            del self._speeches[tab]
+            del self._threads[tab]
         yield {self.send: gr.update(interactive=True), self.stop: gr.update(interactive=False)} | self._outcome(
-            session, speech, message, before, talk
+            session, thread, message, before, talk
         )
 
-    def _outcome(self, session: Session, speech: Speech, message: str, before: list, talk: list) -> Updates:
-        if speech.error:
-            return {self.talk: before, self.message: message, self.status: f"**error: {speech.error}**"}
-        if not speech.begun:
+    def _outcome(self, session: Session, thread: GenerationThread, message: str, before: list, talk: list) -> Updates:
+        if thread.error:
+            return {self.talk: before, self.message: message, self.status: f"**error: {thread.error}**"}
+        if not thread.begun:
             return {self.talk: before, self.message: message, self.status: "stopped before the first word"}
         notes = [session.report(), *session.remarks()]
-        return {self.talk: [*talk, _said(speech.text or "(nothing)")], self.status: "\n\n".join(notes)}
+        return {self.talk: [*talk, _said(thread.text or "(nothing)")], self.status: "\n\n".join(notes)}
 
     def _stop(self, request: gr.Request) -> None:
-        if speech := self._speeches.get(self._tab(request)):
-            speech.stop()
+        if thread := self._threads.get(self._tab(request)):
+            thread.stop()
 
     def _reset(self, request: gr.Request) -> Updates:
-        if self._tab(request) in self._speeches:
+        if self._tab(request) in self._threads:
             raise gr.Error(_BUSY, print_exception=False)
         self._session(request).conversation.reset()
         return {self.talk: [], self.status: ""}
@@ -246,7 +246,7 @@ class Page:
     def _choose(self, model: str, lora: str, request: gr.Request) -> Updates:
         """Take another model or LoRA; what cannot be done is said, and the choice goes back."""
         session = self._session(request)
-        error = _BUSY if self._tab(request) in self._speeches else ""
+        error = _BUSY if self._tab(request) in self._threads else ""
         if not error:
             lora_name = None if lora == _NO_LORA or model != session.model_name else lora
             error = self._take(session, model, lora_name)
@@ -328,9 +328,6 @@ def serve(session: Session, host: str, port: int | None) -> None:
         session: what every tab begins with.
         host: address to bind to.
         port: None or 0 for a free one.
-
-    Raises:
-        UserError: the port is taken, or the address is not this machine's.
     """
     port = _checked_port(host, port or 0)
     for name in ("no_proxy", "NO_PROXY"):  # gradio asks its own server whether it is up

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import (
@@ -39,6 +41,15 @@ def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
             return partial(bar.advance, task)
 
         yield start
+
+
+def plain_table(*headings: str, left: Collection[str] = (), title: str | None = None) -> Table:
+    """Return an empty table for the terminal; the first column and those in ``left`` hold words, the others numbers."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", border_style="dim", title=title)
+    for number, heading in enumerate(headings):
+        justify: Literal["left", "right"] = "left" if number == 0 or heading in left else "right"
+        table.add_column(heading, justify=justify, overflow="fold")
+    return table
 
 
 class TrainingProgress:

@@ -1,4 +1,6 @@
-"""What makes the difference: one cause on at a time, and rules that name it.
+"""How far a variant is from the reference, and what makes the difference: one cause at a time, and rules that name it.
+
+Differences are told by noise level, by region, along the mask boundary, over a sampling run.
 
 Two questions are kept apart. *What makes the error?* is answered by size: each cause alone, and all without it. *What
 puts it on the border?* is answered by the step of the error across the mask's border and the ring's error over the
@@ -18,10 +20,143 @@ from dataclasses import asdict, dataclass
 from statistics import median, pstdev
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from library.precision.parity.layer_errors import FLAGGED
-from tools.report.deployments import Variant
-from tools.report.differences import Differences
-from tools.report.layers import LayerRow
+from library.precision.parity.seam import edge_regions, seam_figures, spectrum
+from library.training.fidelity.deployments import EvalSet, Outcome, Variant
+from library.training.fidelity.layers import LayerRow
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Relative rms errors over all of the evaluation set's samples, and what the border sees.
+
+    Attributes:
+        velocity: over all noise levels.
+        velocity_by_sigma: sigma -> whole, filled, known and ring, those that there are.
+        latents_by_step: after each step of the sampling run.
+        latents, image: of the finished ones; NaN where there was no sampling or no decoding.
+        seam: figures of the finished latents along the mask's border, medians over samples; empty without masks.
+        image_seam: the same of the decoded images, in pixels.
+        edges: rms error on the reference image's own edges over that on its flat half.
+        spectrum: frequencies and mean power of the finished latents' error.
+    """
+
+    velocity: float
+    velocity_by_sigma: dict[float, dict[str, float]]
+    latents_by_step: list[float]
+    latents: float
+    image: float
+    seam: dict[str, Any]
+    image_seam: dict[str, Any]
+    edges: float
+    spectrum: tuple[list[float], list[float]]
+
+    @property
+    def ring_and_step(self) -> tuple[float, float]:
+        """Error of the ring inside the border over the interior's, and of the step across it: of the image, in 8
+        pixels, else of the latents, in 2 cells; NaN without masks."""
+        seam, width = (self.image_seam, 8) if self.image_seam else (self.seam, 2)
+        return (seam["inside"][width], seam["step"]) if seam else (math.nan, math.nan)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+def compare(reference: Outcome, other: Outcome, eval_set: EvalSet) -> Differences:
+    """Measure how far ``other`` is from ``reference``."""
+    masks = [eval_set.mask(number) for number in range(len(eval_set.batches))]
+    by_sigma = {
+        sigma: _by_region(reference.velocities[sigma], other.velocities[sigma], masks) for sigma in eval_set.sigmas
+    }
+    everything = [
+        (a, b)
+        for sigma in eval_set.sigmas
+        for a, b in zip(reference.velocities[sigma], other.velocities[sigma], strict=True)
+    ]
+    steps = [relative_error(a, b) for a, b in zip(reference.path, other.path, strict=False)]
+    sampled = bool(reference.path and other.path)
+    finished = list(zip(reference.latents, other.latents, strict=True)) if sampled else []
+    images = list(zip(reference.images, other.images, strict=True)) if other.images else []
+    return Differences(
+        velocity=relative_error([a for a, _ in everything], [b for _, b in everything]),
+        velocity_by_sigma=by_sigma,
+        latents_by_step=steps,
+        latents=steps[-1] if steps else math.nan,
+        image=relative_error([a for a, _ in images], [b for _, b in images]) if images else math.nan,
+        seam=median_seam(finished, masks),
+        image_seam=median_seam(images, [_in_pixels(m, p) for m, p in zip(masks, images, strict=False)]),
+        edges=_on_edges(finished),
+        spectrum=_mean_spectrum([b - a for a, b in finished]),
+    )
+
+
+def relative_error(reference: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """Return the rms of all differences over the rms of the reference; 0 of 0 is 0."""
+    error = sum(float((b.double() - a.double()).square().sum()) for a, b in zip(reference, other, strict=True))
+    size = sum(float(a.double().square().sum()) for a in reference)
+    return math.sqrt(error / size) if error else 0.0
+
+
+def median_seam(pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor | None]) -> dict[str, Any]:
+    """Return the median of each seam figure over the samples that have a border; infinities are left out.
+
+    Not the mean: where an interior of a few cells happens to have no error, a ratio has no bound.
+    """
+    found = [asdict(seam_figures(a, b, m)) for (a, b), m in zip(pairs, masks, strict=False) if m is not None]
+    if not found:
+        return {}
+    return {name: _median_of([each[name] for each in found]) for name in found[0]}
+
+
+def _median_of(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {key: _median_of([value[key] for value in values]) for key in values[0]}
+    finite = [value for value in values if math.isfinite(value)]
+    return median(finite) if finite else math.nan
+
+
+def _by_region(
+    reference: Sequence[Tensor], other: Sequence[Tensor], masks: Sequence[Tensor | None]
+) -> dict[str, float]:
+    found = {"whole": relative_error(reference, other)}
+    seams = median_seam(list(zip(reference, other, strict=True)), masks)
+    if seams:
+        found |= {"filled": seams["error_filled"], "known": seams["error_known"]}
+        found |= {"ring": seams["inside"][2] * seams["error_interior"]}
+    return found
+
+
+def _in_pixels(mask: Tensor | None, images: tuple[Tensor, Tensor]) -> Tensor | None:
+    if mask is None:
+        return None
+    factor = images[0].shape[-1] // mask.shape[-1]
+    return mask.repeat_interleave(factor, 0).repeat_interleave(factor, 1)
+
+
+def _on_edges(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    ratios = []
+    for reference, other in pairs:
+        edges, flat = edge_regions(reference)
+        error = (other - reference).double().square().mean(0)
+        if bool(flat.any()) and float(error[flat].mean()) > 0:
+            ratios.append(math.sqrt(float(error[edges].mean() / error[flat].mean())))
+    return sum(ratios) / len(ratios) if ratios else math.nan
+
+
+def _mean_spectrum(errors: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+    """Return the mean spectrum of errors of the commonest size."""
+    sizes = [error.shape[-2:] for error in errors if bool(error.any())]
+    if not sizes:
+        return [], []
+    commonest = max(set(sizes), key=sizes.count)
+    spectra = [spectrum(error) for error in errors if error.shape[-2:] == commonest and bool(error.any())]
+    powers = torch.tensor([power for _, power in spectra]).mean(0)
+    return spectra[0][0], powers.tolist()
+
 
 CAUSES = {
     "weights": "rounding of the weights to fp8",
@@ -41,7 +176,7 @@ CAUSES = {
     "paste": "known pixels pasted over the model's own",
 }
 REMEDIES = {
-    "weights": "retarget the LoRA to this file (tools/retarget_lora.py), or keep the first layers of the table in bf16",
+    "weights": "refit the LoRA to this file (tools/refit_lora.py), or keep the first layers of the table in bf16",
     "wrong_base": "deploy the fp8 file that was made from the reference, or train on the one you deploy",
     "wrong_scale": "make the file again with tools/quantize_model.py; its scales do not belong to its weights",
     "ruined_layer": "make or download the file again; the named layers are not the reference's",
@@ -50,7 +185,7 @@ REMEDIES = {
     "strength": "set the strength to the one it was trained for; one minute's test: 1 / survival",
     "merge": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
     "activations": "multiply in bf16 (in ComfyUI without --fast fp8_matrix_mult), or train with fp8_activations",
-    "activation_scale": "use dynamic scales, or calibrate the input scales again on pictures like yours",
+    "activation_scale": "use dynamic scales, or calibrate the input scales again on images like yours",
     "text": "run the text encoder in bf16, or with scales in blocks",
     "vae": "run the VAE in bf16: it is 0.2 GB",
     "timestep": "carry timesteps in fp32",
@@ -62,7 +197,7 @@ _CHANGED_GAIN = 0.03
 _MOST = 0.5
 _ONE_LAYER = 0.65
 _WORTH_MENDING = 0.05
-_SHARP = 1.8  # times the interior's step: rounding alone gives 0.9 to 1.5 with a picture's own edges at the border
+_SHARP = 1.8  # times the interior's step: rounding alone gives 0.9 to 1.5 with an image's own edges at the border
 
 
 @dataclass(frozen=True)
@@ -273,8 +408,8 @@ def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Fi
 
 
 def _border(differences: Differences | None) -> float:
-    """How much worse the border is than the interior: steps of the error across it, of picture or latents."""
-    seams = [] if differences is None else [seam for seam in (differences.picture_seam, differences.seam) if seam]
+    """How much worse the border is than the interior: steps of the error across it, of image or latents."""
+    seams = [] if differences is None else [seam for seam in (differences.image_seam, differences.seam) if seam]
     if differences is None or not seams:
         return math.nan
     step = seams[0]["step"]
@@ -284,8 +419,8 @@ def _border(differences: Differences | None) -> float:
 
 
 def _error(differences: Differences) -> float:
-    """The error people see: of the decoded picture, else of the latents, else of the velocity."""
-    for value in (differences.picture, differences.latents, differences.velocity):
+    """The error people see: of the decoded image, else of the latents, else of the velocity."""
+    for value in (differences.image, differences.latents, differences.velocity):
         if math.isfinite(value):
             return value
     return 0.0

@@ -1,4 +1,4 @@
-"""The reference, the deployment, and everything between: which weights run, and what else is rounded.
+"""The reference, the deployment, everything between them, and both run on the same inputs.
 
 The reference is the high-precision model with the LoRA beside it, as it was trained. A deployment differs in some of
 these ways, each of which can be switched on alone:
@@ -10,33 +10,47 @@ these ways, each of which can be switched on alone:
 - *text encoder* and *VAE* in fp8;
 - *timestep* and *position tables* in low precision;
 - *pasting* of the known region, in every step or at the end.
+
+Every variant sees the same images, noise, noise levels and masks, which are functions of the seed and the sample, so
+that whatever differs is the variant's doing: velocities at fixed noise levels, a full sampling run, decoded images.
+Sampling is Euler's method over ``steps`` levels with FLUX's shift by resolution: what a sampler does beyond that (a
+second order, another schedule) changes both sides alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from library.config.schema import ModelConfig
+from library.data.batches import Batch
 from library.errors import UserError
 from library.models.family import Family, model_family, with_transformer
 from library.models.vae import ImageEncoder
 from library.nn.rope import MultiAxisRope
-from library.precision.fake_quantize import ActivationRounding, fake_quantize_inputs, rounded_positions
+from library.precision.fake_quantize import (
+    ActivationRounding,
+    fake_quantize_inputs,
+    rounded_positions,
+    timestep_rounding,
+)
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import Granularity, Quantized, format_of, quantize
+from library.precision.quantize import E4M3FN, GRANULARITIES, Granularity, Quantized, format_named, format_of, quantize
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.randomness import derive_seed
+from library.training.flow import add_noise, flux_mu, noise_for, shift_sigmas
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
-from tools.calibration_flags import recipe_named
 
 Merge = Literal["nearest", "stochastic"]
 Paste = Literal["steps", "end"]
@@ -53,7 +67,7 @@ class Variant:
         activations: how inputs of fp8 layers are rounded; None leaves them.
         text, vae: the text encoder, the image decoder in fp8.
         timestep, positions: dtype that timesteps and position tables are carried in.
-        paste: the known region is put back after every step, or into the finished picture; None leaves it.
+        paste: the known region is put back after every step, or into the finished image; None leaves it.
     """
 
     weights: bool = False
@@ -88,6 +102,7 @@ REFERENCE = Variant()
 class DeployedWeights:
     """An fp8 file, or a recipe by which one would be made; ``merged``: the LoRA is in the file already."""
 
+    name: str
     path: Path | None
     recipe: Fp8Recipe | None
     merged: bool = False
@@ -99,18 +114,36 @@ class DeployedWeights:
 
 
 def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
-    """Return what ``--deploy`` names: a path, or a recipe (``calibration_flags.recipe_named``).
+    """Return what ``--deploy`` names: a path, or a recipe (:func:`recipe_named`).
 
     Raises:
         UserError: there is no such file and no such recipe.
     """
     path = Path(text).expanduser()
     if path.exists():
-        return DeployedWeights(path, None, merged)
+        return DeployedWeights(path.name, path, None, merged)
     recipe = recipe_named(text, "--deploy")
     if merged:
         raise UserError(f"--deploy_merged: {text} is a recipe for the base; name the merged file, or use --deploy_lora")
-    return DeployedWeights(None, recipe, merged)
+    return DeployedWeights(text, None, recipe, merged)
+
+
+def recipe_named(text: str, option: str) -> Fp8Recipe:
+    """Return the recipe that ``cast``, ``tensor``, ``row``, ``block64``, ``block128`` stand for.
+
+    ``:e5m2`` after it names the format; ``+all`` at the end rounds embedders and the final layer too, as most published
+    plain casts do.
+
+    Raises:
+        UserError: it is none of them, nor a file.
+    """
+    plain = text.removesuffix("+all")
+    keep = Fp8Recipe().exclude if plain == text else ()
+    name, _, fp8 = plain.partition(":")
+    for granularity in GRANULARITIES:
+        if name == granularity:
+            return Fp8Recipe(granularity, format_named(fp8) if fp8 else E4M3FN, keep)
+    raise UserError(f"{option} {text}: no such file or folder, and none of {', '.join(GRANULARITIES)}; check the path")
 
 
 class Models:
@@ -267,3 +300,172 @@ def granularity_of(quantized: Quantized) -> Granularity:
 def numbers(layer: Any) -> Tensor:
     """Return a linear layer's weight as the numbers it stands for, fp32 [out, in]."""
     return layer.dequantized(torch.float32) if isinstance(layer, Fp8Linear) else layer.weight.detach().float()
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """What both sides are run on.
+
+    Attributes:
+        batches: one sample each, on the device.
+        texts: each batch's embeddings as the deployment's text encoder gives them; empty where it is the reference's.
+        sigmas: noise levels at which velocities are compared.
+        steps: of a sampling run.
+        guidance: given to guidance-distilled models.
+        seed: of all noise.
+    """
+
+    batches: Sequence[Batch]
+    texts: Sequence[dict[str, Tensor]]
+    sigmas: Sequence[float]
+    steps: int
+    guidance: float
+    seed: int
+
+    def mask(self, number: int) -> Tensor | None:
+        """Return a sample's region to fill in latent cells, [h, w] bool; None without one.
+
+        A cell counts as filled if at least half of it is.
+        """
+        batch = self.batches[number]
+        if batch.conditions.mask is not None:
+            mask = _to_cells(batch.conditions.mask, batch)
+        elif batch.masks is not None:
+            mask = batch.masks.float()
+        else:
+            return None
+        cells = mask[0, 0] >= 0.5
+        return cells.cpu() if bool(cells.any()) and not bool(cells.all()) else None
+
+
+@dataclass
+class Outcome:
+    """What a variant gave, on the CPU in fp32; every list has an entry a sample.
+
+    Attributes:
+        velocities: sigma -> [C, h, w] each.
+        path: step -> latents [C, h, w] each, the last being the finished image's.
+        images: [3, H, W] in about [-1, 1]; empty where none were decoded.
+    """
+
+    velocities: dict[float, list[Tensor]] = field(default_factory=dict)
+    path: list[list[Tensor]] = field(default_factory=list)
+    images: list[Tensor] = field(default_factory=list)
+
+    @property
+    def latents(self) -> list[Tensor]:
+        """The finished latents."""
+        return self.path[-1]
+
+
+@torch.no_grad()
+def run_variant(
+    family: Family,
+    transformer: nn.Module,
+    variant: Variant,
+    eval_set: EvalSet,
+    dtype: torch.dtype,
+    image_encoder: ImageEncoder | None = None,
+    sample: bool = True,
+    advance: Callable[[], None] = lambda: None,
+    begin: Callable[[int], None] = lambda number: None,
+) -> Outcome:
+    """Run ``transformer`` on the evaluation set.
+
+    Args:
+        family, transformer: the variant's, with its LoRA.
+        variant: what else of it is rounded or pasted.
+        eval_set: the inputs.
+        dtype: of the products; 16-bit ones run under autocast.
+        image_encoder: decodes the finished latents; None for no images.
+        sample: whether to sample at all; velocities alone are cheaper.
+        advance: called after every evaluation.
+        begin: called with the number of the sample that comes next.
+    """
+    outcome = Outcome({sigma: [] for sigma in eval_set.sigmas}, [[] for _ in range(eval_set.steps if sample else 0)])
+    for number, batch in enumerate(eval_set.batches):
+        begin(number)
+        text = eval_set.texts[number] if variant.text and eval_set.texts else batch.text
+        velocity = _velocity(family, transformer, variant, batch, text, eval_set, dtype, advance)
+        for sigma in eval_set.sigmas:
+            noise = noise_for(batch.latents, batch.sample_ids, eval_set.seed, round(sigma * 1e6))
+            noisy, _ = add_noise(batch.latents, noise, torch.tensor([sigma]))
+            outcome.velocities[sigma].append(velocity(noisy, sigma)[0].float().cpu())
+        if not sample:
+            continue
+        for step, latents in enumerate(_sample(velocity, batch, eval_set, variant.paste)):
+            outcome.path[step].append(latents[0].cpu())
+        if image_encoder is not None:
+            outcome.images.append(_decode(image_encoder, outcome.path[-1][-1], batch, variant.paste))
+    return outcome
+
+
+def sampling_sigmas(steps: int, tokens: int) -> list[float]:
+    """Return the levels of a sampling run from 1 down to 0, ``steps + 1`` of them, shifted as FLUX's sampler does."""
+    even = torch.linspace(1, 0, steps + 1)
+    return shift_sigmas(even, math.exp(flux_mu(tokens))).tolist()
+
+
+Velocity = Callable[[Tensor, float], Tensor]
+
+
+def _velocity(
+    family: Family,
+    transformer: nn.Module,
+    variant: Variant,
+    batch: Batch,
+    text: dict[str, Tensor],
+    eval_set: EvalSet,
+    dtype: torch.dtype,
+    advance: Callable[[], None],
+) -> Velocity:
+    """Return ``velocity(noisy [1, C, h, w], sigma)`` of one sample."""
+    rounded = timestep_rounding(variant.timestep)
+    device = batch.latents.device
+
+    def velocity(noisy: Tensor, sigma: float) -> Tensor:
+        sigmas = rounded(torch.tensor([sigma], device=device))
+        with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+            result = family.predict_velocity(transformer, noisy, sigmas, text, eval_set.guidance, batch.conditions)
+        advance()
+        return result.float()
+
+    return velocity
+
+
+def _sample(velocity: Velocity, batch: Batch, eval_set: EvalSet, paste: Paste | None) -> list[Tensor]:
+    """Return the latents after every step."""
+    tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // 4
+    sigmas = sampling_sigmas(eval_set.steps, tokens)
+    noise = noise_for(batch.latents, batch.sample_ids, eval_set.seed, "sampling")
+    latents, path = noise, []
+    for now, following in itertools.pairwise(sigmas):
+        latents = latents + (following - now) * velocity(latents, now)
+        if paste == "steps" and (fill := _fill_cells(batch)) is not None:
+            known, _ = add_noise(batch.latents, noise, torch.tensor([following]))
+            latents = fill * latents + (1 - fill) * known
+        path.append(latents)
+    return path
+
+
+def _decode(encoder: ImageEncoder, latents: Tensor, batch: Batch, paste: Paste | None) -> Tensor:
+    """Return the image of ``latents`` [C, h, w]; with ``end`` the known region is the encoder's own image of it."""
+    image = encoder.decode(latents[None].to(batch.latents.device)).float()
+    fill = _fill_cells(batch)
+    if paste == "end" and fill is not None:
+        whole = F.interpolate(fill, image.shape[-2:], mode="nearest")
+        image = whole * image + (1 - whole) * encoder.decode(batch.latents).float()
+    return image[0].cpu()
+
+
+def _fill_cells(batch: Batch) -> Tensor | None:
+    """Return [1, 1, h, w] fp32, the share of each latent cell that is to be filled."""
+    if batch.conditions.mask is not None:
+        return _to_cells(batch.conditions.mask, batch)
+    return None if batch.masks is None else batch.masks.float()
+
+
+def _to_cells(mask: Tensor, batch: Batch) -> Tensor:
+    """Return the share of each latent cell that ``mask`` [1, 1, H, W] covers, [1, 1, h, w]."""
+    height, width = batch.latents.shape[-2:]
+    return F.adaptive_avg_pool2d(mask.float(), (height, width))

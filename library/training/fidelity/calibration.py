@@ -8,7 +8,7 @@ and judged on these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -17,12 +17,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from library.config.schema import DatasetArguments
+from library.config.schema import DatasetArguments, ModelConfig
 from library.data.batches import Batch, collate
 from library.data.dataset import TrainingData, build_dataset
 from library.errors import UserError
 from library.models.family import Family
-from library.precision.parity.activations import Forward
+from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
 from library.randomness import generator
 from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
@@ -43,6 +43,7 @@ class CalibrationOptions:
         guidance_scale: given to models with a guidance input.
         masked_loss: the dataset has loss masks; as in training it must be said.
         cache_directory: of latents and text; None for the place beside the images.
+        statistics_gb: memory for the layers' statistics; with less the model runs more often.
     """
 
     dataset_config: str
@@ -52,6 +53,21 @@ class CalibrationOptions:
     guidance_scale: float = 3.5
     masked_loss: bool = False
     cache_directory: str | None = None
+    statistics_gb: float = 4.0
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """Which model to run, on what, and how it computes."""
+
+    config: ModelConfig
+    options: CalibrationOptions
+    dtype: torch.dtype
+    device: torch.device
+
+    def prepare(self, family: Family, console: Console) -> Calibration:
+        """Return the inputs, encoded by the family's encoders."""
+        return prepare_calibration(family, self.options, self.dtype, self.device, console)
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,18 @@ class Calibration:
         return [
             partial(self._velocity, transformer, batch, sigma) for batch in batches for sigma in self.options.sigmas
         ]
+
+    def layer_inputs(
+        self, transformer: nn.Module, names: Sequence[str], held_out: bool = False
+    ) -> Iterator[dict[str, LayerInputs]]:
+        """Yield what the layers ``names`` are given, as many of them at a time as their statistics fit into memory.
+
+        ``held_out``: the images to judge by are kept apart; otherwise all images count alike.
+        """
+        fit = self.forwards(transformer, self.fit if held_out else [*self.fit, *self.check])
+        check = self.forwards(transformer, self.check) if held_out else []
+        memory = int(self.options.statistics_gb * 2**30)
+        yield from collect_inputs(transformer, names, fit, check, memory_bytes=memory, seed=self.options.seed)
 
     def velocities(self, transformer: nn.Module, batches: Sequence[Batch]) -> Tensor:
         """Return all predicted velocities on ``batches``, flat, fp32 on the CPU."""

@@ -1,4 +1,4 @@
-"""tools/retarget_lora.py on the trained tiny FLUX: what diffusers computes with fp8 numbers and the refitted file."""
+"""tools/refit_lora.py on the trained tiny FLUX: what diffusers computes with fp8 numbers and the refitted file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from library.errors import UserError
 from library.files import weights_fingerprint
 from library.models.family import model_family
 from library.models.flux.files import FLUX_TARGETS
-from library.training.calibration import CalibrationOptions, prepare_calibration
+from library.training.fidelity.calibration import CalibrationOptions, prepare_calibration
 from networks.files.adapters import load_lora, save_adapter
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
 from tests.runs import ROOT, pipeline_forward
 from tests.tiny import bfl_state_dict
-from tools.retarget_lora import parser, retarget
+from tools.refit_lora import parser, refit
 
 WITHOUT = "attn.add_q_proj"  # the one kind of layer that has no LoRA here
 IMAGES = 4
@@ -85,7 +85,7 @@ class Case:
             "calibration_images": IMAGES, "calibration_sigmas": "0.8 0.3",
         } | more  # fmt: skip
         words = [word for key, value in flags.items() for word in (f"--{key}", *str(value).split())]
-        return retarget(parser().parse_args(words), Console(quiet=True))
+        return refit(parser().parse_args(words), Console(quiet=True))
 
     def velocity(self, state: dict[str, Tensor], lora: dict[str, LoraWeights]) -> Tensor:
         """Return what diffusers computes with ``state`` and a LoRA added, for images that were not calibrated on."""
@@ -133,7 +133,7 @@ def from_bfl(bfl: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tenso
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("retarget"))
+    return Case(tmp_path_factory.mktemp("refit"))
 
 
 @pytest.mark.parametrize("kind", ["plain", "musubi"])

@@ -1,8 +1,8 @@
-"""Every linear layer of the deployed model beside the reference's: weights, activations, outputs, the LoRA's survival.
+"""Every linear layer of the deployed model beside the reference's: weights, activations, outputs, update retention.
 
-Two passes. The reference runs on the probe while its layers' inputs are added up: second moments, which give the output
-error of any weight error (``library.precision.parity``), and sizes by region of the mask. Then reference and deployed
-weights are compared, a layer at a time.
+Two passes. The reference runs on the evaluation set while its layers' inputs are added up: second moments, which give
+the output error of any weight error (``library.precision.parity``), and sizes by region of the mask. Then reference and
+deployed weights are compared, a layer at a time.
 
 What a format must cost is known: the reference's weight, rounded to nearest in the deployed layer's own format and
 granularity, has a certain error. A layer that errs much more than that was not just rounded.
@@ -24,9 +24,8 @@ from library.precision.parity.activations import LayerInputs, watched
 from library.precision.parity.layer_errors import relative_output_error, update_retention
 from library.precision.parity.seam import regions
 from library.precision.quantize import Quantized, format_of, holds_nan_or_inf
+from library.training.fidelity.deployments import EvalSet, granularity_of, numbers, round_like
 from networks.files.weights import LoraWeights
-from tools.report.deployments import granularity_of, numbers, round_like
-from tools.report.runs import Probe
 
 OUTLIER = 10.0  # a channel is one if its rms is over ten times the median channel's
 
@@ -52,7 +51,7 @@ class LayerRow:
         gain: <deployed, reference> / |reference|^2; a wrong scale is far from 1.
         error_after_gain: what is left of the weight error when the gain is taken out.
         zeros, subnormals, saturated: shares of the codes; zeros count where the reference is not zero.
-        output_error: of the layer's output on the probe, without its LoRA.
+        output_error: of the layer's output on the evaluation set, without its LoRA.
         expected_output_error: the same of rounding to nearest.
         survival, survival_cosine: of the LoRA's update where it is merged; None elsewhere.
         lora_effect: rms of the update's share of the output over the output's; None without a LoRA.
@@ -107,7 +106,7 @@ def layer_row(
         reference: [out, in] weight without the LoRA.
         deployed: the layer as the file or the recipe has it: what its weight errors are told of.
         served: the same with the LoRA rounded into it where that is done here; otherwise ``deployed``.
-        inputs, sizes: of the layer, from the probe.
+        inputs, sizes: of the layer, from the evaluation set.
         update: the LoRA's, at full strength; None without one.
         merged: whether the LoRA is rounded into ``served`` here, or came with the file.
     """
@@ -157,8 +156,8 @@ Collect = tuple[Callable[[int], None], Callable[[], dict[str, ActivationSizes]]]
 
 
 @contextmanager
-def watched_sizes(model: nn.Module, probe: Probe) -> Iterator[Collect]:
-    """Collect the sizes of all linear layers' inputs while the block runs ``model`` on the probe, sample by sample.
+def watched_sizes(model: nn.Module, eval_set: EvalSet) -> Iterator[Collect]:
+    """Collect the sizes of all linear layers' inputs while the block runs ``model`` on the samples, one by one.
 
     Yields ``(begin, finish)``: ``begin(number)`` says which sample comes next, ``finish()`` returns layer -> sizes.
     """
@@ -166,7 +165,7 @@ def watched_sizes(model: nn.Module, probe: Probe) -> Iterator[Collect]:
     state = _Sample(0, 0, 0, {})
 
     def begin(number: int) -> None:
-        batch, mask = probe.batches[number], probe.mask(number)
+        batch, mask = eval_set.batches[number], eval_set.mask(number)
         state.tokens = _tokens(batch.latents)
         state.references = sum(_tokens(reference) for reference in batch.conditions.references)
         state.text = batch.text["prompt_embeds"].shape[1]
@@ -181,7 +180,7 @@ def watched_sizes(model: nn.Module, probe: Probe) -> Iterator[Collect]:
 
 @dataclass
 class _Sample:
-    """The sample that is running: its picture's tokens, those of references and of text, and regions of the first."""
+    """The sample that is running: its image's tokens, those of references and of text, and regions of the first."""
 
     tokens: int
     references: int
@@ -203,7 +202,7 @@ class _RegionSums:
         self.channels = squares.sum(0) + (self.channels if self.channels is not None else 0)
         self.count += rows.shape[0]
         self.largest = max(self.largest, float(rows.abs().max()))
-        # A stream holds the picture's tokens, then those of references; blocks that join both have the text's first.
+        # A stream holds the image's tokens, then those of references; blocks that join both have the text's first.
         own = sample.tokens + sample.references
         starts = {own: 0, own + sample.text: sample.text}
         if x.ndim != 3 or x.shape[1] not in starts:

@@ -1,0 +1,236 @@
+"""LoRAs merged into fp8: update retention first, then rounding as asked for, then the file and its correction.
+
+``networks.merging.merge_fp8`` says what is done to the weights. Here the deployed model runs on the calibration where
+rounding looks at activations: in fp8 and half the size of bf16, with the LoRAs beside it. A bf16 base of FLUX's size
+is 24 GB, so it is never loaded whole; its weights are read from the file one layer at a time. The activations are those
+that the rounded layers will meet; they differ from the bf16 model's by the very error that is to be removed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from library.errors import UserError
+from library.files import weights_fingerprint
+from library.models.family import model_family
+from library.models.layer_names import LoraTargets
+from library.precision.checkpoint_layouts import FP8_PRECISIONS, LayoutKind
+from library.precision.checkpoint_writing import write_fp8_checkpoint
+from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
+from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.training.fidelity.calibration import CalibrationPlan
+from library.training.report.progress import plain_table
+from networks.files.adapters import load_adapter, save_adapter
+from networks.files.base import Base, folder_copy, open_base
+from networks.files.metadata import base_mismatch
+from networks.files.weights import LoraWeights, names_in_short
+from networks.injection import attach_lora
+from networks.merging.low_rank import combine_loras
+from networks.merging.merge import Fits, LoraSource, partial_notes, plan_updates, unknown_keys
+from networks.merging.merge_fp8 import Fp8Merge, recipe_of_base, rounding_retention
+
+Rounding = Literal["nearest", "stochastic", "compensated"]
+
+
+def merge_to_fp8(
+    model: Path,
+    sources: Sequence[LoraSource],
+    save_to: Path,
+    targets: LoraTargets,
+    console: Console,
+    *,
+    precision: str | None = None,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    plan: CalibrationPlan | None = None,
+    correction_rank: int | None = None,
+    accept_loss: bool = False,
+    transformer_only: bool = False,
+    allow_partial: bool = False,
+    shown: int | None = 10,
+) -> dict[str, UpdateRetention]:
+    """Merge into fp8; return what is left of each tensor's update in what was written.
+
+    Args:
+        model: in bf16, or in fp8, which it stays.
+        sources: the LoRAs.
+        save_to: a new folder, or a .safetensors file where ``model`` is one.
+        targets: the family's row.
+        console: for tables and notes.
+        precision: one of ``FP8_PRECISIONS``, for a bf16 model.
+        rounding: compensated rounding needs ``plan``.
+        seed: of stochastic rounding.
+        plan: the deployed model and what it runs on; None to look at no activations.
+        correction_rank: of a LoRA of what rounding lost, written beside the result; needs ``plan``.
+        accept_loss: write although rounding loses updates.
+        transformer_only: leave out the LoRAs' text encoder layers.
+        allow_partial: merge what fits.
+        shown: layers in a table; None for all.
+
+    Raises:
+        UserError: files that do not fit, or updates that rounding would lose.
+    """
+    base = open_base(model, fp8=True)
+    kind, recipe = _what_is_written(base, precision, rounding, seed)
+    _check_target(base, save_to)
+    fits: Fits | None = {} if allow_partial else None
+    files = [(source, load_adapter(source.path, targets, unknown_keys(fits, source))) for source in sources]
+    here = weights_fingerprint(base.weights_path)
+    for source, file in files:
+        if remark := base_mismatch(file.metadata, here):
+            console.print(f"note: {source.path}: {remark}")
+    read = [(source, targets.by_component(file.weights)) for source, file in files]
+    if any(set(parts) - {targets.file_prefix} for _, parts in read) and not transformer_only:
+        raise UserError("--lora: text encoders are not written in fp8; give --transformer_only to leave them out")
+    loras = [(source, parts.get(targets.file_prefix, {})) for source, parts in read]
+    updates = plan_updates(base.weights, loras, targets.keys, targets.family, fits)
+    for note in partial_notes(fits):
+        console.print(f"note: {note}")
+    save_to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=save_to.parent, prefix=f".{save_to.name}.") as spool:
+        merge = Fp8Merge(base, updates, kind, recipe, targets, Path(spool))
+        found = dict(rounding_retention(merge))
+        if found:
+            title = f"left by rounding {rounding.replace('compensated', 'to nearest')}"
+            console.print(survival_table(title, found, shown))
+        flagged = [name.removesuffix(".weight") for name, one in found.items() if one.flagged]
+        if flagged and rounding == "nearest" and not accept_loss:
+            _refuse_loss(model, merge, flagged, console)
+        correction: dict[str, LoraWeights] = {}
+        if plan is not None:
+            left, correction = _calibrated(merge, plan, loras, rounding == "compensated", correction_rank, console)
+            found |= left
+            if rounding == "compensated" and found:
+                console.print(survival_table("left by compensated rounding", found, shown))
+        _write(merge, save_to, sources, console)
+    if correction:
+        _write_correction(save_to, correction, targets, correction_rank, console)
+    return found
+
+
+def survival_table(title: str, found: Mapping[str, UpdateRetention], shown: int | None) -> Table:
+    """Return layers by rising update retention; the worst ``shown`` of them, None for all."""
+    table = plain_table("layer", "survives", "cosine", "in outputs", "", left=[""], title=title)
+    order = sorted(found, key=lambda name: found[name].gain)
+    for name in order[:shown]:
+        one = found[name]
+        outputs = "" if one.output_gain is None else f"{one.output_gain:.3f}"
+        mark = f"< {FLAGGED:g}" if one.flagged else ""
+        table.add_row(name, f"{one.gain:.3f}", f"{one.cosine:.3f}", outputs, mark)
+    if shown is not None and len(order) > shown:
+        table.add_row(f"and {len(order) - shown} more", *[""] * 4)
+    flagged = sum(one.flagged for one in found.values())
+    table.add_section()
+    mean = sum(one.gain for one in found.values()) / len(found)
+    table.add_row("mean of all layers", f"{mean:.3f}", "", "", f"{flagged} of {len(found)}" if flagged else "none")
+    return table
+
+
+def _what_is_written(base: Base, precision: str | None, rounding: Rounding, seed: int) -> tuple[LayoutKind, Fp8Recipe]:
+    own = recipe_of_base(base)
+    stochastic = rounding == "stochastic"
+    if own is None:
+        assert precision is not None
+        kind, granularity = FP8_PRECISIONS[precision]
+        return kind, Fp8Recipe(granularity, stochastic=stochastic, seed=seed)
+    kind, recipe = own
+    if precision not in (None, "fp8"):
+        raise UserError(
+            f"--save_precision {precision}: {base.path} is in fp8 and stays as it is; remove it, or "
+            "merge into the bf16 model"
+        )
+    return kind, Fp8Recipe(recipe.granularity, recipe.fp8, exclude=(), stochastic=stochastic, seed=seed)
+
+
+def _check_target(base: Base, save_to: Path) -> None:
+    if (base.folder is None) != (save_to.suffix == ".safetensors"):
+        ending = "end --save_to in .safetensors" if base.folder is None else "give --save_to a new folder"
+        raise UserError(f"{save_to}: does not suit {base.path}; {ending}")
+    if save_to.exists() and (base.folder is not None or save_to.samefile(base.path)):
+        raise UserError(f"{save_to}: exists; choose another --save_to")
+
+
+def _refuse_loss(model: Path, merge: Fp8Merge, flagged: Sequence[str], console: Console) -> None:
+    """Refuse to round updates away; beside bf16 weights, where what is missing is the noise of rounding, say so."""
+    if merge.layout is None:
+        console.print(f"note: under 0.95 by the noise of rounding: {names_in_short(flagged)}; compensated has less")
+        return
+    raise UserError(
+        f"{model}: rounding would lose more than 5 % of the update of {names_in_short(flagged)}; give "
+        "--dataset_config for compensated rounding, merge into the bf16 model, or --accept_loss"
+    )
+
+
+def _calibrated(
+    merge: Fp8Merge,
+    plan: CalibrationPlan,
+    loras: Sequence[tuple[LoraSource, Mapping[str, object]]],
+    compensated: bool,
+    correction_rank: int | None,
+    console: Console,
+) -> tuple[dict[str, UpdateRetention], dict[str, LoraWeights]]:
+    """Run the calibration, round and correct group by group; return what is left of updates, and the correction."""
+    family = model_family(plan.config)
+    calibration = plan.prepare(family, console)
+    recipe = None if merge.layout is not None else merge.recipe
+    transformer = family.load_transformer(plan.dtype, plan.device, fp8=Fp8Loader(recipe, compute="dequant"))
+    plain = [
+        ({name: one for name, one in weights.items() if isinstance(one, LoraWeights)}, source.ratio)
+        for source, weights in loras
+        if all(isinstance(one, LoraWeights) for one in weights.values())
+    ]
+    if len(plain) < len(loras):
+        console.print("note: adapters of other kinds than LoRA are not in the model that is calibrated on")
+    if plain:
+        attach_lora(transformer, combine_loras(plain), merge.targets, "--lora")
+    modules = merge.modules()
+    if merge.layout is not None and not correction_rank:
+        modules = {tensor: names for tensor, names in modules.items() if tensor in merge.updates}
+    first = {names[0]: tensor for tensor, names in modules.items()}
+    left: dict[str, UpdateRetention] = {}
+    correction: dict[str, LoraWeights] = {}
+    for group in calibration.layer_inputs(transformer, list(first)):
+        for name, inputs in group.items():
+            tensor = first[name]
+            if compensated and (one := merge.compensate(tensor, inputs)) is not None:
+                left[tensor] = one
+            if correction_rank:
+                correction |= merge.low_rank_correction(tensor, modules[tensor], inputs, correction_rank)
+    return left, correction
+
+
+def _write(merge: Fp8Merge, save_to: Path, sources: Sequence[LoraSource], console: Console) -> None:
+    base = merge.base
+    merged = ", ".join(f"{source.path.name}:{source.ratio:g}" for source in sources)
+    place: AbstractContextManager[Path] = nullcontext(save_to.parent)
+    if base.folder is not None:
+        place = folder_copy(base, save_to, None)
+    with place as folder:
+        for index in folder.glob("*.safetensors.index.json") if base.folder is not None else ():
+            index.unlink()  # the shards become one file
+        target = save_to if base.folder is None else folder / "diffusion_pytorch_model.safetensors"
+        written = write_fp8_checkpoint(
+            base.weights, target, merge.kind, merge.recipe, merge=merge, metadata={"tandem.merged_loras": merged}
+        )
+    console.print(f"{save_to}: {len(merge.updates)} tensors changed; {written.quantized} in fp8")
+
+
+def _write_correction(
+    save_to: Path, weights: dict[str, LoraWeights], targets: LoraTargets, rank: int | None, console: Console
+) -> None:
+    path = save_to.with_name(f"{save_to.stem}-correction.safetensors")
+    merged = save_to / "transformer" if (save_to / "transformer").is_dir() else save_to
+    metadata = {
+        "tandem.base_fingerprint": weights_fingerprint(merged),
+        "tandem.base_name": save_to.name,
+        "tandem.retargeted": '{"correction_of": "a merge"}',
+    }
+    save_adapter(path, weights, targets, "diffusers", "bf16", metadata)
+    console.print(f"{path}: what rounding lost of {len(weights)} layers, rank {rank}; use it at 1.0")

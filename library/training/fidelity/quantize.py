@@ -1,0 +1,173 @@
+"""bf16 checkpoint -> fp8 file, with a look at activations where that is asked for.
+
+Without a calibration a recipe says which layers stay in high precision and how the others are rounded. With one, two
+more things can be had. *Compensated* rounding chooses every weight's neighbour so that outputs change least (GPTQ,
+``library.precision.parity.compensated``). A *budget* is spent on weights that stay in bf16: the fp8 model runs on the
+calibration once for each weight, that one alone back in bf16, and what the output changes by is what the weight
+contributes to the error (``library.precision.parity.layer_errors``).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from library.errors import UserError
+from library.files import atomic_path
+from library.models.family import model_family
+from library.precision.checkpoint_layouts import LayoutKind, WeightFiles
+from library.precision.checkpoint_writing import WrittenFp8, write_fp8_checkpoint
+from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
+from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.safetensors_io import weight_files
+from library.training.fidelity.calibration import IMAGES, CalibrationPlan
+from library.training.report.progress import plain_table
+from networks.files.base import open_base
+from networks.merging.merge_fp8 import Fp8Merge
+
+_RANKED_ON = IMAGES  # of the calibration; ranking layers runs the model once more for each of them
+_FILE_IN_FOLDER = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Rounding by activations.
+
+    Attributes:
+        plan: what is run.
+        compensated: round so that outputs change least.
+        budget_mb: MiB for weights that stay in bf16; None for none.
+    """
+
+    plan: CalibrationPlan
+    compensated: bool
+    budget_mb: float | None = None
+
+
+def quantize_checkpoint(
+    model: Path,
+    save_to: Path,
+    kind: LayoutKind,
+    recipe: Fp8Recipe,
+    console: Console,
+    calibrated: Calibrated | None = None,
+    fp8_matmul: bool = False,
+) -> WrittenFp8:
+    """Write ``model`` in fp8.
+
+    Args:
+        model: a .safetensors file, a model's folder or a pipeline's.
+        save_to: a .safetensors file, or a folder where ``model`` is one.
+        kind, recipe: the layout, and how weights are rounded.
+        console: for what the calibration says.
+        calibrated: None rounds by the recipe alone.
+        fp8_matmul: let ComfyUI multiply in fp8.
+    """
+    given, model = model, model.expanduser()
+    if (model / "model_index.json").is_file():
+        if not (model / "transformer").is_dir():
+            raise UserError(
+                f"{model}: a pipeline without a transformer folder; give the folder of the model to quantise"
+            )
+        model = model / "transformer"
+    target = save_to.expanduser()
+    folder = target.suffix != ".safetensors"
+    if folder:
+        target = _file_in_folder(model, target)
+    if target.resolve() in {file.resolve() for file in weight_files(model)}:
+        raise UserError(f"--save_to {target}: is the model itself; choose another place")
+    rounding: AbstractContextManager[tuple[Fp8Merge | None, Fp8Recipe]] = nullcontext((None, recipe))
+    if calibrated:
+        rounding = _calibrated(given, save_to, kind, recipe, calibrated, console)
+    with rounding as (rounded, recipe), Progress(transient=True) as progress:
+        task = progress.add_task("quantising", total=None)
+        written = write_fp8_checkpoint(
+            WeightFiles(given, weight_files(model)),
+            target,
+            kind,
+            recipe,
+            fp8_matmul=fp8_matmul,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            merge=rounded,
+        )
+    if folder:
+        with atomic_path(target.parent / "config.json") as temporary:
+            shutil.copyfile(model / "config.json", temporary)
+    return written
+
+
+def _file_in_folder(model: Path, folder: Path) -> Path:
+    """Return where the weights lie in ``folder``, named as the library that reads the model wants them."""
+    if not (model / "config.json").is_file():
+        raise UserError(
+            f"--save_to {folder}: {model} is a file, so the result is one; give a name that ends in .safetensors"
+        )
+    diffusers = '"_class_name"' in (model / "config.json").read_text(encoding="utf-8")
+    return folder / _FILE_IN_FOLDER["diffusers" if diffusers else "transformers"]
+
+
+@contextmanager
+def _calibrated(
+    model: Path, save_to: Path, kind: LayoutKind, recipe: Fp8Recipe, calibrated: Calibrated, console: Console
+) -> Iterator[tuple[Fp8Merge | None, Fp8Recipe]]:
+    """Yield weights that are rounded already, if any, and the recipe with the layers that are worth keeping."""
+    plan = calibrated.plan
+    family = model_family(plan.config)
+    calibration = plan.prepare(family, console)
+    transformer = family.load_transformer(plan.dtype, plan.device, fp8=Fp8Loader(recipe, compute="dequant"))
+    base = open_base(model, fp8=True)
+    save_to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=save_to.parent, prefix=f".{save_to.name}.") as spool:
+        merge = Fp8Merge(base, {}, kind, recipe, family.targets, Path(spool))
+        modules = merge.modules()
+        if calibrated.budget_mb is not None:
+            batches = [*calibration.fit, *calibration.check][:_RANKED_ON]
+            places = merge.places()
+            shares = measure_contributions(
+                transformer,
+                list(modules.values()),
+                lambda name: places[name].read(base.weights, plan.device).to(plan.dtype),
+                lambda: calibration.velocities(transformer, batches),
+            )
+            sizes = [sum(places[m].shape[0] * places[m].shape[1] for m in names) for names in modules.values()]
+            measured = zip(modules, shares, sizes, strict=True)
+            candidates = [Candidate(name.removesuffix(".weight"), share, size) for name, share, size in measured]
+            kept = choose_kept(candidates, int(calibrated.budget_mb * 2**20))
+            console.print(_budget_table(candidates, {one.name for one in kept}))
+            console.print(f"kept: {len(kept)} of {len(candidates)} weights within {calibrated.budget_mb:g} MiB")
+            kept_patterns = (f"^{re.escape(one.name)}$" for one in kept)
+            recipe = replace(recipe, exclude_patterns=(*recipe.exclude_patterns, *kept_patterns))
+            modules = {
+                name: of for name, of in modules.items() if recipe.excluded_as(name.removesuffix(".weight")) is None
+            }
+        if calibrated.compensated:
+            first = {names[0]: tensor for tensor, names in modules.items()}
+            for group in calibration.layer_inputs(transformer, list(first)):
+                for name, inputs in group.items():
+                    merge.compensate(first[name], inputs)
+        yield (merge if calibrated.compensated else None), recipe
+
+
+def _budget_table(candidates: list[Candidate], kept: set[str], shown: int = 20) -> Table:
+    """Return weights by falling benefit: error of the output by each alone, what keeping it costs and brings."""
+    table = plain_table("weight", "alone %", "MiB", "per MiB", "kept", left=["kept"])
+    for one in sorted(candidates, key=lambda c: -c.benefit_per_megabyte)[:shown]:
+        size = f"{one.extra_bytes / 2**20:.2f}"
+        mark = "bf16" if one.name in kept else ""
+        table.add_row(one.name, f"{100 * one.benefit**0.5:.3g}", size, f"{one.benefit_per_megabyte:.2g}", mark)
+    total = sum(c.benefit for c in candidates)
+    saved = sum(c.benefit for c in candidates if c.name in kept)
+    table.add_section()
+    used = sum(c.extra_bytes for c in candidates if c.name in kept) / 2**20
+    left = f"{100 * total**0.5:.3g} -> {100 * max(0.0, total - saved) ** 0.5:.3g}"
+    table.add_row("all together", left, f"{used:.2f}", "", "")
+    return table

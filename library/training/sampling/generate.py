@@ -1,0 +1,129 @@
+"""Images from a base model and any number of LoRAs, in the order that needs least memory.
+
+Text encoders first, freed again, then the transformer with its LoRAs, then one image after the other. Several LoRAs
+become one of the summed rank, which is exact (``networks.merging.low_rank``) and costs one pair of small products a
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from PIL.Image import Image
+from rich.console import Console
+
+from library.data.cache import TextJob, encode_text_batch
+from library.data.sidecars import ControlSizing
+from library.models.family import Family
+from library.models.layer_names import LoraTargets
+from library.models.text import TextEncoder
+from library.precision.recipe import Fp8Loader
+from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
+from library.training.sampling.prompts import SamplePrompt
+from library.training.tasks.lora_plan import describe_base
+from networks.files.adapters import load_lora
+from networks.files.metadata import base_mismatch
+from networks.files.weights import LoraWeights
+from networks.injection import attach_lora
+from networks.merging.low_rank import combine_loras
+from networks.merging.merge import LoraSource
+
+
+def generate_images(
+    family: Family,
+    prompts: Sequence[SamplePrompt],
+    loras: Sequence[LoraSource],
+    dtype: torch.dtype,
+    device: torch.device,
+    console: Console,
+    fp8: Fp8Loader | None = None,
+    sizing: ControlSizing | None = None,
+) -> Iterator[tuple[SamplePrompt, Image]]:
+    """Yield each prompt with its image.
+
+    Args:
+        family: the base model.
+        prompts: what to generate.
+        loras: files with their strengths; updates of the same layer add up.
+        dtype: of the weights, and of the products when it is a 16-bit one.
+        device: where to compute.
+        console: for what is to be known about model and LoRAs.
+        fp8: which weights of the transformer become fp8; what its file has in fp8 stays so.
+        sizing: of reference images; by default they get the prompt's width and height.
+    """
+    check_prompt_images(prompts, family.conditioning, family.most_references)
+    weights = read_loras(loras, family, console)  # before anything that takes time
+    source = " + ".join(str(lora.path) for lora in loras)
+    targets = family.targets
+    image_encoder = family.load_image_encoder(dtype, device)
+    text_encoder = family.load_text_encoder(dtype, device)
+    rules = PromptImageRules(family.conditioning, sizing or ControlSizing(), image_encoder.pixel_multiple)
+    texts: dict[str, TextJob] = {}
+    for prompt in prompts:
+        texts |= text_jobs(prompt, text_encoder.sees_references, rules)
+    embeddings = _encode(text_encoder, texts, weights, targets, source)
+    conditions = [encode_prompt_images(prompt, image_encoder, rules) for prompt in prompts]
+    fp8 = fp8 or Fp8Loader()
+    transformer = family.load_transformer(dtype, device, fp8=fp8)
+    if (layout := family.fp8_layout()) or fp8.recipe:
+        console.print(f"base: {describe_base(layout, fp8, dtype)}")
+    if own := weights.get(targets.file_prefix):
+        attach_lora(transformer, own, targets, source)
+    for prompt, its_conditions in zip(prompts, conditions, strict=True):
+        yield (
+            prompt,
+            family.sample(
+                transformer,
+                image_encoder,
+                embeddings[prompt.text_key(prompt.prompt)],
+                width=prompt.width,
+                height=prompt.height,
+                steps=prompt.steps,
+                guidance=prompt.guidance,
+                seed=prompt.seed,
+                negative_text=embeddings[prompt.text_key(prompt.negative)] if prompt.cfg != 1.0 else None,
+                cfg=prompt.cfg,
+                conditions=its_conditions,
+            ),
+        )
+
+
+def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) -> dict[str, dict[str, LoraWeights]]:
+    """Return component (transformer, text encoders) -> the sum of all LoRAs there; say what they are."""
+    targets = family.targets
+    read = [(source, load_lora(source.path, targets)) for source in loras]
+    here = family.fingerprint() if any("tandem.base_fingerprint" in lora.metadata for _, lora in read) else None
+    for source, lora in read:
+        console.print(f"{source.path}: {lora.layout}, {len(lora.weights)} layers, strength {source.ratio:g}")
+        if here and (remark := base_mismatch(lora.metadata, here)):
+            console.print(f"note: {source.path}: {remark}")
+    return targets.by_component(combine_loras([(lora.weights, source.ratio) for source, lora in read]))
+
+
+@torch.no_grad()
+def _encode(
+    text_encoder: TextEncoder,
+    texts: Mapping[str, TextJob],
+    loras: Mapping[str, Mapping[str, LoraWeights]],
+    targets: LoraTargets,
+    source: str,
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return every text's embeddings by key, without a batch axis, on the CPU, from the encoders with their LoRAs.
+
+    Args:
+        text_encoder: is freed afterwards.
+        texts: to encode, by ``SamplePrompt.text_key``.
+        loras: component -> weights; the transformer's are not used.
+        targets: the family's row.
+        source: the files' names, for messages.
+    """
+    embeddings = {key: encode_text_batch([job], text_encoder)[0] for key, job in texts.items()}
+    text_encoder.release()
+    for encoder in targets.text_encoders:
+        if weights := loras.get(encoder.name):
+            module = text_encoder.load_modules([encoder.name])
+            attach_lora(module, weights, targets, source)
+            for key, cached in embeddings.items():
+                cached |= {name: rows[0].cpu() for name, rows in module([texts[key].caption]).items()}
+    return embeddings

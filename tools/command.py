@@ -1,0 +1,218 @@
+"""What the tools share: the parser, the flags that several of them take, the console.
+
+A tool parses, calls the library and prints. This module imports nothing that takes long (torch, diffusers and
+transformers are imported where they are first used), and tools import theirs in the function that works, so that
+``--help`` and a mistyped flag are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from rich.console import Console
+
+from library.config.chat_schema import LANGUAGE_MODELS
+from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
+from library.config.schema import ModelConfig, PrecisionConfig, SavingConfig
+from library.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from library.llm.generation import SamplingSettings
+    from library.models.llm.model import TransformerLM
+    from library.training.fidelity.calibration import CalibrationPlan
+    from networks.merging.merge import LoraSource
+
+SAMPLING_NAMES = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def tool_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser without flags that shows the module's docstring ``doc``."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=formatter, allow_abbrev=False)
+
+
+def tool_console(quiet: bool = False) -> Console:
+    """Return a console that prints paths and names as they are, on one line each."""
+    return Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_progress(done: int, total: int) -> None:
+    """Show "tensor 120 of 780" on a terminal, on one line."""
+    if sys.stderr.isatty():
+        print(f"\rtensor {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+def show_and_run(words: list[str], folder: Path | None = None) -> None:
+    """Show a command of this repository and run it; end with it if it fails."""
+    print(f"\n$ python {shlex.join(words)}", flush=True)
+    done = subprocess.run([sys.executable, *words], cwd=folder, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def choices(section: Any, key: str) -> list[str]:
+    """Return the values that an option of the schema may have, None left out."""
+    annotation = section.model_fields[key].annotation
+    kinds = [annotation, *get_args(annotation)]
+    return [value for kind in kinds for value in get_args(kind) if isinstance(value, str)]
+
+
+# ---- LoRA files
+
+
+def add_model_type(parser: Any, default: str) -> None:
+    """Add --model_type of every family; ``default`` says in words what it is without."""
+    families = [*IMAGE_MODELS, *LANGUAGE_MODELS]
+    parser.add_argument("--model_type", choices=families, help=f"architecture family (default: {default})")
+
+
+def add_lora_output(parser: argparse.ArgumentParser, precision_default: str = "the source's") -> None:
+    """Add --save_to, --save_format, --save_precision, --model_type and --overwrite."""
+    parser.add_argument("--save_to", required=True, type=Path, help="the .safetensors file to write")
+    add_lora_format(parser, precision_default)
+    add_model_type(parser, "as the files say")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+
+
+def add_lora_format(parser: Any, precision_default: str = "the source's", required: bool = False) -> None:
+    """Add --save_format and --save_precision."""
+    layouts, precisions = choices(SavingConfig, "save_format"), choices(SavingConfig, "save_precision")
+    said = "of the result" if required else "(default: the source's, or diffusers)"
+    parser.add_argument("--save_format", required=required, choices=layouts, help=f"key layout {said}")
+    parser.add_argument("--save_precision", choices=precisions, help=f"default: {precision_default}")
+
+
+def check_lora_output(save_to: Path, overwrite: bool, flag: str = "--save_to") -> None:
+    """Refuse a place that is no LoRA file's, or where something is already, before any work is done."""
+    if save_to.suffix != ".safetensors":
+        raise UserError(f"{save_to}: a LoRA is a .safetensors file; give {flag} that ending")
+    if save_to.exists() and not overwrite:
+        raise UserError(f"{save_to}: exists; choose another {flag} or give --overwrite")
+
+
+def lora_source(text: str) -> LoraSource:
+    """Return the file and strength of ``file[:strength]``."""
+    from networks.merging.merge import LoraSource
+
+    name, colon, strength = text.rpartition(":")
+    if not colon or Path(text).exists() or "/" in strength or "\\" in strength:
+        return LoraSource(Path(text), 1.0)
+    try:
+        return LoraSource(Path(name), float(strength))
+    except ValueError:
+        raise UserError(f"--lora {text}: {strength!r} is not a number; write file.safetensors:0.8") from None
+
+
+# ---- an image model, and images to run it on
+
+
+def add_model_parts(group: Any) -> None:
+    """Add the flags of a single-file model's parts, and of how it computes."""
+    for name in MODEL_FILE_KEYS:
+        group.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
+
+
+def model_config(options: argparse.Namespace, model: Path | str, *more: str) -> ModelConfig:
+    """Return the ``[model]`` section for ``model`` with the parts that the flags, and ``more`` of them, name."""
+    names = ("model_type", *MODEL_FILE_KEYS, *more)
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return ModelConfig(pretrained_model_name_or_path=str(model), **given)
+
+
+def device_and_dtype(precision: str | None) -> tuple[torch.device, torch.dtype]:
+    """Return where and in what to compute; ``precision``: --mixed_precision."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtypes = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    return device, dtypes[precision or ("bf16" if device.type == "cuda" else "no")]
+
+
+def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_type: bool, seed: bool = True) -> None:
+    """Add the flags of data, model parts and computing; without --model_type or --seed where the parser has it."""
+    data = parser.add_argument_group("calibration")
+    data.add_argument("--dataset_config", required=required, help="dataset TOML, as in training")
+    data.add_argument("--calibration_images", type=int, default=8, metavar="N", help="default: %(default)s")
+    sigmas = [0.95, 0.75, 0.5, 0.25]
+    data.add_argument("--calibration_sigmas", type=float, nargs="+", default=sigmas, metavar="X",
+                      help="noise levels of each image")  # fmt: skip
+    if seed:
+        data.add_argument("--seed", type=int, default=0, help="chooses images, noise and stochastic rounding")
+    data.add_argument("--guidance_scale", type=float, default=3.5, help="for models with a guidance input")
+    data.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks, as in training")
+    data.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
+    data.add_argument(
+        "--statistics_gb", type=float, default=4.0, metavar="X", help="memory for layer statistics; less: more passes"
+    )
+    model = parser.add_argument_group("parts of the model, where it is a single file")
+    if model_type:
+        model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
+    add_model_parts(model)
+    model.add_argument("--mixed_precision", choices=["no", "bf16"], help="default: bf16 on a GPU, no on a CPU")
+
+
+def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPlan:
+    """Return what the flags of :func:`add_calibration` say for ``model``."""
+    from library.training.fidelity.calibration import CalibrationOptions, CalibrationPlan
+
+    device, dtype = device_and_dtype(options.mixed_precision)
+    calibration = CalibrationOptions(
+        dataset_config=options.dataset_config,
+        images=options.calibration_images,
+        sigmas=tuple(options.calibration_sigmas),
+        seed=options.seed,
+        guidance_scale=options.guidance_scale,
+        masked_loss=options.masked_loss,
+        cache_directory=options.cache_directory,
+        statistics_gb=options.statistics_gb,
+    )
+    return CalibrationPlan(model_config(options, model), calibration, dtype, device)
+
+
+# ---- language models
+
+
+def add_language_model(group: Any) -> None:
+    """Add the flags that say how a language model is loaded."""
+    group.add_argument("--tokenizer", metavar="PATH", help="default: the one in the model's folder")
+    group.add_argument(
+        "--dtype", choices=["fp32", "fp16", "bf16"], help="of the weights; default: bf16 on a GPU, fp32 on a CPU"
+    )
+    group.add_argument("--fp8_scaled", action="store_true", help="quantise linear weights to fp8 as they are loaded")
+
+
+def load_language_model(folder: str, dtype: str | None, fp8_scaled: bool) -> TransformerLM:
+    """Return the model on the device there is; fp32 on a CPU and bf16 on a GPU unless ``dtype`` says otherwise."""
+    from library.models.llm.files import load_lm, open_lm
+    from library.training.tasks.lora_plan import plan_fp8
+
+    device, computing = device_and_dtype("no" if dtype == "fp32" else dtype)
+    layout = open_lm(Path(folder).expanduser())[1].fp8
+    fp8 = plan_fp8(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
+    return load_lm(folder, computing, device, fp8=fp8)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field of ``SamplingSettings`` that a user chooses."""
+    how = parser.add_argument_group("sampling")
+    how.add_argument("--max_new_tokens", type=int, default=256, metavar="N")
+    how.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: most likely token")
+    how.add_argument("--top_k", type=int, metavar="N", help="draw among the N most likely tokens")
+    how.add_argument("--top_p", type=float, metavar="X", help="draw among the most likely tokens of probability X")
+    how.add_argument("--min_p", type=float, metavar="X", help="draw among tokens X times as likely as the likeliest")
+    how.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X", help="above 1: repeat less")
+    how.add_argument("--seed", type=int, default=0)
+
+
+def sampling_settings(options: argparse.Namespace) -> SamplingSettings:
+    """Return what the flags of :func:`add_sampling` say."""
+    from library.llm.generation import SamplingSettings
+
+    return SamplingSettings(**{name: getattr(options, name) for name in SAMPLING_NAMES})

@@ -1,1 +1,0 @@
-"""What tools/evaluate_llm.py asks of other packages."""

@@ -1,1 +1,0 @@
-"""What tools/generate.py makes besides pictures."""

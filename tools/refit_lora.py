@@ -1,0 +1,83 @@
+"""Refit a LoRA that was trained in bf16 to the fp8 model it will be used with: no training, the same file format.
+
+    python tools/refit_lora.py --lora style.safetensors --base FLUX.1-dev --deploy flux1-dev-fp8.safetensors \\
+        --dataset_config my_dataset.toml --save_to style-fp8.safetensors
+    python tools/refit_lora.py ... --deploy cast               # what fp8_base makes of the base; or tensor, row, ...
+    python tools/refit_lora.py ... --correction_rank 16        # and undo more of the rounding, at a larger rank
+
+Each layer's factors are fitted so that on your images the fp8 layer with the new LoRA computes what the bf16 layer
+computed with the old one, as nearly as that rank allows (``networks.merging.refit``). Rank, alpha and keys stay, unless
+--correction_rank is given: then ranks grow by it, and layers without a LoRA get one of that rank.
+
+The cost: one forward pass of the fp8 model for each image and noise level and for each group of layers whose
+statistics fit into --statistics_gb, and one reading of both files. The result fits this fp8 file and no other: its
+fingerprint goes into the metadata, and loading it beside another one is remarked on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+
+from library.errors import exit_on_user_error
+from tools.command import (
+    add_calibration,
+    add_lora_output,
+    calibration_plan,
+    check_lora_output,
+    tool_console,
+    tool_parser,
+)
+
+if TYPE_CHECKING:
+    from networks.merging.refit import Refit
+
+
+def refit(options: argparse.Namespace, console: Console) -> dict[str, Refit]:
+    """Run the tool; return the fits under their layers' names."""
+    from library.training.fidelity.deployments import parse_deployment
+    from library.training.fidelity.refit import refit_lora
+
+    check_lora_output(options.save_to, options.overwrite)
+    return refit_lora(
+        options.lora,
+        parse_deployment(options.deploy),
+        options.save_to,
+        calibration_plan(options, options.base),
+        console,
+        correction_rank=options.correction_rank,
+        layout=options.save_format,
+        precision=options.save_precision,
+        shown=options.show,
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    top = tool_parser(__doc__)
+    top.add_argument("--lora", required=True, type=Path, help="the LoRA, of any layout")
+    top.add_argument("--base", required=True, type=Path, help="bf16 model: diffusers folder or transformer file")
+    top.add_argument(
+        "--deploy", required=True, metavar="MODEL_OR_RECIPE", help="fp8 model; or cast, tensor, row, block64, block128"
+    )
+    top.add_argument("--correction_rank", type=int, default=0, metavar="R", help="rank to add to every fp8 layer")
+    top.add_argument("--show", type=int, default=20, metavar="N", help="layers in the table (default: %(default)s)")
+    add_lora_output(top)
+    add_calibration(top, required=True, model_type=False)
+    return top
+
+
+@exit_on_user_error
+def main() -> None:
+    """Parse the command line and refit."""
+    refit(parser().parse_args(), tool_console())
+
+
+if __name__ == "__main__":
+    main()
