@@ -225,7 +225,7 @@ def draw_steps(rows: Sequence[Row]) -> Figure:
 
 
 def draw_starts(rows: Sequence[Row]) -> Figure:
-    """Seconds and memory of a start with everything cached, and pictures cached in a second, against their number."""
+    """Seconds and memory of a start with everything cached, and images cached in a second, against their number."""
     figure = Figure(figsize=(9.2, 2.9), layout="constrained")
     seconds, memory, rate = figure.subplots(1, 3)
     cached = sorted((row["images"], row) for row in rows if row["start"] == "cached")
@@ -284,7 +284,7 @@ def _plain(panel: Axes) -> None:
 
 @exit_on_user_error
 def main() -> None:
-    """Measure, print, write JSON and pictures as asked."""
+    """Measure, print, write JSON and plots as asked."""
     parser = benchmark_parser(__doc__, rounds=4)
     parser.add_argument("--draw_to", type=Path, metavar="FOLDER", help="draw the results into this folder")
     parser.add_argument("--only", choices=("steps", "starts"))

@@ -87,7 +87,7 @@ def write_images(folder: Path, first: int, count: int) -> None:
     for number in range(first, first + count):
         colour = number & 255, number >> 8 & 255, number >> 16 & 255
         Image.new("RGB", (64, 64), colour).save(folder / f"{number:07d}.png", compress_level=1)
-        (folder / f"{number:07d}.txt").write_text(f"picture {number % 1000}")
+        (folder / f"{number:07d}.txt").write_text(f"image {number % 1000}")
 
 
 def write_dataset(folder: Path, images: int) -> Path:
@@ -195,7 +195,7 @@ def _cache_files(data: TrainingData, fingerprint: str) -> Iterable[tuple[Path, _
 def _caption(number: int) -> str:
     words = _WORDS.split()
     random.Random(number).shuffle(words)
-    return f"picture {number}: {' '.join(words)}"
+    return f"image {number}: {' '.join(words)}"
 
 
 def _write_hollow(path: Path, shapes: _Shapes) -> None:

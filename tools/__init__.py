@@ -1,1 +1,1 @@
-"""Command line tools; each runs on its own as ``python tools/<name>.py``."""
+"""Command line tools; each runs on its own as ``python tools/<name>.py``. ``command`` is what they share."""

@@ -3,7 +3,7 @@
     python tools/lr_range_test.py --config_file configs/flux_lora.toml --dataset_config my_dataset.toml
 
 Takes the flags of train_lora.py and four of its own (--lr_from, --lr_to, --range_steps, --save_to). What is trained is
-thrown away; the picture and the numbers (lr_range.png, .svg, .jsonl) go into output_dir, or to --save_to.
+thrown away; the plot and the numbers (lr_range.png, .svg, .jsonl) go into output_dir, or to --save_to.
 """
 
 from __future__ import annotations

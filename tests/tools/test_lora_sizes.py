@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import networks.merging.average as average
 import tools.ema_lora as ema_lora
 import tools.merge_lora as merge_lora
 import tools.resize_lora as resize_lora
@@ -192,7 +193,7 @@ def test_beta_moves_to_beta2_as_in_musubi(tmp_path: Path, monkeypatch: pytest.Mo
     run(ema_lora, monkeypatch, *paths, "--save_to", target, "--beta", 0.9, "--beta2", 0.5)
     betas = [0.9, 0.7, 0.5]
     check_average(target, loras, [0.9 * 0.7 * 0.5, 0.1 * 0.7 * 0.5, 0.3 * 0.5, 0.5])
-    assert betas == pytest.approx(ema_lora.linear_betas(4, 0.9, 0.5))
+    assert betas == pytest.approx(average.linear_betas(4, 0.9, 0.5))
 
 
 def test_the_power_function_counts_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +207,7 @@ def test_the_power_function_counts_the_steps(tmp_path: Path, monkeypatch: pytest
 
 
 def test_steps_and_epochs_are_read_from_names(tmp_path: Path) -> None:
-    order = ema_lora.training_order
+    order = average.training_order
     steps = [Path(f"a-step0000{n}.safetensors") for n in ("0400", "0100")]
     assert order(steps, [{}, {}]) == [400, 100]
     assert order([Path("a-000002.safetensors"), Path("a-000001.safetensors")], [{}, {}]) == [2, 1]

@@ -1,0 +1,1 @@
+"""The chat of ``tools/chat.py``: its sessions, the terminal and the browser page."""

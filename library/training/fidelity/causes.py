@@ -38,7 +38,7 @@ class Differences:
         velocity_by_sigma: sigma -> whole, filled, known and ring, those that there are.
         latents_by_step: after each step of the sampling run.
         latents, image: of the finished ones; NaN where there was no sampling or no decoding.
-        seam: figures of the finished latents along the mask's border, medians over samples; empty without masks.
+        seam: metrics of the finished latents along the mask's border, medians over samples; empty without masks.
         image_seam: the same of the decoded images, in pixels.
         edges: rms error on the reference image's own edges over that on its flat half.
         spectrum: frequencies and mean power of the finished latents' error.
@@ -102,7 +102,7 @@ def relative_error(reference: Sequence[Tensor], other: Sequence[Tensor]) -> floa
 
 
 def median_seam(pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor | None]) -> dict[str, Any]:
-    """Return the median of each seam figure over the samples that have a border; infinities are left out.
+    """Return the median of each seam metric over the samples that have a border; infinities are left out.
 
     Not the mean: where an interior of a few cells happens to have no error, a ratio has no bound.
     """
@@ -202,7 +202,7 @@ _SHARP = 1.8  # times the interior's step: rounding alone gives 0.9 to 1.5 with 
 
 @dataclass(frozen=True)
 class Attribution:
-    """One cause: the figures with it alone, and of the deployment without it."""
+    """One cause: the differences with it alone, and of the deployment without it."""
 
     cause: str
     alone: Differences
@@ -216,7 +216,7 @@ class Finding:
     Attributes:
         cause: key of ``CAUSES``. share: of the squared error, as far as causes add up.
         layers: that show it; empty where it is not about layers.
-        evidence: the figures that speak for it, in words.
+        evidence: the numbers that speak for it, in words.
     """
 
     cause: str
@@ -236,7 +236,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the figures name: findings by their share, and what puts the error on the border (None: nothing does)."""
+    """What the numbers name: findings by their share, and what puts the error on the border (None: nothing does)."""
 
     findings: tuple[Finding, ...]
     border: Finding | None
@@ -270,7 +270,7 @@ def judge(
 
     Args:
         variant: the deployment.
-        full: its figures.
+        full: its differences.
         attributions: one for each of its causes.
         layers: the deployed layers against the reference.
         input_scales: layer -> static scale of its activations.

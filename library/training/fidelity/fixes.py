@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -46,7 +45,8 @@ from library.training.fidelity.deployments import REFERENCE, DeployedWeights, Ev
 from library.training.fidelity.layers import LayerRow
 from library.training.fidelity.quantize import Calibrated, quantize_checkpoint
 from library.training.fidelity.refit import refit_lora
-from library.training.fidelity.report import Fix, ReportRequest, run_named
+from library.training.fidelity.report import FIX_COLUMNS, Fix, ReportRequest, fix_rows, run_named
+from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
 
@@ -114,8 +114,8 @@ def try_fixes(
             console.print(f"note: {name} not tried: {error}")
             return
         outcome = run_named(changed, variant, eval_set, console, name)
-        figures = compare(reference, outcome, eval_set)
-        fixes.append(Fix(name, cost, time.monotonic() - started, files, figures, outcome))
+        differences = compare(reference, outcome, eval_set)
+        fixes.append(Fix(name, cost, time.monotonic() - started, files, differences, outcome))
 
     if set(request.variant.changes()) != {"weights"} and not models.deployed.merged:
         attempt("settings", "none: everything but the weights in high precision", lambda: (models, plain, ()))
@@ -170,20 +170,10 @@ def recommendation(best: Fix | None, before: Differences, target: float) -> str:
 
 
 def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:
-    """Return the deployment before and with each fix, a row each; errors in per cent of what the reference gives."""
-    table = Table(box=SIMPLE_HEAD)
-    for title in ("", "velocity", "latents", "image", "of before", "ring/interior", "step", "seconds"):
-        table.add_column(title, justify="right" if title else "left")
-
-    def row(name: str, figures: Differences, seconds: str) -> None:
-        ring, step = figures.ring_and_step
-        share = figures.latents / before.latents if before.latents else float("nan")
-        values = (f"{100 * v:.2f}" for v in (figures.velocity, figures.latents, figures.image))
-        table.add_row(name, *values, f"{share:.2f}", f"{ring:.2f}", f"{step:.2f}", seconds)
-
-    row("as deployed", before, "")
-    for fix in fixes:
-        row(fix.name, fix.differences, f"{fix.seconds:.0f}")
+    """Return the deployment before and with each fix for the terminal, without what they cost."""
+    table = plain_table(*FIX_COLUMNS[:-1])
+    for row in fix_rows(fixes, before):
+        table.add_row(*row[:-1])
     return table
 
 

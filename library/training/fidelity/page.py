@@ -22,7 +22,7 @@ from library.precision.parity.seam import border_distance
 from library.training.fidelity.causes import CAUSES, Attribution, Differences
 from library.training.fidelity.deployments import EvalSet, Outcome
 from library.training.fidelity.layers import LayerRow
-from library.training.fidelity.report import Fix, Report
+from library.training.fidelity.report import FIX_COLUMNS, Fix, Report, fix_rows
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1080px; color: #222; padding: 0 1rem }
@@ -84,7 +84,7 @@ def _page(report: Report, fixes: Sequence[Fix], images: Image.Image | None) -> s
         f'<div class="verdict">{"".join(f"<p>{escape(line)}</p>" for line in verdict_lines(report))}</div>',
     ]
     if fixes:
-        parts += ["<h2>Fixes</h2>", _fix_table(fixes, report.full)]
+        parts += ["<h2>Fixes</h2>", _table(FIX_COLUMNS, fix_rows(fixes, report.full))]
     if images is not None:
         parts += ["<h2>Images</h2>", _image(images)]
     if report.attributions:
@@ -124,19 +124,6 @@ def _seam_table(full: Differences) -> str:
             cells = [seam["inside"][2], seam["high_pass"][2], seam["signed"][2], seam["step"]]
             cells += [seam[key] for key in ("jump_reference", "jump_deployed", "bend_reference", "bend_deployed")]
             rows.append([title, *(f"{cell:.3f}" for cell in cells)])
-    return _table(header, rows)
-
-
-def _fix_table(fixes: Sequence[Fix], before: Differences) -> str:
-    header = ["", "velocity", "latents", "image", "of before", "ring / interior", "step of error", "cost", "s"]
-    rows = []
-    for name, each, cost, seconds in [("as deployed", before, "", ""), *(
-        (fix.name, fix.differences, fix.cost, f"{fix.seconds:.0f}") for fix in fixes
-    )]:  # fmt: skip
-        seam = ["" if math.isnan(value) else f"{value:.2f}" for value in each.ring_and_step]
-        share = f"{each.latents / before.latents:.2f}" if before.latents else ""
-        cells = [f"{each.velocity:.2%}", f"{each.latents:.2%}", f"{each.image:.2%}", share, *seam]
-        rows.append([name, *cells, cost, seconds])
     return _table(header, rows)
 
 

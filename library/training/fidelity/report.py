@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from library.training.fidelity.layers import ActivationSizes, LayerRow, layer_ro
 from library.training.report.progress import counting
 
 T = TypeVar("T")
+FIX_COLUMNS = ("", "velocity", "latents", "image", "of before", "ring/interior", "step", "seconds", "cost")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,20 @@ class Fix:
         files = [str(path) for path in self.files]
         return {"name": self.name, "cost": self.cost, "seconds": self.seconds, "files": files,
                 "differences": self.differences.as_json()}  # fmt: skip
+
+
+def fix_rows(fixes: Sequence[Fix], before: Differences) -> list[tuple[str, ...]]:
+    """Return the cells of the table of fixes: the deployment before and with each fix, under ``FIX_COLUMNS``."""
+    rows = []
+    for name, each, cost, seconds in [
+        ("as deployed", before, "", ""),
+        *((fix.name, fix.differences, fix.cost, f"{fix.seconds:.0f}") for fix in fixes),
+    ]:
+        errors = (f"{value:.2%}" for value in (each.velocity, each.latents, each.image))
+        share = f"{each.latents / before.latents:.2f}" if before.latents else ""
+        seam = ("" if math.isnan(value) else f"{value:.2f}" for value in each.ring_and_step)
+        rows.append((name, *errors, share, *seam, seconds, cost))
+    return rows
 
 
 @dataclass(frozen=True)
