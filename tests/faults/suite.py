@@ -35,7 +35,7 @@ import train_llm
 import train_lora
 from library.config import load_config
 from library.config.load import load_language_config, load_llm_config
-from library.training.checkpoint.resume import find_damage
+from library.training.checkpoint.state import find_damage
 from tests.chat_runs import flags as chat_flags
 from tests.chat_runs import write_place
 from tests.faults.points import PHASES, Points, phase

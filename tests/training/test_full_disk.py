@@ -17,8 +17,8 @@ import library.training.checkpoint.saving as keeping
 from library.errors import UserError, WriteError
 from library.files import write_text
 from library.safetensors_io import write_safetensors
-from library.training.checkpoint.resume import find_damage
 from library.training.checkpoint.saving import CheckpointWriter
+from library.training.checkpoint.state import find_damage
 from library.training.report.metrics import MetricsStream
 from tests.faults.suite import broken_files
 from tests.runs import lora, run

@@ -17,6 +17,7 @@ from rich.console import Console
 from library.config.schema import HubConfig
 from library.errors import UserError
 from library.training.checkpoint.hub import HubUpload
+from tests.pretraining_runs import run as pretrain
 from tests.runs import run
 
 
@@ -107,6 +108,13 @@ def test_every_saved_lora_and_state_is_uploaded(
     state = tmp_path / "lora-state"
     assert _uploaded(hub, "cat/lora-state/weights.safetensors") == (state / "weights.safetensors").read_bytes()
     assert "hf_good" not in (tmp_path / "config.toml").read_text()
+
+
+def test_pretraining_uploads_its_models(hub: dict[str, object], corpus: Path, tmp_path: Path) -> None:
+    pretrain(corpus, tmp_path, max_train_steps=3, save_every_n_steps=2, huggingface_repo_id="me/models")
+    for name in ("model-step00000002", "model"):
+        written = (tmp_path / name / "model.safetensors").read_bytes()
+        assert _uploaded(hub, f"{name}/model.safetensors") == written
 
 
 def test_a_failed_upload_is_told_and_tried_again(hub: dict[str, object], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from library.errors import UserError
 from library.processes import one_of_several
-from library.training.checkpoint.resume import find_damage
+from library.training.checkpoint.state import find_damage
 from tests.forked import Script
 from tests.processes import launcher, run_command
 from tests.runs import ROOT, arguments, largest_difference, launch, lora, run, write_dataset

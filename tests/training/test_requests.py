@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from library.config import load_config
-from library.training.checkpoint.resume import find_damage, newest_state
+from library.training.checkpoint.state import find_damage, newest_state
 from tests.forked import Script
 from tests.processes import LIMIT
 from tests.runs import ROOT, arguments, lora, run

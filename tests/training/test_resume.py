@@ -15,8 +15,7 @@ import torch
 import library.files as atomic
 from library.errors import UserError
 from library.files import atomic_folder, atomic_path, clear_leftovers, discard
-from library.training.checkpoint.resume import find_damage, newest_state
-from library.training.checkpoint.state import Position, save_training_state
+from library.training.checkpoint.state import Position, find_damage, newest_state, save_training_state
 from tests.runs import arguments, largest_difference, lora, run, train_flags, write_dataset
 from tests.training.test_checkpoint import _states
 from tests.training.test_processes import SAME_IN_FP32

@@ -35,7 +35,7 @@ from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.precision.fp8_linear import make_cpu_kernels
 from library.training.checkpoint.metadata import training_facts
-from library.training.checkpoint.resume import tidy
+from library.training.checkpoint.state import tidy
 from library.training.flow import resolve_sampling
 from library.training.guard.signals import ignore_signals
 from library.training.memory.attention_choice import attention_of_run

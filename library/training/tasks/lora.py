@@ -24,8 +24,7 @@ from library.precision.fp8_linear import ddp_ignored_names
 from library.precision.recipe import Fp8Loader
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import save_facts, without_folders
-from library.training.checkpoint.resume import AUTO
-from library.training.checkpoint.state import Position, check_state, load_training_state, read_position
+from library.training.checkpoint.state import AUTO, Position, check_state, load_training_state, read_position
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule, total_steps

@@ -45,8 +45,7 @@ from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import Block, TransformerLM, lm_split_plan
 from library.models.llm.spec import LMConfig, preset
 from library.randomness import generator
-from library.training.checkpoint.resume import AUTO
-from library.training.checkpoint.state import Position, load_training_state, read_position
+from library.training.checkpoint.state import AUTO, Position, load_training_state, read_position
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer, parse_optimizer_args

@@ -22,8 +22,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from library.accelerator import build_accelerator, is_tensor_parallel
-from library.training.checkpoint.resume import AUTO, resolve_resume
-from library.training.checkpoint.state import OutputNames, Position, Stateful, refuse_finished
+from library.training.checkpoint.state import AUTO, OutputNames, Position, Stateful, refuse_finished, resolve_resume
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import averaged_weights
 from library.training.parallel.pipeline.schedule import Pipeline
