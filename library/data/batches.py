@@ -166,11 +166,7 @@ class CachedDataset(Dataset[Item]):
         return self.samples[owner].sample_id(index - int(self._first[owner]))
 
     def __getitem__(self, position: tuple[int, int]) -> Item:
-        """Return item ``index`` as it is in ``epoch``.
-
-        Raises:
-            UserError: a cache file is gone or damaged.
-        """
+        """Return item ``index`` as it is in ``epoch``."""
         epoch, index = position
         sample, sample_id = self.samples[int(self._owner[index])], self.sample_id(index)
         rng = python_random("orientation and crop", self.seed, epoch, sample_id)
@@ -304,9 +300,6 @@ class EpochBatchSampler(Sampler[list[tuple[int, int]]]):
         """Leave ``items`` out; the next item of the same bucket is seen in each one's place.
 
         Batches keep their number and sizes, so positions mean what they meant, and processes stay in step.
-
-        Raises:
-            UserError: nothing of a bucket is left.
         """
         in_bucket: dict[Bucket, list[int]] = defaultdict(list)
         for index, bucket in enumerate(self.buckets):

@@ -41,9 +41,6 @@ class Bucketing:
     Args:
         dataset: its settings.
         pixel_multiple: every side must be a multiple of this (VAE factor times patch size).
-
-    Raises:
-        UserError: settings that give no usable bucket.
     """
 
     def __init__(self, dataset: Dataset, pixel_multiple: int) -> None:
@@ -95,9 +92,6 @@ class Bucketing:
     def fit(self, size: Size, random_crop: bool, name: str) -> Fit:
         """Return how an image of ``size`` (width, height) is resized and cropped; ``name`` is for the
         message.
-
-        Raises:
-            UserError: the image is too small for any bucket and may not be enlarged.
         """
         known = self._fits.get((size, random_crop))
         if known is None:

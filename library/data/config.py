@@ -89,11 +89,7 @@ class InpaintMasks:
 def inpaint_masks_of(
     where: str, directory: str | None, alpha: bool, kinds: tuple[MaskKind, ...] | None, variants: int | None
 ) -> InpaintMasks:
-    """Return the one source of masks that a subset's keys name; without one, masks of all kinds are generated.
-
-    Raises:
-        UserError: two sources, an empty list of kinds, or variants of masks that have none.
-    """
+    """Return the one source of masks that a subset's keys name; without one, masks of all kinds are generated."""
     if kinds == ():
         known = ", ".join(MASK_KINDS)
         raise UserError(f"{where}: inpaint_masks = []: names no kind; name some of {known}, or remove it")
@@ -152,11 +148,7 @@ class TomlFile:
 
 
 def read_toml(path: str | Path) -> TomlFile:
-    """Read and parse a TOML file.
-
-    Raises:
-        UserError: the file does not exist, is not UTF-8 or is not TOML.
-    """
+    """Read and parse a TOML file."""
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -324,9 +316,6 @@ def load_dataset_config(
         path: the TOML.
         defaults: batch size and cache folder where it names none.
         conditioning: what the model is given besides a caption, which decides which keys are taken.
-
-    Raises:
-        UserError: one line naming file, line, table and key, for the first mistake found.
     """
     file = read_toml(path)
     _check_top_level(file)
@@ -490,11 +479,7 @@ def _as_toml(value: Any) -> str:
 
 
 def refuse_climbing(where: str, key: str, value: str) -> None:
-    """Keep relative paths within the folder they start at: a dataset from a stranger names none of the rest.
-
-    Raises:
-        UserError: ``value`` climbs out of it.
-    """
+    """Keep relative paths within the folder they start at: a dataset from a stranger names none of the rest."""
     if Path(os.path.normpath(value)).parts[:1] == (os.pardir,):
         raise UserError(f"{where}: {key} {value!r} climbs out of the TOML's folder; write its absolute path")
 

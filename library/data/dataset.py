@@ -77,9 +77,6 @@ def build_dataset(
         masked_loss: whether the loss is weighed by masks; must agree with the dataset, but of a fill model the
             region to fill is a mask where there is no other.
         conditioning: what the model is given besides a caption.
-
-    Raises:
-        UserError: anything wrong with the TOML or the files it names, in one line.
     """
     config = load_dataset_config(arguments.dataset_config, arguments, conditioning)
     found = scan(config, seed, pixel_multiple, prior_loss_weight, conditioning)
@@ -179,11 +176,7 @@ class TrainingData:
     def cache_latents(
         self, encoder: ImageEncoder, batch_size: int, progress: Progress, rank: int = 0, world: int = 1
     ) -> None:
-        """Encode the latents that are missing, conditions included; process ``rank`` of ``world`` does its share.
-
-        Raises:
-            UserError: an image is damaged or changed meanwhile, or its latents are not finite.
-        """
+        """Encode the latents that are missing, conditions included; process ``rank`` of ``world`` does its share."""
         assert (encoder.pixel_multiple, encoder.latent_factor) == (self.pixel_multiple, self.latent_factor)
         jobs = [job for job in self._latent_jobs(encoder.fingerprint) if _owner(job.path, world) == rank]
         if jobs:
@@ -198,11 +191,7 @@ class TrainingData:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        """Encode the captions that are missing, and ``extra`` ones (sample prompts), each once.
-
-        Raises:
-            UserError: an embedding is not finite.
-        """
+        """Encode the captions that are missing, and ``extra`` ones (sample prompts), each once."""
         missing = self._missing_texts(encoder.fingerprint, extra, encoder.sees_references)
         paths = (job.path(self.text_folder, encoder.fingerprint) for job in missing)
         mine = [job for job, path in zip(missing, paths, strict=True) if _owner(path, world) == rank]
@@ -211,11 +200,7 @@ class TrainingData:
             encode_texts(self.text_folder, mine, encoder, batch_size, advance)
 
     def text_embeddings(self, text: TextJob | str) -> dict[str, Tensor]:
-        """Return the cached embeddings of a caption or extra caption, without a batch dimension.
-
-        Raises:
-            UserError: its cache file is gone or damaged.
-        """
+        """Return the cached embeddings of a caption or extra caption, without a batch dimension."""
         fingerprint = self.train.text_fingerprint
         assert fingerprint is not None, "ask missing_text or cache_text first"
         return read_cached(_as_job(text).path(self.text_folder, fingerprint))

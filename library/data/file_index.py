@@ -41,11 +41,7 @@ class SourceFile:
 
 
 def list_folder(folder: str | Path) -> dict[str, tuple[int, int]]:
-    """Return name -> (bytes, mtime_ns) of the files directly in ``folder``, sorted by name.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
+    """Return name -> (bytes, mtime_ns) of the files directly in ``folder``, sorted by name."""
     files: dict[str, tuple[int, int]] = {}
     try:
         with os.scandir(folder) as entries:
@@ -122,11 +118,7 @@ class FileIndex:
                 self._changed = True
 
     def caption(self, path: str, stat: tuple[int, int]) -> str:
-        """Return a caption file's text (UTF-8), remembered or read.
-
-        Raises:
-            UserError: it is not UTF-8, or cannot be read.
-        """
+        """Return a caption file's text (UTF-8), remembered or read."""
         key = self._key(path)
         known = self._captions.get(key)
         if known is not None and (known[0], known[1]) == stat:
@@ -146,11 +138,7 @@ class FileIndex:
         return self._files.get(file.path) is file
 
     def save(self) -> None:
-        """Write what was learnt since the last save.
-
-        Raises:
-            UserError: the cache folder cannot be written to.
-        """
+        """Write what was learnt since the last save."""
         if not self._changed:
             return
         stored = {"version": _VERSION, "images": self._images, "captions": self._captions}
@@ -167,11 +155,7 @@ class FileIndex:
 
 
 def read_bytes(path: str) -> bytes:
-    """Return a file's content.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Return a file's content."""
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -129,11 +129,7 @@ class ImageStatsIndex:
             pass  # absent or damaged: everything is measured again
 
     def measure(self, files: Sequence[SourceFile], advance: Callable[[int], None] = lambda _: None) -> list[ImageStats]:
-        """Return what each file shows, from memory where it is as it was; ``advance`` counts those looked at.
-
-        Raises:
-            UserError: the cache folder cannot be written to.
-        """
+        """Return what each file shows, from memory where it is as it was; ``advance`` counts those looked at."""
         new = [file for file in files if self._remembered(file) is None]
         started = time.time_ns()
         seen: dict[str, ImageStats] = {}

@@ -68,11 +68,7 @@ _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
 def read_size(path: str) -> Size:
-    """Return the upright (width, height) of an image, from its header alone.
-
-    Raises:
-        UserError: the file is no image, is damaged or is too large.
-    """
+    """Return the upright (width, height) of an image, from its header alone."""
     if path.lower().endswith(".jxl"):
         return _read_jxl_size(path)
     with _open(path, path) as image:
@@ -88,9 +84,6 @@ def decode(data: bytes, name: str, alpha_mask: bool = False) -> tuple[Image.Imag
         name: the file's path, for messages.
         alpha_mask: return the alpha channel (mode L) as mask and leave the colours under it as they are. Else
             transparency is laid on white and the mask is None. An opaque image's mask is None.
-
-    Raises:
-        UserError: the file is no image, is damaged, is too large or holds floating point pixels.
     """
     with _open(io.BytesIO(data), name) as image:
         try:

@@ -101,9 +101,6 @@ def check(
         pixel_multiple: image sides are multiples of this.
         conditioning: what the model is given besides a caption.
         start: ``start(description, total) -> advance(n)``, for the progress bar.
-
-    Raises:
-        UserError: a folder cannot be read, or the cache folder not be written to.
     """
     findings: list[Finding] = []
     images: dict[str, ImageStats] = {}

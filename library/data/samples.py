@@ -113,9 +113,6 @@ def scan(
         pixel_multiple: every trained side is a multiple of this.
         prior_loss_weight: loss weight of regularisation images.
         conditioning: what the model is given besides a caption.
-
-    Raises:
-        UserError: missing or unreadable files, sizes without a bucket, a split that leaves nothing.
     """
     indexes: dict[Path, FileIndex] = {}
     identities: Counter[str] = Counter()
@@ -212,11 +209,7 @@ def _build_sample(
 
 
 def check_mask_shape(mask: SourceFile, size: tuple[int, int]) -> None:
-    """Refuse a mask that is not in the proportions of its image of ``size``, a side being off by more than 1 %.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Refuse a mask that is not in the proportions of its image of ``size``, a side being off by more than 1 %."""
     assert mask.size is not None
     width, height = mask.size
     if abs(width * size[1] - height * size[0]) > 0.01 * width * size[1]:

@@ -62,9 +62,6 @@ def find_masks(
         index: memory of the subset's cache folder.
         warnings: a line is added about masks without an image.
         remedy: what to do about an image without one.
-
-    Raises:
-        UserError: an image has no mask.
     """
     files, masks = _by_stem(folder)
     stems = [stem(PurePath(name).name) for name in images]
@@ -81,11 +78,7 @@ def find_masks(
 def find_control_images(
     where: str, folder: Path, images: Sequence[str], index: FileIndex, warnings: list[str]
 ) -> list[tuple[SourceFile, ...]]:
-    """Return the control images of every image in their order; none for an image without.
-
-    Raises:
-        UserError: an image has both a plain and numbered images, or their numbers have a gap.
-    """
+    """Return the control images of every image in their order; none for an image without."""
     files, plain = _by_stem(folder)
     stems = [stem(PurePath(name).name) for name in images]
     known = set(stems)
@@ -145,9 +138,6 @@ class ControlSizing:
             trained: the size its image is trained at.
             unit: sides become multiples of this.
             name: the image's path, for the message.
-
-        Raises:
-            UserError: the image is not resized and is smaller than a patch.
         """
         width, height = size
         area = None if self.resolution is None else self.resolution[0] * self.resolution[1]
@@ -193,22 +183,14 @@ class ControlImage:
         return (self.file.content, self.fit.resized, self.fit.offset, self.fit.encoded, self.interpolation)
 
     def load(self, flipped: bool = False) -> Image.Image:
-        """Return the RGB image at its size.
-
-        Raises:
-            UserError: it is damaged, or changed since it was hashed.
-        """
+        """Return the RGB image at its size."""
         image, _ = decode(checked_bytes(self.file), self.file.path)
         fitted = fit_image(image, self.fit, self.interpolation)
         return fitted.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flipped else fitted
 
 
 def checked_bytes(file: SourceFile) -> bytes:
-    """Return the content of a file that has been hashed.
-
-    Raises:
-        UserError: it cannot be read, or is another than it was.
-    """
+    """Return the content of a file that has been hashed."""
     data = read_bytes(file.path)
     if content_hash(data) != file.content:
         raise UserError(f"{file.path}: changed while it was being cached; start again")

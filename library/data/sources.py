@@ -50,9 +50,6 @@ def find_sources(
         index: memory of the subset's cache folder.
         warnings: lines are added about images without a caption and masks without an image.
         conditioning: what the model is given; of an edit model every image must have a control image.
-
-    Raises:
-        UserError: no images; missing, empty or unreadable captions, metadata or masks.
     """
     if subset.metadata_file:
         found = _from_metadata(subset, index, conditioning)

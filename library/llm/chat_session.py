@@ -79,9 +79,6 @@ class ChatSession:
             template: how turns become tokens, with the model's tokenizer.
             system: message that precedes everything.
             context: tokens that prompt and answer may have; default: what the model was made for.
-
-        Raises:
-            UserError: a system message for a model without turns, or no sensible context.
         """
         template.prompt(system, [], "?")
         self.system, self.turns = system, list[Turn]()
@@ -147,9 +144,6 @@ class ChatSession:
             text: what the user says.
             settings: how tokens are chosen; their stop tokens are the model's. The seed counts up with the turns, or
                 every answer would be drawn with the same numbers.
-
-        Raises:
-            UserError: the message is empty or longer than the context.
         """
         started = time.perf_counter()
         prompt = self._fitted(text, settings.max_new_tokens)
@@ -188,11 +182,7 @@ class ChatSession:
         return "context"
 
     def _fitted(self, text: str, wanted: int) -> list[int]:
-        """Return the prompt, with enough left out for an answer of ``wanted`` tokens or a quarter of the context.
-
-        Raises:
-            UserError: ``text`` alone is too long.
-        """
+        """Return the prompt, with enough left out for an answer of ``wanted`` tokens or a quarter of the context."""
         self.remarks = []
         quarter = max(1, self.context // 4)
         fits = self._fitted_text if isinstance(self.template, TextTemplate) else self._fitted_turns

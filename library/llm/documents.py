@@ -1,10 +1,9 @@
-"""Texts to train on, one document at a time, from the files that people have.
+"""Texts for pretraining, one document at a time, from the files that people have.
 
 A folder is read file by file in the order of names, below it too; ``.txt`` and ``.md`` files are one document each
-(or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` and ``.arrow`` files one a row. A folder
-may be a Hugging Face dataset (``library.llm.documents``). Nothing is held but what is being read.
-
-Texts of Hugging Face datasets: folders that the ``datasets`` package or the hub's client left on disk, and by name.
+(or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` and ``.arrow`` files one a row. Only
+what is being read is in memory. A folder may be a Hugging Face dataset, as the ``datasets`` package or the hub's client
+left it on disk; these are read with ``pyarrow`` alone, ``datasets`` is asked only for a dataset by its name:
 
 ====================================================  =================================================================
 what lies in the folder                               what is read
@@ -14,8 +13,6 @@ what lies in the folder                               what is read
 ``snapshots/`` (the hub's cache, ``huggingface-cli``)  the snapshot that ``refs/main`` names, without its README
 ``*.arrow`` (the cache of ``load_dataset``)           these, but none of ``map``'s and ``filter``'s ``cache-*.arrow``
 ====================================================  =================================================================
-
-Folders are read with ``pyarrow`` alone; the ``datasets`` package is asked only for a dataset by its name.
 """
 
 from __future__ import annotations
@@ -30,16 +27,11 @@ from typing import Any
 from library.errors import UserError, did_you_mean
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".arrow")
-_PARQUET_ROWS = 1024  # read at once
+_ROWS = 1024  # read at once
 
 
 def find_files(paths: Sequence[str | Path], split: str | None = None) -> list[Path]:
-    """Return the files that ``paths`` name or hold, in order; with ``split``, those of folders that belong to it.
-
-    Raises:
-        UserError: a path does not exist or is of another kind, nothing is found, parquet or arrow files cannot be read
-            here, or as ``library.llm.documents.dataset_files``.
-    """
+    """Return the files that ``paths`` name or hold, in order; with ``split``, those of folders that belong to it."""
     if split is not None and not any(Path(path).is_dir() for path in paths):
         raise UserError("--split: has no effect on files; give the folder of a dataset, or remove it")
     files: list[Path] = []
@@ -68,9 +60,6 @@ def read_documents(file: Path, text_key: str = "text", separator: str | None = N
         file: of :func:`find_files`.
         text_key: the key of a jsonl line or the column of a parquet or arrow file that holds the text.
         separator: divides text files into documents.
-
-    Raises:
-        UserError: a line is no JSON, the key is missing, or the file is damaged or no UTF-8.
     """
     readers = {".jsonl": _jsonl, ".parquet": _parquet, ".arrow": read_arrow}
     try:
@@ -119,13 +108,10 @@ def _parquet(file: Path, text_key: str) -> Iterator[str]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
         check_column(file, table.schema_arrow, text_key)
-        for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[text_key]):
+        for batch in table.iter_batches(batch_size=_ROWS, columns=[text_key]):
             yield from (text for text in batch.column(0).to_pylist() if text is not None)
     except pyarrow.ArrowException as error:
         raise UserError(f"{file}: not a readable parquet file ({error}); download it again") from None
-
-
-_ROWS = 1024  # read at once
 
 
 def dataset_files(folder: Path, suffixes: tuple[str, ...], split: str | None) -> list[Path]:
@@ -135,9 +121,6 @@ def dataset_files(folder: Path, suffixes: tuple[str, ...], split: str | None) ->
         folder: exists.
         suffixes: of files that can be read.
         split: only files of this split: its folder, or those that have it as a word in their path.
-
-    Raises:
-        UserError: a saved dataset is damaged, has several splits and none is named, or has no file of ``split``.
     """
     if (folder / "dataset_dict.json").is_file():
         return dataset_files(folder / _chosen_split(folder, split), suffixes, None)
@@ -198,11 +181,7 @@ def _snapshot(folder: Path) -> Path:
 
 
 def read_arrow(file: Path, text_key: str) -> Iterator[str]:
-    """Yield the texts of an arrow file, of the stream format that ``datasets`` writes or of the file format.
-
-    Raises:
-        UserError: the file is damaged, or the column is missing or holds no text.
-    """
+    """Yield the texts of an arrow file, of the stream format that ``datasets`` writes or of the file format."""
     import pyarrow
     import pyarrow.ipc
 
@@ -244,9 +223,6 @@ def load_by_name(name: str, configuration: str | None, split: str | None, text_k
         configuration: one of the dataset's, where it has several.
         split: may be left out where there is one.
         text_key: the column that holds the text.
-
-    Raises:
-        UserError: ``datasets`` is not installed, or the dataset, configuration, split or column does not exist.
     """
     spec = importlib.util.find_spec("datasets")
     if spec is None or spec.origin is None:  # a folder of this name is found too
@@ -267,11 +243,7 @@ def load_by_name(name: str, configuration: str | None, split: str | None, text_k
 
 
 def read_dataset(dataset: Any, text_key: str) -> Iterator[str]:
-    """Yield the texts of :func:`load_by_name`'s dataset that hold anything.
-
-    Raises:
-        UserError: a row holds no text.
-    """
+    """Yield the texts of :func:`load_by_name`'s dataset that hold anything."""
     for batch in dataset.iter(batch_size=_ROWS):
         for text in batch[text_key]:
             if text is not None and not isinstance(text, str):

@@ -1,27 +1,22 @@
-"""How likely a language model finds given tokens: the sum every evaluation is made of.
+"""Evaluating a language model: log-likelihoods of spans, perplexity of texts, multiple-choice questions.
 
-A :class:`Span` is tokens of which the last few are scored, each given all before it. Spans of similar length share a
-batch, padded at their ends (attention is causal, so what comes behind changes nothing). Logits are made for the scored
-tokens only and a piece at a time; probabilities are fp32, sums over a span float64.
+Everything is a sum of log-likelihoods. A :class:`Span` is tokens of which the last few are scored, each given all
+before it. Spans of similar length share a batch, padded at their ends (attention is causal, so what comes behind
+changes nothing). Logits are computed for the scored tokens only, a chunk at a time; probabilities are fp32, sums over a
+span float64.
 
-Perplexity of texts longer than a model's context, by a sliding window.
-
-A document is the token that begins a text, which is only given, and its own tokens, each predicted once. A window
-reads at most ``context`` tokens; the next one begins ``stride`` further and scores only what no window before it did,
-so a token has at least ``context - stride`` tokens before it (fewer at a document's beginning). This is the evaluation
-of transformers' guide to perplexity of fixed-length models; documents never see each other, as in
-lm-evaluation-harness.
-
-The sum of -log p is given per token, per byte and per word: only the last two can be compared between tokenizers.
+**Perplexity** of texts longer than a model's context, by a sliding window, as in transformers' guide to perplexity of
+fixed-length models: a document is the token that begins a text, which is only given, and its own tokens, each predicted
+once. A window reads at most ``context`` tokens; the next one begins ``stride`` further and scores only what no window
+before it did, so a token has at least ``context - stride`` tokens before it (fewer at a document's beginning).
+Documents never see each other, as in lm-evaluation-harness. Only the figures per byte (of UTF-8) and per word (divided
+by blanks) can be compared between tokenizers:
 
     perplexity = exp(sum / tokens)    bits per byte = sum / (bytes * log 2)    word perplexity = exp(sum / words)
 
-Bytes are those of the text in UTF-8, words what blanks divide.
-
-Multiple-choice questions answered by likelihood: the choice is taken that the model finds most probable.
-
-Files are HellaSwag's own (https://github.com/rowanz/hellaswag): a JSON object a line with ``ctx``, ``endings`` and
-``label``. Definitions are lm-evaluation-harness's, version 1.0 of its task:
+**Multiple choice**: the choice is taken that the model finds most probable. Files are HellaSwag's own
+(https://github.com/rowanz/hellaswag): a JSON object a line with ``ctx``, ``endings`` and ``label``. Definitions are
+lm-evaluation-harness's, version 1.0 of its task:
 
 - the context is "activity_label: ctx_a Ctx_b" where a line has these keys, else ``ctx``; WikiHow's bracketed marks are
   taken out of context and endings (``[title]`` becomes a full stop);
@@ -85,9 +80,6 @@ def score_spans(
         spans: read a few batches ahead.
         batch_size: spans in a forward pass.
         progress: called with every batch of spans that was scored.
-
-    Raises:
-        UserError: a token that the model does not have, or more tokens than its learned positions.
     """
     coming = iter(spans)
     while group := list(itertools.islice(coming, batch_size * _BATCHES)):
@@ -199,11 +191,7 @@ def shard_documents(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Docum
 
 
 def first_token(tokenizer: Tokenizer) -> int:
-    """Return the token that a text begins with: the tokenizer's first one, or its last one where it has no first.
-
-    Raises:
-        UserError: it has neither, so nothing could predict a text's beginning.
-    """
+    """Return the token that a text begins with: the tokenizer's first one, or its last one where it has no first."""
     first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
     if first is None:
         raise UserError("the tokenizer has no token that begins or ends a text; add <|endoftext|> to it")
@@ -245,9 +233,6 @@ def measure_perplexity(
         context, stride: of the sliding window.
         batch_size: windows in a forward pass.
         progress: called with the number of tokens that were scored.
-
-    Raises:
-        UserError: ``context`` or ``stride`` do not fit, there is nothing to score, or tokens are not the model's.
     """
     if not 1 <= stride <= context:
         raise UserError(f"--stride: {stride} does not fit; give 1 to the context of {context}")
@@ -297,11 +282,7 @@ class ChoiceScores:
 
 
 def read_questions(file: str | Path, limit: int | None = None) -> list[Question]:
-    """Return the questions of ``file``, the first ``limit`` if given.
-
-    Raises:
-        UserError: the file cannot be read or holds no question, or a line is no question with an answer.
-    """
+    """Return the questions of ``file``, the first ``limit`` if given."""
     questions: list[Question] = []
     try:
         with open(file, encoding="utf-8") as lines:
@@ -369,9 +350,6 @@ def continuation_span(tokenizer: Tokenizer, context: str, continuation: str, lon
         context: may be empty; then the token that begins (or ends) a text stands in its place.
         continuation: what is scored.
         longest: tokens a model reads; the context's beginning is cut off.
-
-    Raises:
-        UserError: the continuation alone is longer than that, or there is neither context nor first token.
     """
     kept = context.rstrip()
     whole, given = tokenizer.encode(context + continuation), tokenizer.encode(kept)
@@ -403,9 +381,6 @@ def answer_questions(
         context: tokens the model reads at most.
         batch_size: choices in a forward pass.
         progress: called with the number of choices that were scored.
-
-    Raises:
-        UserError: as :func:`continuation_span` and ``score_spans``.
     """
     spans = [continuation_span(tokenizer, q.context, f" {choice}", context) for q in questions for choice in q.choices]
     scores = score_spans(model, spans, batch_size, lambda batch: progress(len(batch)))

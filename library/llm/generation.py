@@ -53,11 +53,7 @@ class SamplingSettings:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning.
-
-        Raises:
-            UserError: a value out of its range, or a filter beside greedy choice, which it could not change.
-        """
+        """Refuse what has no meaning."""
         ranges = {
             "max_new_tokens": self.max_new_tokens >= 1,
             "temperature": self.temperature >= 0,
@@ -141,10 +137,6 @@ def stream_tokens(
         settings: how to choose and when to stop.
         cache: of one prompt, which begins with the tokens that are in it; it has room for prompt and new tokens, and
             keeps what was computed. Default: an empty one.
-
-    Raises:
-        UserError: no prompt, an empty one, a token that the model does not have, or more tokens than the model has
-            positions for.
     """
     # What split weights are gathered into is trained on later, which tensors of inference mode are no good for.
     quietly = torch.no_grad() if isinstance(model, FSDPModule) else torch.inference_mode()

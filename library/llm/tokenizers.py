@@ -9,9 +9,8 @@
 ============================================  =====================================================================
 
 Special tokens (``<|eot_id|>``) are made from text only on request: text that a user typed must not be able to end its
-own turn. New ones get the numbers after the last token; ``added_tokens.json`` beside the file holds them.
-
-New special tokens for a tokenizer and for the model that goes with it.
+own turn. New ones get the numbers after the last token; ``added_tokens.json`` beside the file holds them, and
+:func:`extend_vocabulary` gives the model rows for them.
 """
 
 from __future__ import annotations
@@ -107,11 +106,7 @@ class Tokenizer(ABC):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Return the tokenizer in ``path``, a folder or one of the files above.
-
-    Raises:
-        UserError: there is none, or a file is damaged.
-    """
+    """Return the tokenizer in ``path``, a folder or one of the files above."""
     path = Path(path).expanduser()
     found = _tokenizer_file(path) if path.is_dir() else path
     if not found.is_file():
@@ -334,9 +329,6 @@ def train_bpe(
         texts: any number of texts; read once.
         vocab_size: tokens in all, at least 256 bytes and the special ones.
         special: special tokens; they get the first numbers.
-
-    Raises:
-        UserError: ``vocab_size`` is too small.
     """
     if vocab_size < 256 + len(special):
         raise UserError(f"vocab_size {vocab_size}: 256 bytes and {len(special)} special tokens need more; raise it")
@@ -406,9 +398,6 @@ def extend_vocabulary(tokenizer: Tokenizer, model: TransformerLM, names: Sequenc
 
     A model may have more rows than its tokenizer has tokens (published ones are often padded); they are used up before
     new ones are made. Where the model's rows were padded to a multiple of 64, they are again.
-
-    Raises:
-        UserError: the tokenizer has more tokens than the model.
     """
     config = model.config
     if tokenizer.vocab_size > config.vocab_size:
