@@ -22,7 +22,7 @@ class ModelType:
         tokenizers: keys of tokenizers -> the folder that has each in a diffusers pipeline.
         settings: other keys of the section ``model`` that not every family takes.
         takes_guidance: whether the transformer is told a guidance scale.
-        swappable_blocks: ``blocks_to_swap`` at most.
+        swappable_blocks: how many blocks can lie in host memory at most.
         texts_differ_in_length: whether a batch's texts keep their lengths; then its parts differ in shape.
         kohya_module: the ``network_module`` that trains it in ``kohya_tool``, if any does; several variants of an
             architecture share one, the first row is what it stands for.
