@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from library.config.kohya.flags import DEFAULTS, FLAGS, Flag, Tool
+from library.config.markers import MustMatch, OnlyWith, listed
 from library.config.model_types import MODEL_TYPES
 from library.config.rules import LAYOUTS, LORA_MATRIX, PRETRAIN_MATRIX, Row
-from library.config.schema import MustMatch, OnlyWith, listed
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
@@ -68,7 +68,7 @@ def options_page(script: Script = LORA) -> str:
             )
     matrix = PRETRAIN_MATRIX if script is LLM else LORA_MATRIX
     known = fields(script)
-    return "\n".join([*lines, *_matrix([row for row in matrix if row.key in known])]) + "\n"
+    return "\n".join([*lines, *_matrix([row for row in matrix if row.key in known], known)]) + "\n"
 
 
 def _goes_with(key: str, field: FieldInfo) -> str:
@@ -87,9 +87,9 @@ number says why and what to do, *it* being that layout.
 """
 
 
-def _matrix(rows: Sequence[Row]) -> list[str]:
+def _matrix(rows: Sequence[Row], known: Collection[str]) -> list[str]:
     """Return the matrix of options and layouts, and the reasons by number below it."""
-    layouts = [layout for layout in LAYOUTS if any(layout in row.why for row in rows)]
+    layouts = [name for name in LAYOUTS if name.split(" ")[0] in known and any(name in row.why for row in rows)]
     reasons = list(dict.fromkeys(row.why[layout] for row in rows for layout in layouts if layout in row.why))
     lines = [MATRIX_INTRODUCTION, f"| | {' | '.join(f'`{layout}`' for layout in layouts)} |"]
     lines.append("|---|" + "---|" * len(layouts))

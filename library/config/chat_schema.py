@@ -10,26 +10,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from library.config.markers import MUST_MATCH, Fraction, NotNegative, OnlyWith, Positive, Section
 from library.config.model_types import LANGUAGE_MODELS
 from library.config.schema import (
-    MUST_MATCH,
     AccelerateConfig,
-    Fraction,
     HubConfig,
     LoggingConfig,
     NetworkConfig,
-    NotNegative,
-    OnlyWith,
     OptimizerConfig,
     ParallelConfig,
-    Positive,
     PrecisionConfig,
     SavingConfig,
-    Section,
     TrainingConfig,
 )
 
-_SAMPLED = OnlyWith(sample_prompts=True)
+SAMPLED = OnlyWith(sample_prompts=True)
 _DRAWN = OnlyWith(", which is 0 (greedy)", sample_temperature=True)
 _HELD_OUT = OnlyWith(any_of=True, validation_data=True, validation_split=True)
 
@@ -84,15 +79,15 @@ class ChatSamplingConfig(Section):
     """Answers before, during and after training."""
 
     sample_prompts: list[str] = Field([], description="what a user says; the model's answers are kept as text")
-    sample_every_n_steps: Annotated[Positive | None, _SAMPLED] = Field(
+    sample_every_n_steps: Annotated[Positive | None, SAMPLED] = Field(
         None, description="sample every so many optimizer steps"
     )
-    sample_every_n_epochs: Annotated[Positive | None, _SAMPLED] = Field(None, description="sample every so many epochs")
-    sample_at_first: Annotated[bool, _SAMPLED] = Field(False, description="sample before the first step")
-    sample_at_end: Annotated[bool, _SAMPLED] = Field(True, description="sample after the last step")
-    sample_tokens: Annotated[Positive, _SAMPLED] = Field(128, description="tokens of an answer at most")
-    sample_temperature: Annotated[NotNegative, _SAMPLED] = Field(0.0, description="0 takes the most likely token")
-    sample_top_p: Annotated[float, Field(gt=0, le=1), _SAMPLED, _DRAWN] = Field(
+    sample_every_n_epochs: Annotated[Positive | None, SAMPLED] = Field(None, description="sample every so many epochs")
+    sample_at_first: Annotated[bool, SAMPLED] = Field(False, description="sample before the first step")
+    sample_at_end: Annotated[bool, SAMPLED] = Field(True, description="sample after the last step")
+    sample_tokens: Annotated[Positive, SAMPLED] = Field(128, description="tokens of an answer at most")
+    sample_temperature: Annotated[NotNegative, SAMPLED] = Field(0.0, description="0 takes the most likely token")
+    sample_top_p: Annotated[float, Field(gt=0, le=1), SAMPLED, _DRAWN] = Field(
         0.95, description="draws among so much probability"
     )
 

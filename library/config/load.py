@@ -29,10 +29,11 @@ from pydantic.fields import FieldInfo
 from library.config.chat_schema import ChatTrainConfig
 from library.config.kohya.flags import FLAGS
 from library.config.kohya.translate import Note, is_known, translate
+from library.config.markers import words_of
 from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES
 from library.config.pretrain_schema import PretrainConfig
 from library.config.rules import find_conflicts
-from library.config.schema import TrainConfig, words_of
+from library.config.schema import TrainConfig
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError, did_you_mean, nearest_of
 

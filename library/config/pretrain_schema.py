@@ -5,32 +5,25 @@ Keys that mean what they mean in ``train_lora.py`` have the same names.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from library.config.chat_schema import SAMPLED, ChatSamplingConfig
+from library.config.markers import MUST_MATCH, NotNegative, OnlyWith, Pairs, Positive, Section
 from library.config.schema import (
-    DECAYING,
-    MUST_MATCH,
     AccelerateConfig,
-    Fraction,
     HubConfig,
+    LeastRate,
     LoggingConfig,
-    NotNegative,
-    OnlyWith,
     OptimizerConfig,
-    Pairs,
     ParallelConfig,
-    Positive,
     RecomputationKeys,
     SavingConfig,
-    Section,
-    StepsOrShare,
-    estimates_step_size,
+    Scheduler,
+    WarmUp,
 )
 
-_SAMPLED = OnlyWith(sample_prompts=True)
-_DRAWN = OnlyWith(", which is 0 (greedy)", sample_temperature=True)
 _ADAM_BETAS = "betas=0.9,0.95"  # of GPT-3 (arXiv 2005.14165) and Llama; torch's 0.999 is slow to forget early steps
 
 
@@ -72,7 +65,7 @@ class LLMDataConfig(Section):
     )
 
 
-class LLMOptimizerConfig(Section):
+class LLMOptimizerConfig(OptimizerConfig):
     """Optimizer and learning rate schedule."""
 
     optimizer_type: Annotated[str, MUST_MATCH] = Field(
@@ -80,7 +73,6 @@ class LLMOptimizerConfig(Section):
         description="AdamW (fused), Prodigy, Muon (hidden matrices; AdamW for the rest), any of train_lora.py's, or a "
         "dotted class path of their packages",
     )
-    trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
     optimizer_args: Pairs = Field(
         [], description='key=value pairs for the optimizer; AdamW has "betas=0.9,0.95" unless set here'
     )
@@ -88,37 +80,20 @@ class LLMOptimizerConfig(Section):
         6e-4, description="peak learning rate; 1.0 for Prodigy and D-Adaptation"
     )
     weight_decay: Annotated[NotNegative, MUST_MATCH] = Field(0.1, description="of matrices; norms and biases have none")
-    max_grad_norm: NotNegative = Field(1.0, description="gradient norm to clip at; 0 for no clipping")
     clip_during_warmup: Annotated[bool, OnlyWith(max_grad_norm=True)] = Field(
         False, description="clip from step 0 on, not only after the warm-up"
     )
-    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay"] = Field(
-        "cosine", description="learning rate schedule after the linear warm-up"
-    )
-    lr_warmup_steps: Annotated[StepsOrShare, OnlyWith(lr_scheduler=("constant_with_warmup", *DECAYING))] = Field(
-        0.02, description="warm-up in optimizer steps, or as a fraction of all"
-    )
-    lr_decay_steps: Annotated[StepsOrShare, OnlyWith(lr_scheduler=("warmup_stable_decay",))] = Field(
-        0, description="decay of warmup_stable_decay in optimizer steps, or as a fraction of all"
-    )
-    lr_scheduler_min_lr_ratio: Annotated[Fraction, OnlyWith(lr_scheduler=DECAYING)] = Field(
-        0.1, description="floor of the decaying schedules, as a share of lr"
-    )
+    lr_scheduler: Scheduler = Field("cosine", description="learning rate schedule after the linear warm-up")
+    lr_warmup_steps: WarmUp = Field(0.02, description="warm-up in optimizer steps, or as a fraction of all")
+    lr_scheduler_min_lr_ratio: LeastRate = Field(0.1, description="floor of the decaying schedules, as a share of lr")
 
-    def shared(self) -> OptimizerConfig:
-        """Return these settings as the section that optimizers and schedules are built from."""
-        given = {key: getattr(self, key) for key in self.model_fields_set if key in OptimizerConfig.model_fields}
-        if self.lr_scheduler != "constant":
-            given |= {"lr_scheduler": self.lr_scheduler, "lr_warmup_steps": self.lr_warmup_steps}
-        if self.lr_scheduler in ("linear", "cosine", "warmup_stable_decay"):
-            given["lr_scheduler_min_lr_ratio"] = self.lr_scheduler_min_lr_ratio
-        arguments = list(self.optimizer_args)
-        if self.optimizer_type.lower() == "adamw" and not any(a.split("=")[0].strip() == "betas" for a in arguments):
-            arguments.append(_ADAM_BETAS)
-        given["optimizer_args"] = arguments
-        if "learning_rate" not in given and not estimates_step_size(self.optimizer_type):
-            given["learning_rate"] = self.learning_rate
-        return OptimizerConfig(**given)
+    def with_defaults(self) -> OptimizerConfig:
+        """Return these settings with AdamW's betas unless they are set, and no warm-up of a constant schedule."""
+        changes: dict[str, Any] = {"lr_warmup_steps": 0} if self.lr_scheduler == "constant" else {}
+        has_betas = any(argument.split("=")[0].strip() == "betas" for argument in self.optimizer_args)
+        if self.optimizer_type.lower() == "adamw" and not has_betas:
+            changes["optimizer_args"] = [*self.optimizer_args, _ADAM_BETAS]
+        return self.model_copy(update=changes)
 
 
 class LLMTrainingConfig(RecomputationKeys):
@@ -151,23 +126,15 @@ class LLMSavingConfig(SavingConfig):
     save_precision: Literal["fp32", "bf16"] | None = Field(None, description="of saved models; default: the weights'")
 
 
-class LLMSamplingConfig(Section):
+class LLMSamplingConfig(ChatSamplingConfig):
     """Text before, during and after training."""
 
     sample_prompts: list[str] = Field([], description="beginnings that samples go on from")
-    sample_every_n_steps: Annotated[Positive | None, _SAMPLED] = Field(
-        None, description="sample every so many optimizer steps"
-    )
-    sample_every_n_epochs: Annotated[Positive | None, _SAMPLED] = Field(None, description="sample every so many epochs")
-    sample_at_first: Annotated[bool | None, _SAMPLED] = Field(
+    sample_at_first: Annotated[bool | None, SAMPLED] = Field(  # type: ignore[assignment]
         None, description="sample before the first step; default: where sample_every_n_steps is set"
     )
-    sample_at_end: Annotated[bool, _SAMPLED] = Field(True, description="sample after the last step")
-    sample_tokens: Annotated[Positive, _SAMPLED] = Field(64, description="tokens of a sample")
-    sample_temperature: Annotated[NotNegative, _SAMPLED] = Field(0.8, description="0 takes the most likely token")
-    sample_top_p: Annotated[float, Field(gt=0, le=1), _SAMPLED, _DRAWN] = Field(
-        0.95, description="draws among so much probability"
-    )
+    sample_tokens: Annotated[Positive, SAMPLED] = Field(64, description="tokens of a sample")
+    sample_temperature: Annotated[NotNegative, SAMPLED] = Field(0.8, description="0 takes the most likely token")
 
 
 class LLMValidationConfig(Section):

@@ -19,18 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from library.config.chat_schema import ChatTrainConfig
+from library.config.markers import OnlyWith, is_nothing, listed, options
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.pretrain_schema import PretrainConfig
-from library.config.schema import (
-    ModelConfig,
-    OnlyWith,
-    TrainConfig,
-    estimates_step_size,
-    is_nothing,
-    listed,
-    optimizer_class_name,
-    options,
-)
+from library.config.schema import ModelConfig, TrainConfig, estimates_step_size, optimizer_class_name
 
 
 @dataclass(frozen=True)
@@ -148,7 +140,23 @@ _CHOSEN = {'memory = "auto"': "{layout} chooses it" + _ONE}
 _DORA = '{save_format}\'s DoRA is made with full base weights, which {layout} splits; set save_format = "diffusers"'
 _PARTS = "{optimizer_type} does not treat every number by itself, and would get parts of weights; use "
 
+_COMMON = (
+    Row("torch_compile", _each("is not made for {layout}" + _ONE, *_SPLITTING)),
+    Row(
+        "activation_budget_mb",
+        {"torch_compile": "a compiled block does not show what it keeps; remove it or torch_compile"} | _CHOSEN,
+    ),
+    Row("shard", {"pp": "a stage's weights are not split once more; set shard = 1, and raise pp"}, LAYOUTS["shard"]),
+    Row(
+        "tp",
+        {"pp": "of language models a stage is not split once more; set tp = 1"},
+        lambda s: s.tp > 1 and s.values.get("model_type") not in IMAGE_MODELS,
+        "of language models",
+    ),
+)
+
 LORA_MATRIX = (
+    *_COMMON,
     Row(
         "blocks_to_swap",
         _each("moves full weights, which {layout} splits" + _ONE, "shard", "tp")
@@ -160,7 +168,6 @@ LORA_MATRIX = (
         }
         | _CHOSEN,
     ),
-    Row("torch_compile", _each("is not made for {layout}" + _ONE, *_SPLITTING)),
     Row(
         "preflight",
         _each("loads the full model for its trial; remove it, or set {layout} = 1", "shard", "tp", "pp")
@@ -214,10 +221,6 @@ LORA_MATRIX = (
     Row("fp8_scaled", {"zero = 3": FP8_NOT_GATHERED}),
     Row("fp8_activations", {"tp": "rounds by full inputs, of which tp gives a layer a part" + _ONE}),
     Row("gradient_checkpointing", _CHOSEN),
-    Row(
-        "activation_budget_mb",
-        {"torch_compile": "a compiled block does not show what it keeps; remove it or torch_compile"} | _CHOSEN,
-    ),
     Row("cpu_offload_checkpointing", {"device_map": "brings inputs back to one device" + _ONE} | _CHOSEN),
     Row("ema_decay", {"shard_lora": f"averages are of full weights; remove it, {_FULL_LORA}"}),
     Row(
@@ -238,14 +241,7 @@ LORA_MATRIX = (
         lambda s: MODEL_TYPES[s.model_type].texts_differ_in_length,
         ", ".join(name for name, row in MODEL_TYPES.items() if row.texts_differ_in_length),
     ),
-    Row("shard", {"pp": "a stage's weights are not split once more; set shard = 1, and raise pp"}, LAYOUTS["shard"]),
     Row("shard_lora", _each("splits the LoRA as shard splits the base, without tp and pp; remove it", "tp", "pp")),
-    Row(
-        "tp",
-        {"pp": "of language models a stage is not split once more; set tp = 1"},
-        lambda s: s.tp > 1 and s.model_type not in IMAGE_MODELS,
-        "of language models",
-    ),
     Row(
         "device_map",
         _each("one process drives all GPUs; remove it, or dp, shard, tp and pp", "dp", "shard", "tp", "pp"),
@@ -259,16 +255,12 @@ LORA_MATRIX = (
 )
 
 PRETRAIN_MATRIX = (
-    Row("torch_compile", _each("is not made for {layout}" + _ONE, "shard", "tp", "pp")),
+    *_COMMON,
     Row(
         "full_bf16",
         _each('rounds full tensors, which {layout} splits; set mixed_precision = "bf16" instead', "shard", "tp", "pp"),
     ),
     Row("ema_decay", _each("averages full tensors, which {layout} splits; remove it", "shard", "tp", "pp")),
-    Row(
-        "activation_budget_mb",
-        {"torch_compile": "a compiled block does not show what it keeps; remove it or torch_compile"},
-    ),
     Row(
         "optimizer_type",
         {"shard": f"{{optimizer_type}} needs full matrices, which shard splits; use {listed(SHARDABLE)}, or shard = 1"},
@@ -293,8 +285,6 @@ PRETRAIN_MATRIX = (
         lambda s: (s.save_state or s.save_state_on_train_end) and _is_one_of(s.optimizer_type, ("Muon",)),
         "of Muon",
     ),
-    Row("shard", {"pp": "a stage's weights are not split once more; set shard = 1, and raise pp"}, LAYOUTS["shard"]),
-    Row("tp", {"pp": "of language models a stage is not split once more; set tp = 1"}, LAYOUTS["tp"]),
 )
 
 

@@ -2,155 +2,48 @@
 
 Each class is a section: a table in the TOML file and a group in ``--help``. Sections are for reading; the keys
 are unique across them and carry the names kohya's sd-scripts gave them, so a key is found under any table
-heading. A field's type is checked, its description is its help text, its default is the default everywhere.
-What concerns an option alone is said on its field, by markers beside its type: :class:`OnlyWith` (what it has no
-effect without), :class:`MustMatch` (a resumed state must have it too), :class:`OnlyFor` (which trainings have it).
-What options and layouts exclude each other is the matrix in ``library.config.rules``. Code that needs settings takes a
-section, never the whole.
+heading. A field's type is checked, its description is its help text, its default is the default everywhere; what
+else concerns it alone is said by markers (``library.config.markers``). What options and layouts exclude each other is
+the matrix in ``library.config.rules``. Code that needs settings takes a section, never the whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, field_validator
 
+from library.config.markers import (
+    MUST_MATCH,
+    Above,
+    Fraction,
+    MustMatch,
+    NotNegative,
+    OnlyFor,
+    OnlyWith,
+    Pairs,
+    Positive,
+    Section,
+    StepsOrShare,
+    sorted_pairs,
+)
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES, by_title
 from library.errors import UserError
 
 
-class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values are frozen once validated."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def is_nothing(value: Any) -> bool:
-    """Return whether a value asks for nothing: unset, false, zero, empty, or a list of such; text of flags too."""
-    if isinstance(value, list):
-        return all(map(is_nothing, value))
-    return value in (None, False, 0, "") or str(value).lower() in ("false", "none", "0", "0.0")
-
-
-class Above:
-    """Allowed values of :class:`OnlyWith`: numbers above a limit."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, int) and value > self.limit
-
-
-class OnlyWith:
-    """Marks an option that has no effect unless others are set so; an option with two markers needs both.
-
-    ``OnlyWith(loss_type=("huber", "smooth_l1"))``: unless it is one of these; ``True``: unless it is set at all;
-    ``False``: unless it is not. ``any_of``: one of several suffices. ``because`` ends the sentence that refuses it.
-    """
-
-    def __init__(self, because: str = "", any_of: bool = False, **needs: tuple[str, ...] | Above | bool) -> None:
-        self.because, self.any_of, self.needs = because, any_of, needs
-
-    def unmet(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the needed options that ``values`` have not as they must be; what a schema lacks is not needed."""
-        known = {key: wanted for key, wanted in self.needs.items() if key in values}
-        failed = tuple(key for key, wanted in known.items() if not _is_met(wanted, values[key]))
-        return () if self.any_of and len(failed) < len(known) else failed
-
-    def reason(self, values: Mapping[str, Any]) -> str:
-        """Return "without x" or 'with y = "z"', as ``values`` have it."""
-        failed = self.unmet(values)
-        if self.any_of or self.needs[failed[0]] is True or isinstance(self.needs[failed[0]], Above):
-            return f"without {' or '.join(failed)}{self.because}"
-        key = failed[0]
-        if self.needs[key] is False:
-            return f"with {key}{self.because}"
-        wanted = self.needs[key]
-        return f'with {key} = "{values[key]}"{self.because or f" (it goes with {listed(wanted)})"}'  # type: ignore[arg-type]
-
-    def __str__(self) -> str:
-        """Return the needs as the docs print them."""
-        return f"{' or ' if self.any_of else ', '}".join(_need(key, wanted) for key, wanted in self.needs.items())
-
-
-def _is_met(wanted: tuple[str, ...] | Above | bool, value: Any) -> bool:
-    return is_nothing(value) is not wanted if isinstance(wanted, bool) else value in wanted
-
-
-def _need(key: str, wanted: tuple[str, ...] | Above | bool) -> str:
-    if isinstance(wanted, bool):
-        return f"`{key}`" if wanted else f"no `{key}`"
-    return f"`{key}` above {wanted.limit}" if isinstance(wanted, Above) else f"`{key}` = {listed(wanted)}"
-
-
-def listed(words: tuple[str, ...]) -> str:
-    """Return "a, b or c"."""
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def words_of(annotation: Any) -> tuple[str, ...]:
-    """Return the words that a ``Literal``, possibly within another type, allows, or nothing."""
-    inner = get_args(annotation)
-    return tuple(word for part in inner for word in ((part,) if isinstance(part, str) else words_of(part)))
-
-
-@dataclass(frozen=True)
-class OnlyFor:
-    """Marks an option that not every training with its section has; ``otherwise`` is what to say of it elsewhere."""
-
-    trainings: tuple[Literal["images", "chats"], ...]
-    otherwise: str
-
-
-@dataclass(frozen=True)
-class MustMatch:
-    """Marks an option that a saved state goes on with whatever the resumed run says, so that it must say the same.
-
-    Attributes:
-        canonical: value -> what is compared, where one thing can be written in several ways; as it is if None.
-    """
-
-    canonical: Callable[[Any], Any] | None = None
-
-
-def options(config: BaseModel) -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yield every option of a configuration with its value and its field."""
-    for name in type(config).model_fields:
-        section = getattr(config, name)
-        for key, field in type(section).model_fields.items():
-            yield key, getattr(section, key), field
-
-
-def resume_keys(config: BaseModel) -> dict[str, Any]:
-    """Return the options that a resumed state must have been trained with: those marked :class:`MustMatch`."""
-    return {
-        key: marker.canonical(value) if marker.canonical else value
-        for key, value, field in options(config)
-        for marker in field.metadata
-        if isinstance(marker, MustMatch)
-    }
-
-
-def _sorted_pairs(pairs: list[str]) -> list[str]:
-    """Return ``key=value`` pairs in an order and spelling that do not depend on who wrote them."""
-    return sorted("=".join(part.strip() for part in pair.split("=", 1)) for pair in pairs)
-
-
 def _without_dropouts(pairs: list[str]) -> list[str]:
     """Return the network arguments a state goes on with; dropouts hold from the next step on."""
-    return [pair for pair in _sorted_pairs(pairs) if pair.split("=")[0] not in ("rank_dropout", "module_dropout")]
+    return [pair for pair in sorted_pairs(pairs) if pair.split("=")[0] not in ("rank_dropout", "module_dropout")]
 
 
-MUST_MATCH = MustMatch()
 LORAS = OnlyFor(("images", "chats"), "is for LoRAs, whose files carry metadata; remove it")
 IMAGES = OnlyFor(("images",), "is about image models, this is a language model; remove it")
 # Schedules that end lower than they began.
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "warmup_stable_decay")
+Scheduler = Literal[("constant", "constant_with_warmup", *DECAYING)]  # type: ignore[valid-type]
+WarmUp = Annotated[StepsOrShare, OnlyWith(lr_scheduler=("constant_with_warmup", *DECAYING))]
+LeastRate = Annotated[Fraction, OnlyWith(lr_scheduler=DECAYING)]
 _CHECKPOINTED = OnlyWith(gradient_checkpointing=True)
 _SAMPLED = OnlyWith(sample_prompts=True)
 _QUANTISED = OnlyWith(any_of=True, fp8_base=True, fp8_scaled=True)
@@ -159,12 +52,6 @@ _UPLOADED = OnlyWith(huggingface_repo_id=True)
 _PIPELINED = OnlyWith(pp=Above(1))
 GUIDED = tuple(name for name, row in MODEL_TYPES.items() if row.takes_guidance)
 _NOT_FROM_FILE = OnlyWith(", which takes layers, ranks and alphas from the file", dim_from_weights=False)
-
-Pairs = Annotated[list[str], MustMatch(_sorted_pairs)]
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-StepsOrShare = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Section):
@@ -360,13 +247,8 @@ class OptimizerConfig(Section):
         "both; T5 needs train_t5xxl=True in network_args too",
     )
     max_grad_norm: NotNegative = Field(1.0, description="gradient norm to clip at; 0 for no clipping")
-    lr_scheduler: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex",
-        "warmup_stable_decay",
-    ] = Field("constant", description="learning rate schedule")  # fmt: skip
-    lr_warmup_steps: Annotated[StepsOrShare, OnlyWith(lr_scheduler=("constant_with_warmup", *DECAYING))] = Field(
-        0, description="warm-up in optimizer steps, or as a fraction of all"
-    )
+    lr_scheduler: Scheduler = Field("constant", description="learning rate schedule")
+    lr_warmup_steps: WarmUp = Field(0, description="warm-up in optimizer steps, or as a fraction of all")
     lr_decay_steps: Annotated[StepsOrShare, OnlyWith(lr_scheduler=("warmup_stable_decay",))] = Field(
         0, description="decay of warmup_stable_decay in optimizer steps, or as a fraction of all"
     )
@@ -376,9 +258,7 @@ class OptimizerConfig(Section):
     lr_scheduler_power: Annotated[float, Field(gt=0), OnlyWith(lr_scheduler=("polynomial",))] = Field(
         1.0, description="exponent of polynomial"
     )
-    lr_scheduler_min_lr_ratio: Annotated[Fraction, OnlyWith(lr_scheduler=DECAYING)] = Field(
-        0.0, description="floor of the decaying schedules, as a share of lr"
-    )
+    lr_scheduler_min_lr_ratio: LeastRate = Field(0.0, description="floor of the decaying schedules, as a share of lr")
 
     @field_validator("text_encoder_lr", mode="before")
     @classmethod

@@ -10,8 +10,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from library.config.chat_schema import ChatTrainConfig
+from library.config.markers import OnlyFor
 from library.config.pretrain_schema import PretrainConfig
-from library.config.schema import IMAGES, OnlyFor, TrainConfig
+from library.config.schema import IMAGES, TrainConfig
 
 Fields = dict[str, tuple[str, FieldInfo]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from library.config import load_config
 from library.config.load import load_language_config, load_llm_config
-from library.config.schema import resume_keys
+from library.config.markers import resume_keys
 
 OF_A_LORA = {
     "optimizer_type", "optimizer_args", "learning_rate", "text_encoder_lr", "network_type", "use_rslora",
@@ -13,8 +13,8 @@ OF_A_LORA = {
 }  # fmt: skip
 OF_CONVERSATIONS = {"chat_template", "train_on", "max_length", "packing", "train_batch_size", "validation_split"}
 OF_PRETRAINING = {
-    "preset", "context", "optimizer_type", "optimizer_args", "learning_rate", "weight_decay", "full_bf16", "seed",
-    "ema_decay",
+    "preset", "context", "optimizer_type", "text_encoder_lr", "optimizer_args", "learning_rate", "weight_decay",
+    "full_bf16", "seed", "ema_decay",
 }  # fmt: skip
 
 

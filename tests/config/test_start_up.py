@@ -35,7 +35,7 @@ def _probe(*words: str) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("script", ["train_lora.py"])
+@pytest.mark.parametrize("script", ["train_lora.py", "train_llm.py"])
 @pytest.mark.parametrize(
     ("words", "code"),
     [(["--help"], 0), (["--netwrk_dim", "4"], 2), (["--learning_rate", "much"], 2)],

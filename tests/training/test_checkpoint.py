@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from library.config import load_config
-from library.config.schema import resume_keys
+from library.config.markers import resume_keys
 from library.errors import UserError
 from library.training.checkpoint.state import (
     OutputNames,

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 
 from library.accelerator import dp_rank_and_size
 from library.config.chat_schema import ChatDataConfig, ChatTrainConfig
-from library.config.schema import effective_learning_rate, resume_keys
+from library.config.markers import resume_keys
+from library.config.schema import effective_learning_rate
 from library.errors import UserError, error_prefix
 from library.files import weights_fingerprint
 from library.llm.chat_batches import (

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 
 from library.accelerator import dp_rank_and_size
 from library.conditions import ConditionKind
-from library.config.schema import DatasetArguments, FlowConfig, TrainConfig, TrainingConfig, resume_keys
+from library.config.markers import resume_keys
+from library.config.schema import DatasetArguments, FlowConfig, TrainConfig, TrainingConfig
 from library.data.batches import Batch, Bucket, CachedDataset, EpochBatchSampler, collate
 from library.data.dataset import TrainingData, build_dataset
 from library.data.lint import check, summarise

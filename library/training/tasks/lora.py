@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from library import __version__
 from library.accelerator import dp_rank_and_size, expect_many_shapes
 from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
-from library.config.schema import ModelConfig, NetworkConfig, TrainConfig, TrainingConfig, resume_keys
+from library.config.markers import resume_keys
+from library.config.schema import ModelConfig, NetworkConfig, TrainConfig, TrainingConfig
 from library.errors import UserError
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.fp8_linear import ddp_ignored_names

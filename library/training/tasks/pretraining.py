@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from library.accelerator import build_accelerator, dp_rank_and_size
+from library.config.markers import resume_keys
 from library.config.pretrain_schema import (
     LLMDataConfig,
     LLMModelConfig,
@@ -35,7 +36,7 @@ from library.config.pretrain_schema import (
     LLMSamplingConfig,
     PretrainConfig,
 )
-from library.config.schema import TrainingConfig, resume_keys
+from library.config.schema import TrainingConfig
 from library.errors import UserError
 from library.files import write_text
 from library.llm.generation import SamplingSettings, generate_tokens
@@ -80,7 +81,7 @@ class Pretraining(Task):
 
     def check(self, config: PretrainConfig) -> None:
         if config.optimizer.optimizer_type.lower() != "muon":
-            check_optimizer(config.optimizer.shared())
+            check_optimizer(config.optimizer.with_defaults())
         if config.training.resume and config.training.resume != AUTO:
             read_position(config.training.resume, resume_keys(config))
 
@@ -112,7 +113,7 @@ class Pretraining(Task):
         self.console.print(f"{tokens:,} tokens a step, {epochs:.2f} epochs")
 
         optimizer = build_pretraining_optimizer(config.optimizer, model, training.full_bf16, training.seed)
-        schedule = config.optimizer.shared()
+        schedule = config.optimizer.with_defaults()
         self.lr_schedule = build_schedule(schedule, optimizer, self.total_steps)
         self.clips_from = 0
         if not config.optimizer.clip_during_warmup:
@@ -338,7 +339,7 @@ def build_pretraining_optimizer(config: LLMOptimizerConfig, model: nn.Module, fu
     Raises:
         UserError: as ``library.training.optim.factory.build_optimizer``.
     """
-    shared = config.shared()
+    shared = config.with_defaults()
     groups = parameter_groups(model, config.weight_decay)
     if config.optimizer_type.lower() != "muon":
         return build_optimizer(shared, groups, full_bf16, seed)
