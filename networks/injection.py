@@ -92,7 +92,7 @@ def select_modules(
     model: nn.Module, options: NetworkOptions, targets: LoraTargets
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return module name -> rank, and pattern -> how many modules it matched."""
-    kinds = {name: kind for name, _ in _linears(model, targets) if (kind := targets.kind_of(name))}
+    kinds = {name: kind for name, _ in _linears(model, targets) if (kind := targets.group_of(name))}
     for name in _dead_ends(kinds, targets):
         del kinds[name]
     in_blocks = _in_chosen_blocks(list(kinds), options, targets)

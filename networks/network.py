@@ -199,7 +199,7 @@ class AdapterNetwork:
         """Return a table of what is trained: kinds, ranks, parameters, and what each pattern matched."""
         rows: dict[tuple[str, int, float], list[AdapterLinear]] = {}
         for name, layer in self.modules.items():
-            kind = self.targets.kind_of(name)
+            kind = self.targets.group_of(name)
             rows.setdefault((kind.name if kind else "other", layer.rank, layer.alpha), []).append(layer)
         dtype = str(self.parameters()[0].dtype).removeprefix("torch.")
         total = sum(p.numel() for p in self.parameters())

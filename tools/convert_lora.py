@@ -81,7 +81,7 @@ def describe(weights: Mapping[str, LoraWeights], targets: LoraTargets) -> Table:
     """Return a table of the layers that have an update: kinds, counts, ranks, alphas."""
     rows: dict[tuple[str, int, float], int] = {}
     for name, module in weights.items():
-        kind = targets.kind_of(name)
+        kind = targets.group_of(name)
         row = (kind.name if kind else name, module.rank, module.alpha)
         rows[row] = rows.get(row, 0) + 1
     table = plain_table("layers", "count", "rank", "alpha")
@@ -111,7 +111,7 @@ def main() -> None:
     add_model_type(parser, "as SRC says")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     options = parser.parse_args()
-    from networks.families import targets_of_files
+    from networks.files.detection import targets_of_files
 
     targets = targets_of_files([options.source], options.model_type)
     read, written, difference = convert(

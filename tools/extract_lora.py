@@ -39,7 +39,7 @@ def layer_table(layers: list[ExtractedLayer], targets: LoraTargets) -> Table:
     """Return a table of kinds: layers, ranks, norm of the difference, share of its sum of squares that is kept."""
     kinds: dict[str, list[ExtractedLayer]] = {}
     for layer in layers:
-        kind = targets.kind_of(layer.name)
+        kind = targets.group_of(layer.name)
         kinds.setdefault(kind.name if kind else layer.name, []).append(layer)
     table = plain_table("layers", "count", "rank", "norm", "kept", "least kept")
     for name, group in kinds.items():

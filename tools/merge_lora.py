@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 def merge_into_lora(options: argparse.Namespace) -> str:
     """Merge the LoRAs into one; return what became of them, in a line."""
     from library.training.tasks.chat_lora import TEMPLATE
-    from networks.families import targets_of_files
+    from networks.files.detection import targets_of_files
     from networks.files.adapters import load_lora, save_derived_lora, widest_precision
     from networks.merging.low_rank import join_loras
 
@@ -211,7 +211,7 @@ def parser() -> argparse.ArgumentParser:
 def merge(options: argparse.Namespace) -> None:
     """Do what the command line asks for, and say what became of it."""
     from library.models.registry import lora_targets
-    from networks.families import language_targets
+    from networks.files.detection import language_targets
 
     targets = lora_targets()[options.model_type or "flux"]
     if options.model is not None and options.model_type is None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def resize(options: argparse.Namespace) -> list[ResizedLayer]:
     """Write the LoRA that the command line asks for; return what became of its layers."""
-    from networks.families import targets_of_files
+    from networks.files.detection import targets_of_files
     from networks.files.adapters import load_lora, save_derived_lora, widest_precision
     from networks.merging.low_rank import resize_lora
 

@@ -113,6 +113,16 @@ class AttentionProcessor:
         return attend_jointly(streams, rope, mask=mask, backend=self.backend).flatten(2)
 
 
+class ExactTimeEmbedding(nn.Module):
+    """Base in the place of diffusers' timestep embedding, fed an unrounded timestep; children keep their names."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        for name, child in original.named_children():
+            self.add_module(name, child)
+        self.train(original.training)
+
+
 def modulation(
     silu: nn.Module, linear: nn.Module, temb: Tensor, parts: int, cache: ModulationCache | None, name: str
 ) -> tuple[Tensor, ...]:

@@ -114,9 +114,6 @@ class Family:
         Args:
             dtype, device: of weights and products.
             recipe: how the large encoder becomes fp8; None leaves it as its file has it.
-
-        Raises:
-            UserError: a tokenizer cannot be had; the file is in fp8 already.
         """
         raise NotImplementedError
 
@@ -156,9 +153,6 @@ class Family:
         """Return the arguments of the pipeline's call that not every family has, and the source of its noise.
 
         ``cfg`` is 1 where there is no negative text.
-
-        Raises:
-            UserError: the pipeline cannot do what is asked.
         """
         raise NotImplementedError
 
@@ -191,11 +185,7 @@ class Family:
     # The files of one model.
 
     def __init__(self, config: ModelConfig) -> None:
-        """Find and check the files of ``config``; nothing is loaded.
-
-        Raises:
-            UserError: a part is missing or is another kind of model.
-        """
+        """Find and check the files of ``config``; nothing is loaded."""
         self.config, self.files = config, locate(config, self.layout)
         self.check_variant()
         self.image_encoder.describe(WeightFiles(self.files.vae))
@@ -241,9 +231,6 @@ class Family:
 
         ``backend`` is attention's; ``fp8`` says what becomes fp8, and how that computes; what the file has in fp8 stays
         so.
-
-        Raises:
-            UserError: tensors are missing, unknown or of the wrong shape.
         """
         weights, files = WeightFiles(self.files.transformer), self.files
         key_map = self.layout.key_map(weights, files.prefix)
@@ -347,11 +334,7 @@ class Family:
 
 
 def model_family(config: ModelConfig) -> Family:
-    """Return the family that ``config`` names, its paths checked and nothing loaded.
-
-    Raises:
-        UserError: a path is missing or leads to another kind of model.
-    """
+    """Return the family that ``config`` names, its paths checked and nothing loaded."""
     return family_class(config.model_type)(config)
 
 
@@ -359,9 +342,6 @@ def with_transformer(config: ModelConfig, path: Path) -> ModelConfig:
     """Return the config of the model in ``path``: a pipeline, or a transformer beside ``config``'s other parts.
 
     For a second model of the same family, such as the fp8 file of a bf16 folder.
-
-    Raises:
-        UserError: a folder that is no pipeline holds no weights, or several files of them.
     """
     root = Path(config.pretrained_model_name_or_path).expanduser()
     if path.is_dir() and not (path / "model_index.json").is_file():

@@ -105,11 +105,7 @@ class ModelFiles:
 
 
 def locate(config: ModelConfig, family: FamilyFiles) -> ModelFiles:
-    """Find every part of the model.
-
-    Raises:
-        UserError: a part is missing, unreadable or of another architecture.
-    """
+    """Find every part of the model."""
     root = Path(config.pretrained_model_name_or_path).expanduser()
     if root.is_dir():
         prefix, arguments = "", _folder_arguments(root, family)
@@ -177,11 +173,7 @@ def _folder_arguments(root: Path, family: FamilyFiles) -> dict[str, Any]:
 
 
 def file_arguments(weights: WeightFiles, family: FamilyFiles) -> tuple[str, dict[str, Any]]:
-    """Return what stands before the transformer's names in a file, and the arguments of its class.
-
-    Raises:
-        UserError: it is another model, or a tensor that must be there is missing.
-    """
+    """Return what stands before the transformer's names in a file, and the arguments of its class."""
     if is_lora(weights.names):
         raise UserError(
             f"{weights.path}: a LoRA, not a base model; give it as network_weights, and a {family.title} model as "
@@ -216,9 +208,6 @@ def transformer_of(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the ``model_type`` and the transformer's arguments of a pipeline's folder or a transformer file.
 
     Of a family's variants, which headers do not always tell apart, it is the first.
-
-    Raises:
-        UserError: it is of no family.
     """
     families, arguments, what = family_files(), dict[str, Any](), "of no known layout"
     if path.is_dir():

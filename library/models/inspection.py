@@ -198,11 +198,7 @@ class WeightSet:
 
 
 def weight_sets(path: Path) -> list[WeightSet]:
-    """Read the headers behind ``path``: a file, a model's folder, a pipeline's, or a folder of files.
-
-    Raises:
-        UserError: nothing is there, no safetensors, or a shard is missing.
-    """
+    """Read the headers behind ``path``: a file, a model's folder, a pipeline's, or a folder of files."""
     if path.is_file():
         return [_read(("", weight_files(path)))]
     if not path.is_dir():

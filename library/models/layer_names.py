@@ -115,7 +115,7 @@ class LayerGroup:
     """Linear layers that share a rank option.
 
     Attributes:
-        name: the kind, ``"img_attn"``; counts are reported under it, its rank option is ``"img_attn_dim"``.
+        name: ``"img_attn"``; counts are reported under it, its rank option is ``"img_attn_dim"``.
         pattern: regular expression that matches the whole of each module's name.
         default: trained with ``network_dim`` unless told otherwise; others only where an option names them.
     """
@@ -132,14 +132,14 @@ class TextEncoderTargets:
     Attributes:
         name: the component as diffusers calls it, the first part of its modules' names.
         group: its optimizer group; the metrics have ``lr/<group>``.
-        kinds: the linear layers that are trained.
+        layer_groups: the linear layers that are trained.
         keys: names without the component: files' against transformers'.
         prefixes: layout -> what files put before such a name; the first is written, all are read.
     """
 
     name: str
     group: str
-    kinds: tuple[LayerGroup, ...]
+    layer_groups: tuple[LayerGroup, ...]
     keys: KeyNames
     prefixes: Mapping[str, tuple[str, ...]]
 
@@ -150,9 +150,9 @@ class LoraTargets:
 
     Attributes:
         family: its name, for messages.
-        kinds: every linear layer that can be trained; a module belongs to the first kind that matches it.
+        layer_groups: every linear layer that can be trained; a module belongs to the first group that matches it.
         block_options: option name -> regular expression whose first group is the block's index.
-        dim_lists: option name -> kinds whose ranks it lists, in order (kohya's ``in_dims``).
+        dim_lists: option name -> groups whose ranks it lists, in order (kohya's ``in_dims``).
         keys: modules in diffusers' naming against the original checkpoint's.
         file_prefix: what diffusers' files put before a module's name; the transformer's component.
         unused_modules: regular expression whose first group is the block's index; in the last block nothing that is
@@ -167,7 +167,7 @@ class LoraTargets:
     """
 
     family: str
-    kinds: tuple[LayerGroup, ...]
+    layer_groups: tuple[LayerGroup, ...]
     block_options: Mapping[str, str]
     keys: KeyNames
     dim_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -197,11 +197,10 @@ class LoraTargets:
         place = self.keys.find(path) if self.own_names else None
         return place.modules[0] if place else path
 
-    def kind_of(self, module_name: str) -> LayerGroup | None:
-        """Return the kind that ``module_name`` belongs to, or None if it is no target."""
-        encoder = self.text_encoder_of(module_name)
-        kinds = encoder.kinds if encoder else self.kinds
-        return next((kind for kind in kinds if re.fullmatch(kind.pattern, module_name)), None)
+    def group_of(self, module_name: str) -> LayerGroup | None:
+        """Return the group that ``module_name`` belongs to, or None if it is no target."""
+        groups = (self.text_encoder_of(module_name) or self).layer_groups
+        return next((group for group in groups if re.fullmatch(group.pattern, module_name)), None)
 
     def text_encoder_of(self, module_name: str) -> TextEncoderTargets | None:
         """Return the text encoder that ``module_name`` lies in, None for the transformer."""
@@ -221,9 +220,9 @@ class LoraTargets:
         return parts
 
     def dim_options(self) -> dict[str, str]:
-        """Return option name -> kind for every ``*_dim`` option."""
-        listed = {kind for kinds in self.dim_lists.values() for kind in kinds}
-        return {f"{kind.name}_dim": kind.name for kind in self.kinds if kind.name not in listed}
+        """Return option name -> group for every ``*_dim`` option."""
+        listed = {name for names in self.dim_lists.values() for name in names}
+        return {f"{group.name}_dim": group.name for group in self.layer_groups if group.name not in listed}
 
 
 def count_blocks(names: Iterable[str], stack: str) -> int:

@@ -52,9 +52,6 @@ class ImageEncoder:
         """Return the arguments of ``autoencoder`` and where its parameters lie, in a diffusers folder or in a file.
 
         No weights are read.
-
-        Raises:
-            UserError: another kind of model, incomplete or unreadable.
         """
         raise NotImplementedError
 
@@ -90,11 +87,7 @@ class ImageEncoder:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return latents [B, C, H/8, W/8], fp32, on the device of ``pixels`` [B, 3, H, W] in [-1, 1].
-
-        Raises:
-            UserError: a side is no multiple of ``pixel_multiple``.
-        """
+        """Return latents [B, C, H/8, W/8], fp32, on the device of ``pixels`` [B, 3, H, W] in [-1, 1]."""
         height, width = pixels.shape[-2:]
         if height % self.pixel_multiple or width % self.pixel_multiple:
             raise UserError(

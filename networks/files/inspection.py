@@ -20,8 +20,8 @@ from pathlib import Path
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor
-from networks.families import likely_targets
 from networks.files.adapters import best_targets, load_adapter
+from networks.files.detection import likely_targets
 from networks.files.metadata import AlphaTable, read_alphas
 from networks.files.weights import LoraWeights
 from networks.merging.low_rank import update_norm

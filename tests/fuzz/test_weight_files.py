@@ -19,8 +19,8 @@ from library.models.inspection import components, weight_sets
 from library.models.registry import lora_targets
 from library.precision.checkpoint_layouts import WeightFiles
 from library.safetensors_io import DTYPES, RowRange, read_safetensors_header
-from networks.families import likely_targets
 from networks.files.adapters import load_adapter
+from networks.files.detection import likely_targets
 from networks.files.inspection import inspect_lora
 from tests.fuzz import harmless, share_of_cases
 from tests.networks.conftest import inject, make_flux

@@ -44,7 +44,7 @@ def test_its_class_is_the_one_its_files_name_and_its_blocks_are_known_by_class(n
 def test_every_layer_that_can_have_a_lora_is_in_the_table_of_names(name: str) -> None:
     targets = family_class(name).targets
     linears = [path for path, module in shallow(name).named_modules() if isinstance(module, nn.Linear)]
-    for group in targets.kinds:
+    for group in targets.layer_groups:
         found = [path for path in linears if re.fullmatch(group.pattern, path)]
         assert found, group.name
         for path in found:

@@ -125,7 +125,7 @@ def test_a_training_step_is_that_of_diffusers_and_peft(folder: Path) -> None:
     batch = Batch(inputs["latents"], text, torch.ones(3), None, ids)
     family = family_of(folder)
     transformer = family.load_transformer(torch.float32)
-    kinds = [f"{kind.name}_dim=2" for kind in Z_IMAGE_TARGETS.kinds if not kind.default]
+    kinds = [f"{kind.name}_dim=2" for kind in Z_IMAGE_TARGETS.layer_groups if not kind.default]
     options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3, network_args=kinds), Z_IMAGE_TARGETS)
     network = inject_adapter(transformer, options, Z_IMAGE_TARGETS, seed=0, dtype=torch.float32)
     random = torch.Generator().manual_seed(1)

@@ -33,7 +33,7 @@ def test_every_linear_of_the_blocks_is_trained_by_default_and_nothing_else() -> 
 
 def test_every_linear_of_the_model_has_a_kind_or_is_the_final_layer() -> None:
     names = {n for n, m in make_flux().named_modules() if isinstance(m, nn.Linear)}
-    assert {n for n in names if FLUX_TARGETS.kind_of(n) is None} == {"proj_out", "norm_out.linear"}
+    assert {n for n in names if FLUX_TARGETS.group_of(n) is None} == {"proj_out", "norm_out.linear"}
     assert all(FLUX_TARGETS.keys.find(n) for n in names)
 
 

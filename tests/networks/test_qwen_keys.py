@@ -61,7 +61,7 @@ def reloaded(path: Path) -> QwenImageTransformer2DModel:
 
 def test_attention_and_mlp_are_trained_by_default_and_modulation_where_asked() -> None:
     network = inject(tiny_qwen_transformer())
-    kinds = {name: QWEN_TARGETS.kind_of(name) for name in network.modules}
+    kinds = {name: QWEN_TARGETS.group_of(name) for name in network.modules}
     assert {kind.name for kind in kinds.values() if kind} == {"img_attn", "txt_attn", "img_mlp", "txt_mlp"}
     assert len(network.modules) == 2 * 12 - 4
     wide = inject(tiny_qwen_transformer(), *EVERYTHING)
@@ -177,7 +177,7 @@ def test_merging_into_comfyuis_file_gives_the_networks_output(tmp_path: Path, mo
 def test_edit_models_have_the_same_row() -> None:
     for family in ("qwen_image_edit", "qwen_image_edit_plus"):
         assert lora_targets()[family].family == family
-        assert lora_targets()[family].kinds is QWEN_TARGETS.kinds
+        assert lora_targets()[family].layer_groups is QWEN_TARGETS.layer_groups
         assert lora_targets()[family].kohya_module == "networks.lora_qwen_image"
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.files import QWEN_TARGETS
-from networks.families import targets_of_files
 from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
+from networks.files.detection import targets_of_files
 from networks.files.weights import LoraWeights
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 from tests.networks.test_formats import output_in_diffusers

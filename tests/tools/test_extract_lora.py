@@ -34,7 +34,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     save_file(bfl_state_dict(model.state_dict()), folder / "base.safetensors")
     rng = torch.Generator().manual_seed(5)
     shapes = {name: m.weight.shape for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    chosen = [name for name in shapes if FLUX_TARGETS.kind_of(name)]
+    chosen = [name for name in shapes if FLUX_TARGETS.group_of(name)]
     lora = {
         name: LoraWeights(
             torch.randn(4, shapes[name][1], generator=rng), 0.1 * torch.randn(shapes[name][0], 4, generator=rng), 3.0

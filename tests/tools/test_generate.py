@@ -42,7 +42,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
                 alpha,
             )
             for module_name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and part in module_name and FLUX_TARGETS.kind_of(module_name)
+            if isinstance(module, torch.nn.Linear) and part in module_name and FLUX_TARGETS.group_of(module_name)
         }
         paths.append(folder / f"{name}.safetensors")
         save_adapter(paths[-1], weights, FLUX_TARGETS, "diffusers")

@@ -29,7 +29,7 @@ def test_split_files_with_a_lora_draw_what_diffusers_draws(tmp_path: Path) -> No
             2.0,
         )
         for name, module in tiny_qwen_transformer().named_modules()
-        if isinstance(module, torch.nn.Linear) and QWEN_TARGETS.kind_of(name)
+        if isinstance(module, torch.nn.Linear) and QWEN_TARGETS.group_of(name)
     }
     save_adapter(tmp_path / "lora.safetensors", weights, QWEN_TARGETS, "kohya")
     flags = ["image", "--model", str(files.transformer), "--model_type", "qwen_image", "--vae", str(files.vae)]

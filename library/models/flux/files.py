@@ -170,7 +170,7 @@ _T5 = r"text_encoder_2\.encoder\.block\.\d+\.layer\."
 FLUX_CLIP = TextEncoderTargets(
     name="text_encoder",
     group="text_encoder",
-    kinds=(
+    layer_groups=(
         LayerGroup("clip_attn", _CLIP + r"self_attn\.(q_proj|k_proj|v_proj|out_proj)"),
         LayerGroup("clip_mlp", _CLIP + r"mlp\.(fc1|fc2)"),
     ),
@@ -180,7 +180,7 @@ FLUX_CLIP = TextEncoderTargets(
 FLUX_T5 = TextEncoderTargets(
     name="text_encoder_2",
     group="text_encoder_t5",
-    kinds=(
+    layer_groups=(
         LayerGroup("t5_attn", _T5 + r"0\.SelfAttention\.(q|k|v|o)"),
         LayerGroup("t5_mlp", _T5 + r"1\.DenseReluDense\.(wi_0|wi_1|wo)"),
     ),
@@ -193,7 +193,7 @@ _SINGLE = r"single_transformer_blocks\.\d+\."
 
 FLUX_TARGETS = LoraTargets(
     family="flux",
-    kinds=(
+    layer_groups=(
         LayerGroup("img_attn", _DOUBLE + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
         LayerGroup("txt_attn", _DOUBLE + r"attn\.(add_q_proj|add_k_proj|add_v_proj|to_add_out)"),
         LayerGroup("img_mlp", _DOUBLE + r"ff\.net\.(0\.proj|2)"),

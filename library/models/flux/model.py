@@ -26,7 +26,14 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
 
-from library.models.blocks import AttentionProcessor, adopt_classes, adopt_norms, feedforward, modulation
+from library.models.blocks import (
+    AttentionProcessor,
+    ExactTimeEmbedding,
+    adopt_classes,
+    adopt_norms,
+    feedforward,
+    modulation,
+)
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import ModulationCache, clamp_fp16, gelu, modulated, slice_tokens
@@ -194,14 +201,8 @@ def _before_forward(
     return args, kwargs | {"pooled_projections": _PooledAndTimestep(pooled, timestep)}
 
 
-class ExactTimeTextEmbedding(nn.Module):
-    """diffusers' time, guidance and text embedding, fed an unrounded timestep; children keep their names."""
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        for name, child in original.named_children():
-            self.add_module(name, child)
-        self.train(original.training)
+class ExactTimeTextEmbedding(ExactTimeEmbedding):
+    """diffusers' time, guidance and text embedding."""
 
     def forward(self, timestep: Tensor, *guidance_and_pooled: Tensor) -> Tensor:
         """Return the conditioning vector [B, W].

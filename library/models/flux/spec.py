@@ -98,9 +98,6 @@ class FluxFamily(Family):
 
         dev, schnell and Kontext take what they return; Fill also takes the blanked image and the mask; Depth and Canny,
         which no family here is, a second image. Kontext has dev's shapes: nothing in a file tells the two apart.
-
-        Raises:
-            UserError: another variant of FLUX.1.
         """
         path, config = self.files.transformer, {"in_channels": 64} | self.files.transformer_config
         taken, returned = config["in_channels"], config.get("out_channels") or config["in_channels"]

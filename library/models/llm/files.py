@@ -66,9 +66,6 @@ def load_lm(
         dtype, device: of the weights.
         fp8: which linear weights become fp8, and how they compute; what a file holds in fp8 stays so.
         pad_vocabulary_to: pad embedding and head to a multiple of so many rows, 64 for fast products.
-
-    Raises:
-        UserError: the layout is none of these, a file is missing or damaged, or the architecture is another one.
     """
     config, weights, key_map = open_lm(Path(folder).expanduser())
     placing = fp8 if fp8 is not None else Fp8Loader()
@@ -79,11 +76,7 @@ def load_lm(
 
 
 def open_lm(folder: Path) -> tuple[LMConfig, WeightFiles, KeyMap]:
-    """Return a model's configuration, its weights (not read yet) and where each parameter lies in them.
-
-    Raises:
-        UserError: as :func:`load_lm`.
-    """
+    """Return a model's configuration, its weights (not read yet) and where each parameter lies in them."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the folder of a GPT-2 or Llama model")
     if (folder / "config.json").is_file():
@@ -117,9 +110,6 @@ def export_hf(
         folder: made if needed.
         dtype: of the file; default: each weight's own.
         weights: its parameters by name, where the model itself holds only parts of them.
-
-    Raises:
-        UserError: the model holds fp8 weights, or the folder cannot be written.
     """
     folder = Path(folder)
     state = dict(weights or model.named_parameters())
@@ -413,7 +403,7 @@ _GPT2_LAYER = r"transformer\.h\.\d+\."
 
 LLAMA_TARGETS = LoraTargets(
     family="llama",
-    kinds=(
+    layer_groups=(
         *(LayerGroup(name, rf"{_LLAMA_LAYER}self_attn\.{name}") for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
         *(LayerGroup(name, rf"{_LLAMA_LAYER}mlp\.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
     ),
@@ -429,7 +419,7 @@ LLAMA_TARGETS = LoraTargets(
 
 GPT2_TARGETS = LoraTargets(
     family="gpt2",
-    kinds=(
+    layer_groups=(
         LayerGroup("c_attn", _GPT2_LAYER + r"attn\.c_attn"),
         LayerGroup("attn_c_proj", _GPT2_LAYER + r"attn\.c_proj"),
         LayerGroup("c_fc", _GPT2_LAYER + r"mlp\.c_fc"),

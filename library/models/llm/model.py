@@ -199,9 +199,6 @@ class TransformerLM(nn.Module):
             cache: is extended by ``tokens``.
             documents: [B, S] int64, the document that each token belongs to; they see nothing of each other. Without
                 it a row is one document.
-
-        Raises:
-            UserError: more tokens than a model with learned positions has places for.
         """
         hidden = self.hidden(tokens, cache, documents)
         if targets is None:
@@ -359,9 +356,6 @@ def lm_split_plan(config: LMConfig, processes: int, separate: bool) -> dict[str,
         config: of the model.
         processes: that have it together.
         separate: whether a Llama's projections are layers of their own (``library.models.llm.model``).
-
-    Raises:
-        UserError: heads, heads of keys or the feed-forward's middle do not divide.
     """
     for what, count in (("heads", config.heads), ("kv_heads", config.kv_heads), ("hidden", config.hidden)):
         if count % processes:

@@ -41,11 +41,7 @@ class TorchFiles(WeightFiles):
     """The tensors of files that ``torch.save`` wrote; names may be given a prefix for each file."""
 
     def __init__(self, path: Path, files: Sequence[tuple[str, Path]]) -> None:
-        """Find every tensor in ``files``, pairs of a prefix and a file; ``path`` is what errors name.
-
-        Raises:
-            UserError: a file cannot be read, or holds something else than a dict of whole tensors.
-        """
+        """Find every tensor in ``files``, pairs of a prefix and a file; ``path`` is what errors name."""
         self.path, self.fp8, self.entries = path, None, {}
         for prefix, file in files:
             for name, tensor in _outline(file).items():
@@ -125,11 +121,7 @@ class TensorFlowFiles(WeightFiles):
     """The floating point tensors of a checkpoint, by TensorFlow's names."""
 
     def __init__(self, index: Path) -> None:
-        """Read ``index``, a ``*.index`` file, and find the data beside it.
-
-        Raises:
-            UserError: a file is missing, damaged, compressed, or cut off.
-        """
+        """Read ``index``, a ``*.index`` file, and find the data beside it."""
         self.path, self.fp8, self.entries = index, None, {}
         data = index.read_bytes()
         try:

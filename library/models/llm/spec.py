@@ -54,11 +54,7 @@ class LMConfig:
     eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what the blocks take for granted.
-
-        Raises:
-            UserError: heads do not divide into groups, a head is odd under RoPE, or GPT-2 has grouped keys.
-        """
+        """Check what the blocks take for granted."""
         if not self.padded_vocab_size:
             object.__setattr__(self, "padded_vocab_size", self.vocab_size)
         if self.heads % self.kv_heads:
@@ -129,22 +125,14 @@ PRESETS: Mapping[str, LMConfig] = {
 
 
 def preset(name: str) -> LMConfig:
-    """Return the row ``name`` of ``PRESETS``.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the row ``name`` of ``PRESETS``."""
     if name not in PRESETS:
         raise UserError(f"no model {name!r}{did_you_mean(name, PRESETS)}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def config_from_hf(values: Mapping[str, Any]) -> LMConfig:
-    """Return the configuration of a transformers ``config.json`` for GPT-2 or Llama.
-
-    Raises:
-        UserError: another architecture, or a variant of these that is computed differently.
-    """
+    """Return the configuration of a transformers ``config.json`` for GPT-2 or Llama."""
     kind = values.get("model_type")
     if kind not in ("gpt2", "llama"):
         raise UserError(f"config.json: model_type {kind!r} is not supported; gpt2 and llama are")

@@ -81,7 +81,7 @@ FILES = FamilyFiles(
 _DOUBLE = r"transformer_blocks\.\d+\."
 QWEN_TARGETS = LoraTargets(
     family="qwen_image",
-    kinds=(
+    layer_groups=(
         LayerGroup("img_attn", _DOUBLE + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
         LayerGroup("txt_attn", _DOUBLE + r"attn\.(add_q_proj|add_k_proj|add_v_proj|to_add_out)"),
         LayerGroup("img_mlp", _DOUBLE + r"img_mlp\.net\.(0\.proj|2)"),

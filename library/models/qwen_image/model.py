@@ -25,7 +25,14 @@ from diffusers.models.transformers import transformer_qwenimage as diffusers_qwe
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor, nn
 
-from library.models.blocks import AttentionProcessor, adopt_classes, adopt_norms, feedforward, modulation
+from library.models.blocks import (
+    AttentionProcessor,
+    ExactTimeEmbedding,
+    adopt_classes,
+    adopt_norms,
+    feedforward,
+    modulation,
+)
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import ModulationCache, clamp_fp16, modulated, modulated_norm, slice_tokens
@@ -121,7 +128,7 @@ def optimise_forward(
     transformer.set_attn_processor(AttentionProcessor(backend))
     if not isinstance(transformer.pos_embed, JointRope):
         transformer.pos_embed = JointRope(transformer.config.axes_dims_rope, transformer.pos_embed.theta)
-        transformer.time_text_embed = ExactTimeEmbedding(transformer.time_text_embed)
+        transformer.time_text_embed = QwenTimeEmbedding(transformer.time_text_embed)
         transformer.register_forward_pre_hook(_carry_exact_timestep, with_kwargs=True)
     return transformer
 
@@ -172,14 +179,8 @@ def _carry_exact_timestep(
     return args, kwargs | {"additional_t_cond": _Timestep(timestep, kwargs.get("additional_t_cond"))}
 
 
-class ExactTimeEmbedding(nn.Module):
-    """diffusers' timestep embedding, fed an unrounded timestep; children keep their names."""
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        for name, child in original.named_children():
-            self.add_module(name, child)
-        self.train(original.training)
+class QwenTimeEmbedding(ExactTimeEmbedding):
+    """diffusers' timestep embedding, and that of reference images."""
 
     def forward(self, timestep: Tensor, hidden_states: Tensor, additional_t_cond: Any = None) -> Tensor:
         """Return the conditioning vector [B, W]; [2B, W] where reference images have one of their own.

@@ -136,6 +136,7 @@ class QwenImageFamily(Family):
         conditions: Conditions = NO_CONDITIONS,
     ) -> Tensor:
         """Return the velocity [B, 16, h, w] fp32; references are latents [B, 16, h_i, w_i] each."""
+        self.check_references(conditions)
         batch, _, height, width = latents.shape
         mask, images = text.get("prompt_embeds_mask"), [latents, *conditions.references]
         tokens = torch.cat([pack_latents(image.to(latents.dtype)) for image in images], dim=1)
@@ -149,6 +150,9 @@ class QwenImageFamily(Family):
             return_dict=False,
         )[0]
         return unpack_latents(output[:, : height * width // 4].float(), height, width)
+
+    def check_references(self, conditions: Conditions) -> None:
+        """Refuse another number of images than the model takes; here there are none."""
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return QwenImagePipeline, for edit models too: :meth:`conditioned` adds what they see."""
@@ -188,24 +192,8 @@ class QwenImageEditFamily(QwenImageFamily):
     conditioning: ConditionKind = "references"
     most_references: int | None = 1
 
-    def predict_velocity(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        text: dict[str, Tensor],
-        guidance_scale: float = 1.0,
-        conditions: Conditions = NO_CONDITIONS,
-    ) -> Tensor:
-        """Return the velocity at ``latents``; ``conditions`` hold the reference images' latents.
-
-        Raises:
-            UserError: there are more images than the model takes, or none where it takes one.
-        """
-        self._check(conditions)
-        return super().predict_velocity(transformer, latents, sigmas, text, guidance_scale, conditions)
-
-    def _check(self, conditions: Conditions) -> None:
+    def check_references(self, conditions: Conditions) -> None:
+        """Raise a UserError where there are more images than the model takes, or none where it takes one."""
         count = len(conditions.references)
         if self.most_references is not None and count != self.most_references:
             remedy = 'use model_type = "qwen_image_edit_plus"' if count else "give control_directory"
@@ -214,7 +202,7 @@ class QwenImageEditFamily(QwenImageFamily):
     @contextmanager
     def conditioned(self, transformer: nn.Module, conditions: Conditions) -> Iterator[None]:
         """Put the references behind the tokens that the pipeline gives, and take their output off again."""
-        self._check(conditions)
+        self.check_references(conditions)
         references = conditions.references
         length: list[int] = []
 

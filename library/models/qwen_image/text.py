@@ -119,9 +119,6 @@ class QwenTextEncoder(LanguageModelEncoder):
         """Return ids and mask [B, T], filled up at the end, and the reference images' patches.
 
         Captions without images are cut at ``MOST_TOKENS``.
-
-        Raises:
-            UserError: a caption has more or fewer images than the model takes.
         """
         shown = references if references is not None else [[] for _ in captions]
         self._check_references(shown)
@@ -192,9 +189,6 @@ def load_qwen_text(
         dtype, device: of the weights.
         recipe: how linear weights become fp8; None leaves them as the file has them.
         image_token: id of the token that stands for images; None: the vision tower is not loaded.
-
-    Raises:
-        UserError: another model, incomplete or unreadable.
     """
     weights = WeightFiles(path)
     config, images = _config(weights), image_token is not None
@@ -247,11 +241,7 @@ def _name(name: str) -> str:
 
 
 def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
-    """Return the model's configuration, from its folder or from its shapes.
-
-    Raises:
-        UserError: it is another model.
-    """
+    """Return the model's configuration, from its folder or from its shapes."""
     if weights.path.is_dir():
         config = read_config(weights.path)
         if config.get("model_type") != "qwen2_5_vl":

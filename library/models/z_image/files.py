@@ -88,7 +88,7 @@ _Z_PARTS = (r"attention\.(to_q|to_k|to_v|to_out\.0)", r"feed_forward\.w[123]")
 
 Z_IMAGE_TARGETS = LoraTargets(
     family="z_image",
-    kinds=(
+    layer_groups=(
         LayerGroup("attn", _Z_LAYER + _Z_PARTS[0]),
         LayerGroup("mlp", _Z_LAYER + _Z_PARTS[1]),
         LayerGroup("mod", _Z_LAYER + r"adaLN_modulation\.0", default=False),

@@ -44,11 +44,7 @@ class ZImageTextEncoder(LanguageModelEncoder):
 def load_z_image_text(
     path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", recipe: Fp8Recipe | None = None
 ) -> Qwen3Model:
-    """Load Qwen3 without its last layer, whose output is the model's; ``recipe`` makes it fp8.
-
-    Raises:
-        UserError: another model, incomplete or unreadable.
-    """
+    """Load Qwen3 without its last layer, whose output is the model's; ``recipe`` makes it fp8."""
     weights = WeightFiles(path)
     config = _config(weights)
     unused = ("lm_head.", "norm.", f"layers.{config.num_hidden_layers}.")
@@ -69,11 +65,7 @@ def load_z_image_text(
 
 
 def text_width(path: Path) -> int:
-    """Return the width of the vectors that the Qwen3 in ``path`` gives; reads headers only.
-
-    Raises:
-        UserError: it is another model.
-    """
+    """Return the width of the vectors that the Qwen3 in ``path`` gives; reads headers only."""
     return _config(WeightFiles(path)).hidden_size
 
 
