@@ -2,7 +2,7 @@
 
 The *class* is the architecture. What needs no files is asked of it: its blocks, the layers that LoRAs get, published
 sizes, example inputs. An *instance* is one model: built from the ``[model]`` section alone, it reads headers and
-configs, so that a wrong path is told at once, but no weights. Its methods load each part when asked, turn (noisy
+configs, so that a wrong path is an error at once, but no weights. Its methods load each part when asked, turn (noisy
 latents, sigmas, text) into a velocity and sample images.
 
 A family is a folder (``docs/model_families.md``): its ``spec.py`` derives from :class:`Family`, sets the attributes and
@@ -56,8 +56,8 @@ class Family:
         most_references: images that an edit model takes at most; None: any number.
         timestep_sampling, discrete_flow_shift: how training draws sigmas where ``timestep_sampling = "auto"``, and the
             shift of that, where it has one.
-        guidance_input: whether the transformer is told a guidance scale.
-        sample_guidance: of images sampled with the guidance input, unless told otherwise.
+        guidance_input: whether the transformer takes a guidance scale.
+        sample_guidance: default of images sampled with the guidance input.
         masks_padding: whether texts of different lengths in a batch are padded, and their padding masked.
         repeated_blocks: class names of the blocks, for regional compilation and sharding.
         behind_blocks: names of what follows the blocks, for pipelines; none if it cannot be cut.
@@ -347,7 +347,7 @@ def with_transformer(config: ModelConfig, path: Path) -> ModelConfig:
     if path.is_dir() and not (path / "model_index.json").is_file():
         files = sorted(path.glob("*.safetensors"))
         if len(files) != 1:
-            raise UserError(f"{path}: {len(files)} safetensors files; give one file, or a whole pipeline folder")
+            raise UserError(f"{path}: {len(files)} safetensors files; give one file, or a complete pipeline folder")
         path = files[0]
     values = {"pretrained_model_name_or_path": str(path)}
     if path.is_file() and root.is_dir():

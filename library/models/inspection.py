@@ -1,20 +1,17 @@
-"""What a file's tensor names say about the model: its architecture, and the norms that leave no trace in the file.
+"""What a model on disk consists of, from its headers: no weight is read, so size makes no difference.
+
+A path becomes *weight sets* (a file, the shards of one model, each part of a pipeline), a set *components* (ComfyUI's
+all-in-one files hold several, recognised by prefixes), a component *modules*: the tensors that share a name up to its
+last dot. A module's kind follows from its leaves and their shapes. Modules that differ only in their block's number are
+counted together. Quantised checkpoints have tensors beside the weights (scales, markers, codebooks); they count as
+bytes, not as parameters. Format: https://github.com/huggingface/safetensors#format.
 
 Weights do not say which class computes with them. A one-dimensional weight with a bias may be a LayerNorm or a
 GroupNorm; and most norms of a diffusion transformer have no weights at all (``elementwise_affine=False``: scale and
-shift come from the modulation), so no tensor shows them. A row of :data:`ARCHITECTURES` adds that knowledge. The rows
-are checked against the modules of diffusers' and transformers' classes in ``tests/models/test_inspection.py``; BFL's
-names follow https://github.com/black-forest-labs/flux/blob/main/src/flux/modules/layers.py.
-
-What a model on disk consists of, told from its headers: no weight is read, so size makes no difference.
-
-A path is turned into *weight sets* (a file, the shards of one model, each part of a pipeline), a set into *components*
-(ComfyUI's all-in-one files hold several, told apart by prefixes), a component into *modules*: the tensors that share a
-name up to its last dot. A module's kind follows from its leaves and their shapes, with what
-``library.models.inspection`` knows. Modules that differ only in their block's number are counted together.
-
-Quantised checkpoints carry tensors beside the weights (scales, markers, codebooks); they count as bytes, not as
-parameters. Format: https://github.com/huggingface/safetensors#format.
+shift come from the modulation), so no tensor shows them. Rows of :class:`Architecture`, in each family's ``files.py``,
+add that knowledge; they are checked against the modules of diffusers' and transformers' classes in
+``tests/models/test_inspection.py``; BFL's names follow
+https://github.com/black-forest-labs/flux/blob/main/src/flux/modules/layers.py.
 """
 
 from __future__ import annotations

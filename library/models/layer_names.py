@@ -10,7 +10,7 @@ File formats write names with dots or, like kohya, with underscores; both are fo
 *LoRA targets.* A :class:`LoraTargets` says which linear layers get a LoRA: the groups they fall into (each with the
 ``*_dim`` option that sets its rank), the options that choose blocks, and the names. Code that injects, saves or merges
 takes such a row and knows nothing else about the family. A family's text encoders are rows of their own in it. Where
-LoRAs of several networks are kept together, in a file or in :class:`~networks.network.AdapterNetwork`, the
+LoRAs of several networks are together, in a file or in :class:`~networks.network.AdapterNetwork`, the
 transformer's modules have their plain names and a text encoder's begin with the component's:
 ``text_encoder.encoder.layers.0.mlp.fc1``.
 """
@@ -117,7 +117,7 @@ class LayerGroup:
     Attributes:
         name: ``"img_attn"``; counts are reported under it, its rank option is ``"img_attn_dim"``.
         pattern: regular expression that matches the whole of each module's name.
-        default: trained with ``network_dim`` unless told otherwise; others only where an option names them.
+        default: trained with ``network_dim`` unless an option says otherwise; others only where an option names them.
     """
 
     name: str
@@ -184,7 +184,7 @@ class LoraTargets:
 
     @property
     def fan_in_fan_out(self) -> bool:
-        """Whether transformers keeps these layers' weights as [in, out], which PEFT has to be told."""
+        """Whether transformers keeps these layers' weights as [in, out], which PEFT has to know."""
         return any(row.transposed for row in self.keys.rows)
 
     def path_in_model(self, module_name: str) -> str:

@@ -81,7 +81,7 @@ class LanguageModelEncoder(TextEncoder):
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         hidden = model(**inputs, use_cache=False).last_hidden_state.to(model.dtype).cpu()  # [B, T, D]
         lengths = inputs["attention_mask"].sum(dim=1).tolist()
-        # Clones: a row that is kept must not keep its whole batch alive.
+        # Clones: a cached row must not keep its batch alive.
         rows = [row[self.dropped : length].clone() for row, length in zip(hidden, lengths, strict=True)]
         return [{"prompt_embeds": row, "prompt_embeds_mask": torch.ones(len(row), dtype=torch.bool)} for row in rows]
 

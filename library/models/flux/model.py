@@ -179,7 +179,7 @@ def optimise_forward(transformer: FluxTransformer2DModel, backend: Backend = "au
 
 
 class _PooledAndTimestep(NamedTuple):
-    """What travels through diffusers' forward in place of the pooled text, which it hands on untouched."""
+    """What travels through diffusers' forward in place of the pooled text, which it passes on unchanged."""
 
     pooled: Tensor  # [B, P]
     timestep: Tensor  # [B], 0..1
@@ -190,7 +190,7 @@ def _before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook: bind the timestep to the pooled text before the transformer rounds it.
 
-    The position table is told of the ids as they were handed in, before the transformer joins them.
+    The position table gets the ids as they came in, before the transformer concatenates them.
     """
     positions: Any = transformer.pos_embed
     if isinstance(image := kwargs.get("img_ids"), Tensor) and isinstance(text := kwargs.get("txt_ids"), Tensor):

@@ -1,7 +1,7 @@
 """FLUX.1 (https://github.com/black-forest-labs/flux): dev, schnell, Fill and Kontext.
 
 The transformer sees an image as a sequence: 2 x 2 latents of 16 channels are one token of 64 numbers, placed
-at (0, row, column); text tokens all sit at (0, 0, 0). It is told the noise level sigma, the pooled text and,
+at (0, row, column); text tokens all sit at (0, 0, 0). It takes the noise level sigma, the pooled text and,
 in the guidance-distilled dev, the guidance scale, and returns the velocity noise - image per token. Schnell
 is the same network without the guidance input.
 

@@ -68,7 +68,7 @@ class FluxTextEncoder(TextEncoder):
         t5_ids = _token_ids(self.t5_tokenizer, captions, self.t5_length).to(t5.device)
         pooled = clip(clip_ids).pooler_output.to(clip.dtype).cpu()  # [B, P]
         embeds = t5(t5_ids)[0].to(t5.dtype).cpu()  # [B, L, D]
-        # Clones: a row that is kept must not keep its whole batch alive.
+        # Clones: a cached row must not keep its batch alive.
         return [{"prompt_embeds": e.clone(), "pooled_prompt_embeds": p.clone()} for e, p in zip(embeds, pooled)]
 
     def release(self) -> None:

@@ -1,28 +1,23 @@
 """From a folder with a published language model to a ``TransformerLM``, and back to transformers' format.
 
-Four layouts are told apart by what lies in the folder:
-
-- ``config.json`` with safetensors (one file or shards): transformers' format;
-- ``config.json`` with ``pytorch_model.bin`` (one file or shards): the same, where a publisher offers no safetensors;
-- ``params.json`` with ``consolidated.00.pth``, ``consolidated.01.pth``, ...: Meta's;
-- ``hparams.json`` with ``model.ckpt.index``: OpenAI's GPT-2.
-
-All are read tensor by tensor into a model on the meta device (``library.models.weights``): the peak is the model and
-one tensor, whatever the layout.
-
-Where each parameter of a ``TransformerLM`` lies in the published checkpoints, as pieces of rows.
+What lies in the folder says which of four layouts it has; all are read tensor by tensor into a model on the meta device
+(``library.models.weights``), so the peak is the model and one tensor:
 
 ==============================  ==========================================================================
-transformers, GPT-2             ``h.0.attn.c_attn.weight`` (maybe below ``transformer.``); linears are stored
-                                [in, out], so they are transposed; q, k and v are one matrix already
-transformers, Llama             ``model.layers.0.self_attn.q_proj.weight``; q, k, v and gate, up are joined
-Meta, Llama                     ``layers.0.attention.wq.weight``; rows of q and k pair neighbours under RoPE and are
-                                put into the half-split order; a model in several files is cut by rows (q, k, v,
-                                gate, up, head) or by columns (the others)
-OpenAI, GPT-2                   ``model/h0/attn/c_attn/w`` [1, in, out]
+transformers, GPT-2             ``config.json`` with safetensors, or ``pytorch_model.bin`` where a publisher offers no
+                                others, one file or shards. ``h.0.attn.c_attn.weight`` (maybe below ``transformer.``);
+                                linears are stored [in, out], so they are transposed; q, k and v are one matrix already
+transformers, Llama             the same files. ``model.layers.0.self_attn.q_proj.weight``; q, k, v and gate, up are
+                                joined
+Meta, Llama                     ``params.json`` with ``consolidated.00.pth``, ... ``layers.0.attention.wq.weight``; rows
+                                of q and k pair neighbours under RoPE and are put into the half-split order; a model in
+                                several files is cut by rows (q, k, v, gate, up, head) or by columns (the others)
+OpenAI, GPT-2                   ``hparams.json`` with ``model.ckpt.index``. ``model/h0/attn/c_attn/w`` [1, in, out]
 ==============================  ==========================================================================
 
-A map names parameters once; a tied head is the embedding and has no entry.
+A map names parameters once; a tied head is the embedding and has no entry. The same names serve LoRA, which has a group
+for each linear layer of a block, all trained by default, as the usual recipes do (QLoRA, arXiv 2305.14314);
+``q_proj_dim`` gives one a rank of its own, 0 leaves it out.
 """
 
 from __future__ import annotations
@@ -361,13 +356,13 @@ def _meta_ranges(
 
 def _meta_name(hf_name: str) -> tuple[str, int | None]:
     """Return Meta's name for transformers', and the axis along which files cut it."""
-    whole = {
+    outside = {
         "model.embed_tokens.weight": ("tok_embeddings.weight", 0),
         "model.norm.weight": ("norm.weight", None),
         "lm_head.weight": ("output.weight", 0),
     }
-    if hf_name in whole:
-        return whole[hf_name]
+    if hf_name in outside:
+        return outside[hf_name]
     _, _, layer, module = hf_name.removesuffix(".weight").split(".", 3)
     name, axis = _META_BLOCK[module]
     return f"layers.{layer}.{name}.weight", axis

@@ -4,23 +4,18 @@
     block: x + attention(norm(x)), then x + feed_forward(norm(x))
 
 Queries, keys and values come from one matrix, rows in that order; so do gate and up of a SwiGLU. No causal mask is
-stored, the attention kernel is told that attention is causal. RoPE tables belong to no layer: one object holds them
-for all, makes them on first use and doubles them when a longer text comes.
+stored, the attention kernel has a flag for it. RoPE tables belong to no layer: one object holds them for all, makes
+them on first use and doubles them when a longer text comes. Inference passes a :class:`~library.nn.kv_cache.KVCache`;
+training passes targets and gets the mean cross-entropy, computed a chunk of the logits at a time, so that [B, S, V]
+never exists.
 
-Inference hands in a :class:`~library.nn.kv_cache.KVCache`; training hands in targets and gets the mean cross-entropy,
-computed a piece of the logits at a time, so that [B, S, V] never exists as a whole.
+*LoRA.* transformers, and with it every published LoRA, has a matrix each for q, k, v, gate and up.
+:func:`separate_projections` replaces a joined matrix by layers on its rows, which share its memory, quantised values
+and scales of an fp8 matrix too, so that each can have a LoRA of its own.
 
-Joined projections taken apart, so that each can have a LoRA of its own.
-
-A Llama's q, k and v are one matrix here, and so are gate and up; transformers, and with it every published LoRA, has
-five. :func:`separate_projections` puts layers on rows of the joined matrix in its place, which share its memory. Codes
-and scales of an fp8 matrix are shared the same way.
-
-How a :class:`TransformerLM` is split among processes that compute it together (tensor parallelism).
-
-Every process has some heads and some of the feed-forward's middle: q, k, v, gate and up by outputs, the layers behind
-them by inputs (``library.nn.tensor_split``); and some tokens of embedding and head, if their number divides. Norms are
-whole everywhere.
+*Tensor parallelism* (:func:`lm_split_plan`). Every process has some heads and some of the feed-forward's middle: q, k,
+v, gate and up by outputs, the layers behind them by inputs (``library.nn.tensor_split``); and some tokens of embedding
+and head, if their number divides. Norms are replicated.
 """
 
 from __future__ import annotations
@@ -282,10 +277,10 @@ def resize_vocabulary(model: TransformerLM, config: LMConfig) -> None:
 
 
 def _resized(weight: Tensor, old_rows: int, config: LMConfig) -> nn.Parameter:
-    kept = min(old_rows, config.vocab_size)
+    common = min(old_rows, config.vocab_size)
     rows = weight.new_empty(config.padded_vocab_size, weight.shape[1])
-    rows[:kept] = weight[:kept]
-    rows[kept:] = weight[:old_rows].mean(dim=0, dtype=torch.float32)
+    rows[:common] = weight[:common]
+    rows[common:] = weight[:old_rows].mean(dim=0, dtype=torch.float32)
     return nn.Parameter(rows, requires_grad=weight.requires_grad)
 
 
@@ -339,9 +334,11 @@ def _on_rows(joined: nn.Module, rows: slice) -> nn.Module:
     if isinstance(joined, FakeQuantLinear):
         return FakeQuantLinear(_on_rows(joined.base, rows), joined.how, joined.input_scale)  # type: ignore[arg-type]
     if isinstance(joined, Fp8Linear):
-        whole, compute, input_gradient = joined.quantized(), joined.compute, joined.fp8_input_gradient
-        own = whole.scale[rows] if whole.scale is not None and whole.scale.shape[0] > 1 else whole.scale
-        return Fp8Linear(Quantized(whole.values[rows], own), compute=compute, fp8_input_gradient=input_gradient)
+        quantized, compute, input_gradient = joined.quantized(), joined.compute, joined.fp8_input_gradient
+        scale = quantized.scale
+        if scale is not None and scale.shape[0] > 1:
+            scale = scale[rows]
+        return Fp8Linear(Quantized(quantized.values[rows], scale), compute=compute, fp8_input_gradient=input_gradient)
     assert isinstance(joined, nn.Linear)
     assert joined.bias is None
     part = nn.Linear(joined.in_features, rows.stop - rows.start, bias=False, device="meta")

@@ -1,4 +1,4 @@
-"""Checkpoints that are no safetensors, or whose tensors do not lie the way the model wants them.
+"""Checkpoints that are not safetensors, or whose tensors do not lie the way the model wants them.
 
 The loader (``library.models.weights``) reads rows of named tensors, each from its place in a file. Everything here ends
 in that form, so that every layout costs the same memory, one model and one tensor:
@@ -6,17 +6,15 @@ in that form, so that every layout costs the same memory, one model and one tens
 - :class:`TorchFiles` finds where the tensors of a ``.pth`` or ``.bin`` file lie without reading them. Unpickling is
   restricted to tensors (``weights_only``), and under ``FakeTensorMode`` PyTorch reports each storage's place in the
   file instead of filling it.
-- :class:`DerivedWeights` adds tensors that are made when they are asked for: a transpose, a permutation, a join.
-
-Where the tensors of a TensorFlow checkpoint lie, read without TensorFlow.
-
-A checkpoint ``model.ckpt`` is ``model.ckpt.index`` and ``model.ckpt.data-00000-of-00001``. The data file is tensors
-one behind the other; the index is a table of LevelDB's kind
-(https://github.com/google/leveldb/blob/main/doc/table_format.md): a footer of 48 bytes points to an index block, whose
-values point to data blocks. A block is entries with the prefix they share with the one before, then the restart points.
-The keys are tensor names, the values ``BundleEntryProto`` messages (tensorflow/core/protobuf/tensor_bundle.proto):
-dtype = 1, shape = 2, shard_id = 3, offset = 4, size = 5. The entry without a name is the header. TensorFlow writes the
-index without compression (``TableBuilderOptions`` in tensor_bundle.cc).
+- :class:`DerivedWeights` adds tensors that are computed when they are read: a transpose, a permutation, a join.
+- :class:`TensorFlowFiles` finds the tensors of a TensorFlow checkpoint without TensorFlow. The data file
+  ``model.ckpt.data-00000-of-00001`` is tensors one behind the other; ``model.ckpt.index`` is a table of LevelDB's kind
+  (https://github.com/google/leveldb/blob/main/doc/table_format.md): a footer of 48 bytes points to an index block,
+  whose values point to data blocks. A block is entries with the prefix they share with the one before, then the restart
+  points. The keys are tensor names, the values ``BundleEntryProto`` messages
+  (tensorflow/core/protobuf/tensor_bundle.proto): dtype = 1, shape = 2, shard_id = 3, offset = 4, size = 5. The entry
+  without a name is the header. TensorFlow writes the index without compression (``TableBuilderOptions`` in
+  tensor_bundle.cc).
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class JointRope(nn.Module):
 
 
 class _Timestep(NamedTuple):
-    """What travels through diffusers' forward as ``additional_t_cond``, which it hands on untouched."""
+    """What travels through diffusers' forward as ``additional_t_cond``, which it passes on unchanged."""
 
     exact: Tensor  # [B], 0..1
     additional: Tensor | None

@@ -1,7 +1,7 @@
 """Qwen-Image (https://github.com/QwenLM/Qwen-Image) and its edit models.
 
 The transformer sees an image as a sequence: 2 x 2 latents of 16 channels are one token of 64 numbers, placed at its
-row and column counted from the image's middle; text goes on where the image ends. It is told the noise level sigma
+row and column counted from the image's middle; text goes on where the image ends. It takes the noise level sigma
 and the text with its mask, and returns the velocity noise - image per token. There is no guidance input: images are
 steered by a negative prompt and true classifier-free guidance.
 

@@ -1,22 +1,18 @@
 """Qwen-Image's text encoder, Qwen2.5-VL: captions, and for edit models the reference images, to one vector a token.
 
 A caption is put into the model's chat template, and what the language model says about the template's own beginning is
-dropped again (34 tokens; 64 with edit models). Captions keep their own lengths; a batch fills them up and carries the
-mask. Edit models see the reference images through Qwen2.5-VL's vision tower, resized to the area that the diffusers
-pipelines use.
+dropped again (34 tokens; 64 with edit models). Edit models see the reference images through Qwen2.5-VL's vision tower,
+resized to the area that the diffusers pipelines use.
 
-Images take places in a grid (3-D rotary positions), for which transformers 5 must be told which tokens are
-images. diffusers 0.42's edit pipelines do not tell it (https://github.com/huggingface/diffusers/issues/14194) and
-so give images the places of plain text, unlike older versions, ComfyUI and the model's own training. Tandem tells it.
+Images take places in a grid (3-D rotary positions), for which transformers 5 must know which tokens are images.
+diffusers 0.42's edit pipelines do not say (https://github.com/huggingface/diffusers/issues/14194) and so give images
+the places of plain text, unlike older versions, ComfyUI and the model's own training. Here ``mm_token_type_ids`` says.
 
-Loading Qwen2.5-VL as Qwen-Image's text encoder: from a transformers folder or ComfyUI's single file.
-
-Its tensors were published as ``model.layers...`` and ``visual...``; later transformers say
-``model.language_model.layers...`` and ``model.visual...``. Both are read. Only what is used is loaded: without images
-the language model alone, and never the head that would predict words.
-
-A single file needs no sidecar: its configuration follows from its shapes, but for head widths and a few constants that
-no tensor shows; these are those of Qwen2.5-VL-7B.
+The weights come from a transformers folder or ComfyUI's single file. They were published as ``model.layers...`` and
+``visual...``; later transformers say ``model.language_model.layers...`` and ``model.visual...``. Both are read. Only
+what is used is loaded: without images the language model alone, and never the head that would predict words. A single
+file's configuration follows from its shapes, but for head widths and a few constants that no tensor shows; these are
+those of Qwen2.5-VL-7B.
 """
 
 from __future__ import annotations

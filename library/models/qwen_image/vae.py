@@ -61,7 +61,7 @@ class QwenImageEncoder(ImageEncoder):
         return _config(weights, key_map), key_map
 
     def set_latents(self, config: dict[str, Any]) -> None:
-        """Read channels, factor, means and deviations, each [1, C, 1, 1]; the published ones unless told."""
+        """Read channels, factor, means and deviations, each [1, C, 1, 1]; the published ones where it does not say."""
         settings = _DEFAULTS | config
         self.latent_channels, self.latent_factor = int(settings["z_dim"]), 2 ** len(settings["temperal_downsample"])
         self._mean = torch.tensor(settings["latents_mean"]).view(1, -1, 1, 1)

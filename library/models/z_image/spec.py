@@ -1,7 +1,7 @@
 """Z-Image (https://github.com/Tongyi-MAI/Z-Image).
 
 The transformer sees one sequence: an image's tokens, 2 x 2 latents of FLUX's autoencoder each, then the caption's.
-It takes lists, one entry a sample, so that captions keep their lengths; it is told 1 - sigma, 0 for noise and 1 for the
+It takes lists, one entry a sample, so that captions keep their lengths; it takes 1 - sigma, 0 for noise and 1 for the
 image, and returns image - noise, the velocity's negative. There is no guidance input: images are steered by a
 negative prompt and true classifier-free guidance (Turbo, which is distilled, takes none).
 """

@@ -236,11 +236,11 @@ def _after_forward(ring: Ring, block: int, module: nn.Module, inputs: Any, outpu
     if not torch.is_grad_enabled():
         return outputs
     single = isinstance(outputs, Tensor)
-    told = _TellRing.apply(ring, block, *((outputs,) if single else outputs))
-    return told[0] if single else told
+    passed = _EnterInBackward.apply(ring, block, *((outputs,) if single else outputs))
+    return passed[0] if single else passed
 
 
-class _TellRing(torch.autograd.Function):
+class _EnterInBackward(torch.autograd.Function):
     """Pass a block's outputs through; in backward, once all their gradients are there, let the block in."""
 
     @staticmethod
