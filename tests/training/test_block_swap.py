@@ -12,12 +12,22 @@ import torch
 from torch import Tensor, nn
 
 import library.nn.frozen_linear as frozen_linear
+from library.config.model_types import MODEL_TYPES
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import image_positions, optimise_forward, pack_latents
+from library.models.registry import family_class
 from library.precision.recipe import Fp8Recipe, quantize_model
-from library.training.memory.block_swap import RING, BlockSwap, Ring, kind_sizes, swap_blocks, swapped_per_kind
+from library.training.memory.block_swap import (
+    RING,
+    BlockSwap,
+    Ring,
+    kind_sizes,
+    most_swapped,
+    swap_blocks,
+    swapped_per_kind,
+)
 from networks.injection import inject_adapter
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
@@ -233,3 +243,11 @@ def test_a_kinds_size_is_counted_in_the_model() -> None:
     (double, weights), (single, smaller) = kind_sizes(blocks)
     assert (double, single) == (3, 5)
     assert round(weights / smaller) == 2  # as in the published model: 340 and 142 million
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "z_image"])
+def test_a_published_models_largest_number_is_the_one_in_the_configurations_table(name: str) -> None:
+    family = family_class(name)
+    with torch.device("meta"):
+        transformer = family.transformer_class(**family.published).requires_grad_(False)
+    assert most_swapped(kind_sizes(family.blocks(transformer))) == MODEL_TYPES[name].swappable_blocks

@@ -145,37 +145,55 @@ def config_from_hf(values: Mapping[str, Any]) -> LMConfig:
     return replace(config, bos=values.get("bos_token_id"), eos=ends)
 
 
+# transformers' names of our fields
+_GPT2_NAMES = {
+    "n_embd": "width",
+    "n_head": "heads",
+    "n_inner": "hidden",
+    "n_layer": "layers",
+    "n_positions": "context",
+    "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tied",
+    "vocab_size": "vocab_size",
+}
+_LLAMA_NAMES = {
+    "hidden_size": "width",
+    "intermediate_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "context",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+    "vocab_size": "vocab_size",
+}
+
+
+def _fields(values: Mapping[str, Any], names: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
+    """Return our fields of transformers' ``values``; those without a default must be there."""
+    missing = {ours for hf, ours in names.items() if values.get(hf) is None}
+    return {ours: defaults[ours] if ours in missing & defaults.keys() else values[hf] for hf, ours in names.items()}
+
+
 def _gpt2_from_hf(values: Mapping[str, Any]) -> LMConfig:
     _expect(values, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True)
     width, heads = values["n_embd"], values["n_head"]
-    config = gpt2(width, values["n_layer"], heads, values["vocab_size"], values.get("n_positions", 1024))
-    return replace(
-        config,
-        hidden=values.get("n_inner") or 4 * width,
-        norm_eps=values.get("layer_norm_epsilon", 1e-5),
-        tied=values.get("tie_word_embeddings", True),
-    )
+    fields = _fields(values, _GPT2_NAMES, hidden=4 * width, context=1024, norm_eps=1e-5, tied=True)
+    return LMConfig("gpt2", kv_heads=heads, head_dim=width // heads, **fields)
 
 
 def _llama_from_hf(values: Mapping[str, Any]) -> LMConfig:
     _expect(values, hidden_act="silu", attention_bias=False, mlp_bias=False)
     heads = values["num_attention_heads"]
+    defaults = {"context": 2048, "kv_heads": heads, "head_dim": values["hidden_size"] // heads}
     # transformers 5 writes rope_parameters; the published files have rope_theta and rope_scaling.
     rope = values.get("rope_parameters") or (values.get("rope_scaling") or {})
     return LMConfig(
-        family="llama",
-        vocab_size=values["vocab_size"],
-        context=values.get("max_position_embeddings", 2048),
-        width=values["hidden_size"],
-        layers=values["num_hidden_layers"],
-        heads=heads,
-        kv_heads=values.get("num_key_value_heads") or heads,
-        hidden=values["intermediate_size"],
-        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-        norm_eps=values.get("rms_norm_eps", 1e-6),
-        tied=values.get("tie_word_embeddings", False),
+        "llama",
         rope_theta=rope.get("rope_theta") or values.get("rope_theta") or 10000.0,
         rope_scaling=_scaling_from_hf(rope),
+        **_fields(values, _LLAMA_NAMES, norm_eps=1e-6, tied=False, **defaults),
     )
 
 
@@ -201,35 +219,19 @@ def config_to_hf(config: LMConfig) -> dict[str, Any]:
     # said even where there are none: transformers would take the numbers of the first Llama
     eos = list(config.eos) if len(config.eos) > 1 else next(iter(config.eos), None)
     values: dict[str, Any] = {"bos_token_id": config.bos, "eos_token_id": eos}
+    names = _GPT2_NAMES if config.family == "gpt2" else _LLAMA_NAMES
+    values |= {hf: getattr(config, ours) for hf, ours in names.items()}
     if config.family == "gpt2":
         return values | {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
             "activation_function": "gelu_new",
-            "n_embd": config.width,
-            "n_head": config.heads,
-            "n_inner": config.hidden,
-            "n_layer": config.layers,
-            "n_positions": config.context,
-            "layer_norm_epsilon": config.norm_eps,
-            "tie_word_embeddings": config.tied,
-            "vocab_size": config.vocab_size,
         }
     values |= {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": config.width,
-        "intermediate_size": config.hidden,
-        "num_attention_heads": config.heads,
-        "num_hidden_layers": config.layers,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tied,
-        "vocab_size": config.vocab_size,
     }
     if config.rope_scaling is not None:
         scaling = config.rope_scaling
