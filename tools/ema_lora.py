@@ -22,8 +22,8 @@ from tools.command import add_lora_output, check_lora_output, tool_parser
 
 def average(options: argparse.Namespace) -> list[tuple[Path, float]]:
     """Write the average that the command line asks for; return each file with its share in it, in order."""
-    from networks.files.detection import targets_of_files
     from networks.files.adapters import load_lora, save_derived_lora, widest_precision
+    from networks.files.detection import targets_of_files
     from networks.merging.average import average_loras, linear_betas, power_betas, training_order
 
     if len(options.loras) < 2:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 def resize(options: argparse.Namespace) -> list[ResizedLayer]:
     """Write the LoRA that the command line asks for; return what became of its layers."""
-    from networks.files.detection import targets_of_files
     from networks.files.adapters import load_lora, save_derived_lora, widest_precision
+    from networks.files.detection import targets_of_files
     from networks.merging.low_rank import resize_lora
 
     check_flags(options)
