@@ -117,6 +117,12 @@ def read_rows(entries: Mapping[str, TensorEntry], ranges: Sequence[RowRange]) ->
     first = entries[ranges[0].source]
     if first.dtype not in DTYPES:
         raise UserError(f"{first.file}: tensor {ranges[0].source!r} has dtype {first.dtype}; use the bf16 or fp16 file")
+    for each in ranges:
+        if (other := entries[each.source]).dtype != first.dtype:
+            raise UserError(
+                f"{other.file}: tensor {each.source!r} is {other.dtype}, {ranges[0].source!r} beside it {first.dtype}; "
+                "save the model in one dtype"
+            )
     dtype = DTYPES[first.dtype]
     shapes = [each.of(entries[each.source].shape) for each in ranges]
     total = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if first.shape else ()

@@ -93,7 +93,7 @@ def select_modules(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return module name -> rank, and pattern -> how many modules it matched."""
     kinds = {name: kind for name, _ in _linears(model, targets) if (kind := targets.group_of(name))}
-    for name in _dead_ends(kinds, targets):
+    for name in _unused_modules(kinds, targets):
         del kinds[name]
     in_blocks = _in_chosen_blocks(list(kinds), options, targets)
     present = {kinds[name].name for name in in_blocks}
@@ -115,7 +115,7 @@ def select_modules(
     return ranks, counts
 
 
-def _dead_ends(names: Iterable[str], targets: LoraTargets) -> list[str]:
+def _unused_modules(names: Iterable[str], targets: LoraTargets) -> list[str]:
     """Return the layers of the last block that nothing is computed from."""
     index = {name: int(match[1]) for name in names if (match := re.fullmatch(targets.unused_modules, name))}
     return [name for name, block in index.items() if block == max(index.values())]

@@ -122,10 +122,10 @@ class AdapterNetwork:
             if name not in weights:
                 continue
             if problem := layer.misfit(weights[name]):
-                fit.misfits([f"{name} {problem[0]}"])
+                fit.misfits.append(f"{name} {problem[0]}")
             else:
                 layer.load_weights(weights[name])
-                fit.takes(name)
+                fit.matched.add(name)
         return fit.line(self.modules)
 
     @torch.no_grad()

@@ -264,10 +264,6 @@ class LoRALinear(AdapterLinear):
         """Return :meth:`up` for the outputs that the base has here."""
         return self.up() if self.split is None or self.split.dim == 1 else self.split.own(self.up(), 0)
 
-    def delta_weight(self) -> Tensor:
-        """Return the update, ``[out, in]`` in fp32, without the multiplier."""
-        return torch.mm(self.up().float(), self.down().float()).mul_(self.scale)
-
     def extra_repr(self) -> str:
         """Show rank, alpha and dropouts in ``print(model)``."""
         return (

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -555,46 +555,36 @@ def _only_block(up: torch.Tensor, start: int, rank: int) -> bool:
 _SHOWN = 20  # names of each sort; a FLUX LoRA has 500
 
 
+@dataclass
 class PartialFit:
-    """A tally of one file's modules: what was taken, what has no place or another shape, what the file lacks."""
+    """A tally of one file's modules.
 
-    def __init__(self, source: str, unknown: Sequence[str] = (), unmatched: Sequence[str] = ()) -> None:
-        """Begin with the keys that mean no module of the family, and the modules that have no place here.
+    Attributes:
+        source: the file. unknown: its keys that mean no module of the family.
+        unmatched: modules that have no place here. misfits: those of another shape, described. matched: the rest.
+    """
 
-        Attributes:
-            unknown: those keys; may be added to.
-        """
-        self._source, self.unknown, self._unmatched = source, list(unknown), list(unmatched)
-        self._misfits: list[str] = []
-        self._matched: set[str] = set()
-
-    def takes(self, name: str) -> None:
-        """Count module ``name`` as matched."""
-        self._matched.add(name)
-
-    def lacks(self, names: Sequence[str]) -> None:
-        """Count modules as without a place."""
-        self._unmatched += names
-
-    def misfits(self, problems: Sequence[str]) -> None:
-        """Count modules as of another shape; each is described."""
-        self._misfits += problems
+    source: str
+    unknown: list[str] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    matched: set[str] = field(default_factory=set)
 
     def line(self, wanted: Collection[str] | None = None) -> str:
         """Return what was taken and what was not, by name, in one line; ``wanted`` are the modules there are."""
-        missing = sorted(set(wanted) - self._matched) if wanted is not None else []
+        missing = sorted(set(wanted) - self.matched) if wanted is not None else []
         groups = {
             "not known": self.unknown,
-            "without a place here": self._unmatched,
-            "of another shape": self._misfits,
+            "without a place here": self.unmatched,
+            "of another shape": self.misfits,
             "begun anew": missing,
         }
         left = [f"{len(names)} {what} ({names_in_short(names, _SHOWN)})" for what, names in groups.items() if names]
-        if not self._matched:
-            raise UserError(f"{self._source}: nothing of it fits: {', '.join(left[:3])}; give a LoRA of this model")
-        return f"{self._source}: " + "; ".join([f"{len(self._matched)} modules matched", *left])
+        if not self.matched:
+            raise UserError(f"{self.source}: nothing of it fits: {', '.join(left[:3])}; give a LoRA of this model")
+        return f"{self.source}: " + "; ".join([f"{len(self.matched)} modules matched", *left])
 
     @property
     def complete(self) -> bool:
         """Whether all of the file was taken."""
-        return not (self.unknown or self._unmatched or self._misfits)
+        return not (self.unknown or self.unmatched or self.misfits)

@@ -229,7 +229,7 @@ def plan_updates(
         absent = sorted(modules.keys() - places.keys())
         fit = None if fits is None else fits.setdefault(source.path, PartialFit(str(source.path)))
         if fit is not None:
-            fit.lacks(absent)
+            fit.unmatched += absent
         elif absent:
             names = names_in_short(absent)
             raise UserError(f"{source.path}: {len(absent)} modules are not in the base ({names}); wrong model?")
@@ -244,10 +244,10 @@ def plan_updates(
                 problems.append(f"{name} is for {made_for}, the base has {shape[0]}x{shape[1]}")
                 continue
             if fit is not None:
-                fit.takes(name)
+                fit.matched.add(name)
             updates.setdefault(place.tensor, []).append(Update(weights, source.ratio, place))
         if fit is not None:
-            fit.misfits(problems)
+            fit.misfits += problems
         elif problems:
             raise UserError(f"{source.path}: {names_in_short(problems)}; it was trained on another model")
     return updates

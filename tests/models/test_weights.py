@@ -55,6 +55,13 @@ def test_pieces_are_rows_of_the_tensor_in_the_file(tmp_path: Path) -> None:
     assert weights.read([RowRange("scalar")]).item() == 2.5
 
 
+def test_rows_of_two_dtypes_are_not_read_as_one(tmp_path: Path) -> None:
+    """q in fp32 and k in bf16, say, joined in one parameter: the bytes of k would be read as fp32."""
+    save_file({"q": random(2, 3), "k": random(2, 3).bfloat16()}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match="'k' is BF16, 'q' beside it F32; save the model in one dtype"):
+        WeightFiles(tmp_path / "x.safetensors").read([RowRange("q"), RowRange("k")])
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float64])
 def test_every_plain_dtype_is_cast_to_the_one_asked_for(tmp_path: Path, stored: torch.dtype) -> None:
     path = tmp_path / "x.safetensors"

@@ -36,7 +36,7 @@ def test_rank_alpha_and_norm_are_the_same_in_every_layout(layout: str, network: 
     assert len(report.layers) == len(network.modules)
     for layer in report.layers:
         module = network.modules[layer.name]
-        delta = module.delta_weight().double()
+        delta = module.weights().delta().double()
         assert layer.rank == module.rank
         assert layer.alpha / layer.rank == pytest.approx(module.scale, rel=1e-6)  # folded into B where scales differ
         assert layer.norm == pytest.approx(delta.norm().item(), rel=1e-5)  # delta is an fp32 product
