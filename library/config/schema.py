@@ -606,7 +606,7 @@ class ParallelConfig(Section):
         return self.pp > 1
 
     @property
-    def pieces(self) -> int:
+    def microbatch_count(self) -> int:
         """Into how many microbatches a pipeline cuts a batch."""
         return self.microbatches or self.pp
 

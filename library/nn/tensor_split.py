@@ -50,16 +50,16 @@ class Split:
         """Processes of the group."""
         return self.group.size()
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this process's part of ``whole`` along ``dim``; differentiable, a view if there is one block."""
-        parts = [whole.narrow(dim, start, count) for start, count in self._pieces(self.group.rank())]
+    def local(self, full: Tensor, dim: int) -> Tensor:
+        """Return this process's part of ``full`` along ``dim``; differentiable, a view if there is one block."""
+        parts = [full.narrow(dim, start, count) for start, count in self._pieces(self.group.rank())]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     @torch.no_grad()
-    def whole(self, own: Tensor, dim: int) -> Tensor:
-        """Return the tensor of which every process gives its ``own`` part along ``dim``; collective."""
-        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, own.contiguous(), group=self.group)
+    def gather(self, local: Tensor, dim: int) -> Tensor:
+        """Return the tensor of which every process gives its ``local`` part along ``dim``; collective."""
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, local.contiguous(), group=self.group)
         pieces = [part.split([count // self.size for count in self.blocks], dim) for part in parts]
         return torch.cat([piece for block in zip(*pieces, strict=True) for piece in block], dim)
 
@@ -128,8 +128,8 @@ class _Gathering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, split: Split) -> Tensor:
         ctx.split = split
-        return split.whole(y, -1)
+        return split.gather(y, -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.split.own(gradients[0], -1).contiguous(), None
+        return ctx.split.local(gradients[0], -1).contiguous(), None

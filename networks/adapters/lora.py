@@ -258,11 +258,11 @@ class LoRALinear(AdapterLinear):
 
     def _own_down(self) -> Tensor:
         """Return :meth:`down` for the inputs that the base has here."""
-        return self.down() if self.split is None or self.split.dim == 0 else self.split.own(self.down(), 1)
+        return self.down() if self.split is None or self.split.dim == 0 else self.split.local(self.down(), 1)
 
     def _own_up(self) -> Tensor:
         """Return :meth:`up` for the outputs that the base has here."""
-        return self.up() if self.split is None or self.split.dim == 1 else self.split.own(self.up(), 0)
+        return self.up() if self.split is None or self.split.dim == 1 else self.split.local(self.up(), 0)
 
     def extra_repr(self) -> str:
         """Show rank, alpha and dropouts in ``print(model)``."""

@@ -119,5 +119,5 @@ def test_states_of_several_optimizers_are_not_gathered_from_stages() -> None:
 def test_the_ready_config_is_valid() -> None:
     config = load_llm_config(["--config_file", str(ROOT / "configs/parallel/pp.toml")])
     assert config.parallel.is_pipelined
-    assert config.data.train_batch_size % config.parallel.pieces == 0
+    assert config.data.train_batch_size % config.parallel.microbatch_count == 0
     assert accumulation_for(config.data, PRESETS[config.model.preset or ""].context, 1) >= 1

@@ -203,7 +203,7 @@ def loss_together(folder: Path) -> None:
         loss.backward()
         with torch.no_grad():
             again = token_cross_entropy(model[0](given), model[1], targets, tokens)
-        whole = [layer.split.whole(layer.weight.grad, 0) for layer in model]
+        whole = [layer.split.gather(layer.weight.grad, 0) for layer in model]
         found.append((loss.detach(), again, *whole))
     torch.save(found, folder / f"loss{mesh.get_local_rank()}.pt")
 

@@ -124,7 +124,7 @@ def prepare_calibration(
     """Cache what is not cached yet, with the family's encoders, and choose the images.
 
     Args:
-        family: whose encoders are used; each is let go of before this returns.
+        family: whose encoders are used; each is freed before this returns.
         dtype, device: of encoders and model.
 
     Raises:

@@ -147,7 +147,7 @@ def model_memory(
     """
     (full, lora), (shallow, _) = (_model(shape, base, rank, shallow=only_two) for only_two in (False, True))
     linear = {f"{name}.weight" for name, module in full.named_modules() if isinstance(module, nn.Linear)}
-    kept = _step_bytes(shallow, _blocks(shape, shallow), lambda device: _inputs(shape, shallow, tokens, text, device))
+    held = _step_bytes(shallow, _blocks(shape, shallow), lambda device: _inputs(shape, shallow, tokens, text, device))
     blocks, kinds = _blocks(shape, full), dict[str, list[nn.Module]]()
     for block in blocks:
         kinds.setdefault(type(block).__name__, []).append(block)
@@ -158,8 +158,8 @@ def model_memory(
     for kind, members in kinds.items():
         numbers = _numbers({names[id(p)]: p for block in members for p in block.parameters()}, lora, linear)
         each = {key: round(value / len(members)) for key, value in numbers.items()}
-        parts.append(BlockMemory(len(members), **each, **kept[kind]))
-    outside = BlockMemory(1, **_numbers(rest, lora, linear), **kept[""])
+        parts.append(BlockMemory(len(members), **each, **held[kind]))
+    outside = BlockMemory(1, **_numbers(rest, lora, linear), **held[""])
     largest = max(p.numel() for n, p in full.named_parameters() if p.ndim == 2 and id(p) in inside)
     heads, has_stages = _cuts(shape, full)
     return ModelMemory(shape.name, tuple(parts), outside, largest, heads, has_stages)
@@ -325,9 +325,9 @@ def _inputs(shape: ModelShape, model: Any, tokens: int, text: int, device: str) 
 
 
 RESERVE = int(1.5 * GIB)  # CUDA context, cuBLAS workspaces, NCCL channels: 0.5 to 1.5 GiB on the cards that were seen
-# Of a block's activations a part is the whole stream on every process of tp and the rest is split: 10 to 24 of 34
+# Of a block's activations a part is the full stream on every process of tp and the rest is split: 10 to 24 of 34
 # (Korthikanti et al. 2022, arXiv 2205.05198, equation 3).
-_WHOLE_UNDER_TP = 10 / 34
+_FULL_UNDER_TP = 10 / 34
 _ZERO_BUCKET = 32 * 2**20  # of gradients under way (library/training/parallel/zero.py)
 _ZERO_LIVE = 10**9  # weights that stage 3 keeps gathered, DeepSpeed's stage3_max_live_parameters
 _ADAM = 8  # bytes of state for each trained number: two moments in fp32
@@ -377,8 +377,8 @@ def layouts(model: ModelMemory, gpus: int, in_machine: int, batch: int, full: bo
     for tp in (n for n in splits if n <= inside and model.heads % n == 0):
         yield ParallelConfig(dp=gpus // tp, tp=tp)
     for pp in (n for n in splits if model.has_stages and n <= sum(part.count for part in model.blocks)):
-        pieces = max(n for n in range(1, pp + 1) if batch % n == 0)
-        yield ParallelConfig(dp=gpus // pp, pp=pp, microbatches=pieces)
+        count = max(n for n in range(1, pp + 1) if batch % n == 0)
+        yield ParallelConfig(dp=gpus // pp, pp=pp, microbatches=count)
     if not full:
         yield from (ParallelConfig(dp=gpus, zero=stage) for stage in (2, 3))
 
@@ -395,8 +395,8 @@ def estimate(model: ModelMemory, layout: ParallelConfig, options: StepOptions) -
 
     ``weights`` are the frozen ones, or all that are trained; with these ``lora`` is 0.
     """
-    kept = [(count, part) for count, part in _local_blocks(model, layout.pp) if count]
-    everything = [*kept, (1, model.outside)]
+    local = [(count, part) for count, part in _local_blocks(model, layout.pp) if count]
+    everything = [*local, (1, model.outside)]
     width = 4 if options.full else options.base_bytes
     trained_width = 4 if options.full else options.lora_bytes
     lora_shards = layout.shard if layout.shard_lora else 1
@@ -408,28 +408,28 @@ def estimate(model: ModelMemory, layout: ParallelConfig, options: StepOptions) -
         return matrices + (part.weights - part.matrices) * width
 
     weights = sum(count * stored(part) for count, part in everything) * split
-    weights -= options.swapped * min(stored(part) for _, part in kept)
+    weights -= options.swapped * min(stored(part) for _, part in local)
     lora = sum(part.count * part.lora for part in model.parts) * trained_width / lora_shards
     trained = weights if options.full else lora
     numbers = trained / trained_width
     # DDP reduces in buckets that are a copy of the gradients, with several replicas and without shard
     buckets = trained if (layout.dp or 1) > 1 and not layout.gathers_weights else 0
-    own = trained / owners  # what ZeRO steps on here, beside the whole LoRA
+    shard = trained / owners  # what ZeRO steps on here, beside the full LoRA
     if layout.zero:
-        buckets = min(trained, _ZERO_BUCKET) + own  # what is under way, and the gradients of that part
-    activations = _activations(model, kept, layout, options)
+        buckets = min(trained, _ZERO_BUCKET) + shard  # what is under way, and the gradients of that part
+    activations = _activations(model, local, layout, options)
     # gathered are the block that runs and the one that is fetched meanwhile; what lies outside stays so
     if layout.gathers_weights:
-        gathered = 2 * max(stored(part) for _, part in kept) + stored(model.outside)
+        gathered = 2 * max(stored(part) for _, part in local) + stored(model.outside)
         if layout.zero:
             gathered = max(gathered, min(_ZERO_LIVE * width, weights * owners))
         activations += gathered * (2 if options.full else 1)  # with their gradients, until these are handed out
-    state = numbers * options.optimizer_bytes / owners + (own if layout.zero else 0)
+    state = numbers * options.optimizer_bytes / owners + (shard if layout.zero else 0)
     update = 0 if options.full else trained + state  # copies that the update guard keeps for a moment
     return MemoryEstimate(
         weights=round(weights),
         lora=round(lora),
-        gradients=round((own if layout.zero in (2, 3) else trained) + buckets),
+        gradients=round((shard if layout.zero in (2, 3) else trained) + buckets),
         optimizer=round(state),
         update=round(update),
         activations=round(activations),
@@ -481,7 +481,7 @@ def _activations(
     """Return what forward keeps for backward, and what the largest block holds for a moment."""
 
     def of(part: BlockMemory) -> float:
-        return part.activations * (_WHOLE_UNDER_TP + (1 - _WHOLE_UNDER_TP) / layout.tp)
+        return part.activations * (_FULL_UNDER_TP + (1 - _FULL_UNDER_TP) / layout.tp)
 
     lasting = sum(count * of(part) for count, part in local)
     passing = float(max(part.temporary for _, part in local))
@@ -492,8 +492,8 @@ def _activations(
     if options.full and options.checkpointing and not layout.gathers_weights:
         casts = sum(count * part.matrices for count, part in local) * 2 / layout.tp / options.batch
     passing = max(passing, casts + model.outside.temporary)
-    pieces = layout.pieces if layout.is_pipelined else 1
-    under_way = min(layout.pp, pieces) if layout.schedule == "1f1b" else pieces
-    share = under_way / pieces  # of the batch whose activations wait at once
+    count = layout.microbatch_count if layout.is_pipelined else 1
+    under_way = min(layout.pp, count) if layout.schedule == "1f1b" else count
+    share = under_way / count  # of the batch whose activations wait at once
     unpacked = model.largest_matrix * 2 / layout.tp if options.fp8 else 0
-    return options.batch * (lasting * share + passing / pieces + model.outside.activations) + unpacked
+    return options.batch * (lasting * share + passing / count + model.outside.activations) + unpacked

@@ -69,5 +69,5 @@ def place_blocks(transformer: nn.Module, blocks: Sequence[nn.Module], devices: S
 def _beside(transformer: nn.Module, blocks: set[str]) -> list[str]:
     """Return the names of the modules and tensors right under ``transformer`` that hold no block."""
     children = [name for name, _ in transformer.named_children() if not any(b.startswith(f"{name}.") for b in blocks)]
-    own = (*transformer.named_parameters(recurse=False), *transformer.named_buffers(recurse=False))
-    return [*children, *(name for name, _ in own)]
+    direct = (*transformer.named_parameters(recurse=False), *transformer.named_buffers(recurse=False))
+    return [*children, *(name for name, _ in direct)]

@@ -196,12 +196,12 @@ def _gather(tensor: Tensor, cut: _Cut | None, accelerator: Accelerator) -> Tenso
     if cut is None and not isinstance(tensor, DTensor):
         return tensor.detach()
     full = to_full(tensor.detach())
-    full = full if cut is None else cut.split.whole(full, cut.dim)
+    full = full if cut is None else cut.split.gather(full, cut.dim)
     return full.cpu() if accelerator.is_main_process else full.new_empty(0)
 
 
 def _scatter(parameter: Tensor, cut: _Cut | None, tensor: Tensor) -> Tensor:
-    return scatter_like(parameter, tensor if cut is None else cut.split.own(tensor, cut.dim).contiguous())
+    return scatter_like(parameter, tensor if cut is None else cut.split.local(tensor, cut.dim).contiguous())
 
 
 def _lora_shards(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -1,11 +1,11 @@
 """Tensor parallelism: every process of a group has a part of each large layer, and all compute one batch together.
 
 torch's ``parallelize_module`` walks the plan, which for FLUX and Qwen-Image is diffusers' ``_tp_plan`` and a rule for
-the modulation that it leaves whole (a quarter of FLUX's weights, a third of Qwen-Image's). What is put at each layer is
+the modulation that it leaves full (a quarter of FLUX's weights, a third of Qwen-Image's). What is put at each layer is
 ours (:class:`Part`): a LoRA's fused product (``networks.adapters.lora``) asks its frozen base for plain tensors, and is
 summed over the group once for all layers with a common input.
 
-A LoRA stays whole on every process of the group: of A and B a layer takes the columns or rows that belong to its part.
+A LoRA stays full on every process of the group: of A and B a layer takes the columns or rows that belong to its part.
 The gradients of all parts are added up in the same all-reduce that averages over replicas (``average_gradients``). So
 any optimizer can train it, clipping sees the norm of all of it, and files and states are those of one process.
 """
@@ -73,19 +73,19 @@ class SplitEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the rows of ``tokens`` [...], [..., width]: this process's, and the others' from them."""
-        own = tokens - self.split.group.rank() * self.weight.shape[0]
-        here = (own >= 0) & (own < self.weight.shape[0])
-        rows = F.embedding(own.where(here, 0), self.weight)
+        local = tokens - self.split.group.rank() * self.weight.shape[0]
+        here = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(local.where(here, 0), self.weight)
         return summed(rows * here[..., None].to(rows.dtype), self.split.group)
 
 
 class SummedLinear(nn.Linear):
-    """A trained layer that is split by inputs; its bias, whole on every process, is added behind the sum."""
+    """A trained layer that is split by inputs; its bias, full on every process, is added after the sum."""
 
     split: Split
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map this process's part of the inputs [..., in / size] to the whole output [..., out]."""
+        """Map this process's part of the inputs [..., in / size] to the full output [..., out]."""
         y = leaving(F.linear(x, self.weight), self.split)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -130,7 +130,7 @@ def prepare_tensor_parallel(
 
 
 def _count_once(model: nn.Module, processes: int) -> None:
-    """Divide the gradients of LoRAs on layers that every process computes whole: ``average_gradients`` adds all up."""
+    """Divide the gradients of LoRAs on layers that are full on every process: ``average_gradients`` adds all up."""
     for layer in model.modules():
         if isinstance(layer, LoRALinear) and layer.split is None:
             for parameter in layer.trained().values():
@@ -184,5 +184,5 @@ def _cut_scale(layer: Fp8Linear, split: Split) -> None:
 
 
 def _part(tensor: Tensor, split: Split, dim: int) -> Tensor:
-    """Return a copy: the whole is let go."""
-    return split.own(tensor.detach(), dim).clone(memory_format=torch.contiguous_format)
+    """Return a copy, so that the full tensor is freed."""
+    return split.local(tensor.detach(), dim).clone(memory_format=torch.contiguous_format)

@@ -75,7 +75,7 @@ class ZeroOptimizer(AcceleratedOptimizer):
             self._engine.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine's step has let go of the gradients."""
+        """Do nothing: the engine's step has freed the gradients."""
 
     def drop_gradients(self) -> None:
         """Forget what was accumulated."""
@@ -131,11 +131,11 @@ class ZeroOptimizer(AcceleratedOptimizer):
                 own[i] = self._scatter_state(i, saved)
             first += len(group)
         described = [{**g, "params": [i]} for i, g in enumerate(state_dict["param_groups"])]
-        kept = [group["params"] for group in groups]
+        params_before = [group["params"] for group in groups]
         for group, part in zip(groups, self.shards, strict=True):
             group["params"] = [part]
         self.optimizer.load_state_dict({"state": own, "param_groups": described})
-        for group, params in zip(self.optimizer.param_groups, kept, strict=True):
+        for group, params in zip(self.optimizer.param_groups, params_before, strict=True):
             group["params"] = params
 
     def _scatter_state(self, group: int, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -163,8 +163,8 @@ class ZeroOptimizer(AcceleratedOptimizer):
         torch.distributed.all_gather(list(every.unbind()), part.detach().contiguous())
         numbers = [parameter.numel() for parameter in parameters]
         if self._splits_weights:
-            pieces = every.split([-(-n // processes) for n in numbers], dim=1)
-            flat = [piece.reshape(-1)[:n] for piece, n in zip(pieces, numbers, strict=True)]
+            rows = every.split([-(-n // processes) for n in numbers], dim=1)
+            flat = [row.reshape(-1)[:n] for row, n in zip(rows, numbers, strict=True)]
         else:
             flat = list(every.reshape(-1)[: sum(numbers)].split(numbers))
         return [tensor.view_as(parameter) for tensor, parameter in zip(flat, parameters, strict=True)]

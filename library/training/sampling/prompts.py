@@ -110,18 +110,13 @@ _NOT_TAKEN = {  # sd-scripts' and musubi-tuner's other options and keys, and why
 _FRAMES = ("f", "frame_count")  # taken if it says one frame, which is an image
 
 
-def prompt_texts(prompts: list[SamplePrompt]) -> list[str]:
-    """Return every text the prompts need embeddings of, each once."""
-    return sorted({text for prompt in prompts for text in prompt.texts()})
-
-
 def check_steering(prompts: Sequence[SamplePrompt], guidance_input: bool, usual_guidance: float) -> list[str]:
     """Refuse guidance that the model has no input for; return remarks on negative prompts that nothing uses.
 
     Prompt files of kohya's often carry a negative prompt that is used only with ``--l``, so it is no mistake.
 
     Args:
-        prompts: to be drawn.
+        prompts: to be sampled.
         guidance_input: whether the model has one.
         usual_guidance: of prompts that say nothing about it.
 
@@ -285,7 +280,7 @@ def _article(kind: type) -> str:
     return {int: "a whole number", float: "a number", str: "text"}[kind]
 
 
-Items = list[tuple[str, "str | Mapping[str, Any]"]]  # where it stands, and a line or an object
+Items = list[tuple[str, "str | Mapping[str, Any]"]]  # where it was found, and a line or an object
 
 
 def _text_items(text: str, path: str) -> Items:

@@ -90,7 +90,7 @@ class Pipeline:
         count = microbatches_of(len(batch), self._count)
         stage.microbatches, stage.compute, stage.checked = list(batch.chunk(count)), compute, checked
         stage.scale, stage.seen = 1 / (count * self._accumulation), [torch.zeros(())] * count
-        # what is drawn by chance (dropout) differs from stage to stage
+        # what is random (dropout) differs from stage to stage
         torch.manual_seed(derive_seed(torch.initial_seed(), "stage", comm.index))
         schedule = self._schedule(count)
         numbers = torch.arange(count)
@@ -108,9 +108,9 @@ class Pipeline:
 
     def gathered(self, values: list[Any]) -> list[Any]:
         """Return all stages' ``values``, in the stages' order."""
-        everywhere: list[Any] = [None] * self.comm.count
-        dist.all_gather_object(everywhere, values, self.comm.group)
-        return [value for there in everywhere for value in there]
+        of_stages: list[Any] = [None] * self.comm.count
+        dist.all_gather_object(of_stages, values, self.comm.group)
+        return [value for values in of_stages for value in values]
 
     def _schedule(self, count: int) -> Any:
         """Return the schedule for the present microbatches; all stages come to the same."""

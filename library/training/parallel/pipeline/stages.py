@@ -103,10 +103,10 @@ def cut(model: nn.Module, points: SplitPoints, comm: StageComm, balance: str) ->
         UserError: there are fewer blocks than stages, or the stages do not make up the model.
     """
     full = weights_of(model, points.blocks)
-    own = plan_stages(model, points, comm.count, balance)[comm.index]
+    local = plan_stages(model, points, comm.count, balance)[comm.index]
     for number, name in enumerate(points.blocks):
-        if number not in own:
-            model.set_submodule(name, _placeholder(number, own, points.two_streams, comm))
+        if number not in local:
+            model.set_submodule(name, _placeholder(number, local, points.two_streams, comm))
     first = model.get_submodule(points.blocks[0])
     first.register_forward_pre_hook(functools.partial(_probe, comm, points.two_streams), with_kwargs=True)
     if not comm.is_first:
@@ -116,13 +116,13 @@ def cut(model: nn.Module, points: SplitPoints, comm: StageComm, balance: str) ->
         for name in points.behind:
             model.set_submodule(name, AfterLastBlock())
     _compare(weights_of(model, points.blocks), full, comm)
-    return own
+    return local
 
 
-def _placeholder(number: int, own: range, two_streams: bool, comm: StageComm) -> nn.Module:
-    if number == own.start - 1:
+def _placeholder(number: int, local: range, two_streams: bool, comm: StageComm) -> nn.Module:
+    if number == local.start - 1:
         return RecvStage(two_streams, comm)
-    return SendStage(two_streams, comm) if number == own.stop else Identity(two_streams)
+    return SendStage(two_streams, comm) if number == local.stop else Identity(two_streams)
 
 
 def _probe(comm: StageComm, two_streams: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -135,10 +135,10 @@ def _probe(comm: StageComm, two_streams: bool, _: nn.Module, args: tuple[Any, ..
     raise ProbeDone
 
 
-def _compare(own: int, full: int, comm: StageComm) -> None:
+def _compare(local: int, full: int, comm: StageComm) -> None:
     """Raise a UserError unless the stages hold each block once."""
     held: list[Any] = [None] * comm.count
-    dist.all_gather_object(held, (own, full), comm.group)
+    dist.all_gather_object(held, (local, full), comm.group)
     if any(there != full for _, there in held) or sum(there for there, _ in held) != full:
         raise UserError("pp: the stages do not make up the model; give every process the same files and settings")
 
@@ -205,5 +205,5 @@ def prepare_stage(
     model.to(accelerator.device)
     prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # no DDP around a stage
     broadcast_from_last(model, comm, ["forward", *spec.methods])
-    pipeline = Pipeline(prepared, comm, parallel.pieces, parallel.schedule, accumulation)
+    pipeline = Pipeline(prepared, comm, parallel.microbatch_count, parallel.schedule, accumulation)
     return pipeline, prepared, accelerator.prepare_optimizer(optimizer)
