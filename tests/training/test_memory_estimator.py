@@ -68,14 +68,14 @@ def peak(step: Callable[[], None]) -> int:
     return highest
 
 
-def lora_step(checkpointing: bool, tokens: int, text: int) -> Callable[[], None]:
+def lora_step(checkpointing: bool, tokens: int, text: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
     """Return a step of diffusers' FLUX transformer with Tandem's layers and LoRA, on numbers."""
     from diffusers import FluxTransformer2DModel
 
     from library.config.schema import NetworkConfig
     from library.models.flux.model import optimise_forward
 
-    model = optimise_forward(FluxTransformer2DModel(**FLUX).to(torch.bfloat16))
+    model = optimise_forward(FluxTransformer2DModel(**FLUX).to(dtype))
     options = parse_network_args(NetworkConfig(network_dim=8, network_alpha=8), lora_targets()["flux"])
     inject_adapter(model, options, lora_targets()["flux"], seed=0)
     if checkpointing:
@@ -91,7 +91,7 @@ def lora_step(checkpointing: bool, tokens: int, text: int) -> Callable[[], None]
     }
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             output = model.train()(**inputs, return_dict=False)[0]
         output.float().square().mean().backward()
 
@@ -107,6 +107,13 @@ def test_a_lora_steps_peak_is_what_was_estimated(tokens: int, checkpointing: boo
         StepOptions(checkpointing=checkpointing),
     )
     assert LOW < parts.activations / peak(lora_step(checkpointing, tokens, 64)) < HIGH
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_in_fp32_too(checkpointing: bool) -> None:
+    model = model_memory(ModelShape("flux", FLUX), 256, 64, 8, torch.float32, autocast=False)
+    parts = estimate(model, ParallelConfig(), StepOptions(checkpointing=checkpointing, base_bytes=4))
+    assert LOW < parts.activations / peak(lora_step(checkpointing, 256, 64, torch.float32)) < HIGH
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -228,6 +228,6 @@ def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(UserError, match="diffusers says of no layer of ZImageTransformer2DModel how it is split"):
         split_plan(ZImageTransformer2DModel, {}, 2)
     config = tiny_flux_transformer(heads=2, head_dim=32).config
-    with pytest.raises(UserError, match="tp: 2 heads cannot be dealt out to 4 processes; set a divisor"):
+    with pytest.raises(UserError, match="tp: 2 heads cannot be split among 4 processes; set a divisor"):
         split_plan(FluxTransformer2DModel, config, 4)
     assert split_plan(FluxTransformer2DModel, config, 2)["single_transformer_blocks.0.proj_out"] == Parts(1, (64, 256))

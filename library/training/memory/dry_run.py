@@ -136,11 +136,16 @@ class MemoryProbe:
         config, family, (sample, _) = self.task.config, self.task.family, self.bucket
         if config.optimizer.text_encoder_lr or config.network.network_type != "lora" or config.network.dim_from_weights:
             return None
-        width, height = _sides(self.task.data, family, sample.fit.bucket, 1)
-        tokens = width * height // family.patch_size**2
+        height, width = _sides(self.task.data, family, sample.fit.bucket, 1)
+        if _area(self.task.data, family, sample, 1) > 2 * height * width:  # the estimate has one reference of its size
+            return None
+        tokens = height * width // family.patch_size**2
         shape = ModelShape(family.name, family.files.transformer_config)
+        dtype, autocast = self.task.dtype, config.training.mixed_precision != "no"
+        if dtype != torch.float32 and not autocast:
+            return None
         with suppress(UserError):
-            return model_memory(shape, tokens, _TEXT_TOKENS, config.network.network_dim)
+            return model_memory(shape, tokens, _TEXT_TOKENS, config.network.network_dim, dtype, autocast)
         return None
 
     @property

@@ -134,7 +134,7 @@ def shape_of(model: str) -> ModelShape:
 
 
 def model_memory(
-    shape: ModelShape, tokens: int, text: int, rank: int, base: torch.dtype = torch.bfloat16
+    shape: ModelShape, tokens: int, text: int, rank: int, base: torch.dtype = torch.bfloat16, autocast: bool = True
 ) -> ModelMemory:
     """Return what ``shape`` takes.
 
@@ -144,10 +144,13 @@ def model_memory(
         text: of a caption; unused by language models.
         rank: of the LoRA; 0 trains all weights.
         base: dtype of the weights.
+        autocast: to 16 bits; without it the weights' dtype is computed in, which must be fp32.
     """
     (full, lora), (shallow, _) = (_model(shape, base, rank, shallow=only_two) for only_two in (False, True))
     linear = {f"{name}.weight" for name, module in full.named_modules() if isinstance(module, nn.Linear)}
-    held = _step_bytes(shallow, _blocks(shape, shallow), lambda device: _inputs(shape, shallow, tokens, text, device))
+    held = _step_bytes(
+        shallow, _blocks(shape, shallow), lambda device: _inputs(shape, shallow, tokens, text, device), autocast
+    )
     blocks, kinds = _blocks(shape, full), dict[str, list[nn.Module]]()
     for block in blocks:
         kinds.setdefault(type(block).__name__, []).append(block)
@@ -239,7 +242,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _step_bytes(
-    model: nn.Module, blocks: list[nn.Module], inputs: Callable[[str], Inputs]
+    model: nn.Module, blocks: list[nn.Module], inputs: Callable[[str], Inputs], autocast: bool
 ) -> dict[str, dict[str, int]]:
     """Return ``activations``, ``inputs`` and ``temporary`` of a :class:`BlockMemory` by kind of block, "" for the rest.
 
@@ -283,7 +286,7 @@ def _step_bytes(
         given = inputs(device)
         gradients = (p.grad for p in model.parameters() if p.grad is not None)
         with _LiveBytes((*model.parameters(), *model.buffers(), *gradients)) as live:
-            with torch.autocast(device, torch.bfloat16):
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
                 output = tree_leaves(model.train()(**given))[0]
             loss, kept = output.float().square().mean(), live.now
             passed("", kept)
