@@ -27,7 +27,8 @@ from tests.curves import without_curves
 from tests.processes import LIMIT
 
 ROOT = Path(__file__).resolve().parents[1]
-PRELOADED = ["tests.worker_group", "train_lora", "train_llm"]
+HEAVY = [f"library.training.{name}" for name in ("trainer", "tasks.image_lora", "tasks.chat_lora", "tasks.pretraining")]
+PRELOADED = ["tests.worker_group", "train_lora", "train_llm", *HEAVY]  # the scripts import the rest when they train
 
 
 def fork_server() -> ForkServerContext:

@@ -36,6 +36,8 @@ import train_lora
 from library.config import load_config
 from library.config.load import load_language_config, load_llm_config
 from library.training.checkpoint.state import find_damage
+from library.training.tasks import chat_lora, image_lora, pretraining  # noqa: F401 - so that forks have them
+from library.training.trainer import Trainer  # noqa: F401
 from tests.chat_runs import flags as chat_flags
 from tests.chat_runs import write_place
 from tests.faults.points import PHASES, Points, phase
