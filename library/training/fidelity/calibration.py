@@ -101,11 +101,9 @@ class Calibration:
     def velocities(self, transformer: nn.Module, batches: Sequence[Batch]) -> Tensor:
         """Return all predicted velocities on ``batches``, flat, fp32 on the CPU."""
         with torch.no_grad():
-            return torch.cat([self._velocity(transformer, b, s).flatten().cpu() for b in batches for s in self._sigmas])
-
-    @property
-    def _sigmas(self) -> Sequence[float]:
-        return self.options.sigmas
+            return torch.cat(
+                [self._velocity(transformer, b, s).flatten().cpu() for b in batches for s in self.options.sigmas]
+            )
 
     def _velocity(self, transformer: nn.Module, batch: Batch, sigma: float) -> Tensor:
         batch = batch.to(self.device)

@@ -59,7 +59,6 @@ def parallelize(
     optimizer: Any,
     loader: Any = None,
     max_grad_norm: float = 0.0,
-    accumulation: int | None = None,
 ) -> Parallelized:
     """Return ``spec``'s model as ``parallel`` runs it.
 
@@ -70,7 +69,6 @@ def parallelize(
         optimizer: of what is trained.
         loader: of all processes' batches, None if there is none to prepare.
         max_grad_norm: to clip to, for an engine that clips by itself.
-        accumulation: batches of an optimizer step; default: accelerate's.
 
     Raises:
         UserError: the model cannot be shared so, or an engine did something else than it was asked for.
@@ -80,8 +78,7 @@ def parallelize(
     plan = spec.tp_plan(parallel.tp) if is_tensor_parallel(accelerator) else {}
     pipeline, text_encoders = None, None
     if is_pipelined(accelerator):
-        steps = accumulation or accelerator.gradient_accumulation_steps
-        pipeline, model, optimizer = prepare_stage(accelerator, parallel, spec, plan, optimizer, steps)
+        pipeline, model, optimizer = prepare_stage(accelerator, parallel, spec, plan, optimizer)
     elif is_tensor_parallel(accelerator):
         model, optimizer = prepare_tensor_parallel(accelerator, spec, plan, optimizer)
     elif is_sharded(accelerator):

@@ -170,7 +170,6 @@ def prepare_stage(
     spec: ParallelSpec,
     plan: Mapping[str, Parts],
     optimizer: Optimizer,
-    accumulation: int,
 ) -> tuple[Pipeline, nn.Module, Any]:
     """Leave ``spec``'s model with this process's stage, on its device; return pipeline, model and optimizer.
 
@@ -182,7 +181,6 @@ def prepare_stage(
         spec: the model.
         plan: layer -> how several processes share it (``tp``), of the full model.
         optimizer: of the LoRA, or of all weights.
-        accumulation: batches of an optimizer step.
 
     Raises:
         UserError: there are fewer blocks than stages, or the processes have read different models.
@@ -205,5 +203,7 @@ def prepare_stage(
     model.to(accelerator.device)
     prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # no DDP around a stage
     broadcast_from_last(model, comm, ["forward", *spec.methods])
-    pipeline = Pipeline(prepared, comm, parallel.microbatch_count, parallel.schedule, accumulation)
+    pipeline = Pipeline(
+        prepared, comm, parallel.microbatch_count, parallel.schedule, accelerator.gradient_accumulation_steps
+    )
     return pipeline, prepared, accelerator.prepare_optimizer(optimizer)
