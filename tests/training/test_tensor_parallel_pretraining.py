@@ -50,7 +50,7 @@ def test_grouped_heads_are_dealt_out_with_their_keys(runs: tuple[Path, dict[str,
     folder, said = runs
     assert said["llama_two"] == ""
     assert difference(weights(folder / "llama_one"), weights(folder / "llama_two")) < SAME_IN_FP32
-    assert said["odd"] == "tp: kv_heads = 1 cannot be dealt out to 2 processes; set a divisor"
+    assert said["odd"] == "tp: kv_heads = 1 cannot be split among 2 processes; set a divisor"
 
 
 def test_a_run_goes_on_under_another_layout(runs: tuple[Path, dict[str, str]]) -> None:

@@ -356,7 +356,7 @@ def lm_split_plan(config: LMConfig, processes: int, separate: bool) -> dict[str,
     """
     for what, count in (("heads", config.heads), ("kv_heads", config.kv_heads), ("hidden", config.hidden)):
         if count % processes:
-            raise UserError(f"tp: {what} = {count} cannot be dealt out to {processes} processes; set a divisor")
+            raise UserError(f"tp: {what} = {count} cannot be split among {processes} processes; set a divisor")
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     joined = {"attention.qkv": {"q_proj": queries, "k_proj": keys, "v_proj": keys}}
     if config.family == "llama":
