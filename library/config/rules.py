@@ -21,8 +21,9 @@ from typing import Any
 from library.config.chat_schema import ChatTrainConfig
 from library.config.markers import OnlyWith, is_nothing, listed, options
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
+from library.config.optimizer_types import ELEMENTWISE, SHARDABLE, OptimizerType, estimates_step_size, optimizer_named
 from library.config.pretrain_schema import PretrainConfig
-from library.config.schema import ModelConfig, TrainConfig, estimates_step_size, optimizer_class_name
+from library.config.schema import ModelConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,6 @@ class Settings:
 
 # --- optimizers, by name -------------------------------------------------------------------------------------------
 
-# Their step on a part of a weight is that part of their step on the weight; Prodigy's sums go over all parts.
-ELEMENTWISE = ("AdamW", "Adam", "SGD", "SGDNesterov")
-SHARDABLE = (*ELEMENTWISE, "Prodigy")
 # Below this, an optimizer that estimates its step size was surely given another optimizer's learning rate.
 SMALLEST_LR_FACTOR = 0.01
 
@@ -310,6 +308,10 @@ def _arguments(s: Settings) -> set[str]:
     return {argument.replace(" ", "") for argument in s.optimizer_args}
 
 
+def _row(s: Settings) -> OptimizerType:
+    return optimizer_named(s.optimizer_type) or OptimizerType("", "")
+
+
 def _learning_rate(s: Settings) -> float:
     """As ``effective_learning_rate``: left out, it is 1 where the optimizer estimates its step size."""
     given = "learning_rate" in s.given or not estimates_step_size(s.optimizer_type)
@@ -320,7 +322,7 @@ def _has_its_own_rate(key: str) -> Rule:
     flags = {"relative_step=True", "warmup_init=True"}
     return Rule(
         (key, "optimizer_args", "optimizer_type"),
-        lambda s: optimizer_class_name(s.optimizer_type) == "adafactor" and _arguments(s) & flags and s.asks(key),
+        lambda s: _row(s).name == "Adafactor" and _arguments(s) & flags and s.asks(key),
         "has no effect with Adafactor's relative_step=True; remove one of the two",
         harmless=True,
     )
@@ -349,18 +351,14 @@ _OPTIMIZER = (
     ),
     Rule(
         ("lr_scheduler", "optimizer_type", "optimizer_args"),
-        lambda s: (
-            "schedulefree" in optimizer_class_name(s.optimizer_type)
-            and s.lr_scheduler != "constant"
-            and "use_schedulefree=False" not in _arguments(s)
-        ),
+        lambda s: _row(s).averages and s.lr_scheduler != "constant" and "use_schedulefree=False" not in _arguments(s),
         "{optimizer_type} averages weights instead of lowering the learning rate, lr_scheduler {lr_scheduler!r} would "
         'fight it; set lr_scheduler = "constant" (for a warm-up, AdamWScheduleFree takes warmup_steps in '
         "optimizer_args)",
     ),
     Rule(
         ("ema_decay", "optimizer_type"),
-        lambda s: s.ema_decay is not None and "schedulefree" in s.optimizer_type.lower(),
+        lambda s: s.ema_decay is not None and _row(s).averages,
         "a schedule-free optimizer averages its weights already; remove ema_decay",
     ),
     *map(_has_its_own_rate, ("learning_rate", "text_encoder_lr", "lr_scheduler")),

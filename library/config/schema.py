@@ -29,6 +29,7 @@ from library.config.markers import (
     sorted_pairs,
 )
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES, by_title
+from library.config.optimizer_types import estimates_step_size
 from library.errors import UserError
 
 
@@ -264,21 +265,6 @@ class OptimizerConfig(Section):
     @classmethod
     def _one_rate_is_a_list(cls, value: object) -> object:
         return [value] if isinstance(value, int | float | str) else value
-
-
-def optimizer_class_name(optimizer_type: str) -> str:
-    """Return the name of an optimizer's class in lower case; ``optimizer_type`` is that or a dotted path to it."""
-    return optimizer_type.rsplit(".", 1)[-1].lower()
-
-
-def estimates_step_size(optimizer_type: str) -> bool:
-    """Return whether the named optimizer (short name or class path) finds its own step size ``d``."""
-    return optimizer_class_name(optimizer_type).startswith(("prodigy", "dadapt"))
-
-
-def adapts_each_group(optimizer_type: str) -> bool:
-    """Return whether the named optimizer estimates a step size for each parameter group, so that rates may differ."""
-    return optimizer_class_name(optimizer_type).startswith("prodigyplus")
 
 
 def effective_learning_rate(config: OptimizerConfig) -> float:

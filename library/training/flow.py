@@ -12,6 +12,7 @@ Qwen-Image: 0.5 at 256, 0.9 at 8192).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -58,27 +59,9 @@ def sample_sigmas(flow: FlowConfig, sample_ids: Tensor, tokens: int, *key: int |
     generators = [generator("sigma", *key, int(i)) for i in sample_ids.tolist()]
     normal = torch.stack([torch.randn((), generator=g) for g in generators])
     uniform = torch.stack([torch.rand((), generator=g) for g in generators])
-    sigmas = _raw_sigmas(flow, normal, uniform, tokens)
+    sigmas = SAMPLERS[flow.timestep_sampling](flow, normal, uniform, tokens)
     low, high = flow.min_timestep / 1000, flow.max_timestep / 1000
     return (low + (high - low) * sigmas).clamp(_SMALLEST_SIGMA, 1.0)
-
-
-def _raw_sigmas(flow: FlowConfig, normal: Tensor, uniform: Tensor, tokens: int) -> Tensor:
-    """Return [B] fp32 sigmas over the whole range 0..1, from standard normal and uniform draws."""
-    if flow.timestep_sampling == "uniform":
-        return uniform
-    if flow.timestep_sampling == "sigma":
-        return shift_sigmas(1 - _density(flow, normal, uniform), flow.discrete_flow_shift)
-    if flow.timestep_sampling == "auto":
-        raise ValueError("timestep_sampling: auto stands for what a family says; call resolve_sampling first")
-    sigmas = torch.sigmoid(flow.sigmoid_scale * normal)
-    if flow.timestep_sampling == "shift":
-        return shift_sigmas(sigmas, flow.discrete_flow_shift)
-    if flow.timestep_sampling == "flux_shift":
-        return shift_sigmas(sigmas, math.exp(flux_mu(tokens)))
-    if flow.timestep_sampling == "qwen_shift":
-        return shift_sigmas(sigmas, math.exp(qwen_mu(tokens)))
-    return sigmas
 
 
 def _density(flow: FlowConfig, normal: Tensor, uniform: Tensor) -> Tensor:
@@ -103,6 +86,24 @@ def flux_mu(tokens: int) -> float:
 def qwen_mu(tokens: int) -> float:
     """Return Qwen-Image's log shift for a number of image tokens: a line through (256, 0.5) and (8192, 0.9)."""
     return 0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256)
+
+
+def _sigmoid(flow: FlowConfig, normal: Tensor) -> Tensor:
+    return torch.sigmoid(flow.sigmoid_scale * normal)
+
+
+# timestep_sampling -> sigmas [B] fp32 over the whole range 0..1, from standard normal and uniform draws [B] and the
+# number of image tokens
+SAMPLERS: dict[str, Callable[[FlowConfig, Tensor, Tensor, int], Tensor]] = {
+    "uniform": lambda flow, normal, uniform, tokens: uniform,
+    "sigmoid": lambda flow, normal, uniform, tokens: _sigmoid(flow, normal),
+    "shift": lambda flow, normal, uniform, tokens: shift_sigmas(_sigmoid(flow, normal), flow.discrete_flow_shift),
+    "flux_shift": lambda flow, normal, uniform, tokens: shift_sigmas(_sigmoid(flow, normal), math.exp(flux_mu(tokens))),
+    "qwen_shift": lambda flow, normal, uniform, tokens: shift_sigmas(_sigmoid(flow, normal), math.exp(qwen_mu(tokens))),
+    "sigma": lambda flow, normal, uniform, tokens: shift_sigmas(
+        1 - _density(flow, normal, uniform), flow.discrete_flow_shift
+    ),
+}
 
 
 def add_noise(latents: Tensor, noise: Tensor, sigmas: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from library.config.model_types import MODEL_TYPES
 from library.config.schema import FlowConfig
 from library.training.flow import (
+    SAMPLERS,
     add_noise,
     flux_mu,
     loss_weights,
@@ -184,3 +185,8 @@ def test_a_mask_hides_what_it_covers() -> None:
     assert torch.equal(sample_losses(flow, prediction, target, mask), sample_losses(flow, changed, target, mask))
     half = (prediction - target)[..., :2].square().mean() / 2
     torch.testing.assert_close(sample_losses(flow, prediction, target, mask)[0], half)
+
+
+def test_every_choice_of_timestep_sampling_has_a_sampler() -> None:
+    choices = get_args(FlowConfig.model_fields["timestep_sampling"].annotation)
+    assert set(choices) == {*SAMPLERS, "auto"}

@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 from library.config.kohya.flags import DEFAULTS, FLAGS, REFUSED_VALUES, SAME_AS, Flag, Tool
 from library.config.markers import OnlyWith, is_nothing, words_of
 from library.config.model_types import MODEL_TYPES, kohya_model_type
-from library.config.schema import estimates_step_size
+from library.config.optimizer_types import estimates_step_size
 from library.errors import UserError
 
 Known = Mapping[str, tuple[str, FieldInfo]]  # the schema: key -> (section, field)

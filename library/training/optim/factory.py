@@ -2,7 +2,7 @@
 
 A config goes in; a ``torch.optim.Optimizer`` comes out, built from the named library's own class:
 
-- ``optimizer_type`` is looked up in ``_NAMES`` (ours and kohya's names, any case), then among
+- ``optimizer_type`` is looked up in ``OPTIMIZERS`` (ours and kohya's names, any case), then among
   ``torch.optim``'s classes; a name with a dot is imported as ``package.module.Class``.
 - ``optimizer_args`` are ``key=value`` with a Python literal as value and go to the class's constructor,
   checked against its signature. ``betas=0.9,0.99`` and ``betas=(0.9, 0.99)`` are the same.
@@ -37,67 +37,25 @@ import inspect
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from library.config.schema import OptimizerConfig, adapts_each_group, effective_learning_rate, estimates_step_size
+from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES, OptimizerType, adapts_each_group, estimates_step_size
+from library.config.schema import OptimizerConfig, effective_learning_rate
 from library.errors import UserError, did_you_mean
 from library.training.optim.lr_tracker import estimates_distance
 from library.training.optim.stochastic_rounding import update_stochastically, weights_in_float32
 
-
-@dataclass(frozen=True)
-class _Known:
-    """Where an optimizer class lives, and the arguments it gets where the user names none."""
-
-    module: str
-    name: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-_NESTEROV = {"momentum": 0.9, "nesterov": True}  # kohya's defaults for its SGDNesterov names
-_NAMES: dict[str, _Known] = {
-    "AdamW": _Known("torch.optim", "AdamW", {"fused": True}),
-    "SGDNesterov": _Known("torch.optim", "SGD", _NESTEROV),
-    "AdamW8bit": _Known("bitsandbytes.optim", "AdamW8bit"),
-    "PagedAdamW": _Known("bitsandbytes.optim", "PagedAdamW"),
-    "PagedAdamW8bit": _Known("bitsandbytes.optim", "PagedAdamW8bit"),
-    "PagedAdamW32bit": _Known("bitsandbytes.optim", "PagedAdamW32bit"),
-    "Lion8bit": _Known("bitsandbytes.optim", "Lion8bit"),
-    "PagedLion8bit": _Known("bitsandbytes.optim", "PagedLion8bit"),
-    "AdEMAMix8bit": _Known("bitsandbytes.optim", "AdEMAMix8bit"),
-    "PagedAdEMAMix8bit": _Known("bitsandbytes.optim", "PagedAdEMAMix8bit"),
-    "SGDNesterov8bit": _Known("bitsandbytes.optim", "SGD8bit", _NESTEROV),
-    "Prodigy": _Known("prodigyopt", "Prodigy"),
-    "ProdigyPlusScheduleFree": _Known("prodigyplus", "ProdigyPlusScheduleFree"),
-    "Adafactor": _Known("transformers.optimization", "Adafactor"),
-    "Lion": _Known("lion_pytorch", "Lion"),
-    "AdamWScheduleFree": _Known("schedulefree", "AdamWScheduleFree"),
-    "RAdamScheduleFree": _Known("schedulefree", "RAdamScheduleFree"),
-    "SGDScheduleFree": _Known("schedulefree", "SGDScheduleFree"),
-    "DAdaptation": _Known("dadaptation.experimental", "DAdaptAdamPreprint"),
-    "DAdaptAdamPreprint": _Known("dadaptation.experimental", "DAdaptAdamPreprint"),
-    "DAdaptAdaGrad": _Known("dadaptation", "DAdaptAdaGrad"),
-    "DAdaptAdam": _Known("dadaptation", "DAdaptAdam"),
-    "DAdaptAdan": _Known("dadaptation", "DAdaptAdan"),
-    "DAdaptAdanIP": _Known("dadaptation.experimental", "DAdaptAdanIP"),
-    "DAdaptLion": _Known("dadaptation", "DAdaptLion"),
-    "DAdaptSGD": _Known("dadaptation", "DAdaptSGD"),
-}
-_PACKAGES = {place.module.split(".")[0] for place in _NAMES.values()} | {"pytorch_optimizer"}
+_PACKAGES = {place.module.split(".")[0] for place in OPTIMIZERS.values()} | {"pytorch_optimizer"}
 _UNFIT = {
     "Optimizer",
     "LBFGS",
     "SparseAdam",
 }  # of torch.optim: base class, needs a closure, needs sparse gradients
-_PIP_NAMES = {
-    "prodigyplus": "prodigy-plus-schedule-free",
-    "lion_pytorch": "lion-pytorch",
-}  # where the package is not called as its module
 
 
 def build_optimizer(
@@ -256,17 +214,17 @@ def _find_class(optimizer_type: str, trusted: bool) -> _Found:
                 f"of {', '.join(sorted(_PACKAGES))}; set trust_class_paths = true if you trust it"
             )
         return _Found(_import_class(module, name, optimizer_type), {})
-    known = {name.lower(): place for name, place in _NAMES.items()}
+    known = {name.lower(): place for name, place in OPTIMIZERS.items()}
     for name, value in vars(torch.optim).items():
         if isinstance(value, type) and issubclass(value, Optimizer) and name not in _UNFIT:
-            known.setdefault(name.lower(), _Known("torch.optim", name))
+            known.setdefault(name.lower(), OptimizerType("torch.optim", name))
     place = known.get(optimizer_type.lower())
     if place is None:
         spelt = {
-            name.lower(): name for name in [*_NAMES, *(p.name for p in known.values() if p.module == "torch.optim")]
+            name.lower(): name for name in [*OPTIMIZERS, *(p.name for p in known.values() if p.module == "torch.optim")]
         }
         nearest = difflib.get_close_matches(optimizer_type.lower(), spelt, n=1)
-        remedy = f"did you mean {spelt[nearest[0]]!r}?" if nearest else f"choose one of {', '.join(_NAMES)}."
+        remedy = f"did you mean {spelt[nearest[0]]!r}?" if nearest else f"choose one of {', '.join(OPTIMIZERS)}."
         raise UserError(f"optimizer_type: no optimizer {optimizer_type!r}; {remedy} A class path (a.b.C) works too")
     return _Found(_import_class(place.module, place.name, optimizer_type), place.defaults)
 
@@ -282,7 +240,7 @@ def _import_class(module: str, name: str, optimizer_type: str) -> type[Optimizer
                 f"optimizer_type: {optimizer_type}: {module} cannot be imported ({error}); repair it"
             ) from error
         if importlib.util.find_spec(package) is None:
-            pip = _PIP_NAMES.get(package, package)
+            pip = PIP_NAMES.get(package, package)
             raise UserError(
                 f"optimizer_type: {optimizer_type} needs the package {package!r}; run pip install {pip}"
             ) from error

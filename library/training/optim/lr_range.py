@@ -24,7 +24,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from library.config.schema import OptimizerConfig, estimates_step_size
+from library.config.optimizer_types import estimates_step_size
+from library.config.schema import OptimizerConfig
 from library.errors import UserError
 from library.files import atomic_path
 from library.randomness import derive_seed
