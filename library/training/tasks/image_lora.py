@@ -88,6 +88,7 @@ class ImageLora(LoraTask):
     text_encoder: TextEncoder
     data: TrainingData
     attention: str
+    batches: EpochBatchSampler
     step: FlowStep
     teacher: Teacher | None = None
 

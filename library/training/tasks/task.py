@@ -82,7 +82,7 @@ class Task(ABC):
     optimizer: Any
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     loader: Any
-    batches: Any  # Batches
+    batches: Batches
     total_steps: int
     batch_stride: int
     settings: Mapping[str, Any]
