@@ -74,8 +74,9 @@ format: $(STAMP) ## let ruff rewrite what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: $(STAMP)  ## write the JSON schema and the options page from the config schema
+docs: $(STAMP)  ## write the JSON schemas, the pages of options and the drawing of the layers from the code
 	$(PY) dev/write_config_docs.py
+	$(PY) dev/draw_structure.py
 
 clean:          ## remove everything a run or the set-up made
 	rm -rf $(VENV) output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,51 @@
+"""What docs/design.md says of where things go: its paths exist, its drawing is of this code, and its tables agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from dev.draw_structure import DRAWING, drawing
+from library.config.kohya.flags import FLAGS
+from library.config.schema import NetworkConfig, SavingConfig
+from library.config.scripts import LORA, fields
+from library.training.checkpoint.metadata import _OFF
+from networks.files.adapters import LAYOUTS, SAVE_FORMATS
+from networks.files.verify import _RULES
+from networks.files.weights import KINDS
+from networks.injection import _LAYERS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_drawing_of_the_layers_is_of_this_code() -> None:
+    assert DRAWING.read_text(encoding="utf-8") == drawing(), "run make docs"
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "docs/model_families.md", "CONTRIBUTING.md"])
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:library|networks|tools|dev|bench|tests|configs|docs)/[\w./]+)`", text)
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_a_layout_that_can_be_written_is_an_option_and_has_its_loaders_rules() -> None:
+    assert set(get_args(SavingConfig.model_fields["save_format"].annotation)) == set(SAVE_FORMATS)
+    assert {*SAVE_FORMATS, "lycoris"} <= LAYOUTS.keys() & _RULES.keys()
+
+
+def test_a_kind_of_adapter_is_an_option_has_weights_and_a_layer_and_can_be_written() -> None:
+    choices = set(get_args(NetworkConfig.model_fields["network_type"].annotation))
+    assert choices == KINDS.keys() == _LAYERS.keys()
+    assert all(any(kind in row.kinds for row in LAYOUTS.values()) for kind in choices)
+
+
+def test_no_option_of_ours_has_a_fate_of_kohyas_beside_it() -> None:
+    """A key of the schema is taken whatever kohya's table says of a flag of that name, and so is no unused fact."""
+    ours = fields(LORA).keys() - {"vae", "text_encoder"}  # told apart by trainer: sd-scripts' are not musubi-tuner's
+    assert [name for name in ours if name in FLAGS and FLAGS[name].fate in ("refused", "renamed")] == []
+    assert _OFF.keys() & ours == set()
