@@ -64,7 +64,7 @@ def test_a_state_without_text_encoders_does_not_mind_others(base: Path, states: 
 def test_a_state_that_is_finished_or_damaged(base: Path, states: Path, tmp_path: Path) -> None:
     state = states / "plain" / "lora-state"
     assert "is at step 2 and the run ends at 2" in _refusal(base, tmp_path, resume=state, max_train_steps=2)
-    for name in ("optimizer.safetensors", "schedule.json", "lora.safetensors"):
+    for name in ("optimizer.safetensors", "schedule.json", "weights.safetensors"):
         copy = tmp_path / name.replace(".", "-")
         shutil.copytree(state, copy)
         (copy / name).write_bytes((copy / name).read_bytes()[:20])
