@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from library.config.kohya.flags import DEFAULTS, FLAGS, Flag, Tool
+from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, Flag, Tool
 from library.config.markers import MustMatch, OnlyWith, listed
 from library.config.model_types import MODEL_TYPES
 from library.config.rules import LAYOUTS, LORA_MATRIX, PRETRAIN_MATRIX, Row
@@ -163,7 +163,7 @@ def kohya_page() -> str:
     lines += ["", "## Keys that do nothing without another", "", "| key | counts only with |", "|---|---|"]
     for key, (_, field) in known.items():
         needs = [str(marker) for marker in field.metadata if isinstance(marker, OnlyWith)]
-        if key in FLAGS and needs:
+        if key in FLAGS and key not in NEVER_LEFT_OUT and needs:
             lines.append(f"| `{key}` | {'; '.join(needs)} |")
     lines += _flag_table("sd-scripts", "flux_train_network.py") + _flag_table(
         "musubi-tuner", "qwen_image_train_network.py and zimage_train_network.py"

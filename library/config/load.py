@@ -256,7 +256,11 @@ def _validate(
         fitting = script.schema.model_validate(_sorted(rest | required, script))
         refused, notes = _conflicts(fitting, unfit | set(uncertain), origins)
         return None, [*problems, *refused], notes
-    return config, *_conflicts(config, uncertain, origins)
+    refused, notes = _conflicts(config, uncertain, origins)
+    if notes:  # what they are about has its default, so that it has no effect whoever reads it
+        without = {note.key for note in notes}
+        config = script.schema.model_validate(_sorted({k: v for k, v in values.items() if k not in without}, script))
+    return config, refused, notes
 
 
 def _conflicts(config: Any, uncertain: Collection[str], origins: Mapping[str, str]) -> tuple[list[str], list[Note]]:

@@ -62,8 +62,10 @@ class OnlyWith:
         key = failed[0]
         if self.needs[key] is False:
             return f"with {key}{self.because}"
-        wanted = self.needs[key]
-        return f'with {key} = "{values[key]}"{self.because or f" (it goes with {listed(wanted)})"}'  # type: ignore[arg-type]
+        wanted = listed(self.needs[key])  # type: ignore[arg-type]
+        if values[key] is None:
+            return f"without {key} = {wanted}{self.because}"
+        return f'with {key} = "{values[key]}"{self.because or f" (it goes with {wanted})"}'
 
     def __str__(self) -> str:
         """Return the needs as the docs print them."""

@@ -427,6 +427,11 @@ _IMAGES = (
         "its answers are to cached text, which text encoders in training change; remove text_encoder_lr",
     ),
     Rule(
+        ("text_encoder_lr", "dim_from_weights"),
+        lambda s: s.dim_from_weights and any(s.text_encoder_lr),
+        "dim_from_weights trains the transformer's layers of a file and nothing else; remove one of the two",
+    ),
+    Rule(
         ("min_timestep", "max_timestep"),
         lambda s: s.min_timestep >= s.max_timestep,
         "{min_timestep} is not below max_timestep {max_timestep}; swap or change them",

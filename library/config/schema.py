@@ -239,9 +239,7 @@ class OptimizerConfig(Section):
     learning_rate: Annotated[NotNegative, MUST_MATCH] = Field(
         1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation"
     )
-    text_encoder_lr: Annotated[
-        list[NotNegative], MUST_MATCH, OnlyWith(": the transformer learns", dim_from_weights=False), IMAGES
-    ] = Field(
+    text_encoder_lr: Annotated[list[NotNegative], MUST_MATCH, IMAGES] = Field(
         [],
         max_length=2,
         description="learning rates of CLIP-L and T5, which are not trained without one or at 0; one value holds for "

@@ -291,3 +291,24 @@ def test_the_run_tells_what_it_filled_in_and_not_what_is_as_always() -> None:
     shown = summary(notes)
     assert "note: learning_rate: unset, so 2e-06, the default of sd-scripts" in shown
     assert not any("cache_latents" in line for line in shown)
+
+
+@pytest.mark.parametrize("module", ["networks.lora_flux", "networks.lora_qwen_image"])
+def test_ranks_of_a_file_that_is_not_given_are_refused(module: str) -> None:
+    argv = [*PLAIN, "--network_module", module, "--network_train_unet_only", "--network_dim", "8", "--dim_from_weights"]
+    assert "dim_from_weights: has no effect without network_weights, the file to take ranks from" in _problem(argv)
+
+
+def test_what_kohyas_trainers_stop_at_is_refused_too() -> None:
+    problem = _problem([*KOHYA, "--lr_scheduler", "constant", "--lr_warmup_steps", "100"])
+    assert 'lr_warmup_steps: has no effect with lr_scheduler = "constant"' in problem
+    assert "lr_warmup_steps" not in _loaded([*KOHYA, "--lr_warmup_steps", "0"])[1]
+
+
+def test_text_encoders_beside_ranks_from_a_file_are_refused_not_forgotten() -> None:
+    argv = [*KOHYA, "--dim_from_weights", "--network_weights", "a.safetensors", "--network_dim", "8"]
+    with_encoders = [word for word in argv if word != "--network_train_unet_only"]
+    assert "text_encoder_lr: dim_from_weights trains the transformer's layers" in _problem(with_encoders)
+    given, notes = _loaded(argv)
+    assert given["dim_from_weights"] is True
+    assert notes["network_dim"].startswith("left out: has no effect with dim_from_weights")

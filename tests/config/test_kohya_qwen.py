@@ -155,3 +155,9 @@ def test_keys_of_the_other_family_are_refused(settings: dict[str, str], message:
 def test_a_translation_without_a_trainer_takes_single_flags_too() -> None:
     notes: list[Note] = translate({"model_version": "edit-2509"}, {}, fields()).notes
     assert [note.outcome for note in notes] == ["renamed"]
+
+
+@pytest.mark.parametrize("module", ["networks.lora_wan", "lycoris.kohya", "networks.loha"])
+def test_a_network_of_another_family_is_refused_beside_dit(module: str) -> None:
+    argv = _words(f"--dit d --vae v --text_encoder t --dataset_config data.toml --network_module {module}")
+    assert "--network_module: not taken: " in _problem(argv)

@@ -123,6 +123,35 @@ def test_a_key_of_the_file_that_a_flag_leaves_without_effect_is_a_note(tmp_path:
         load_config([*argv, "--shard", "1", "--tp", "2"])
 
 
+def test_what_such_a_note_is_about_has_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("""pretrained_model_name_or_path = "m"
+        dataset_config = "d"
+        model_type = "qwen_image_edit_plus"
+        zero_cond_t = true
+        shard = 2
+        shard_lora = true
+        network_args = ["loraplus_lr_ratio=4"]""")
+    flags = ["--model_type", "qwen_image", "--shard", "1", "--dim_from_weights", "--network_weights", "w"]
+    notes: list[Note] = []
+    config = load_config(["--config_file", str(path), *flags], notes)
+    assert {note.key for note in notes} == {"zero_cond_t", "shard_lora", "network_args"}
+    assert (config.model.zero_cond_t, config.parallel.shard_lora, config.network.network_args) == (None, False, [])
+
+
+def test_text_encoders_are_not_forgotten_beside_a_file_of_the_transformers_layers(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('pretrained_model_name_or_path = "m"\ndataset_config = "d"\ntext_encoder_lr = [1e-5]\n')
+    with pytest.raises(UserError, match="text_encoder_lr: dim_from_weights trains the transformer's layers"):
+        load_config(["--config_file", str(path), "--dim_from_weights", "--network_weights", "w"])
+
+
+def test_a_choice_that_was_not_made_is_not_quoted() -> None:
+    argv = ["--pretrained_model_name_or_path", "m", "--dataset_config", "d", "--wandb_run_name", "n"]
+    with pytest.raises(UserError, match="^wandb_run_name: has no effect without log_with = wandb or all; remove it$"):
+        load_config(argv)
+
+
 def test_a_line_is_held_back_for_the_keys_it_is_about_and_not_for_its_words() -> None:
     argv = ["--pretrained_model_name_or_path", "m", "--dataset_config", "d", "--blocks_to_swap", "2", "--torch_compile"]
     with pytest.raises(UserError) as caught:

@@ -327,6 +327,9 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "musubi-tuner": {**_COMMON, "discrete_flow_shift": 1.0, "guidance_scale": 1.0},
 }  # what an unset key means there, where training or its result depends on it (their parsers' defaults)
 
+# Kohya's trainers stop at these where they would have no effect: refused, not left out.
+NEVER_LEFT_OUT = frozenset({"dim_from_weights", "lr_warmup_steps"})
+
 SAME_AS: Mapping[tuple[str, str], str] = {  # (key, value there) -> value here
     ("weighting_scheme", "uniform"): "none",
     ("save_precision", "float"): "fp32",

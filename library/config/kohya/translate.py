@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from library.config.kohya.flags import DEFAULTS, FLAGS, REFUSED_VALUES, SAME_AS, Flag, Tool
+from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, REFUSED_VALUES, SAME_AS, Flag, Tool
 from library.config.markers import OnlyWith, is_nothing, words_of
 from library.config.model_types import MODEL_TYPES, kohya_model_type
 from library.config.optimizer_types import estimates_step_size
@@ -222,7 +222,7 @@ def _fill_in_defaults(result: Translation, known: Known, tool: Tool) -> None:
 def _drop_inert(result: Translation, known: Known) -> None:
     values = {key: field.get_default() for key, (_, field) in known.items()} | result.values
     defaults = {note.key for note in result.notes if note.outcome == "default"}
-    for key in [key for key in result.values if key in known and is_known(key)]:
+    for key in [key for key in result.values if key in known and is_known(key) and key not in NEVER_LEFT_OUT]:
         markers = (marker for marker in known[key][1].metadata if isinstance(marker, OnlyWith))
         inert = next((marker for marker in markers if marker.unmet(values)), None)
         if inert is None:
@@ -244,7 +244,7 @@ def _tell(result: Translation, known: Known) -> None:
             result.note("model_prediction_type", "told", "unset, so sigma_scaled in sd-scripts; here it is always raw")
         return
     text = "modulation is left out, as musubi-tuner means to and does not; img_mod_dim and txt_mod_dim train it"
-    row = MODEL_TYPES.get(str(result.values["model_type"]))
+    row = MODEL_TYPES.get(str(result.values.get("model_type")))
     if row and row.kohya_module == "networks.lora_qwen_image":
         result.note("network_args", "told", text)
     if "mixed_precision" not in result.values:
