@@ -277,12 +277,6 @@ PRETRAIN_MATRIX = (
         lambda s: estimates_step_size(s.optimizer_type),
         "Prodigy, D-Adaptation",
     ),
-    Row(
-        "save_state",
-        {"pp": "of Muon the states of stages are not gathered; use AdamW, or save models alone"},
-        lambda s: (s.save_state or s.save_state_on_train_end) and _is_one_of(s.optimizer_type, ("Muon",)),
-        "of Muon",
-    ),
 )
 
 

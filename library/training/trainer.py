@@ -114,6 +114,8 @@ class Trainer:
                 return
         if self._undo_bad_steps(before_saving=True):
             return
+        if record.ema is not None:  # steps were taken, of which the last may not have been logged
+            record.read_average()
         position.step_ended = None if task.accelerator.sync_gradients else self.step_ended
         task.next_epoch(position)
         self.events.after_epoch(position)

@@ -83,8 +83,6 @@ def test_each_cell_of_the_matrix_of_pretraining_refuses(row: Row) -> None:
         settings = ROWS.get(row.key, {row.key: True}) | LAYOUT[layout]
         settings |= special.get(layout, {}) if row.key == "optimizer_type" else {}
         settings |= {"mixed_precision": "no"} if row.key == "full_bf16" else {}
-        if row.key == "save_state":
-            settings |= {"save_every_n_steps": 1, "optimizer_type": "Muon"}
         assert [conflict.keys for conflict in find_conflicts(_config(LLM, **settings))] == [(row.key, layout)]
 
 

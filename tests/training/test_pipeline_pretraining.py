@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from library.config.load import load_llm_config
 from library.config.pretrain_schema import PretrainConfig
@@ -109,11 +110,30 @@ def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str
     assert found == ([key] if key else [])
 
 
-def test_states_of_several_optimizers_are_not_gathered_from_stages() -> None:
-    sections = {"model": {"preset": "llama-tiny"}, "data": {"data_dir": "."}, "optimizer": {"optimizer_type": "Muon"}}
-    sections |= {"parallel": {"pp": 2}, "saving": {"save_state": True, "save_every_n_steps": 1}}
-    (found,) = find_conflicts(PretrainConfig.model_validate(sections))
-    assert found.message.startswith("save_state: of Muon the states of stages are not gathered; use AdamW")
+@pytest.mark.parametrize("optimizer", ["Muon", "AdamWScheduleFree"])
+def test_models_and_states_of_other_optimizers_are_those_of_one_process(
+    optimizer: str, corpus: Path, tmp_path: Path
+) -> None:
+    if optimizer != "Muon":
+        pytest.importorskip("schedulefree")
+    settings = ONE | {"optimizer_type": optimizer, "lr_scheduler": "constant", "lr_warmup_steps": None}
+    two = settings | {"pp": 2}
+    run(corpus, tmp_path / "one", **settings)
+    state = tmp_path / "one/model-step00000002-state"
+    jobs = [
+        ("two", train_one, (flags(corpus, tmp_path / "two", **two),)),
+        ("there", train_one, (flags(corpus, tmp_path / "there", **two, resume=state),)),
+    ]
+    assert run_in_group(jobs, tmp_path) == {"two": "", "there": ""}
+    run(corpus, tmp_path / "back", **settings, resume=tmp_path / "two/model-step00000002-state")
+    limit = 1e-2 if optimizer == "Muon" else SAME_IN_FP32  # torch's Muon orthogonalises in bf16
+    for name in ("two", "there", "back"):
+        assert difference(weights(tmp_path / "one"), weights(tmp_path / name)) < limit
+    states = [tmp_path / name / "model-step00000002-state" for name in ("one", "two")]
+    one, other = (json.loads((state / "optimizer.json").read_text()) for state in states)
+    assert one == other
+    one, other = (load_file(state / "optimizer.safetensors") for state in states)
+    assert difference(one, other) < limit
 
 
 def test_the_ready_config_is_valid() -> None:

@@ -161,3 +161,13 @@ def test_epochs_end_the_run_and_are_saved_validated_and_sampled(corpus: Path, tm
     run(corpus, tmp_path / "rest", train_batch_size=32, max_train_epochs=2, resume=tmp_path / "model-000001-state",
         **settings)  # fmt: skip
     assert same(weights(tmp_path / "rest"), weights(tmp_path))
+
+
+def test_the_average_loss_goes_on_from_an_epoch_whose_last_step_was_not_logged(corpus: Path, tmp_path: Path) -> None:
+    settings = {"train_batch_size": 32, "save_every_n_epochs": 1, "save_state": True, **CONSTANT}
+    run(corpus, tmp_path, **settings, log_every_n_steps=100)
+    state = tmp_path / "model-000001-state"
+    assert json.loads((state / "position.json").read_text())["step"] < 6
+    run(corpus, tmp_path / "rest", **settings, log_every_n_steps=100, resume=state)
+    (whole,), (rest,) = ([e["loss_ema"] for e in lines(f) if "loss" in e] for f in (tmp_path, tmp_path / "rest"))
+    assert rest == whole

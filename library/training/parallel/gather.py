@@ -151,10 +151,10 @@ class ShardedOptimizer(AcceleratedOptimizer):
         return {**state, "state": states}
 
     def _scatter_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        if "state" not in state:
-            return state
         if (stage := staged(self._model)) is not None:
             return scatter_stage_state(stage, state)
+        if "state" not in state:
+            return state
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         pairs = dict(zip(numbers, self._parameters(), strict=True))
 

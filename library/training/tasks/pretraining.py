@@ -49,7 +49,12 @@ from library.randomness import generator
 from library.training.checkpoint.state import AUTO, Position, load_training_state, read_position
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.ema import WeightAverage
-from library.training.optim.factory import build_optimizer, check_optimizer, parse_optimizer_args
+from library.training.optim.factory import (
+    build_optimizer,
+    check_optimizer,
+    has_averaged_weights,
+    parse_optimizer_args,
+)
 from library.training.optim.muon import MuonWithAdamW
 from library.training.optim.schedules import build_schedule, resolve_steps
 from library.training.parallel.gather import full_shapes, gather_weights, gathered, scatter_weights
@@ -213,15 +218,18 @@ class Pretraining(Task):
         return bool(self.config.sampling.sample_every_n_steps) if asked is None else asked
 
     def save(self, path: Path, position: Position) -> None:
-        export_hf(self.transformer, path, _DTYPES[self.config.saving.save_precision], self._weights)
+        export_hf(self.transformer, path, _DTYPES[self.config.saving.save_precision], self._deployed)
         self.tokenizer.save(path)
 
     @contextmanager
     def gathered(self, with_state: bool) -> Iterator[None]:
-        self._weights = gather_weights(self.transformer, self.accelerator)
+        self._weights = self._deployed = gather_weights(self.transformer, self.accelerator)
+        if staged(self.transformer) is not None and has_averaged_weights(self.optimizer):
+            with self.deployed_weights():  # what is gathered of stages are copies, which do not change with the model
+                self._deployed = gather_weights(self.transformer, self.accelerator)
         with gathered(self.optimizer, with_state):
             yield
-        del self._weights
+        del self._weights, self._deployed
 
     def weights(self) -> dict[str, Tensor]:
         return self._weights

@@ -8,7 +8,7 @@ stages. (A LoRA in a frozen model is full on every stage instead.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ def staged_model(model: nn.Module, full: dict[str, nn.Parameter], optimizer: Opt
     local = {names[id(parameter)]: parameter for parameter in model.parameters()}
     for group, held in zip(optimizer.param_groups, order, strict=True):
         group["params"] = [local[name] for name in held if name in local]
+    for name in full.keys() - local.keys():
+        optimizer.state.pop(full[name], None)  # schedule-free optimizers have one, if empty, before the first step
     of_stages: list[Any] = [None] * comm.count
     dist.all_gather_object(of_stages, list(local), comm.group)
     owners = {name: [stage for stage, held in enumerate(of_stages) if name in held] for name in full}
@@ -112,6 +114,8 @@ def gather_stage_state(stage: Staged, state: dict[str, Any], accelerator: Accele
 
     ``state`` is that of this stage's.
     """
+    if "state" not in state:
+        return {name: gather_stage_state(part, own, accelerator) for name, part, own in _joined(stage, state)}
     local, numbers = stage.local_numbers(), stage.numbers()
     collected = _collected(stage, accelerator, lambda name: state["state"].get(local[name], {}))
     entries = {numbers[name]: entry for name, entry in collected if entry}
@@ -124,6 +128,8 @@ def gather_stage_state(stage: Staged, state: dict[str, Any], accelerator: Accele
 
 def scatter_stage_state(stage: Staged, state: dict[str, Any]) -> dict[str, Any]:
     """Return what of one process's optimizer state dict is this stage's."""
+    if "state" not in state:
+        return {name: scatter_stage_state(part, full) for name, part, full in _joined(stage, state)}
     numbers, local = stage.numbers(), stage.local_numbers()
     groups = [
         {**group, "params": [local[name] for name in names if name in local]}
@@ -131,6 +137,18 @@ def scatter_stage_state(stage: Staged, state: dict[str, Any]) -> dict[str, Any]:
     ]
     entries = {i: state["state"][numbers[name]] for name, i in local.items() if numbers[name] in state["state"]}
     return {**state, "state": entries, "param_groups": groups}
+
+
+def _joined(stage: Staged, state: dict[str, Any]) -> Iterator[tuple[str, Staged, dict[str, Any]]]:
+    """Yield the states of optimizers that were joined into one (Muon and AdamW), each with what it has of the model.
+
+    The groups of the joined one are theirs in this order.
+    """
+    begin = 0
+    for name, own in state.items():
+        order = stage.order[begin : begin + len(own["param_groups"])]
+        begin += len(order)
+        yield name, replace(stage, order=order, owners={n: stage.owners[n] for names in order for n in names}), own
 
 
 def _collected(stage: Staged, accelerator: Accelerator, value_of: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
