@@ -241,7 +241,7 @@ def widest_precision(weights: Mapping[str, LoraWeights]) -> str:
 def check_save_format(kind: str, save_format: str) -> None:
     """Refuse a layout that no program would load the kind of adapter from."""
     if save_format in LAYOUTS and kind not in _layout(kind, save_format).kinds:
-        allowed = [name for name in (*SAVE_FORMATS, "peft") if kind in _layout(kind, name).kinds]
+        allowed = [name for name in SAVE_FORMATS if kind in _layout(kind, name).kinds]
         raise UserError(
             f"save_format: no program loads network_type {kind} from the layout {save_format}; "
             f"set save_format = {' or '.join(allowed)}"
@@ -289,8 +289,11 @@ def _to_original(weights: Mapping[str, AdapterWeights], targets: LoraTargets) ->
 
 
 def _for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Tensor:
-    """Return ``tensor`` in the file's dtype, refusing what is not finite there."""
-    out = tensor.detach().to(PRECISIONS[precision])
+    """Return ``tensor`` in the file's dtype, refusing what is not finite there.
+
+    A copy: q, k and v of one fused layer have the same ``down``, and safetensors writes no memory twice.
+    """
+    out = tensor.detach().to(PRECISIONS[precision], copy=True)
     if not bool(torch.isfinite(out).all()):
         if bool(torch.isfinite(tensor.float()).all()):
             raise UserError(f"{path}: {key} leaves the range of {precision}; save in bf16 or fp32")

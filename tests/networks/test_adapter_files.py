@@ -12,7 +12,7 @@ from torch import Tensor
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import load_adapter, load_lora
+from networks.files.adapters import check_save_format, load_adapter, load_lora
 from networks.injection import inject_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork
@@ -161,3 +161,8 @@ def test_going_on_from_another_network_is_refused(changes: dict[str, object], me
     network = inject_adapter(make_flux(), options, FLUX_TARGETS, seed=0)
     with pytest.raises(UserError, match=message):
         network.load_file(path)
+
+
+def test_only_layouts_that_can_be_asked_for_are_offered() -> None:
+    with pytest.raises(UserError, match="set save_format = diffusers or comfy$"):
+        check_save_format("dora", "kohya")
