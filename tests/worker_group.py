@@ -66,6 +66,15 @@ def _work(rank: int, ports: list[int], processes: int, jobs: list[Job], folder: 
                 raise
             if rank == 0:
                 (folder / f"{name}.said").write_text(said)
+        _wait_for_others(rank, [folder / f"{ports[0]}-{i}.done" for i in range(processes)])
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _wait_for_others(rank: int, done: list[Path]) -> None:
+    """Stay until all have done their jobs: a UserError meets no barrier, and process 0 has the store of all."""
+    done[rank].touch()
+    begun = time.monotonic()
+    while not all(path.exists() for path in done) and time.monotonic() - begun < LIMIT:
+        time.sleep(0.02)
