@@ -100,13 +100,14 @@ class AdapterNetwork:
             tensor.copy_(tensors[name])
 
     @torch.no_grad()
-    def weights(self) -> dict[str, AdapterWeights]:
-        """Return module name -> weights, as :func:`networks.files.adapters.save_adapter` takes them."""
-        return {name: layer.weights() for name, layer in self.modules.items()}
+    def weights(self, save_format: str | None = None) -> dict[str, AdapterWeights]:
+        """Return module name -> weights, as :func:`networks.files.adapters.save_adapter` takes them for a format."""
+        comfy = save_format not in ("diffusers", "peft")
+        return {name: layer.weights(comfy) for name, layer in self.modules.items()}
 
     def save(self, path: str | Path, save_format: str, precision: str, metadata: Mapping[str, str]) -> None:
         """Write the present weights as a file; see :func:`networks.files.adapters.save_adapter`."""
-        save_adapter(path, self.weights(), self.targets, save_format, precision, metadata)
+        save_adapter(path, self.weights(save_format), self.targets, save_format, precision, metadata)
 
     def load_file(self, path: str | Path, allow_partial: bool = False) -> str:
         """Copy the weights of a file into the layers (``network_weights``); say what was loaded.

@@ -68,8 +68,8 @@ class AdapterLinear(nn.Module):
         """Return what a training state has to hold: the trained parameters, and what they were begun from."""
         return {name: parameter.detach() for name, parameter in self.trained().items()}
 
-    def weights(self) -> AdapterWeights:
-        """Return what files hold of this layer."""
+    def weights(self, comfy: bool = True) -> AdapterWeights:
+        """Return what files hold of this layer; with ``comfy`` also what ComfyUI alone takes of some kinds."""
         return KINDS[self.kind].of({name: p.detach() for name, p in self.trained().items()}, self.alpha)
 
     def misfit(self, weights: AdapterWeights) -> tuple[str, str] | None:

@@ -209,7 +209,7 @@ class LoRALinear(AdapterLinear):
         """Return A and B, and what they were begun from."""
         return super().state() | ({} if self.start is None else {"start_A": self.start.A, "start_B": self.start.B})
 
-    def weights(self) -> AdapterWeights:
+    def weights(self, comfy: bool = True) -> AdapterWeights:
         """Return the update; where a start is taken off again, one of twice the rank."""
         plain = self.width == self.rank and not self.rank_stabilised
         # the alpha it was given, where that is the scale's numerator as it stands
@@ -487,11 +487,15 @@ class DoRALinear(LoRALinear):
         return super().trained() | {"magnitude": self.magnitude}
 
     @torch.no_grad()
-    def weights(self) -> AdapterWeights:
-        """Return A, B and the row lengths, as peft and as ComfyUI keep them."""
+    def weights(self, comfy: bool = True) -> AdapterWeights:
+        """Return A, B and the row lengths as peft keeps them, and with ``comfy`` as ComfyUI does.
+
+        These take the base's weight, which some layouts shard: nothing else in a file does.
+        """
         lora, magnitude = super().weights(), self.magnitude.detach().float()
-        dora_scale = magnitude * self.squares.sqrt() / self.row_lengths()
-        tensors = {**lora.tensors, "magnitude": magnitude, "dora_scale": dora_scale[:, None]}
+        tensors = {**lora.tensors, "magnitude": magnitude}
+        if comfy:
+            tensors["dora_scale"] = (magnitude * self.squares.sqrt() / self.row_lengths())[:, None]
         return DoraWeights(tensors, lora.alpha)
 
     def misfit(self, weights: AdapterWeights) -> tuple[str, str] | None:

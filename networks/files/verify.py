@@ -74,7 +74,7 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
     """
     is_lora = network.options.kind == "lora"
     dtype = _check_keys(path, read_safetensors_header(weight_file(path)), save_format, is_lora)
-    updates, live = load_adapter(path, network.targets).weights, network.weights()
+    updates, live = load_adapter(path, network.targets).weights, network.weights(save_format)
     if wrong := sorted(updates.keys() ^ live.keys()):
         raise UserError(f"{path}: its layers are not those trained ({names_in_short(wrong)}); do not use it")
     distances = {name: distance(updates[name], live[name]) for name in live}
