@@ -180,8 +180,8 @@ class RollbackGuard:
         found: dict[tuple[int, str], Tensor] = {}
         for i, parameter in enumerate(self.task.parameters()):
             found[i, "weight"] = parameter.data
-        for i, part in enumerate(getattr(self.task.optimizer, "parts", ())):  # ZeRO steps on these
-            found[i, "part"] = part.data
+        for i, shard in enumerate(getattr(self.task.optimizer, "shards", ())):  # ZeRO steps on these
+            found[i, "shard"] = shard.data
         for i, group in enumerate(optimizer.param_groups):
             found |= {(i, f"group {k}"): v for k, v in group.items() if isinstance(v, Tensor)}
         for key, own in optimizer.state.items():
