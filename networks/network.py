@@ -19,7 +19,7 @@ from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import LoRALinear
-from networks.files.adapters import PartialFit, load_adapter, save_adapter
+from networks.files.adapters import LAYOUTS, PartialFit, load_adapter, save_adapter
 from networks.files.weights import TITLES, AdapterWeights, names_in_short
 from networks.options import NetworkOptions
 
@@ -102,7 +102,7 @@ class AdapterNetwork:
     @torch.no_grad()
     def weights(self, save_format: str | None = None) -> dict[str, AdapterWeights]:
         """Return module name -> weights, as :func:`networks.files.adapters.save_adapter` takes them for a format."""
-        comfy = save_format not in ("diffusers", "peft")
+        comfy = save_format is None or LAYOUTS[save_format].names.get("dora_scale", "dora_scale") is not None
         return {name: layer.weights(comfy) for name, layer in self.modules.items()}
 
     def save(self, path: str | Path, save_format: str, precision: str, metadata: Mapping[str, str]) -> None:
