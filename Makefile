@@ -56,7 +56,7 @@ test-web: $(WEB) ## the chat's page, in the Chromium of this machine
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/tools/test_chat_page.py
 
 test-zero: $(ZERO) ## DeepSpeed's ZeRO on two processes (a minute or two)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/training/test_zero_lora.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/training/parallel/test_zero_lora.py
 
 test-faults: $(STAMP) ## kill runs at 210 points and see that nothing is lost (nine minutes)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.faults.suite --faults 210

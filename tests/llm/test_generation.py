@@ -20,7 +20,7 @@ from library.errors import UserError
 from library.llm.generation import SamplingSettings, adjusted_logits, choose, generate_tokens, stream_tokens
 from library.models.llm.files import load_lm
 from library.models.llm.model import TransformerLM
-from tests.models.lms import NAMES, VOCABULARY, write_reference
+from tests.models.llm.lms import NAMES, VOCABULARY, write_reference
 
 PROMPTS = [[5, 17, 3], [8], [99, 4, 31, 7, 66, 2, 2, 40], [1, 2]]
 GREEDY = SamplingSettings(max_new_tokens=24, temperature=0)

@@ -18,7 +18,7 @@ from library.errors import UserError
 from library.llm.chat_templates import Llama3Template, Message
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, extend_vocabulary, load_tokenizer, train_bpe
 from library.models.llm.files import load_lm
-from tests.models.lms import VOCABULARY, write_reference
+from tests.models.llm.lms import VOCABULARY, write_reference
 
 TEXT = [
     "The quick brown fox doesn't jump over 12345 lazy dogs; it's asleep.\n\n  Indented   code: x = y ** 2\t# why?\r\n",

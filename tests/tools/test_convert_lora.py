@@ -1,5 +1,5 @@
 """tools/convert_lora.py: the same update in every layout, everything else kept, nothing lost. Reading and writing
-each layout is tested in tests/networks/test_formats.py; here is what the tool adds."""
+each layout is tested in tests/networks/files/test_formats.py; here is what the tool adds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
 from networks.files.detection import targets_of_files
 from networks.files.weights import LoraWeights
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
-from tests.networks.test_formats import output_in_diffusers
+from tests.networks.files.test_formats import output_in_diffusers
 from tools.convert_lora import convert, main
 
 METADATA = {

@@ -1,5 +1,5 @@
 """tools/inspect_model.py as a user runs it. What it finds is tested in tests/models/test_inspection.py and
-tests/networks/test_lora_inspection.py."""
+tests/networks/files/test_inspection.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import save_adapter
 from tests.networks.conftest import inject, make_flux, train_a_little
-from tests.networks.test_adapter_files import trained
+from tests.networks.files.test_adapter_files import trained
 from tests.tiny import tiny_flux_pipeline, tiny_flux_transformer
 from tools.inspect_model import main, number, size, sparkline
 

@@ -20,7 +20,7 @@ from library.models.llm.files import load_lm
 from library.models.registry import lora_targets
 from library.training.tasks.chat_lora import template_of
 from networks.files.adapters import load_lora, save_adapter
-from tests.models.lms import reference
+from tests.models.llm.lms import reference
 from tools.generate import parser
 
 ROOT = Path(__file__).resolve().parents[2]

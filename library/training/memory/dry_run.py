@@ -59,7 +59,7 @@ from library.training.tasks.task import Task
 
 _SHARES = (4, 2)  # the first steps have so many times shorter sides
 _TEXT_TOKENS = 512  # of a caption, as most: T5's for FLUX
-# Of the memory there is. The estimate was within 5 % of what steps held (tests/training/test_memory_estimator.py), and
+# Of the memory there is. The estimate was within 5 % of what steps held (tests/training/memory/test_estimator.py), and
 # knows nothing of the CUDA context, fragments, averages or other processes.
 _CLEARLY_FITS, _CLEARLY_TOO_MUCH = 0.75, 1.5
 _ROOM = 0.95  # of the memory there is

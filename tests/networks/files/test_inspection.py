@@ -1,0 +1,117 @@
+"""What is told of a LoRA file, against the full update matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
+from networks.files.adapters import SAVE_FORMATS, save_adapter
+from networks.files.inspection import inspect_lora
+from networks.files.weights import LoraWeights
+from networks.network import AdapterNetwork
+from tests.networks.conftest import inject, make_flux, train_a_little
+from tests.networks.files.test_adapter_files import trained
+
+
+@pytest.fixture
+def network() -> AdapterNetwork:
+    network = inject(make_flux(), "single_dim=8", "in_dims=[2,0,0,0,0]", alpha=3.0)
+    train_a_little(network)
+    return network
+
+
+@pytest.mark.parametrize("layout", SAVE_FORMATS)
+def test_rank_alpha_and_norm_are_the_same_in_every_layout(layout: str, network: AdapterNetwork, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_adapter(path, network.weights(), FLUX_TARGETS, layout)
+    report = inspect_lora(path)
+    # FLUX's layers are not all Qwen-Image's in any layout, so the names alone tell the family
+    assert (report.families, report.layout, report.others, report.notes) == (("flux",), layout, (), ())
+    assert (report.kind, report.count) == ("LoRA", len(network.modules))
+    assert len(report.layers) == len(network.modules)
+    for layer in report.layers:
+        module = network.modules[layer.name]
+        delta = module.weights().delta().double()
+        assert layer.rank == module.rank
+        assert layer.alpha / layer.rank == pytest.approx(module.scale, rel=1e-6)  # folded into B where scales differ
+        assert layer.norm == pytest.approx(delta.norm().item(), rel=1e-5)  # delta is an fp32 product
+        assert layer.rms == pytest.approx(delta.square().mean().sqrt().item(), rel=1e-5)
+
+
+def test_layers_come_in_the_models_order_with_part_and_block(network: AdapterNetwork, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_adapter(path, network.weights(), FLUX_TARGETS, "kohya")
+    layers = inspect_lora(path).layers
+    first, last = layers[0], layers[-1]
+    assert (first.part, first.block, first.layer) == ("transformer_blocks", 0, "attn.to_q")
+    assert (last.part, last.block, last.layer) == ("", None, "x_embedder")
+    parts = list(dict.fromkeys(layer.part for layer in layers))
+    assert parts == ["transformer_blocks", "single_transformer_blocks", ""]
+
+
+def test_a_file_of_no_known_family_is_shown_key_by_key(tmp_path: Path) -> None:
+    rng = torch.Generator().manual_seed(0)
+    down, up = torch.randn(2, 6, generator=rng), torch.randn(8, 2, generator=rng)
+    convolution = torch.randn(2, 3, 3, 3, generator=rng)
+    path = tmp_path / "other.safetensors"
+    save_file(
+        {
+            "lora_unet_input_blocks_4_1_attn.lora_down.weight": down,
+            "lora_unet_input_blocks_4_1_attn.lora_up.weight": up,
+            "lora_unet_input_blocks_4_1_attn.alpha": torch.tensor(1.0),
+            "model.layers.7.q.lora_A.weight": convolution,
+            "model.layers.7.q.lora_B.weight": torch.ones(5, 2, 1, 1),
+            "alone.lora_A.weight": down.clone(),
+            "layer.lokr_w1": down.clone(),
+        },
+        path,
+    )
+    report = inspect_lora(path)
+    assert report.families == ()
+    assert {(layer.part, layer.block, layer.layer, layer.rank, layer.alpha) for layer in report.layers} == {
+        ("lora_unet_input_blocks", 4, "1_attn", 2, 1.0),
+        ("model.layers", 7, "q", 2, 2.0),
+    }
+    norms = {layer.name: layer.norm for layer in report.layers}
+    assert norms["lora_unet_input_blocks_4_1_attn"] == pytest.approx((up @ down / 2).norm().item(), rel=1e-5)
+    as_matrix = torch.ones(5, 2) @ convolution.reshape(2, -1)
+    assert norms["model.layers.7.q"] == pytest.approx(as_matrix.norm().item(), rel=1e-5)
+    assert sorted(report.others) == ["alone.lora_A.weight", "layer.lokr_w1"]
+    assert "keys are no LoKr weights of" in report.notes[0]
+
+
+def test_a_dora_is_shown_with_the_reason_why_it_cannot_be_loaded(network: AdapterNetwork, tmp_path: Path) -> None:
+    path = tmp_path / "dora.safetensors"
+    save_adapter(path, network.weights(), FLUX_TARGETS, "diffusers")
+    save_file(load_file(path), path, metadata={"lora_adapter_metadata": '{"transformer.use_dora": true}'})
+    report = inspect_lora(path)
+    assert len(report.layers) == len(network.modules)
+    assert "this is a DoRA" in report.notes[0]
+
+
+def test_every_family_that_fits_is_named_unless_the_metadata_decide(tmp_path: Path) -> None:
+    layer = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(1, 4), torch.ones(4, 1), 1.0)}
+    save_adapter(tmp_path / "a", layer, FLUX_TARGETS)
+    assert inspect_lora(tmp_path / "a").families == ("flux", "qwen_image")
+    save_adapter(tmp_path / "b", layer, FLUX_TARGETS, metadata={"ss_base_model_version": "qwen_image"})
+    assert inspect_lora(tmp_path / "b").families == ("qwen_image",)
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr", "loha", "oft", "boft"])
+def test_another_kind_is_counted_with_one_note(kind: str, tmp_path: Path) -> None:
+    _, network = trained(kind)
+    network.save(tmp_path / "a.safetensors", "comfy", "fp32", {})
+    report = inspect_lora(tmp_path / "a.safetensors")
+    assert (report.families, report.count, report.layers, report.others) == (("flux",), len(network.modules), (), ())
+    assert report.kind.lower() == kind
+    assert report.notes == (f"is no LoRA; merge_lora.py merges a {report.kind} into a model",)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none.safetensors: no such file"):
+        inspect_lora(tmp_path / "none.safetensors")

@@ -1,0 +1,159 @@
+"""``resume = "auto"``: which state it finds, what it puts in order, and that the run is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import library.files as atomic
+from library.errors import UserError
+from library.files import atomic_folder, atomic_path, clear_leftovers, discard
+from library.training.checkpoint.state import Position, find_damage, newest_state, save_training_state
+from tests.runs import arguments, largest_difference, lora, run, train_flags, write_dataset
+from tests.training.checkpoint.test_state import _states
+from tests.training.parallel.test_launchers import SAME_IN_FP32
+from tests.worker_group import run_in_group
+
+DEAD = f"{atomic._machine()}-{os.getpid()}-1"  # a process of this number that began at another time
+
+
+def _state(folder: Path, name: str, step: int) -> Path:
+    save_training_state(folder / name, {"a": torch.ones(1)}, _states(), Position(step=step), "base")
+    return folder / name
+
+
+def test_the_state_saved_last_is_found_and_a_damaged_one_passed_over(tmp_path: Path) -> None:
+    assert newest_state(tmp_path, "cat") is None
+    for name, step in (("cat-step00000900-state", 900), ("cat-000001-state", 10), ("cat-step00000020-state", 20)):
+        _state(tmp_path, name, step)  # the first is of an earlier, longer run
+        time.sleep(0.01)
+    _state(tmp_path, "dog-step00000030-state", 30)
+    assert newest_state(tmp_path, "cat") == tmp_path / "cat-step00000020-state"
+    said: list[str] = []
+    with open(tmp_path / "cat-step00000020-state" / "optimizer.safetensors", "r+b") as file:
+        file.truncate(100)
+    assert newest_state(tmp_path, "cat", said.append) == tmp_path / "cat-000001-state"
+    assert "cat-step00000020-state/optimizer.safetensors" in said[0]
+    assert "passed over" in said[0]
+
+
+@pytest.mark.parametrize("name", ["position.json", "optimizer.json", "optimizer.safetensors", "weights.safetensors"])
+def test_a_state_cut_off_anywhere_is_no_whole_one(name: str, tmp_path: Path) -> None:
+    state = _state(tmp_path, "cat-state", 1)
+    assert find_damage(state) is None
+    whole = (state / name).read_bytes()
+    for length in {0, 5, 8, len(whole) // 2, len(whole) - 1}:
+        (state / name).write_bytes(whole[:length])
+        assert find_damage(state), f"{length} bytes of {name}"
+
+
+def test_leftovers_of_dead_processes_go_and_what_they_were_replacing_comes_back(tmp_path: Path) -> None:
+    (tmp_path / f".a.json.{DEAD}.tmp").write_text("{")
+    for kind in ("tmp", "gone", "old"):
+        _state(tmp_path, f".cat-state.{DEAD}.{kind}", 1)
+    _state(tmp_path, "dog-state", 2)
+    _state(tmp_path, f".dog-state.{DEAD}.old", 1)
+    assert clear_leftovers(tmp_path) == [tmp_path / "cat-state"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cat-state", "dog-state"]
+    assert json.loads((tmp_path / "dog-state" / "position.json").read_text())["step"] == 2
+
+
+def test_what_a_running_process_or_another_machine_is_writing_is_left_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        names = [f".a.{atomic._process_name(other.pid)}.tmp", ".b.01234567-1-1.tmp", ".tmpAbC123", ".hidden.tmp"]
+        for name in names:
+            (tmp_path / name).touch()
+        clear_leftovers(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    finally:
+        other.kill()
+        other.wait()
+    clear_leftovers(tmp_path)
+    assert not (tmp_path / names[0]).exists()
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "in two renames"])
+def test_a_folder_is_replaced_whole_or_stays(exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exchange:  # as on file systems without renameat2's exchange
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    for text in ("one", "two"):
+        with atomic_folder(tmp_path / "x") as inside:
+            (inside / "file").write_text(text)
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "x") as inside:
+        (inside / "file").write_text(str(1 / 0))
+    assert (tmp_path / "x" / "file").read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    discard(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        _state(tmp_path, "cat-state", 1)
+        with atomic_path(tmp_path / "text") as temporary:
+            temporary.write_text("")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "text", tmp_path / "cat-state" / "weights.safetensors"):
+        assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_auto_begins_goes_on_and_ends(
+    base: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"save_every_n_steps": 2, "save_state": True, "max_train_steps": 5, "resume": "auto"}
+    run(base, dataset, tmp_path, **settings)
+    assert f"resume: no state of lora in {tmp_path}; from scratch" in capsys.readouterr().out
+    whole = lora(tmp_path)
+    for path in ("weights.safetensors", "lora-state"):  # as if killed after step 4
+        discard(tmp_path / path)
+    run(base, dataset, tmp_path, **settings)
+    assert f"resume: going on from {tmp_path / 'lora-step00000004-state'}" in capsys.readouterr().out
+    assert all(torch.equal(whole[name], tensor) for name, tensor in lora(tmp_path).items())
+    discard(tmp_path / "weights.safetensors")  # as if killed between the last state and the last LoRA
+    run(base, dataset, tmp_path, **settings)
+    assert all(torch.equal(whole[name], tensor) for name, tensor in lora(tmp_path).items())
+    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [1, 2, 3, 4, 5]
+    with pytest.raises(UserError, match="was trained with learning_rate"):
+        run(base, dataset, tmp_path, **settings, learning_rate=1e-5)
+
+
+def test_an_epoch_that_ends_within_a_step_is_resumed_at_the_last_whole_one(base: Path, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", images=5, text="batch_size = 1")
+    # two epochs of five batches and steps of two: the first epoch ends amid the third step
+    settings = {"save_every_n_epochs": 1, "save_state": True, "max_train_steps": 5, "gradient_accumulation_steps": 2}
+    run(base, data, tmp_path / "out", **settings)
+    whole = lora(tmp_path / "out")
+    run(base, data, tmp_path / "out", **settings, resume=tmp_path / "out" / "lora-000001-state")
+    assert all(torch.equal(whole[name], tensor) for name, tensor in lora(tmp_path / "out").items())
+
+
+def test_two_processes_go_on_from_the_state_of_one(base: Path, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", text="batch_size = 2")
+    settings = {"max_train_steps": 6, "save_every_n_steps": 3, "save_state": True}
+    one = {"gradient_accumulation_steps": 2}
+    run(base, data, tmp_path / "one", **settings, **one)
+    run(base, data, tmp_path / "two", **settings | {"max_train_steps": 3}, **one)
+    for path in ("lora-state", "weights.safetensors"):
+        discard(tmp_path / "two" / path)
+    state = tmp_path / "two/lora-step00000003-state"
+    written = state.stat().st_mtime_ns
+    job = ("two", train_flags, (arguments(base, data, tmp_path / "two", **settings, resume="auto"),))
+    assert run_in_group([job], tmp_path) == {"two": ""}
+    assert state.stat().st_mtime_ns == written  # gone on from, not made again
+    assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,0 +1,193 @@
+"""Pipelines for LoRAs: two processes with half of the blocks each, against one that has them all."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from library.config.rules import find_conflicts
+from library.config.schema import TrainConfig
+from tests.layouts import SETTINGS as LAYOUT_SETTINGS
+from tests.layouts import assert_same_figures, chat_one, lines, train_one
+from tests.runs import arguments, largest_difference, lora, run, write_dataset
+from tests.tiny_qwen import tiny_qwen_pipeline
+from tests.training.guard.test_nonfinite import BAD, spoilt
+from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
+from tests.training.tasks.test_chat_lora_runs import flags as chat_flags
+from tests.training.tasks.test_chat_lora_runs import run as chat_run
+from tests.worker_group import run_in_group
+
+# Gradients are sums over microbatches; shared/findings has 2.5e-5 after three steps of another tiny model.
+SAME_IN_FP32 = 1e-4
+SETTINGS: dict[str, object] = LAYOUT_SETTINGS | {
+    "gradient_accumulation_steps": 2,
+    "optimizer_args": ["eps=1e-6"],  # AdamW's own 1e-8 is as small as rounding of these clipped gradients
+    "network_args": ["img_mod_dim=2", "in_dims=[2,2,2,2,2]"],  # all stages compute the conditioning
+}
+# What one block has trains none in the first stage; Prodigy's step size follows from the whole LoRA.
+FP8: dict[str, object] = {"max_train_steps": 2, "fp8_scaled": True, "optimizer_type": "Prodigy", "learning_rate": 1.0}
+FP8 |= {"network_args": ["train_double_block_indices=none"], "ema_decay": 0.5}
+QWEN: dict[str, object] = {"max_train_steps": 2, "model_type": "qwen_image", "timestep_sampling": "qwen_shift"}
+QWEN |= {"optimizer_args": ["eps=1e-6"]}
+CHAT: dict[str, object] = {"max_train_steps": 3, "network_dropout": 0.0, "gradient_accumulation_steps": 2}
+CHAT |= {"train_batch_size": 4, "packing": True, "max_length": 20, "sample_prompts": ["say 1"], "sample_tokens": 6}
+
+
+def write_pictures(folder: Path, wide: tuple[int, ...] = (1, 4, 6), held_out: float = 0.25) -> Path:
+    """Write a dataset of two sizes; batches of two and, where a size has an odd number of pictures, of one."""
+    text = "batch_size = 2\nenable_bucket = true\nmin_bucket_reso = 32\nbucket_reso_steps = 16\n"
+    dataset = write_dataset(folder, text=text + f"validation_split = {held_out}\nvalidation_seed = 1")
+    for i in wide:
+        with Image.open(folder / f"images/{i}.png") as image:
+            image.resize((96, 48)).save(folder / f"images/{i}.png")
+    return dataset
+
+
+@pytest.fixture(scope="module")
+def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """The same runs on one process and on two stages."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    images, qwen = write_pictures(folder / "images"), tiny_qwen_pipeline(folder / "qwen", blocks=3)
+    prompts = folder / "prompts.txt"
+    prompts.write_text("a red disc --w 64 --h 64 --s 2 --d 1\n")
+    one, captions = SETTINGS | {"sample_prompts": prompts}, write_dataset(folder / "captions", 4, text="batch_size = 2")
+    (captions.parent / "images/2.txt").write_text("a disc" + ", plain" * 9)  # batches are padded
+    run(base, images, folder / "one", **one)
+    run(base, captions, folder / "fp8_one", **FP8)
+    run(qwen, captions, folder / "qwen_one", **QWEN)
+    chat_run(place, folder / "chat_one", "gpt2", **CHAT)
+    two, state = one | {"pp": 2}, folder / "one/lora-step00000002-state"
+    all_forward = {"pp": 2, "microbatches": 2, "schedule": "gpipe", "pp_balance": "weights"}
+    jobs = [
+        ("two", train_one, (arguments(base, images, folder / "two", **two),)),
+        ("there", train_one, (arguments(base, images, folder / "there", **two, resume=state),)),
+        ("fp8_two", train_one, (arguments(base, captions, folder / "fp8_two", **FP8, **all_forward),)),
+        ("qwen_two", train_one, (arguments(qwen, captions, folder / "qwen_two", **QWEN, pp=2),)),
+        ("chat_two", chat_one, (chat_flags(place, folder / "chat_two", "gpt2", **CHAT, **all_forward),)),
+        ("many", train_one, (arguments(base, images, folder / "many", **two, microbatches=3),)),
+    ]
+    said = run_in_group(jobs, folder)
+    assert said.pop("many").startswith("microbatches: 3, but the dataset's batches have at most 2 images; set")
+    assert said == dict.fromkeys(said, "")
+    run(base, images, folder / "back", **one, resume=folder / "two/lora-step00000002-state")
+    return folder
+
+
+def test_two_stages_equal_one_process(runs: Path) -> None:
+    one, two = lines(runs / "one"), lines(runs / "two")
+    assert_same_figures(one, two, ("loss", "val_loss", "grad_norm", "sigma_mean"), rel=1e-5)
+    assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
+
+
+def test_samples_go_through_the_stages(runs: Path) -> None:
+    names = sorted(path.name for path in (runs / "one/samples").iterdir())
+    assert sorted(path.name for path in (runs / "two/samples").iterdir()) == names
+    for name in (name for name in names if name.startswith("step")):
+        one, two = (np.asarray(Image.open(runs / run / "samples" / name), dtype=int) for run in ("one", "two"))
+        assert np.abs(one - two).max() <= 1  # rounding to eight bits
+
+
+def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
+    expected = lora(runs / "one")
+    assert largest_difference(lora(runs / "there"), expected) < SAME_IN_FP32
+    assert largest_difference(lora(runs / "back"), expected) < SAME_IN_FP32
+    assert largest_difference(lora(runs / "one", "lora-step00000002"), expected) > 10 * SAME_IN_FP32
+
+
+@pytest.mark.parametrize("kind", ["fp8", "qwen"])
+def test_other_bases_other_optimizers_and_qwen_image_too(kind: str, runs: Path) -> None:
+    assert largest_difference(lora(runs / f"{kind}_two"), lora(runs / f"{kind}_one")) < SAME_IN_FP32
+    one, two = (lines(runs / f"{kind}_{processes}") for processes in ("one", "two"))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
+
+
+def test_a_language_models_lora_too(runs: Path) -> None:
+    one, two = adapter(runs / "chat_one/lora"), adapter(runs / "chat_two/lora")
+    assert largest_difference(two, one) < SAME_IN_FP32
+    answer = "samples/step000003.txt"
+    assert (runs / "chat_two" / answer).read_text() == (runs / "chat_one" / answer).read_text()
+    one_line, two_line = (lines(runs / name)[0] for name in ("chat_one", "chat_two"))
+    assert two_line["learnt_tokens"] == one_line["learnt_tokens"]
+
+
+@pytest.mark.slow
+def test_stages_that_have_layers_together(base: Path, runs: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"sample_prompts": runs / "prompts.txt", "pp": 2, "tp": 2}
+    jobs = [("both", train_one, (arguments(base, runs / "images/dataset.toml", tmp_path / "both", **settings),))]
+    assert run_in_group(jobs, tmp_path, processes=4) == {"both": ""}
+    assert largest_difference(lora(tmp_path / "both"), lora(runs / "one")) < SAME_IN_FP32
+    for expected, found in zip(lines(runs / "one"), lines(tmp_path / "both"), strict=True):
+        for key in ("loss", "val_loss", "grad_norm"):
+            assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None), key
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_is_found_whichever_stage_meets_it(base: Path, tmp_path: Path) -> None:
+    clean = write_dataset(tmp_path / "clean", text="batch_size = 2")
+    run(base, clean, tmp_path / "clean/out", max_train_steps=1)  # fills the caches
+    data, large = spoilt(clean, tmp_path / "data", math.nan), spoilt(clean, tmp_path / "large", 1e30)
+    left_out: dict[str, object] = {"on_nan": "rollback", "max_train_steps": 5, "optimizer_args": ["eps=1e-6"]}
+    run(base, data, tmp_path / "one", **left_out)
+    jobs = [
+        ("two", train_one, (arguments(base, data, tmp_path / "two", **left_out, pp=2),)),
+        ("large", train_one, (arguments(base, large, tmp_path / "stopped", max_train_steps=5, pp=2),)),
+    ]
+    said = run_in_group(jobs, tmp_path)
+    assert said["two"] == ""
+    assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
+    assert f"{BAD} (" in said["large"]
+    assert "first in transformer_blocks.0" in said["large"]
+
+
+@pytest.mark.slow
+def test_two_pipelines_share_the_batches(base: Path, runs: Path, tmp_path: Path) -> None:
+    images = write_pictures(tmp_path / "images", (1, 3, 4, 6), 0.0)  # an even number of batches, two to a step
+    one = SETTINGS | {"sample_prompts": runs / "prompts.txt"}
+    run(base, images, tmp_path / "one", **one)
+    four = one | {"pp": 2, "dp": 2, "gradient_accumulation_steps": 1}
+    jobs = [("four", train_one, (arguments(base, images, tmp_path / "four", **four),))]
+    assert run_in_group(jobs, tmp_path, processes=4) == {"four": ""}
+    assert largest_difference(lora(tmp_path / "four"), lora(tmp_path / "one")) < SAME_IN_FP32
+    for expected, found in zip(lines(tmp_path / "one"), lines(tmp_path / "four"), strict=True):
+        for key in ("loss", "grad_norm"):
+            assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None), key
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "key"),
+    [
+        ("training", {"blocks_to_swap": 1}, "blocks_to_swap"),
+        ("training", {"preflight": True}, "preflight"),
+        ("training", {"mixed_precision": "fp16"}, "mixed_precision"),
+        ("accelerate", {"torch_compile": True}, "torch_compile"),
+        ("optimizer", {"text_encoder_lr": 1e-4}, "text_encoder_lr"),
+        ("model", {"model_type": "z_image"}, "model_type"),
+        ("saving", {"save_format": "comfy"}, "save_format"),
+        ("parallel", {"shard": 2}, "shard"),
+        ("parallel", {"tp": 2}, None),
+    ],
+)
+def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str, object], key: str | None) -> None:
+    sections: dict[str, dict[str, object]] = {
+        "model": {"pretrained_model_name_or_path": "."},
+        "dataset": {"dataset_config": "data.toml"},
+        "parallel": {"pp": 2},
+    }
+    sections[section] = sections.get(section, {}) | settings
+    if key == "save_format":
+        sections["network"] = {"network_type": "dora"}
+    found = [conflict.keys[0] for conflict in find_conflicts(TrainConfig.model_validate(sections))]
+    assert found == ([key] if key else [])
+
+
+@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"schedule": "gpipe"}, {"pp_balance": "weights"}])
+def test_settings_of_a_pipeline_need_one(settings: dict[str, object]) -> None:
+    sections = {"model": {"pretrained_model_name_or_path": "."}, "dataset": {"dataset_config": "data.toml"}}
+    found = list(find_conflicts(TrainConfig.model_validate(sections | {"parallel": settings})))
+    assert [conflict.message.partition(" without pp")[0] for conflict in found] == [
+        f"{next(iter(settings))}: has no effect"
+    ]

@@ -1,0 +1,174 @@
+"""The plot: written as PNG and SVG, with its marks; the metrics read as a crash or a resume left them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from library.errors import UserError
+from library.training.report.metrics import read_run
+from library.training.report.plots import draw_runs, plot_runs
+from tests.forked import run_script
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def write_run(folder: Path, steps: int = 100, with_d: bool = True) -> Path:
+    """A run with a warm-up of 10 steps whose d settles at step 20."""
+    folder.mkdir(parents=True)
+    lines = []
+    for step in range(1, steps + 1):
+        record = {"step": step, "epoch": 0, "loss": 1 / step, "loss_ema": 1 / step, "grad_norm": 0.5}
+        for group in ("lora", "lora_plus"):
+            record[f"lr/{group}"] = min(1.0, step / 10)
+            if with_d:
+                record[f"d/{group}"] = min(1e-3, 1e-6 * 2**step) if step < 20 else 2e-3
+                record[f"d*lr/{group}"] = record[f"lr/{group}"] * record[f"d/{group}"]
+        lines.append(json.dumps(record))
+        if step % 25 == 0:
+            lines.append(json.dumps({"step": step, "val_loss": 2 / step}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def texts(svg: Path) -> str:
+    return " ".join("".join(element.itertext()) for element in ElementTree.parse(svg).iter() if "text" in element.tag)
+
+
+def test_the_tool_writes_png_and_svg_without_a_display(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "castle")
+    environment = {key: value for key, value in os.environ.items() if key != "DISPLAY"}
+    command = [sys.executable, str(ROOT / "tools" / "plot_lr.py"), str(run)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(run / "lr.png"), str(run / "lr.svg")]
+    with Image.open(run / "lr.png") as picture:
+        assert picture.width > 1000
+        assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 50  # something is drawn
+    shown = texts(run / "lr.svg")
+    for text in (
+        "castle",
+        "Loss",
+        "Learning rate",
+        "Distance estimate d",
+        "Step size d · lr",
+        "Gradient norm",
+    ):
+        assert text in shown
+    assert "warm-up ends, step 10" in shown
+    assert "d settles, step 20" in shown
+
+
+def test_the_tool_ends_with_one_line_where_a_run_is_missing(tmp_path: Path) -> None:
+    result = run_script(ROOT / "tools" / "plot_lr.py", [str(tmp_path / "nowhere")], tmp_path)
+    assert result.returncode == 2
+    assert "no such file; name a run's output folder" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_several_runs_are_named_in_one_picture(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "first" / "lora"), write_run(tmp_path / "second" / "lora", with_d=False)]
+    png, svg = plot_runs(runs, tmp_path / "both.png")
+    assert (png.name, svg.name) == ("both.png", "both.svg")
+    assert "first/lora" in texts(svg)
+    assert "second/lora" in texts(svg)
+
+
+def test_axes_are_logarithmic_where_values_span_more_than_a_decade(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    scales = {axes.get_title(loc="left"): axes.get_yscale() for axes in draw_runs([run]).axes}
+    assert scales["Distance estimate d"] == "log"  # 2e-6 to 2e-3
+    assert scales["Learning rate"] == "linear"  # 0.1 to 1: a decade, not more
+    assert scales["Gradient norm"] == "linear"
+    assert {axes.get_yscale() for axes in draw_runs([run], log="off").axes} == {"linear"}
+    assert {axes.get_yscale() for axes in draw_runs([run], log="on").axes} == {"log"}
+
+
+def test_panels_without_data_are_left_out(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", with_d=False))
+    titles = [axes.get_title(loc="left") for axes in draw_runs([run]).axes]
+    assert titles == ["Loss", "Learning rate", "Gradient norm"]
+
+
+def test_groups_with_equal_values_are_one_line(tmp_path: Path) -> None:
+    groups = read_run(write_run(tmp_path / "run")).groups("lr/")
+    assert list(groups) == [("lora", "lora_plus")]
+
+
+def test_a_half_written_last_line_is_passed_over(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=5)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    steps, values = read_run(run).columns["loss"]
+    assert steps.tolist() == [1, 2, 3, 4, 5]
+    assert values[-1] == pytest.approx(1 / 5)
+
+
+def test_steps_that_a_resumed_run_repeats_replace_the_old_ones(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    before = [{"step": s, "loss": 1.0} for s in (1, 2, 3, 4)] + [{"step": 4, "val_loss": 1.0}]
+    after = [{"step": s, "loss": 2.0} for s in (3, 4)] + [{"step": 4, "val_loss": 2.0}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in before + after))
+    columns = read_run(tmp_path).columns
+    assert columns["loss"][1].tolist() == [1, 1, 2, 2]
+    assert columns["val_loss"][1].tolist() == [2]
+
+
+def test_a_loss_that_is_no_number_leaves_a_gap(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "loss": 2.0, "lr/a": Infinity}\n')
+    columns = read_run(tmp_path).columns
+    assert np.isnan(columns["loss"][1]).tolist() == [False, True, False]
+    assert "lr/a" not in columns
+    plot_runs([tmp_path], tmp_path / "lr.png")
+
+
+def test_a_run_of_one_step_is_drawn(tmp_path: Path) -> None:
+    for axes in draw_runs([read_run(write_run(tmp_path / "run", steps=1))]).axes:
+        drawn = [line for line in axes.lines if len(np.asarray(line.get_xdata()))]
+        assert any(line.get_marker() == "o" for line in drawn), axes.get_title(loc="left")
+
+
+def test_long_runs_keep_their_spikes_and_small_files(tmp_path: Path) -> None:
+    loss = np.full(30_000, 0.5)
+    loss[12_345] = 40.0
+    lines = (json.dumps({"step": i + 1, "loss": value}) for i, value in enumerate(loss))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    figure = draw_runs([read_run(tmp_path)])
+    line = figure.axes[0].lines[0]
+    assert len(np.asarray(line.get_ydata())) <= 2000
+    assert np.max(np.asarray(line.get_ydata())) == 40.0
+
+
+@pytest.mark.parametrize("text", ["", "\n", "half a li", '{"step": 1}\n', "[1, 2]\n"])
+def test_metrics_without_a_step_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(UserError, match=r"metrics.jsonl: holds no metrics yet; wait for the run's first step"):
+        plot_runs([tmp_path], tmp_path / "lr.png")
+
+
+def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run to plot; name at least one output folder"):
+        plot_runs([], tmp_path / "lr.png")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 200])
+def test_steps_are_whole_and_no_legend_lies_over_a_panel(tmp_path: Path, steps: int) -> None:
+    figure = draw_runs([read_run(write_run(tmp_path / "short", steps), "short")])
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        assert all(float(tick).is_integer() for tick in axes.get_xticks() if low <= tick <= high)
+        if (legend := axes.get_legend()) is not None:
+            assert legend.get_window_extent(renderer).y0 >= axes.get_window_extent(renderer).y1
+            title = axes._left_title.get_window_extent(renderer)
+            assert not legend.get_window_extent(renderer).overlaps(title)

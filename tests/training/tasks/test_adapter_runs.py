@@ -1,0 +1,224 @@
+"""Runs of every kind of adapter: they learn, their files give the trained model, resuming is exact."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
+from library.training.events import RunEvents
+from networks.injection import inject_adapter
+from networks.merging.merge import LoraSource, merge_loras
+from tests.networks.files.comfy_formulas import comfy_weight
+from tests.runs import largest_difference, lora, pipeline_forward, run, write_base, write_dataset
+from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
+
+KINDS = ["dora", "lokr", "loha", "oft", "boft"]
+RATES = {"oft": 0.01, "boft": 0.01}  # angles; the others' factors of the update take 0.02
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("kinds")
+    return write_base(folder / "base"), write_dataset(folder / "data", images=4)
+
+
+def train(files: tuple[Path, Path], output: Path, kind: str, **settings: object) -> RunEvents:
+    defaults = {
+        "network_type": kind,
+        "network_dim": 6,  # boft's smallest block for 384 outputs
+        "learning_rate": RATES.get(kind, 0.02),
+        "save_format": "comfy",
+        "max_train_steps": 4,
+    }
+    if kind not in ("oft", "boft"):
+        defaults["network_alpha"] = 3
+    return run(*files, output, **(defaults | settings))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(
+    request: pytest.FixtureRequest, files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, RunEvents]:
+    """One whole run of each kind with a state two steps before its end."""
+    output = tmp_path_factory.mktemp(request.param)
+    settings = {"max_train_steps": STEPS, "log_every_n_steps": 1, "gradient_checkpointing": True}
+    saved = {"save_state": True, "save_every_n_steps": STEPS - 2}
+    return request.param, output, train(files, output, request.param, **settings, **saved)
+
+
+def losses(output: Path) -> list[float]:
+    return [
+        json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines() if '"loss"' in line
+    ]
+
+
+def trained_output(events: RunEvents) -> Tensor:
+    return forward(events.task.transformer.eval())
+
+
+def forward(transformer: torch.nn.Module) -> Tensor:
+    inputs = tiny_flux_inputs()
+    with torch.no_grad():
+        return pipeline_forward(transformer, inputs.pop("latents"), inputs.pop("sigmas"), inputs)
+
+
+def merged_output(base: Path, file: Path, folder: Path) -> Tensor:
+    merge_loras(base, [LoraSource(file, 1.0)], folder, FLUX_TARGETS)
+    return forward(FluxTransformer2DModel.from_pretrained(folder / "transformer").eval())
+
+
+def test_a_run_learns_and_its_merged_file_is_the_trained_model(
+    files: tuple[Path, Path], trained: tuple[str, Path, RunEvents], tmp_path: Path
+) -> None:
+    _, output, events = trained
+    seen = losses(output)
+    # random timesteps: single losses vary, means of a third of the run fall
+    assert sum(seen[-4:]) < sum(seen[:4])
+    plain = forward(FluxTransformer2DModel.from_pretrained(files[0] / "transformer").eval())
+    moved = (plain - trained_output(events)).abs().max()
+    assert moved > 0.02
+    merged = merged_output(files[0], output / "lora.safetensors", tmp_path / "merged")
+    assert (merged - trained_output(events)).abs().max() < 1e-4 * max(1.0, moved)  # fp32 throughout
+
+
+def test_comfyui_reads_the_file_as_the_trained_weights(trained: tuple[str, Path, RunEvents]) -> None:
+    _, output, events = trained
+    stems: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in lora(output).items():
+        stem, _, rest = key.partition(".")
+        stems.setdefault(stem, {})[rest] = tensor
+    modules = events.task.network.modules
+    assert len(stems) == len(modules) > 20
+    for name, layer in modules.items():
+        # SimpleTuner's naming, which ComfyUI's model_lora_keys_unet maps to the rows of the original weight
+        weight = comfy_weight(layer.base.weight, stems["lycoris_" + name.replace(".", "_")])
+        x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            expected = x.double() @ weight.t() + layer.bias.double()
+            torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-4)  # fp32 layer
+
+
+def test_a_resumed_run_gives_the_same_file(
+    files: tuple[Path, Path], trained: tuple[str, Path, RunEvents], tmp_path: Path
+) -> None:
+    kind, output, _ = trained
+    state = output / f"lora-step{STEPS - 2:08d}-state"
+    train(files, tmp_path, kind, max_train_steps=STEPS, gradient_checkpointing=True, resume=state)
+    assert largest_difference(lora(tmp_path), lora(output)) == 0
+
+
+def test_network_weights_go_on_from_a_file(files: tuple[Path, Path], trained: tuple[str, Path, RunEvents]) -> None:
+    _, output, events = trained
+    fresh = FluxTransformer2DModel.from_pretrained(files[0] / "transformer").eval()
+    network = inject_adapter(fresh, events.task.network.options, FLUX_TARGETS, seed=99)
+    assert network.load_file(output / "lora.safetensors").endswith(f"{len(network.modules)} modules loaded")
+    # comfy's dora_scale is made of the magnitudes and back again: fp32 rounding
+    torch.testing.assert_close(forward(fresh), trained_output(events), rtol=1e-4, atol=1e-4)
+
+
+def test_diffusers_loads_a_dora(files: tuple[Path, Path], tmp_path: Path) -> None:
+    events = train(files, tmp_path / "run", "dora", save_format="diffusers", max_train_steps=8)
+    transformer = FluxTransformer2DModel.from_pretrained(files[0] / "transformer")
+    transformer.load_lora_adapter(tmp_path / "run", weight_name="lora.safetensors", prefix="transformer")
+    difference = (forward(transformer.eval()) - trained_output(events)).abs().max()
+    assert difference < 1e-4  # fp32
+    merged = merged_output(files[0], tmp_path / "run" / "lora.safetensors", tmp_path / "merged")
+    assert (merged - trained_output(events)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr"])  # the one that asks for the weight's lengths, and one that does not
+def test_fp8_weights_and_swapped_blocks_change_nothing_but_the_base(
+    files: tuple[Path, Path], kind: str, tmp_path: Path
+) -> None:
+    big = tiny_flux_pipeline(tmp_path / "big", double_blocks=3, single_blocks=4)
+    together = {"fp8_scaled": True, "max_train_steps": 2}
+    train((big, files[1]), tmp_path / "swapped", kind, blocks_to_swap=1, **together)
+    train((big, files[1]), tmp_path / "stays", kind, **together)
+    # the swapped blocks' weights are the same numbers, multiplied by the same functions
+    assert largest_difference(lora(tmp_path / "swapped"), lora(tmp_path / "stays")) < 1e-3
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_start_from_the_weights_learns_and_is_saved_as_a_plain_lora(
+    files: tuple[Path, Path], start: str, tmp_path: Path
+) -> None:
+    settings = {"init_lora_weights": start, "save_format": "diffusers", "learning_rate": 1e-3}
+    events = train(files, tmp_path / "run", "lora", **settings, save_state=True, save_every_n_steps=2)
+    tensors = lora(tmp_path / "run")
+    assert {t.shape[0] for key, t in tensors.items() if "lora_A" in key} == {12}  # twice the rank
+    transformer = FluxTransformer2DModel.from_pretrained(files[0] / "transformer")
+    before = forward(transformer.eval())
+    transformer.load_lora_adapter(tmp_path / "run", weight_name="lora.safetensors", prefix="transformer")
+    assert (forward(transformer.eval()) - trained_output(events)).abs().max() < 1e-4  # fp32
+    assert (before - trained_output(events)).abs().max() > 0.01
+    with events.task.network.disabled():
+        assert (before - trained_output(events)).abs().max() < 1e-5  # the base was never touched
+    if start == "pissa":  # the start itself is in the state: a decomposition may differ from one machine to another
+        train(files, tmp_path / "rest", "lora", **settings, resume=tmp_path / "run" / "lora-step00000002-state")
+        assert largest_difference(lora(tmp_path / "rest"), tensors) == 0
+
+
+def test_rslora_is_saved_with_the_alpha_that_every_program_understands(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    events = train(files, tmp_path / "run", "lora", use_rslora=True, save_format="kohya")
+    assert events.task.network.modules["transformer_blocks.0.attn.to_out.0"].scale == 3 / math.sqrt(6)
+    alpha = lora(tmp_path / "run")["lora_unet_double_blocks_0_img_attn_proj.alpha"]
+    assert float(alpha) == pytest.approx(3 * math.sqrt(6), rel=1e-6)  # alpha / rank is the scale; stored in fp32
+    merged = merged_output(files[0], tmp_path / "run" / "lora.safetensors", tmp_path / "merged")
+    assert (merged - trained_output(events)).abs().max() < 1e-4
+
+
+def test_text_encoders_are_adapted_too(files: tuple[Path, Path], tmp_path: Path) -> None:
+    train(files, tmp_path / "run", "lokr", text_encoder_lr=0.01, max_train_steps=1)
+    keys = load_file(tmp_path / "run" / "lora.safetensors")
+    assert "lora_te1_text_model_encoder_layers_0_mlp_fc1.lokr_w1" in keys
+    path = tmp_path / "run" / "lora.safetensors"
+    report = merge_loras(files[0], [LoraSource(path, 1.0)], tmp_path / "merged", FLUX_TARGETS)
+    assert report.changed == len({key.split(".")[0] for key in keys})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"network_type": "lokr", "save_format": "diffusers"}, "save_format: no program loads network_type lokr from"),
+        ({"network_type": "dora", "save_format": "kohya"}, "set save_format = diffusers or comfy"),
+        ({"network_type": "loha", "network_dropout": 0.1}, "network_dropout: network_type loha has no such dropout"),
+        ({"network_type": "dora", "network_args": ["module_dropout=0.1"]}, "module_dropout: network_type dora has no"),
+        ({"network_type": "oft", "network_args": ["loraplus_lr_ratio=4"]}, "network_type oft has no A and B"),
+        ({"network_type": "dora", "network_args": ["factor=4"]}, "factor: has no effect on network_type dora"),
+        ({"network_type": "lokr", "use_rslora": True}, "use_rslora: is about the scale of a LoRA or DoRA"),
+        ({"network_type": "dora", "init_lora_weights": "pissa"}, "init_lora_weights: pissa is for network_type lora"),
+        ({"network_type": "boft", "network_alpha": 2}, "network_alpha: network_type boft rotates weights"),
+        ({"network_type": "lora", "init_lora_weights": "olora", "network_dropout": 0.1}, "would drop the start of"),
+        ({"network_type": "lora", "init_lora_weights": "pissa", "network_dim": 200}, "has no 200 directions"),
+        ({"network_type": "lokr", "network_args": ["factor=0"]}, "factor=0: must be a whole number"),
+    ],
+)
+def test_impossible_combinations_are_refused_at_the_start(
+    files: tuple[Path, Path], settings: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        run(*files, tmp_path / "run", **({"save_format": "comfy"} | settings))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_state_of_another_kind_is_not_gone_on_with(
+    files: tuple[Path, Path], trained: tuple[str, Path, RunEvents], tmp_path: Path
+) -> None:
+    kind, output, _ = trained
+    state = output / f"lora-step{STEPS - 2:08d}-state"
+    alpha = 1.0 if kind in ("oft", "boft") else 3.0
+    with pytest.raises(UserError, match=f'was trained with network_type = "{kind}", now it is "lora"'):
+        train(files, tmp_path, "lora", resume=state, learning_rate=RATES.get(kind, 0.02), network_alpha=alpha)

@@ -1,0 +1,263 @@
+"""Pretraining: exact resume, exact accumulation, what is decayed and clipped, what a run leaves behind."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from library.config.load import load_llm_config
+from library.config.pretrain_schema import LLMModelConfig
+from library.errors import UserError
+from library.llm.token_batches import TokenBatches, TokenShards
+from library.models.llm.files import load_lm
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import PRESETS
+from library.training.optim.muon import MuonWithAdamW
+from library.training.tasks.pretraining import flops_per_token, fresh_config, parameter_groups
+from tests.pretraining_runs import flags, lines, run, weights
+from tests.processes import launcher, run_command
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"optimizer_type": "Muon", "mixed_precision": "bf16"},
+        {"full_bf16": True, "gradient_checkpointing": True, "tokens_per_batch": 256},
+    ],
+    ids=["adamw", "muon, autocast", "full bf16, checkpointing, accumulation"],
+)
+def test_a_resumed_run_ends_with_the_same_bits(settings: dict, corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "whole", save_every_n_steps=4, save_state=True, **settings)
+    shutil.copytree(tmp_path / "whole", tmp_path / "rest")
+    run(corpus, tmp_path / "rest", resume=tmp_path / "whole/model-step00000004-state", **settings)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "rest"))
+    assert not same(weights(tmp_path / "whole"), weights(tmp_path / "whole", "model-step00000004"))
+    whole, rest = lines(tmp_path / "whole"), lines(tmp_path / "rest")
+    for key in ("step", "loss", "loss_ema", "grad_norm", "tokens", "lr/vectors", "val_loss"):
+        assert [line.get(key) for line in whole] == [line.get(key) for line in rest], key
+
+
+def test_a_resumed_run_of_another_batch_size_goes_on_in_the_data_where_the_first_ended(
+    corpus: Path, tmp_path: Path
+) -> None:
+    run(corpus, tmp_path, save_every_n_steps=4, save_state=True, lr_scheduler="constant", lr_warmup_steps=None)
+    constant = {"lr_scheduler": "constant", "lr_warmup_steps": None, "resume": tmp_path / "model-step00000004-state"}
+    run(corpus, tmp_path, train_batch_size=8, max_train_steps=5, **constant)
+    line = next(line for line in lines(tmp_path) if line["step"] == 5)
+    assert line["tokens"] == (4 * 4 + 8) * 32
+    # windows 16 to 24 of the order
+    model = load_lm(tmp_path / "model-step00000004", torch.float32)
+    tokens = TokenBatches(TokenShards(corpus, "train"), 32, 8, seed=5).batch(2)
+    with torch.no_grad():
+        assert line["loss"] == pytest.approx(model(tokens[:, :-1], tokens[:, 1:]).item(), rel=1e-5)
+
+
+def test_the_first_step_is_adamws_on_the_mean_of_all_windows(corpus: Path, tmp_path: Path) -> None:
+    settings = {"max_train_steps": 1, "lr_scheduler": "constant", "lr_warmup_steps": None, "max_grad_norm": 0.1}
+    run(corpus, tmp_path / "two", tokens_per_batch=256, **settings)  # 2 x 4 windows of 32
+    config = load_llm_config(flags(corpus, tmp_path, **settings))
+    shards = TokenShards(corpus, "train")
+    from library.training.tasks.pretraining import build_model
+
+    model = build_model(config, shards.vocab_size, torch.device("cpu"))
+    batches = TokenBatches(shards, 32, 4, seed=5)
+    tokens = torch.cat([batches.batch(0), batches.batch(1)])
+    logits = model(tokens[:, :-1])[..., : shards.vocab_size]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95)).step()
+    (line, _) = lines(tmp_path / "two")
+    # fp32 sums in another order
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    written = load_lm(tmp_path / "two/model", torch.float32)
+    for (name, ours), expected in zip(written.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected[: len(ours)], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_gradients_are_clipped_only_after_the_warm_up_unless_asked(corpus: Path, tmp_path: Path) -> None:
+    for name, settings in {
+        "none": {"max_grad_norm": 0.0},
+        "late": {"max_grad_norm": 1e-3},
+        "early": {"max_grad_norm": 1e-3, "clip_during_warmup": True},
+    }.items():
+        run(corpus, tmp_path / name, optimizer_type="SGD", save_every_n_steps=1, max_train_steps=3, **settings)
+    free, late, early = (
+        [weights(tmp_path / name, f"model-step{step:08d}") for step in (1, 2, 3)] for name in ("none", "late", "early")
+    )
+    assert same(late[0], free[0])
+    assert same(late[1], free[1])  # two steps of warm-up
+    assert not same(late[2], free[2])
+    assert not same(early[0], free[0])
+
+
+def test_a_run_that_leaves_the_numbers_stops_and_saves_nothing_of_it(corpus: Path, tmp_path: Path) -> None:
+    wild = {"learning_rate": 1e38, "lr_scheduler": "constant", "lr_warmup_steps": None, "log_every_n_steps": 1000}
+    with pytest.raises(UserError, match="step 2: the model's .* is not finite .*; nothing is saved of that"):
+        run(corpus, tmp_path, save_every_n_steps=1, save_state=True, **wild)
+    saved = sorted(path.name for path in tmp_path.glob("model-step*") if not path.name.endswith("-state"))
+    assert all(torch.isfinite(tensor).all() for name in saved for tensor in weights(tmp_path, name).values())
+    assert not (tmp_path / "model").exists()
+
+
+def test_training_learns_what_there_is_to_learn(corpus: Path, tmp_path: Path) -> None:
+    prompts = {"sample_prompts": ["the cat", "a dog"], "sample_every_n_steps": 60, "sample_tokens": 8}
+    settings = {"max_train_steps": 60, "validate_every_n_steps": 30, "train_batch_size": 8}
+    events = run(corpus, tmp_path, curves=True, **settings, **prompts)
+    before, _, after = events.val_losses
+    vocabulary = TokenShards(corpus, "train").vocab_size
+    assert before == pytest.approx(math.log(vocabulary), rel=0.02)  # fresh weights know nothing
+    # sixteen equally likely words; a token each, mostly: the best is ln 16, nothing can go below
+    assert math.log(16) * 0.8 < after < math.log(16) * 1.25
+    held_out = [line for line in lines(tmp_path) if "val_loss" in line]
+    assert [line["step"] for line in held_out] == [0, 30, 60]
+    assert held_out[-1]["val_perplexity"] == pytest.approx(math.exp(after))
+    trained = [line for line in lines(tmp_path) if "loss" in line]
+    assert trained[-1]["tokens"] == 60 * 8 * 32
+    assert trained[-1]["lr/matrices"] == pytest.approx(3e-4, rel=0.05)  # the floor, a tenth
+    assert trained[0]["lr/matrices"] == pytest.approx(3e-3 / 2)
+    samples = (tmp_path / "samples/00000060.txt").read_text()
+    assert samples.startswith("the cat")
+    assert "a dog" in samples
+    assert (tmp_path / "lr.png").stat().st_size > 10000
+    # what it wrote is a model for transformers
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 0
+    ids = torch.tensor([tokenizer.encode("the cat sat on the mat")])
+    with torch.no_grad():
+        theirs, ours = model(ids).logits, load_lm(tmp_path / "model", torch.float32)(ids)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_published_model_is_gone_on_from(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "first")
+    settings = {"preset": None, "width": None, "layers": None, "heads": None, "init_from": tmp_path / "first/model"}
+    events = run(corpus, tmp_path / "second", max_train_steps=3, learning_rate=0.0, **settings)
+    assert same(weights(tmp_path / "first"), weights(tmp_path / "second"))
+    assert events.val_losses[-1] == pytest.approx(lines(tmp_path / "first")[-1]["val_loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_with_twice_the_batch(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "one", train_batch_size=8, max_train_steps=3)
+    done = run_command(
+        [sys.executable, *launcher(), str(ROOT / "train_llm.py"), *flags(corpus, tmp_path / "two", max_train_steps=3)],
+        tmp_path,
+        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
+    for key in ("step", "tokens"):
+        assert [line.get(key) for line in one] == [line.get(key) for line in two]
+    for ours, theirs in zip(one, two, strict=True):  # sums in another order
+        assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-4)
+        assert ours.get("val_loss", 0) == pytest.approx(theirs.get("val_loss", 0), rel=1e-4)
+
+
+def test_only_matrices_decay_and_tied_ones_are_there_once() -> None:
+    with torch.device("meta"):
+        model = TransformerLM(PRESETS["gpt2-tiny"])
+    matrices, vectors = parameter_groups(model, 0.1)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert all(p.ndim == 2 for p in matrices["params"])
+    assert all(p.ndim == 1 for p in vectors["params"])
+    assert sum(p.numel() for group in (matrices, vectors) for p in group["params"]) == 13_891_584
+
+
+def test_muon_steps_hidden_matrices_as_torchs_and_the_rest_as_adamws() -> None:
+    torch.manual_seed(0)
+    hidden, table, bias = (torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (8, 4), (4,)))
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in (hidden, table, bias)]
+    groups = [{"params": [hidden, table], "weight_decay": 0.1}, {"params": [bias], "weight_decay": 0.0}]
+    joined = MuonWithAdamW(groups, {id(hidden)}, lr=0.01)
+    muon = torch.optim.Muon([copies[0]], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    rest = [{"params": [copies[1]], "weight_decay": 0.1}, {"params": [copies[2]], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95))
+    for _ in range(3):
+        for p, copy in zip((hidden, table, bias), copies, strict=True):
+            p.grad = torch.randn_like(p)
+            copy.grad = p.grad.clone()
+        for optimizer in (joined, muon, adamw):
+            optimizer.step()
+    assert torch.equal(hidden, copies[0])
+    for p, copy in zip((table, bias), copies[1:], strict=True):
+        torch.testing.assert_close(p, copy, rtol=1e-6, atol=1e-6)  # fused against not
+
+
+def test_mfu_counts_what_the_palm_paper_counts() -> None:
+    with torch.device("meta"):
+        model = TransformerLM(PRESETS["gpt2-124m"])
+    # nanoGPT's estimate_mfu: 6 N + 12 L H Q T with N all parameters but positions; norms and biases are 0.1 %
+    expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert flops_per_token(model, 1024) == pytest.approx(expected, rel=2e-3)
+
+
+def test_sizes_of_a_preset_can_be_changed() -> None:
+    config = fresh_config(LLMModelConfig(preset="llama-tiny", width=192, heads=3, kv_heads=1), 1000)
+    assert (config.hidden, config.head_dim, config.kv_heads, config.padded_vocab_size) == (512, 64, 1, 1024)
+    with pytest.raises(UserError, match="width: 100 does not divide into 6 heads"):
+        fresh_config(LLMModelConfig(preset="llama-tiny", width=100), 1000)
+    with pytest.raises(UserError, match="no model 'llama-tny'; did you mean 'llama-tiny'"):
+        fresh_config(LLMModelConfig(preset="llama-tny"), 1000)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokens_per_batch": 200}, "200 is no multiple of 128 .* set 256"),
+        ({"context": 100000}, "fewer than two windows of 100000"),
+        ({"init_from": "x"}, "give either preset"),
+        ({"full_bf16": True, "mixed_precision": "bf16"}, "weights are bf16 already"),
+        ({"sample_every_n_steps": 3}, "sample_every_n_steps: has no effect without sample_prompts"),
+        (
+            {"sample_tokens": 8, "sample_top_p": 0.5},
+            "sample_tokens: .* without sample_prompts; .*\nsample_top_p: .* with",
+        ),
+        ({"resume": "nowhere"}, "nowhere is no training state"),
+        ({"learning_rte": 1}, "unknown flag; did you mean 'learning_rate'"),
+        ({"data_dir": "nowhere"}, "run tools/prepare_text.py first"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_cannot_work_ends_with_one_line(settings: dict, message: str, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        run(corpus, tmp_path, **settings)
+
+
+def test_a_state_is_not_gone_on_from_with_other_settings(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path, save_every_n_steps=3, save_state=True, max_train_steps=3)
+    state = tmp_path / "model-step00000003-state"
+    with pytest.raises(UserError, match="trained with learning_rate = 0.003, now it is 0.1"):
+        run(corpus, tmp_path / "b", resume=state, learning_rate=0.1)
+    with pytest.raises(UserError, match="is at step 3 and the run ends at 3; raise max_train_steps"):
+        run(corpus, tmp_path / "b", resume=state, max_train_steps=3)
+    with pytest.raises(UserError, match="its weights are not those of this run"):
+        run(corpus, tmp_path / "b", resume=state, layers=3)
+
+
+def test_the_script_ends_with_exit_code_2_on_a_mistake(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train_llm.py"), "--preset", "llama-tiny", "--data_dir", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: nowhere/index.json: no such file")
+    assert done.stderr.count("\n") == 1
