@@ -44,6 +44,10 @@ from library.safetensors_io import read_safetensors_header, write_safetensors
 
 WEIGHTS, POSITION = "weights.safetensors", "position.json"
 AUTO = "auto"
+_OF_ANOTHER_VERSION = (
+    "is incomplete or of another version of Tandem ({}); resume it with the version that wrote it, or start a new run "
+    "from its LoRA or model (network_weights, init_from)"
+)
 Config = TypeVar("Config", "TrainConfig", "ChatTrainConfig", "PretrainConfig")
 
 
@@ -115,17 +119,21 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
     """Return the position of a saved state, and its base's fingerprint; the weights are not read.
 
     Raises:
-        UserError: ``folder`` is no state, or one of other ``settings`` (those of ``resume_keys``).
+        UserError: ``folder`` is not a state, a damaged one, of another version, or of other ``settings`` (those of
+            ``resume_keys``).
     """
+    folder = Path(folder)
+    if lacking := _find_lacking(folder):
+        raise UserError(f"resume: {lacking}")
     try:
-        saved = json.loads((Path(folder) / POSITION).read_text(encoding="utf-8"))
+        saved = json.loads((folder / POSITION).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"resume: {folder / POSITION} cannot be read ({error}); resume from another state") from None
+    try:
         base, then, _ = saved.pop("base"), saved.pop("settings"), saved.pop("saved", None)
         position = Position(**saved)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"position.json is damaged: {error}"
-        raise UserError(
-            f"resume: {folder} is no training state ({reason}); give a folder that save_state wrote"
-        ) from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"resume: {folder} {_OF_ANOTHER_VERSION.format(f'{POSITION} does not fit: {error}')}") from None
     for key in sorted(then.keys() & settings.keys()):
         if then[key] != settings[key]:
             raise UserError(
@@ -134,6 +142,17 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
                 "from its weights (network_weights, init_from)"
             )
     return position, base
+
+
+def _find_lacking(folder: Path) -> str | None:
+    """Return in words, with the remedy, which file of every state ``folder`` lacks; None if it has them."""
+    if not folder.is_dir():
+        return f"{folder} is not a training state (no such folder); give a folder that save_state wrote"
+    if not (folder / POSITION).is_file():
+        return f"{folder} is not a training state of Tandem (it has no {POSITION}); give a folder that save_state wrote"
+    if not (folder / WEIGHTS).is_file():
+        return f"{folder} {_OF_ANOTHER_VERSION.format(f'it has no {WEIGHTS}')}"
+    return None
 
 
 def check_state(
@@ -283,8 +302,8 @@ def newest_state(folder: Path, name: str, say: Callable[[str], None] = lambda _:
 
 def find_damage(state: Path) -> str | None:
     """Return in words what is missing or cut off in a state folder; None if it is complete. No tensor is read."""
-    if not (state / POSITION).is_file():
-        return f"{state} has no {POSITION}"
+    if lacking := _find_lacking(state):
+        return lacking
     for file in sorted(state.iterdir()):
         try:
             if file.suffix == ".json":

@@ -15,6 +15,7 @@ from library.training.checkpoint.state import (
     OutputNames,
     Position,
     load_training_state,
+    newest_state,
     read_position,
     save_training_state,
 )
@@ -93,8 +94,35 @@ def test_a_state_that_does_not_belong_is_refused_by_name(tmp_path: Path) -> None
         load(tmp_path / "x-state", {"b": torch.ones(1)}, _parts(), "base")
     with pytest.raises(UserError, match=r"not those of this run \(1 tensors differ, first a\)"):
         load(tmp_path / "x-state", {"a": torch.ones(2)}, _parts(), "base")
-    with pytest.raises(UserError, match="is no training state"):
+    with pytest.raises(
+        UserError, match="is not a training state .no such folder.; give a folder that save_state wrote"
+    ):
         load(tmp_path / "no-state", {}, {}, "base")
+
+
+def test_a_folder_that_is_not_a_state_of_this_version_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(UserError) as caught:
+            read_position(state, {})
+        assert newest_state(tmp_path, "x") is None  # resume = "auto" passes it over too
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    state = tmp_path / "x-state"
+    state.mkdir()
+    (state / "train_state.json").write_text('{"current_epoch": 1, "current_step": 3}')  # as sd-scripts writes
+    assert "is not a training state of Tandem (it has no position.json); give a folder" in refusal()
+    save_training_state(state, {"a": torch.ones(1)}, _states(), Position(step=3), "base")
+    (state / "weights.safetensors").rename(state / "lora.safetensors")  # as Tandem wrote it before 2026-11
+    assert "of another version of Tandem (it has no weights.safetensors); resume it with the version" in refusal()
+
+
+def test_a_position_of_another_version_is_refused(tmp_path: Path) -> None:
+    save_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, _states(), Position(), "base")
+    for text in ("{}", "[]", '{"base": "base", "settings": {}, "windows": 3}'):
+        (tmp_path / "x-state" / "position.json").write_text(text)
+        with pytest.raises(UserError, match="of another version of Tandem .position.json does not fit: .*start a new"):
+            read_position(tmp_path / "x-state", {})
 
 
 def test_a_changed_setting_that_the_state_would_win_over_is_refused(tmp_path: Path) -> None:
@@ -131,13 +159,10 @@ def test_a_damaged_state_is_refused_by_name(tmp_path: Path) -> None:
             load(tmp_path / "x-state", {"a": torch.ones(1)}, parts or _parts(), "base")
         return str(caught.value)
 
-    (saved() / "weights.safetensors").unlink()
-    assert "weights.safetensors cannot be read" in refusal()
     (saved() / "weights.safetensors").write_text("no tensors")
     assert "weights.safetensors cannot be read" in refusal()
-    for text in ("{", "{}", "[]", '{"base": "base", "settings": {}, "stap": 3}'):
-        (saved() / "position.json").write_text(text)
-        assert "position.json is damaged" in refusal()
+    (saved() / "position.json").write_text("{")
+    assert "position.json cannot be read" in refusal()
     saved()
     two = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(2)])
     assert "the saved optimizer does not fit this run" in refusal({"optimizer": two})

@@ -178,7 +178,7 @@ def test_training_goes_on_from_network_weights(base: Path, dataset: Path, tmp_pa
     ("settings", "message"),
     [
         ({"validate_every_n_steps": 2}, "validate_every_n_steps: no images are held out; set validation_split"),
-        ({"resume": "nowhere"}, "resume: nowhere is no training state"),
+        ({"resume": "nowhere"}, "resume: nowhere is not a training state"),
         ({"max_train_epochs": 1, "gradient_accumulation_steps": 50}, "fewer than gradient_accumulation_steps 50"),
         ({"mixed_precision": "fp16"}, "mixed_precision: fp16 needs a GPU"),
         ({"network_weights": "nowhere.safetensors"}, "nowhere.safetensors"),
@@ -203,7 +203,7 @@ def test_what_cannot_work_is_refused_in_one_line(
         ({"optimizer_type": "AdamWW"}, "no optimizer 'AdamWW'; did you mean 'AdamW'?"),
         ({"optimizer_args": ["weight_decai=0.1"]}, "did you mean 'weight_decay'?"),
         ({"network_weights": "nowhere.safetensors"}, "network_weights: nowhere.safetensors does not exist"),
-        ({"resume": "nowhere"}, "resume: nowhere is no training state (No such file or directory)"),
+        ({"resume": "nowhere"}, "resume: nowhere is not a training state (no such folder)"),
         ({"output_dir": "/proc/x"}, "output_dir: /proc/x: /proc cannot be written to"),
     ],
 )

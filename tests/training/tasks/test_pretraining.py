@@ -233,7 +233,7 @@ def test_sizes_of_a_preset_can_be_changed() -> None:
             {"sample_tokens": 8, "sample_top_p": 0.5},
             "sample_tokens: .* without sample_prompts; .*\nsample_top_p: .* with",
         ),
-        ({"resume": "nowhere"}, "nowhere is no training state"),
+        ({"resume": "nowhere"}, "nowhere is not a training state"),
         ({"learning_rte": 1}, "unknown flag; did you mean 'learning_rate'"),
         ({"data_dir": "nowhere"}, "run tools/prepare_text.py first"),
     ],
