@@ -33,7 +33,7 @@ from library.config.rules import model_conflicts
 from library.config.schema import ModelConfig, PrecisionConfig
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
-from library.llm.chat_templates import CHAT_TEMPLATES, ChatTemplate, Llama3Template, Message, load_chat_template
+from library.llm.chat_templates import CHAT_TEMPLATES, ChatTemplate, Message, load_chat_template
 from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer
 from library.models.llm.model import TransformerLM
@@ -136,7 +136,7 @@ def text(options: argparse.Namespace) -> list[str]:
     template = read_template(options, tokenizer, lora)
     turn_ends = template.ends if template else ()
     settings = replace(sampling_settings(options), stop_tokens=(*tokenizer.stop_tokens, *turn_ends, *ends))
-    given = [prompt_tokens(tokenizer, prompt, options.chat, options.system, template) for prompt in prompts]
+    given = [prompt_tokens(tokenizer, prompt, options.system, template) for prompt in prompts]
     model = load_language_model(options.model, options.dtype, options.fp8_scaled)
     if lora is not None:
         put_lora_on(model, lora.path, lora.ratio)
@@ -185,13 +185,10 @@ def read_text_prompts(options: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def prompt_tokens(
-    tokenizer: Tokenizer, prompt: str, chat: bool, system: str | None, template: ChatTemplate | None = None
-) -> list[int]:
-    """Return the tokens of a prompt: a text's beginning, or a message in ``template``, Llama 3's by default."""
-    if chat:
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, system: str | None, template: ChatTemplate | None) -> list[int]:
+    """Return the tokens of a prompt: a message in ``template``, or a text's beginning where there is none."""
+    if template is not None:
         messages = [Message("system", system)] if system else []
-        template = template or Llama3Template(tokenizer)
         return template.tokens([*messages, Message("user", prompt)], answer_next=True)[0]
     first = [] if tokenizer.bos is None else [tokenizer.bos]
     return first + tokenizer.encode(prompt)

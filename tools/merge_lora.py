@@ -94,8 +94,7 @@ def merge_into_lora(options: argparse.Namespace) -> str:
 
 def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
     """Merge the LoRAs into ``--model``; return what became of it, in a line."""
-    from library.llm.chat_templates import SOURCES as JINJA_SOURCES
-    from library.llm.chat_templates import write_jinja_template
+    from library.llm.chat_templates import BUILT_IN, write_jinja_template
     from library.training.tasks.chat_lora import template_of
     from networks.merging.merge import merge_loras
 
@@ -113,7 +112,7 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
     for note in report.notes:
         print(f"note: {note}")
     template = template_of(lora_source(options.lora[0]).path) if targets.own_names else None
-    if template in JINJA_SOURCES and options.save_to.is_dir():
+    if template in BUILT_IN and options.save_to.is_dir():
         file = write_jinja_template(template, options.save_to)
         print(f"note: it was taught in the template {template}, which {file} tells other programs")
     return f"{options.save_to}: {report.changed} of {report.written} tensors changed by {len(options.lora)} LoRA(s)"

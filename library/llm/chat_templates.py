@@ -15,8 +15,8 @@ no template can the text of a message end its turn.
 In a prompt, earlier answers are the tokens that the model said, not their text encoded again: the same text can be
 other tokens, and keys and values computed for the first ones would be of no use.
 
-The built-in templates exist a second time in Jinja, which transformers, vLLM and llama.cpp's converter read from a
-model's folder (:func:`write_jinja_template`); tests hold both to the same tokens.
+All but ``text`` are Jinja, which transformers, vLLM and llama.cpp's converter read from a model's folder too: the
+built-in ones, in ``templates/`` beside this module, can be written there (:func:`write_jinja_template`).
 
 Sources: Llama 3: https://www.llama.com/docs/model-cards-and-prompt-formats/meta-llama-3/; Llama 2: meta-llama/llama
 ``llama/generation.py``; ChatML: openai-python ``chatml.md`` as Qwen publishes it.
@@ -29,7 +29,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,6 @@ from library.llm.tokenizers import Tokenizer
 
 NO_ANSWER = -1
 JINJA_FILE = "chat_template.jinja"
-_LLAMA3_MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE = "26 Jul 2024"  # Llama 3.1's default; it writes today's if not told, and a run resumed tomorrow would be another
 _BREAK = "\ue000"  # private use: put into special tokens' names in messages, and taken out again before encoding
@@ -119,17 +118,36 @@ class TextTemplate(PromptTemplate):
 
 
 class ChatTemplate(PromptTemplate):
-    """Messages to tokens."""
+    """A Jinja template, rendered by transformers.
+
+    Answers are where the template marks them (``{% generation %}``), else found by rendering the chat up to each.
+    """
 
     has_turns = True
 
-    @abstractmethod
+    def __init__(self, name: str, tokenizer: Tokenizer, source: str, names: dict[str, str]) -> None:
+        """Take the template's text, and the special tokens that it may name (``bos_token``)."""
+        super().__init__(tokenizer)
+        self.name, self._source, self._names = name, source, names
+
     def tokens(self, messages: Sequence[Message], answer_next: bool = False) -> tuple[list[int], list[int]]:
         """Return the tokens of ``messages``, and for each the index of the assistant's message that it ends or says.
 
         That index is ``NO_ANSWER`` for what the assistant did not say. With ``answer_next`` the tokens end where the
         assistant's next answer begins. A role or an order that the template has no place for is a ``UserError``.
         """
+        if self.name in ("llama2", "plain") and not answer_next and messages[-1].role == "user":
+            messages = messages[:-1]  # it would end in the words that call for an answer, and then none
+        safe = [Message(message.role, self._broken(message.content)) for message in messages]
+        text, spans = self._render(safe, answer_next)
+        spoken = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        if len(spans) != len(spoken):
+            spans = [self._span(safe, index, text) for index in spoken]
+        tokens, places = self._encode(text, [place for span in spans for place in span])
+        owners = [NO_ANSWER] * len(tokens)
+        for index, first, last in zip(spoken, places[::2], places[1::2], strict=True):
+            owners[first:last] = [index] * (last - first)
+        return tokens, owners
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -159,132 +177,6 @@ class ChatTemplate(PromptTemplate):
         marks = encoded[-1:] if encoded[-1] in self.tokenizer.special.values() else []
         return [*turn.said[:-1], *(marks or turn.said[-1:])] if turn.ended else [*turn.said, *marks]
 
-
-class Llama3Template(ChatTemplate):
-    """Headers and <|eot_id|>; blanks at the ends of messages are cut, as the published template does."""
-
-    name = "llama3"
-
-    def tokens(self, messages: Sequence[Message], answer_next: bool = False) -> tuple[list[int], list[int]]:
-        special, encode = self.tokenizer.special, self.tokenizer.encode
-        if missing := [mark for mark in _LLAMA3_MARKS if mark not in special]:
-            raise UserError(f"the tokenizer has no {missing[0]}, so no Llama 3 chat; use an instruct model's or add it")
-        begin, open_header, close_header, end = (special[mark] for mark in _LLAMA3_MARKS)
-        tokens, owners = [begin], [NO_ANSWER]
-        for index, message in enumerate(messages):
-            role = "ipython" if message.role == "tool" else message.role
-            if role not in ("system", "user", "assistant", "ipython"):
-                raise UserError(f"role {role!r} is none of system, user, assistant, tool; correct it")
-            header = [open_header, *encode(role), close_header, *encode("\n\n")]
-            said = [*encode(message.content.strip()), end]
-            tokens += header + said
-            owners += [NO_ANSWER] * len(header) + [index if role == "assistant" else NO_ANSWER] * len(said)
-        if answer_next:
-            header = [open_header, *encode("assistant"), close_header, *encode("\n\n")]
-            tokens, owners = tokens + header, owners + [NO_ANSWER] * len(header)
-        return tokens, owners
-
-
-class Llama2Template(ChatTemplate):
-    """[INST] and [/INST], which are plain text; a question and its answer are encoded together."""
-
-    name = "llama2"
-
-    def tokens(self, messages: Sequence[Message], answer_next: bool = False) -> tuple[list[int], list[int]]:
-        system, turns = _alternating(messages, self.name, answer_next)
-        begin, end = self.tokenizer.bos, self.tokenizer.eos
-        if begin is None or end is None:
-            raise UserError("chat_template: llama2 needs <s> and </s>, which this tokenizer lacks; choose another")
-        tokens: list[int] = []
-        owners: list[int] = []
-        for number, (question, answer, owner) in enumerate(turns):
-            asked = question.strip()
-            if system and number == 0:
-                asked = f"<<SYS>>\n{system.strip()}\n<</SYS>>\n\n{asked}"
-            asked = f"[INST] {asked} [/INST]"
-            before = self.tokenizer.encode(asked)
-            if answer is None:
-                both, said = before, []
-            else:
-                both = self.tokenizer.encode(f"{asked} {answer.strip()} ")
-                asked_tokens = _common(before, both)
-                both, said = both[:asked_tokens], [*both[asked_tokens:], end]
-            tokens += [begin, *both, *said]
-            owners += [NO_ANSWER] * (1 + len(both)) + [owner] * len(said)
-        return tokens, owners
-
-
-class ChatMLTemplate(ChatTemplate):
-    """<|im_start|> and <|im_end|>."""
-
-    name = "chatml"
-
-    def tokens(self, messages: Sequence[Message], answer_next: bool = False) -> tuple[list[int], list[int]]:
-        special, encode = self.tokenizer.special, self.tokenizer.encode
-        if missing := [mark for mark in ("<|im_start|>", "<|im_end|>") if mark not in special]:
-            raise UserError(f"chat_template: the tokenizer has no {missing[0]}, so no ChatML; choose another")
-        start, end = special["<|im_start|>"], special["<|im_end|>"]
-        tokens: list[int] = []
-        owners: list[int] = []
-        for index, message in enumerate(messages):
-            header, newline = [start, *encode(f"{message.role}\n")], encode("\n")
-            said = [*encode(message.content), end]
-            owner = index if message.role == "assistant" else NO_ANSWER
-            tokens += header + said + newline
-            owners += [NO_ANSWER] * len(header) + [owner] * len(said) + [NO_ANSWER] * len(newline)
-        if answer_next:
-            header = [start, *encode("assistant\n")]
-            tokens, owners = tokens + header, owners + [NO_ANSWER] * len(header)
-        return tokens, owners
-
-
-class PlainTemplate(ChatTemplate):
-    """Words instead of marks; the token that ends a text ends an answer."""
-
-    name = "plain"
-
-    def tokens(self, messages: Sequence[Message], answer_next: bool = False) -> tuple[list[int], list[int]]:
-        system, turns = _alternating(messages, self.name, answer_next)
-        begin, end = self.tokenizer.bos, self.tokenizer.eos
-        if end is None:
-            raise UserError("chat_template: this tokenizer has no token that ends a text, so no answer could end")
-        tokens = [] if begin is None or begin == end else [begin]
-        owners = [NO_ANSWER] * len(tokens)
-        for number, (question, answer, owner) in enumerate(turns):
-            opening = f"{system.strip()}\n\n" if system and number == 0 else ""
-            asked = self.tokenizer.encode(f"{opening}User: {question.strip()}\nAssistant:")
-            said = [] if answer is None else [*self.tokenizer.encode(f" {answer.strip()}"), end]
-            tokens += asked + said
-            owners += [NO_ANSWER] * len(asked) + [owner] * len(said)
-        return tokens, owners
-
-
-class JinjaTemplate(ChatTemplate):
-    """The tokenizer's own template, rendered by transformers.
-
-    Answers are where the template marks them (``{% generation %}``), else found by rendering the chat up to each.
-    """
-
-    name = "own"
-
-    def __init__(self, tokenizer: Tokenizer, source: str, names: dict[str, str]) -> None:
-        """Take the template's text, and the special tokens that it may name (``bos_token``)."""
-        super().__init__(tokenizer)
-        self._source, self._names = source, names
-
-    def tokens(self, messages: Sequence[Message], answer_next: bool = False) -> tuple[list[int], list[int]]:
-        safe = [Message(message.role, self._broken(message.content)) for message in messages]
-        text, spans = self._render(safe, answer_next)
-        spoken = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        if len(spans) != len(spoken):
-            spans = [self._span(safe, index, text) for index in spoken]
-        tokens = self._encode(text)
-        owners = [NO_ANSWER] * len(tokens)
-        for index, (start, stop) in zip(spoken, spans, strict=True):
-            first, last = _common(self._encode(text[:start]), tokens), _common(self._encode(text[:stop]), tokens)
-            owners[first:last] = [index] * (last - first)
-        return tokens, owners
-
     def _render(self, messages: Sequence[Message], answer_next: bool) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and where the template says that answers are."""
         import jinja2
@@ -302,7 +194,7 @@ class JinjaTemplate(ChatTemplate):
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"the tokenizer's chat template refuses the conversation ({error}); change it or set chat_template"
+                f"chat_template: {self.name} refuses the conversation ({error}); correct it or choose another template"
             ) from None
         return texts[0], list(spans[0]) if marked else []
 
@@ -313,7 +205,7 @@ class JinjaTemplate(ChatTemplate):
         if not (text.startswith(before) and text.startswith(after)):
             raise UserError(
                 "the tokenizer's chat template writes earlier turns differently once others follow, so answers cannot "
-                "be told apart in it; set chat_template to llama3, llama2, chatml or plain"
+                f"be told apart in it; set chat_template to one of {', '.join(BUILT_IN)}"
             )
         said = after[len(before) :].rstrip()
         ended = any(said.endswith(name) for name in self.tokenizer.special)
@@ -325,30 +217,26 @@ class JinjaTemplate(ChatTemplate):
             text = text.replace(name, f"{name[:1]}{_BREAK}{name[1:]}")
         return text
 
-    def _encode(self, text: str) -> list[int]:
-        return [token for part in text.split(_BREAK) for token in self.tokenizer.encode(part, special=True)]
+    def _encode(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens of ``text``, and how many of them come before each of ``cuts``, characters in order.
 
-
-def _alternating(
-    messages: Sequence[Message], name: str, answer_next: bool
-) -> tuple[str, list[tuple[str, str | None, int]]]:
-    """Return the system message and (question, answer, the answer's index); the last answer may be None."""
-    system = messages[0].content if messages and messages[0].role == "system" else ""
-    turns: list[tuple[str, str | None, int]] = []
-    rest = list(enumerate(messages))[1 if messages and messages[0].role == "system" else 0 :]
-    for place, (index, message) in enumerate(rest):
-        if message.role != ("user", "assistant")[place % 2]:
-            raise UserError(
-                f"chat_template: {name} takes user and assistant in turn after one system message, message "
-                f"{index + 1} is {message.role}'s; correct the conversation or choose another template"
-            )
-        if message.role == "user":
-            turns.append((message.content, None, NO_ANSWER))
-        else:
-            turns[-1] = (turns[-1][0], message.content, index)
-    if not answer_next and turns and turns[-1][1] is None:
-        turns.pop()  # a question that is not answered teaches nothing
-    return system, turns
+        Special tokens divide the text, so only the part that a cut falls into is encoded a second time, up to there.
+        Tokenizers that strip blanks beside special tokens, or treat a text's first word alone as one, have one part.
+        """
+        special, encode = self.tokenizer.special, self.tokenizer.encode
+        parts = [part for part in re.split(f"({'|'.join(map(re.escape, special)) or '$^'})", text) if part]
+        encoded = [encode(part.replace(_BREAK, ""), special=part in special) for part in parts]
+        tokens = [*chain.from_iterable(encoded)]
+        divided = _BREAK in text or tokens == (together := encode(text, special=True))
+        if not divided:
+            parts, encoded, tokens = [text], [together], together
+        counts, part, begin, count = [], 0, 0, 0
+        for cut in cuts:
+            while part < len(parts) and begin + len(parts[part]) <= cut:
+                part, begin, count = part + 1, begin + len(parts[part]), count + len(encoded[part])
+            before = parts[part][: cut - begin].replace(_BREAK, "") if begin < cut else ""
+            counts.append(count + (_common(encode(before, special=not divided), encoded[part]) if before else 0))
+        return tokens, counts
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -359,9 +247,32 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
     return min(len(first), len(second))
 
 
-_BUILT_IN = {template.name: template for template in (Llama3Template, Llama2Template, ChatMLTemplate, PlainTemplate)}
-CHAT_TEMPLATES = ("auto", JinjaTemplate.name, *_BUILT_IN)
-PROMPT_TEMPLATES = ("auto", TextTemplate.name, JinjaTemplate.name, *_BUILT_IN)
+# The templates beside this module, and the special tokens that each cannot do without.
+BUILT_IN = {
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "llama2": ("bos_token", "eos_token"),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "plain": ("eos_token",),
+}
+CHAT_TEMPLATES = ("auto", "own", *BUILT_IN)
+PROMPT_TEMPLATES = ("auto", TextTemplate.name, "own", *BUILT_IN)
+
+
+def built_in_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the built-in template called ``name``; raises a UserError where the tokenizer lacks a token of it."""
+    spelled = {number: token for token, number in tokenizer.special.items()}
+    ends = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
+    names = {key: spelled[number] for key, number in ends.items() if number is not None}
+    if missing := [token for token in BUILT_IN[name] if token not in (*names, *tokenizer.special)]:
+        raise UserError(
+            f"chat_template: the tokenizer has no {missing[0]}, so no {name} chat; choose another template, or the "
+            "tokenizer of an instruct model"
+        )
+    return ChatTemplate(name, tokenizer, _source(name), names)
+
+
+def _source(name: str) -> str:
+    return Path(__file__).with_name("templates").joinpath(f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def load_chat_template(name: str, tokenizer: Tokenizer, folder: str | Path) -> ChatTemplate:
@@ -372,14 +283,12 @@ def load_chat_template(name: str, tokenizer: Tokenizer, folder: str | Path) -> C
     """
     source, names = _jinja_source(Path(folder).expanduser()) if name in ("auto", "own") else (None, {})
     if source:
-        return JinjaTemplate(tokenizer, source, names)
+        return ChatTemplate("own", tokenizer, source, names)
     if name == "own":
-        raise UserError(f"chat_template: {folder} has no template of its own; choose {', '.join(_BUILT_IN)}")
+        raise UserError(f"chat_template: {folder} has no template of its own; choose {', '.join(BUILT_IN)}")
     if name == "auto":
         name = _fitting(tokenizer)
-    template = _BUILT_IN[name](tokenizer)
-    template.tokens([Message("user", "?"), Message("assistant", "!")])  # names a mark that is missing
-    return template
+    return built_in_template(name, tokenizer)
 
 
 def load_prompt_template(name: str, tokenizer: Tokenizer, folder: Path, ends: Sequence[int]) -> PromptTemplate:
@@ -403,7 +312,7 @@ def load_prompt_template(name: str, tokenizer: Tokenizer, folder: Path, ends: Se
 
 
 def _fitting(tokenizer: Tokenizer) -> str:
-    if all(mark in tokenizer.special for mark in _LLAMA3_MARKS):
+    if all(mark in tokenizer.special for mark in BUILT_IN["llama3"]):
         return "llama3"
     if "<|im_start|>" in tokenizer.special:
         return "chatml"
@@ -428,62 +337,8 @@ def _jinja_source(folder: Path) -> tuple[str | None, dict[str, str]]:
     return source, {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-_LLAMA3 = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- set role = 'ipython' if message['role'] == 'tool' else message['role'] %}
-    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}"""
-
-_CHATML = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}"""
-
-_SYSTEM_FIRST = """\
-{%- set system = messages[0]['content'] | trim if messages[0]['role'] == 'system' else '' %}
-{%- for message in (messages[1:] if messages[0]['role'] == 'system' else messages) %}
-    {%- if message['role'] != ('user' if loop.index0 % 2 == 0 else 'assistant') %}
-        {{- raise_exception('user and assistant speak in turn, after one system message') }}
-    {%- endif %}
-"""
-
-_LLAMA2 = (
-    _SYSTEM_FIRST
-    + """\
-    {%- if message['role'] == 'user' %}
-        {%- set opening = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' if system and loop.first else '' %}
-        {{- bos_token + '[INST] ' + opening + message['content'] | trim + ' [/INST]' }}
-    {%- else %}
-        {{- ' ' + message['content'] | trim + ' ' + eos_token }}
-    {%- endif %}
-{%- endfor %}"""
-)
-
-_PLAIN = (
-    "{{- '' if bos_token is not defined or bos_token == eos_token else bos_token }}\n"
-    + _SYSTEM_FIRST
-    + """\
-    {%- if message['role'] == 'user' %}
-        {%- set opening = system + '\\n\\n' if system and loop.first else '' %}
-        {{- opening + 'User: ' + message['content'] | trim + '\\nAssistant:' }}
-    {%- else %}
-        {{- ' ' + message['content'] | trim + eos_token }}
-    {%- endif %}
-{%- endfor %}"""
-)
-
-SOURCES = {"llama3": _LLAMA3, "llama2": _LLAMA2, "chatml": _CHATML, "plain": _PLAIN}
-
-
 def write_jinja_template(name: str, folder: Path) -> Path:
     """Write the built-in template called ``name`` into a model's folder, in place of one that is there; return it."""
     path = folder / JINJA_FILE
-    write_text(path, SOURCES[name])
+    write_text(path, _source(name))
     return path

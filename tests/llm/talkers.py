@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
-from library.llm.chat_templates import Llama3Template, Message
+from library.llm.chat_templates import Message, built_in_template
 from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
@@ -35,7 +35,7 @@ def write_chat_model(
     tokenizer = train_bpe(texts * 3, 400, MARKS)
     talks = [[Message("user", question), Message("assistant", answer)] for question, answer in pairs]
     talks.append([message for talk in talks for message in talk])
-    rows = [Llama3Template(tokenizer).tokens(talk) for talk in talks]
+    rows = [built_in_template("llama3", tokenizer).tokens(talk) for talk in talks]
     batch = torch.zeros(len(rows), max(len(tokens) for tokens, _ in rows), dtype=torch.long)
     targets = torch.full_like(batch, -100)
     for row, (tokens, owners) in enumerate(rows):

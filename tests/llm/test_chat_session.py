@@ -12,7 +12,7 @@ import torch
 
 from library.errors import UserError
 from library.llm.chat_session import ChatSession
-from library.llm.chat_templates import Llama3Template, Message, load_chat_template, load_prompt_template
+from library.llm.chat_templates import Message, built_in_template, load_chat_template, load_prompt_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import load_lm
@@ -94,7 +94,7 @@ def test_a_chat_is_what_the_template_makes_of_its_messages(folders: dict[str, Pa
         before = [*conversation.messages, Message("user", question)]
         expected = generate_tokens(
             model,
-            [Llama3Template(tokenizer).tokens(before, answer_next=True)[0]],
+            [built_in_template("llama3", tokenizer).tokens(before, answer_next=True)[0]],
             SamplingSettings(24, temperature=0, stop_tokens=tokenizer.stop_tokens),
         )[0]
         answer = say(model, conversation, question)
@@ -155,7 +155,9 @@ def test_the_oldest_turns_are_left_out_when_the_context_is_full(folders: dict[st
     assert "the context of 96 tokens is full; the oldest" in remarks[0]
     assert "turns are left out" in remarks[0]
     assert len(conversation.turns) == 30  # all are remembered, for saving
-    system = len(Llama3Template(conversation.template.tokenizer).tokens([Message("system", "be short")])[0])
+    system = len(
+        built_in_template("llama3", conversation.template.tokenizer).tokens([Message("system", "be short")])[0]
+    )
     assert min(known[1:]) >= system - 3  # what precedes the turns is never computed again
     assert sum(count > system + 3 for count in known) > 10  # nor is every turn paid for by computing all anew
 
@@ -207,7 +209,7 @@ def test_what_the_template_is_follows_from_what_was_published(folders: dict[str,
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": JINJA}))
     assert load_prompt_template("auto", tokenizer, tmp_path, ()).name == "own"
     assert load_prompt_template("text", tokenizer, tmp_path, (end,)).name == "text"
-    with pytest.raises(UserError, match="no Llama 3 chat"):
+    with pytest.raises(UserError, match="no llama3 chat"):
         load_prompt_template("llama3", load_tokenizer(folders["gpt2"]), tmp_path, ())
 
 

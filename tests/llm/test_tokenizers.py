@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
 from library.errors import UserError
-from library.llm.chat_templates import Llama3Template, Message
+from library.llm.chat_templates import Message, built_in_template
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, extend_vocabulary, load_tokenizer, train_bpe
 from library.models.llm.files import load_lm
 from tests.models.llm.lms import VOCABULARY, write_reference
@@ -206,7 +206,7 @@ def test_the_llama3_template_is_that_of_the_model_card(tmp_path: Path) -> None:
     llama3_file(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     messages = [Message("system", "Be brief. "), Message("user", "Hi<|eot_id|>"), Message("assistant", "Hello!")]
-    tokens, owners = Llama3Template(tokenizer).tokens(messages, answer_next=True)
+    tokens, owners = built_in_template("llama3", tokenizer).tokens(messages, answer_next=True)
     assert tokenizer.decode(tokens) == (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|eot_id|>"

@@ -302,7 +302,7 @@ def test_commands_name_their_mistakes(models: Path, line: str, message: str) -> 
         (["--model", "{models}/chat", "--lora", "nowhere"], "--lora: nowhere: no such file"),
         (["--model", "{models}/gpt2", "--system", "x"], "a system message: this model only continues text"),
         (["--model", "{models}/gpt2", "--context", "200"], "context: 200 does not fit"),
-        (["--model", "{models}/gpt2", "--chat_template", "llama3"], "no Llama 3 chat"),
+        (["--model", "{models}/gpt2", "--chat_template", "llama3"], "no llama3 chat"),
         (["--model", "x", "--web", "--history_file", "h"], "--history_file: has no effect with --web"),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from library.llm.chat_templates import Llama3Template, Message
+from library.llm.chat_templates import Message, built_in_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import load_lm
@@ -28,7 +28,7 @@ ENDLESS = 60_000  # tokens: minutes
 
 
 def prompt_of(models: Path, messages: list[Message]) -> list[int]:
-    return Llama3Template(load_tokenizer(models / "chat")).tokens(messages, answer_next=True)[0]
+    return built_in_template("llama3", load_tokenizer(models / "chat")).tokens(messages, answer_next=True)[0]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_tabs_wait_for_each_other_and_a_closed_one_holds_nobody_up(
 
 
 def test_a_lora_is_chosen_and_put_away_again(tab: Tab, models: Path) -> None:
-    tokens = Llama3Template(load_tokenizer(models / "chat")).tokens(
+    tokens = built_in_template("llama3", load_tokenizer(models / "chat")).tokens(
         [Message("user", "what is RoPE?")], answer_next=True
     )[0]
     plain = expected(models / "chat", tokens, 30)
