@@ -43,7 +43,8 @@ from dev.tiny_models.run_state import Progress, RunState, cosine_rate, load_stat
 from dev.tiny_models.scenes import random_scene
 from dev.tiny_models.training import LENGTH_SHARES, LONGEST_SHARE, LONGEST_TEXT, TEXT_LENGTHS, build_optimizers
 from dev.tiny_models.transformer import TIME_SHIFT, TextToImage, move_into_place
-from library.models.flux.model import image_positions, pack_latents, pack_mask, unpack_latents
+from library.models.flux.model import image_positions, pack_mask
+from library.models.latents import pack_latents, unpack_latents
 
 KINDS = {"rectangle": 0.34, "border": 0.2, "strokes": 0.22, "half": 0.2, "all": 0.04}  # kind: share
 LEAST_FILLED = 0.08  # a share of the picture; a smaller region teaches little for the same cost

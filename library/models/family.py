@@ -29,6 +29,7 @@ from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.files import fingerprint, weights_fingerprint
 from library.models.files import FamilyFiles, locate
+from library.models.latents import unpack_latents
 from library.models.layer_names import LoraTargets
 from library.models.registry import family_class
 from library.models.text import TextEncoder
@@ -50,7 +51,8 @@ class Family:
         depths: arguments of it that count blocks.
         image_encoder: the class that reads its autoencoder.
         published_scheduler: arguments of the scheduler, for models in single files.
-        modelspec_architecture: what ModelSpec calls it, "flux-1-dev".
+        modelspec_architecture: what ModelSpec calls this model, "flux-1-schnell"; default: what it calls the family.
+        optimise_forward: of ``model.py``: (transformer, backend) -> transformer, whose forward saves less for backward.
         patch_size: latents a side that make one token.
         conditioning: what every sample must bring besides its caption.
         most_references: images that an edit model takes at most; None: any number.
@@ -84,12 +86,9 @@ class Family:
     repeated_blocks: tuple[str, ...]
     behind_blocks: tuple[str, ...] = ()
 
-    # What each family writes.
+    optimise_forward: Any
 
-    @staticmethod
-    def optimise_forward(transformer: Any, backend: Backend = "auto") -> Any:
-        """Replace forwards of ``transformer`` by ones that save less for backward; parameters keep their names."""
-        raise NotImplementedError
+    # What each family writes.
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
@@ -117,56 +116,46 @@ class Family:
         """
         raise NotImplementedError
 
-    def predict_velocity(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        text: dict[str, Tensor],
-        guidance_scale: float = 1.0,
-        conditions: Conditions = NO_CONDITIONS,
-    ) -> Tensor:
-        """Return the velocity noise - image at ``latents``, [B, C, h, w] fp32.
+    def transformer_inputs(
+        self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return what the transformer is called with; arguments as for :meth:`predict_velocity`.
 
-        Args:
-            transformer: from :meth:`load_transformer`, possibly wrapped (DDP, compile); it is only called.
-            latents: noisy latents [B, C, h, w], h and w multiples of ``patch_size``.
-            sigmas: noise levels [B] in (0, 1]; passed on in fp32.
-            text: of the text encoder, with a batch axis. ``prompt_embeds`` [B, L, D]; where lengths differ,
-                ``prompt_embeds_mask`` [B, L], true for real tokens: without it all are, and attention is masked by
-                nothing, which the fastest kernels need.
-            guidance_scale: for models with a guidance input.
-            conditions: what ``conditioning`` names, with the batch axis of ``latents``.
-
-        Raises:
-            UserError: the conditions are not those of this family.
+        Latents and text come in the dtype of the products, ``sigmas`` in fp32 on their device.
         """
         raise NotImplementedError
+
+    def velocity(self, output: Any, latents: Tensor) -> Tensor:
+        """Return noise - image, like ``latents`` [B, C, h, w] and fp32, of the transformer's ``output``.
+
+        Here that is tokens [B, N, 4C], of which those of ``latents`` come first.
+        """
+        height, width = latents.shape[-2:]
+        return unpack_latents(output[:, : height * width // 4].float(), height, width)
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return diffusers' pipeline around ``transformer``, without encoders."""
         raise NotImplementedError
 
-    def pipeline_inputs(
-        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
-    ) -> dict[str, Any]:
-        """Return the arguments of the pipeline's call that not every family has, and the source of its noise.
-
-        ``cfg`` is 1 where there is no negative text.
-        """
+    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
+        """Return the pipeline's arguments for both guidances; ``cfg`` is 1 where there is no negative text."""
         raise NotImplementedError
 
-    def pipeline_text(self, text: dict[str, Tensor], prefix: str, transformer: Any) -> dict[str, Any]:
-        """Return ``text``, with or without a batch axis of one, as arguments of the pipeline; ``prefix`` is
-        "negative_".
+    def condition_inputs(self, size: tuple[int, int], seed: int, conditions: Conditions) -> dict[str, Any]:
+        """Return the pipeline's arguments for ``conditions``; ``size`` is width and height."""
+        return {}
+
+    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
+        """Return ``text``, with a batch axis of one, as arguments of the pipeline.
 
         In fp32, because pipelines draw their noise in the dtype of the text: one noise for every dtype.
         """
-        raise NotImplementedError
+        dtypes = {name: torch.float32 if each.is_floating_point() else each.dtype for name, each in text.items()}
+        return {name: each.to(transformer.device, dtypes[name]) for name, each in text.items()}
 
     def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Return latents [1, C, height, width] of what the pipeline gives."""
-        return latents
+        """Return latents [1, C, height, width] of what the pipeline gives, tokens or latents."""
+        return latents if latents.ndim == 4 else unpack_latents(latents, height, width)
 
     def conditioned(self, transformer: nn.Module, conditions: Conditions) -> AbstractContextManager:
         """Let the transformer see ``conditions`` while the pipeline calls it, where the pipeline does not pass them."""
@@ -187,6 +176,7 @@ class Family:
     def __init__(self, config: ModelConfig) -> None:
         """Find and check the files of ``config``; nothing is loaded."""
         self.config, self.files = config, locate(config, self.layout)
+        self.modelspec_architecture = self.targets.architecture
         self.check_variant()
         self.image_encoder.describe(WeightFiles(self.files.vae))
         self.check_text_encoders()
@@ -237,7 +227,7 @@ class Family:
         build = self.transformer_class.from_config
         transformer = load_into(lambda: build(files.transformer_config), weights, key_map, dtype, device, fp8=fp8)
         assert isinstance(transformer, self.transformer_class)
-        transformer.loaded_dtype = dtype
+        transformer.loaded_dtype = dtype  # whatever single weights have
         return self.optimise_forward(transformer, backend)
 
     def load_image_encoder(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> ImageEncoder:
@@ -257,6 +247,38 @@ class Family:
             )
         made = [*(fingerprint(path) for path in files), *settings, str(dtype).removeprefix("torch.")]
         return "-".join(map(str, made if recipe is None else [*made, recipe.describe()]))
+
+    def predict_velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        text: dict[str, Tensor],
+        guidance_scale: float = 1.0,
+        conditions: Conditions = NO_CONDITIONS,
+    ) -> Tensor:
+        """Return the velocity noise - image at ``latents``, [B, C, h, w] fp32.
+
+        Args:
+            transformer: from :meth:`load_transformer`, possibly wrapped (DDP, compile); it is only called.
+            latents: noisy latents [B, C, h, w], h and w multiples of ``patch_size``.
+            sigmas: noise levels [B] in (0, 1]; passed on in fp32.
+            text: of the text encoder, with a batch axis. ``prompt_embeds`` [B, L, D]; where lengths differ,
+                ``prompt_embeds_mask`` [B, L], true for real tokens: without it all are, and attention is masked by
+                nothing, which the fastest kernels need.
+            guidance_scale: for models with a guidance input.
+            conditions: what ``conditioning`` names, with the batch axis of ``latents``.
+
+        Raises:
+            UserError: the conditions are not those of this family.
+        """
+        sigmas = sigmas.to(device=latents.device, dtype=torch.float32)
+        if not torch.is_autocast_enabled(latents.device.type):  # which brings them there itself
+            dtype = getattr(unwrapped(transformer), "loaded_dtype", latents.dtype)
+            latents = latents.to(dtype)
+            text = {name: each.to(dtype) if each.is_floating_point() else each for name, each in text.items()}
+        inputs = self.transformer_inputs(latents, sigmas, text, guidance_scale, conditions)
+        return self.velocity(transformer(**inputs, return_dict=False)[0], latents)
 
     # Sampling.
 
@@ -308,15 +330,17 @@ class Family:
         pipeline: Any = self.pipeline(plain, scheduler, conditions)
         pipeline.vae_scale_factor = factor  # read from the VAE otherwise, which stays outside
         pipeline.set_progress_bar_config(disable=True)
-        steered = negative_text is not None and cfg > 1
-        inputs = self.pipeline_inputs((width, height), seed, guidance, cfg if steered else 1.0, conditions)
-        inputs |= self.pipeline_text(text, "", plain)
-        if steered and negative_text is not None:
-            inputs |= self.pipeline_text(negative_text, "negative_", plain)
-        dtype = loaded_dtype(plain) or plain.dtype
+        texts = {"": text} | ({"negative_": negative_text} if negative_text is not None and cfg > 1 else {})
+        inputs = self.guidance_inputs(guidance, cfg if len(texts) > 1 else 1.0)
+        inputs |= self.condition_inputs((width, height), seed, conditions)
+        for prefix, each in texts.items():
+            one = each if each["prompt_embeds"].ndim == 3 else {name: row.unsqueeze(0) for name, row in each.items()}
+            inputs |= {prefix + name: value for name, value in self.pipeline_text(one, plain).items()}
+        dtype = getattr(plain, "loaded_dtype", plain.dtype)
         with torch.no_grad(), evaluating(plain), _autocast(plain.device, dtype), self.conditioned(plain, conditions):
             latents = pipeline(
                 **inputs,
+                generator=torch.Generator().manual_seed(seed),
                 width=width,
                 height=height,
                 num_inference_steps=steps,
@@ -397,24 +421,6 @@ def unwrapped(module: nn.Module) -> Any:
         if inner is None:
             return module
         module = inner
-
-
-def loaded_dtype(transformer: nn.Module) -> torch.dtype | None:
-    """Return the dtype that ``transformer`` was loaded in, whatever single weights have; None if not by a family."""
-    return getattr(unwrapped(transformer), "loaded_dtype", None)
-
-
-def in_loaded_dtype(transformer: nn.Module, *tensors: Tensor) -> list[Tensor]:
-    """Return ``tensors`` in the dtype of the weights, unless autocast, which brings them there itself, is on."""
-    if torch.is_autocast_enabled(tensors[0].device.type):
-        return list(tensors)
-    dtype = loaded_dtype(transformer) or tensors[0].dtype
-    return [tensor.to(dtype) for tensor in tensors]
-
-
-def batched(tensor: Tensor, dims: int) -> Tensor:
-    """Return ``tensor`` with a batch axis of one, if it has not its ``dims`` axes yet."""
-    return tensor if tensor.ndim == dims else tensor.unsqueeze(0)
 
 
 @contextmanager

@@ -226,6 +226,16 @@ def transformer_of(path: Path) -> tuple[str, dict[str, Any]]:
     return found.model_type, arguments
 
 
+def rope_axes(head_dim: int) -> tuple[int, int, int]:
+    """Return how a head is shared among index, row and column: (16, 56, 56) for 128.
+
+    No tensor shows the split. An eighth for the index is FLUX.1's and Qwen-Image's; for narrower heads, which only
+    small test models have, at least 8, so 32 gives (8, 12, 12).
+    """
+    first = max(8, head_dim // 8)
+    return (first, (head_dim - first) // 2, (head_dim - first) // 2)
+
+
 def family_files() -> list[FamilyFiles]:
     """Return every family's row."""
     return [module.FILES for module in family_modules()]

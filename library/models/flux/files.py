@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from library.models.files import FamilyFiles, Part, Shapes
+from library.models.files import FamilyFiles, Part, Shapes, rope_axes
 from library.models.inspection import Architecture, WeightlessNorms
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, TextEncoderTargets, count_blocks
 
@@ -98,16 +98,6 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
         "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
         "axes_dims_rope": rope_axes(head_dim),
     }
-
-
-def rope_axes(head_dim: int) -> tuple[int, int, int]:
-    """Return how a head is shared among index, row and column: (16, 56, 56) for FLUX.1's 128.
-
-    No tensor shows the split. An eighth for the index is FLUX.1's; for narrower heads, which only small test
-    models have, at least 8, so 32 gives (8, 12, 12).
-    """
-    first = max(8, head_dim // 8)
-    return (first, (head_dim - first) // 2, (head_dim - first) // 2)
 
 
 FILES = FamilyFiles(

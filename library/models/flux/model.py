@@ -1,9 +1,8 @@
 """FLUX.1's transformer: how it sees images, and its optimised forward.
 
-*Tokens.* 2 x 2 latents are one token, each token at (index, row, column). The published code is
-https://github.com/black-forest-labs/flux/blob/main/src/flux/sampling.py; diffusers' pipelines do the same and are what
-the tests compare with. ``index`` is 0 for the image that is sampled and larger for reference images. The mask of a Fill
-model has no encoder: the pixels under a token become its channels.
+*Tokens.* 2 x 2 latents are one token (``library.models.latents``), each token at (index, row, column). ``index`` is 0
+for the image that is sampled and larger for reference images. The mask of a Fill model has no encoder: the pixels under
+a token become its channels.
 
 *Forward* (:func:`optimise_forward`, ``library.models.blocks``). Beside norms, attention and blocks:
 
@@ -34,24 +33,11 @@ from library.models.blocks import (
     feedforward,
     modulation,
 )
+from library.models.latents import pack_latents
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import ModulationCache, clamp_fp16, gelu, modulated, slice_tokens
 from library.nn.rope import MultiAxisRope, Table
-
-
-def pack_latents(latents: Tensor) -> Tensor:
-    """Return tokens [B, h/2 * w/2, 4C] of ``latents`` [B, C, h, w]; a token is channel by row by column."""
-    batch, channels, height, width = latents.shape
-    patches = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(batch, (height // 2) * (width // 2), 4 * channels)
-
-
-def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Return latents [B, C, height, width] of ``tokens``; undoes :func:`pack_latents`."""
-    batch, _, numbers = tokens.shape
-    patches = tokens.view(batch, height // 2, width // 2, numbers // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(batch, numbers // 4, height, width)
 
 
 def pack_mask(mask: Tensor, factor: int) -> Tensor:

@@ -41,12 +41,13 @@ from transformers import CLIPTokenizer, T5TokenizerFast
 
 import library.models.flux.files as flux_files
 import library.models.flux.model as flux_model
-from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
+from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
-from library.models.family import Family, batched, in_loaded_dtype
-from library.models.flux.model import image_positions, pack_latents, pack_mask, text_positions, unpack_latents
+from library.models.family import Family
+from library.models.flux.model import image_positions, pack_mask, text_positions
 from library.models.flux.text import FluxTextEncoder, check_t5, clip_positions, load_clip, load_t5
 from library.models.flux.vae import FluxImageEncoder
+from library.models.latents import pack_latents
 from library.models.text import load_tokenizer
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Recipe
@@ -118,9 +119,8 @@ class FluxFamily(Family):
         self.guidance_input = bool(config.get("guidance_embeds", False))
         # dev's variants have no few-step sibling, whatever their inputs
         self._schnell = self.name == "flux" and not self.guidance_input
-        self.modelspec_architecture = "flux-1-schnell" if self._schnell else "flux-1-dev"
         if self._schnell:
-            self.published_scheduler = {"shift": 1.0}
+            self.modelspec_architecture, self.published_scheduler = "flux-1-schnell", {"shift": 1.0}
 
     def check_text_encoders(self) -> None:
         """Read the headers of CLIP and T5."""
@@ -165,36 +165,20 @@ class FluxFamily(Family):
             raise UserError(f"t5xxl_max_token_length {asked}: the tokenizer gives at most {most}; lower it")
         return asked
 
-    def predict_velocity(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        text: dict[str, Tensor],
-        guidance_scale: float = 1.0,
-        conditions: Conditions = NO_CONDITIONS,
-    ) -> Tensor:
-        """Return the velocity [B, 16, h, w] fp32; ``text`` has ``pooled_prompt_embeds`` [B, P] too."""
-        batch, _, height, width = latents.shape
+    def transformer_inputs(
+        self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return the arguments of FluxTransformer2DModel; ``text`` has ``pooled_prompt_embeds`` [B, P] too."""
         tokens, positions = self.image_tokens(latents, conditions)
-        tokens, embeds, pooled = in_loaded_dtype(
-            transformer, tokens, text["prompt_embeds"], text["pooled_prompt_embeds"]
-        )
-        guidance = None
-        if self.guidance_input:
-            guidance = torch.full((batch,), guidance_scale, device=latents.device, dtype=torch.float32)
-        output = transformer(
-            hidden_states=tokens,
-            timestep=sigmas.to(device=latents.device, dtype=torch.float32),
-            guidance=guidance,
-            pooled_projections=pooled,
-            encoder_hidden_states=embeds,
-            txt_ids=text_positions(embeds.shape[1], latents.device),
-            img_ids=positions,
-            return_dict=False,
-        )[0]
-        own = (height // 2) * (width // 2)
-        return unpack_latents(output[:, :own].float(), height, width)
+        return {
+            "hidden_states": tokens,
+            "timestep": sigmas,
+            "guidance": torch.full_like(sigmas, guidance) if self.guidance_input else None,
+            "pooled_projections": text["pooled_prompt_embeds"],
+            "encoder_hidden_states": text["prompt_embeds"],
+            "txt_ids": text_positions(text["prompt_embeds"].shape[1], latents.device),
+            "img_ids": positions,
+        }
 
     def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
         """Return what the transformer sees of images: tokens [B, N, C] and their positions [N, 3].
@@ -208,24 +192,9 @@ class FluxFamily(Family):
         """Return FluxPipeline."""
         return FluxPipeline(scheduler, None, None, None, None, None, transformer)
 
-    def pipeline_inputs(
-        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
-    ) -> dict[str, Any]:
-        """Return both guidances and the noise's source."""
-        generator = torch.Generator().manual_seed(seed)
-        return {"guidance_scale": guidance, "true_cfg_scale": cfg, "generator": generator}
-
-    def pipeline_text(self, text: dict[str, Tensor], prefix: str, transformer: Any) -> dict[str, Any]:
-        """Return the embeddings of T5 and of CLIP."""
-        embeds, pooled = batched(text["prompt_embeds"], 3), batched(text["pooled_prompt_embeds"], 2)
-        return {
-            f"{prefix}prompt_embeds": embeds.to(transformer.device, torch.float32),
-            f"{prefix}pooled_prompt_embeds": pooled.to(transformer.device, torch.float32),
-        }
-
-    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Return latents of tokens."""
-        return unpack_latents(latents, height, width)
+    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
+        """Return both guidances."""
+        return {"guidance_scale": guidance, "true_cfg_scale": cfg}
 
 
 class FluxFillFamily(FluxFamily):
@@ -260,12 +229,14 @@ class FluxFillFamily(FluxFamily):
         pipeline.vae = _KnownLatents(_region(conditions)[0])
         return pipeline
 
-    def pipeline_inputs(
-        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
-    ) -> dict[str, Any]:
-        """Return mask, noise, and an image for its size alone."""
+    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
+        """Return the guidance input's; refuse a negative text."""
         if cfg != 1.0:
             raise UserError("FLUX.1 Fill knows no negative prompt; remove --n and --l (negative_prompt, scale)")
+        return {"guidance_scale": guidance}
+
+    def condition_inputs(self, size: tuple[int, int], seed: int, conditions: Conditions) -> dict[str, Any]:
+        """Return mask, noise, and an image for its size alone."""
         (width, height), (masked, mask) = size, _region(conditions)
         if mask.shape[-2:] != (height, width):
             raise UserError(
@@ -276,7 +247,6 @@ class FluxFillFamily(FluxFamily):
             "image": torch.zeros(1, 3, height, width),
             "mask_image": mask.float().cpu(),
             "latents": pack_latents(noise),
-            "guidance_scale": guidance,
         }
 
 
@@ -328,11 +298,9 @@ class FluxKontextFamily(FluxFamily):
         pipeline.references = conditions.references
         return pipeline
 
-    def pipeline_inputs(
-        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
-    ) -> dict[str, Any]:
-        """Return the pipeline's arguments; it would otherwise choose a size of one megapixel itself."""
-        return super().pipeline_inputs(size, seed, guidance, cfg, conditions) | {"max_area": size[0] * size[1]}
+    def condition_inputs(self, size: tuple[int, int], seed: int, conditions: Conditions) -> dict[str, Any]:
+        """Return the area, which the pipeline would otherwise choose itself, of one megapixel."""
+        return {"max_area": size[0] * size[1]}
 
 
 class _GivenReferences(FluxKontextPipeline):

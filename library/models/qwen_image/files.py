@@ -22,8 +22,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from library.models.files import FamilyFiles, Part, Shapes
-from library.models.flux.files import rope_axes
+from library.models.files import FamilyFiles, Part, Shapes, rope_axes
 from library.models.inspection import Architecture, WeightlessNorms
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 import library.models.qwen_image.files as qwen_files
 import library.models.qwen_image.model as qwen_model
-from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
+from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
-from library.models.family import Family, batched, in_loaded_dtype
+from library.models.family import Family
 from library.models.files import pipeline_class
-from library.models.flux.model import pack_latents, unpack_latents
+from library.models.latents import pack_latents
 from library.models.qwen_image.text import (
     IMAGE_TOKEN,
     MOST_TOKENS,
@@ -68,7 +68,6 @@ class QwenImageFamily(Family):
         "shift_terminal": 0.02,
         "time_shift_type": "exponential",
     }
-    modelspec_architecture = "Qwen-Image"
     timestep_sampling = "qwen_shift"
     masks_padding = True
     repeated_blocks = ("QwenImageTransformerBlock",)
@@ -126,30 +125,19 @@ class QwenImageFamily(Family):
             processor,
         )
 
-    def predict_velocity(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        text: dict[str, Tensor],
-        guidance_scale: float = 1.0,
-        conditions: Conditions = NO_CONDITIONS,
-    ) -> Tensor:
-        """Return the velocity [B, 16, h, w] fp32; references are latents [B, 16, h_i, w_i] each."""
+    def transformer_inputs(
+        self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return the arguments of QwenImageTransformer2DModel; references are latents [B, 16, h_i, w_i] each."""
         self.check_references(conditions)
-        batch, _, height, width = latents.shape
         mask, images = text.get("prompt_embeds_mask"), [latents, *conditions.references]
-        tokens = torch.cat([pack_latents(image.to(latents.dtype)) for image in images], dim=1)
-        tokens, embeds = in_loaded_dtype(transformer, tokens, text["prompt_embeds"])
-        output = transformer(
-            hidden_states=tokens,
-            timestep=sigmas.to(device=latents.device, dtype=torch.float32),
-            encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=None if mask is None else mask.bool(),
-            img_shapes=[[grid(image) for image in images]] * batch,
-            return_dict=False,
-        )[0]
-        return unpack_latents(output[:, : height * width // 4].float(), height, width)
+        return {
+            "hidden_states": torch.cat([pack_latents(image.to(latents.dtype)) for image in images], dim=1),
+            "timestep": sigmas,
+            "encoder_hidden_states": text["prompt_embeds"],
+            "encoder_hidden_states_mask": None if mask is None else mask.bool(),
+            "img_shapes": [[grid(image) for image in images]] * len(latents),
+        }
 
     def check_references(self, conditions: Conditions) -> None:
         """Refuse another number of images than the model takes; here there are none."""
@@ -158,24 +146,9 @@ class QwenImageFamily(Family):
         """Return QwenImagePipeline, for edit models too: :meth:`conditioned` adds what they see."""
         return QwenImagePipeline(scheduler, None, None, None, transformer)
 
-    def pipeline_inputs(
-        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
-    ) -> dict[str, Any]:
-        """Return the guidance by the negative text and the noise's source."""
-        generator = torch.Generator().manual_seed(seed)
-        return {"true_cfg_scale": cfg, "max_sequence_length": MOST_TOKENS, "generator": generator}
-
-    def pipeline_text(self, text: dict[str, Tensor], prefix: str, transformer: Any) -> dict[str, Any]:
-        """Return the embeddings and their mask."""
-        embeds, mask = batched(text["prompt_embeds"], 3), batched(text["prompt_embeds_mask"], 2)
-        return {
-            f"{prefix}prompt_embeds": embeds.to(transformer.device, torch.float32),
-            f"{prefix}prompt_embeds_mask": mask.to(transformer.device),
-        }
-
-    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Return latents of tokens."""
-        return unpack_latents(latents, height, width)
+    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
+        """Return the guidance by the negative text."""
+        return {"true_cfg_scale": cfg, "max_sequence_length": MOST_TOKENS}
 
 
 def grid(latents: Tensor) -> tuple[int, int, int]:
@@ -188,7 +161,6 @@ class QwenImageEditFamily(QwenImageFamily):
 
     name = "qwen_image_edit"
     targets = qwen_files.QWEN_EDIT_TARGETS
-    modelspec_architecture = "Qwen-Image-Edit"
     conditioning: ConditionKind = "references"
     most_references: int | None = 1
 
@@ -237,5 +209,5 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
     def check_variant(self) -> None:
         """As Qwen-Image's; 2509 or 2511."""
         super().check_variant()
-        newest = self.files.transformer_config["zero_cond_t"]
-        self.modelspec_architecture = "Qwen-Image-Edit-2511" if newest else "Qwen-Image-Edit-Plus"
+        if self.files.transformer_config["zero_cond_t"]:
+            self.modelspec_architecture = "Qwen-Image-Edit-2511"

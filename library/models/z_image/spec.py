@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import library.models.z_image.files as z_image_files
 import library.models.z_image.model as z_image_model
-from library.conditions import NO_CONDITIONS, Conditions
+from library.conditions import Conditions
 from library.errors import UserError
-from library.models.family import Family, batched, in_loaded_dtype
+from library.models.family import Family
 from library.models.flux.vae import FluxImageEncoder
 from library.models.text import load_qwen_tokenizer
 from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder, load_z_image_text, text_width
@@ -35,7 +35,6 @@ class ZImageFamily(Family):
     depths = ("n_layers",)
     image_encoder = FluxImageEncoder
     published_scheduler = {"shift": 3.0}  # Turbo's  # noqa: RUF012
-    modelspec_architecture = "Z-Image"
     timestep_sampling = "shift"  # static, by discrete_flow_shift, as Z-Image-Turbo's scheduler_config.json
     masks_padding = True
     repeated_blocks = ("ZImageTransformerBlock",)  # not cut into stages: microbatches' captions differ in length
@@ -72,38 +71,27 @@ class ZImageFamily(Family):
         tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], "<|im_start|>", "Qwen3")
         return ZImageTextEncoder(lambda: load_z_image_text(path, dtype, device, recipe), tokenizer, fingerprint)
 
-    def predict_velocity(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        text: dict[str, Tensor],
-        guidance_scale: float = 1.0,
-        conditions: Conditions = NO_CONDITIONS,
-    ) -> Tensor:
-        """Return the velocity [B, 16, h, w] fp32. With a mask the host reads the captions' lengths back."""
+    def transformer_inputs(
+        self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return the arguments of ZImageTransformer2DModel. With a mask the host reads the captions' lengths back."""
         mask, embeds = text.get("prompt_embeds_mask"), text["prompt_embeds"]
         lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(dim=1).tolist()
-        latents, embeds = in_loaded_dtype(transformer, latents, embeds)
-        output = transformer(
-            list(latents.unsqueeze(2)),
-            1 - sigmas.to(device=latents.device, dtype=torch.float32),
-            [caption[:length] for caption, length in zip(embeds, lengths, strict=True)],
-            return_dict=False,
-        )[0]
-        return -torch.stack([velocity.float() for velocity in output]).squeeze(2)
+        captions = [caption[:length] for caption, length in zip(embeds, lengths, strict=True)]
+        return {"x": list(latents.unsqueeze(2)), "t": 1 - sigmas, "cap_feats": captions}
+
+    def velocity(self, output: Any, latents: Tensor) -> Tensor:
+        """Return the velocity of its negative, a list of [16, 1, h, w]."""
+        return -torch.stack([each.float() for each in output]).squeeze(2)
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return ZImagePipeline."""
         return ZImagePipeline(scheduler, None, None, None, transformer)
 
-    def pipeline_inputs(
-        self, size: tuple[int, int], seed: int, guidance: float, cfg: float, conditions: Conditions
-    ) -> dict[str, Any]:
-        """Return the guidance by the negative text, which the pipeline counts less by 1, and the noise's source."""
-        return {"guidance_scale": cfg - 1, "generator": torch.Generator().manual_seed(seed)}
+    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
+        """Return the guidance by the negative text, which the pipeline counts less by 1."""
+        return {"guidance_scale": cfg - 1}
 
-    def pipeline_text(self, text: dict[str, Tensor], prefix: str, transformer: Any) -> dict[str, Any]:
+    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
         """Return the embeddings as a list, in the transformer's dtype; the noise is fp32 in any case."""
-        embeds = batched(text["prompt_embeds"], 3)[0]
-        return {f"{prefix}prompt_embeds": [embeds.to(transformer.device, transformer.dtype)]}
+        return {"prompt_embeds": [text["prompt_embeds"][0].to(transformer.device, transformer.dtype)]}

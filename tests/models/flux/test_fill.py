@@ -14,8 +14,9 @@ from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import model_family
-from library.models.flux.model import pack_latents, pack_mask
+from library.models.flux.model import pack_mask
 from library.models.flux.spec import FluxFamily
+from library.models.latents import pack_latents
 from tests.flux_variants import TEXT, tiny_conditions
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 

@@ -15,8 +15,9 @@ from torch import nn
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import model_family
-from library.models.flux.model import image_positions, pack_latents, unpack_latents
+from library.models.flux.model import image_positions
 from library.models.flux.spec import FluxFamily
+from library.models.latents import pack_latents, unpack_latents
 from tests.tiny import save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 
 TEXT = ("prompt_embeds", "pooled_prompt_embeds")

@@ -10,7 +10,7 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 
-from library.models.flux.model import pack_latents
+from library.models.latents import pack_latents
 from library.models.qwen_image.model import optimise_forward
 from library.nn.norms import RMSNorm
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer

@@ -16,7 +16,7 @@ import tools.merge_lora as merge_lora
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from library.models.flux.model import pack_latents
+from library.models.latents import pack_latents
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.models.registry import lora_targets
 from networks.files.adapters import load_lora, save_adapter

@@ -16,7 +16,8 @@ from library.config.model_types import MODEL_TYPES
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from library.models.flux.model import image_positions, optimise_forward, pack_latents
+from library.models.flux.model import image_positions, optimise_forward
+from library.models.latents import pack_latents
 from library.models.registry import family_class
 from library.precision.recipe import Fp8Recipe, quantize_model
 from library.training.memory.block_swap import (

@@ -15,7 +15,7 @@ from library.conditions import Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.models.family import model_family
-from library.models.flux.model import pack_latents
+from library.models.latents import pack_latents
 from library.models.registry import lora_targets
 from library.training.flow import noise_for
 from library.training.tasks.image_step import FlowStep
