@@ -2,8 +2,8 @@
 
 One optimizer step is: some batches forward and backward, clipping, the optimizer, the schedule. Everything random in it
 is a function of (seed, step, sample), so the loop carries no hidden state: its whole memory is ``Position`` and what
-optimizer and schedule hold. Of a LoRA the device is read back (one synchronisation) only at steps that are logged, and
-before something looks at the weights; ``update_guard`` keeps what is not finite from them meanwhile.
+optimizer and schedule hold. The device is read back (one synchronisation) only at steps that are logged, and before
+something looks at the weights; ``update_guard`` keeps what is not finite from them meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from library.training.checkpoint.hub import build_upload
 from library.training.checkpoint.state import Position
 from library.training.events import RunEvents
 from library.training.guard.nonfinite import respond
-from library.training.guard.update_guard import build_guard
+from library.training.guard.update_guard import UpdateGuard
 from library.training.memory.budget import when_memory_runs_out
 from library.training.optim.lr_tracker import StepSizeMonitor, distance_starts, read_learning_rates
 from library.training.report.metrics import MetricsStream, of_each_process, peak_memory_bytes, write_config
@@ -69,7 +69,7 @@ class Trainer:
     def train(self) -> None:
         """Train from ``position`` until ``total_steps`` optimizer steps are done, or the run is to stop."""
         task, position = self.task, self.position
-        self.guard, self.record = build_guard(task), _Record(task, position)
+        self.guard, self.record = UpdateGuard(task), _Record(task, position)
         self.rates: dict[str, float] = {}
         self.step_sizes = StepSizeMonitor(task.total_steps, distance_starts(task.optimizer, position.step == 0))
         if position.skipped_samples:
@@ -140,10 +140,10 @@ class Trainer:
             task.optimizer.zero_grad()
         return loss, values, grad_norm
 
-    def _update(self) -> None:
+    def _update(self, good: Tensor | None) -> None:
         self.task.optimizer.step()
         if self.task.average is not None:
-            self.task.average.update()
+            self.task.average.update(good)
         if not self.task.accelerator.optimizer_step_was_skipped:
             self.task.lr_schedule.step()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import pretraining_runs
 from tests.runs import run, write_dataset
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
@@ -47,17 +48,33 @@ class Reads(TorchDispatchMode):
 )
 def test_more_steps_ask_no_more_often(base: Path, tmp_path: Path, settings: dict[str, object]) -> None:
     """Within an epoch: at its end it is asked once whether all steps were finite."""
-    more = asked_by_more_steps(base, tmp_path, settings)
+
+    def train(folder: Path, steps: int) -> None:
+        given = {"max_train_steps": steps, "log_every_n_steps": 100, "save_every_n_epochs": 9, **settings}
+        run(base, write_dataset(tmp_path), folder, **given)
+
+    more = asked_by_more_steps(tmp_path, train)
     assert not more, more
 
 
-def asked_by_more_steps(base: Path, folder: Path, settings: Mapping[str, object]) -> Counter[str]:
+@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9, "tokens_per_batch": 256}, {"full_bf16": True}])
+def test_more_steps_of_pretraining_ask_no_more_often(corpus: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+    """With AdamW, whose kernels leave out a step that is not finite by themselves."""
+
+    def train(folder: Path, steps: int) -> None:
+        given = {"max_train_steps": steps, "log_every_n_steps": 100, "lr_warmup_steps": 0, **settings}
+        pretraining_runs.run(corpus, folder, **given)
+
+    more = asked_by_more_steps(tmp_path, train)
+    assert not more, more
+
+
+def asked_by_more_steps(folder: Path, train: Callable[[Path, int], None]) -> Counter[str]:
     """Return the lines that ask more often in three steps than in one."""
     found = {}
     for steps in (1, 3):
         with Reads() as reads:
-            given = {"max_train_steps": steps, "log_every_n_steps": 100, "save_every_n_epochs": 9, **settings}
-            run(base, write_dataset(folder), folder / str(steps), **given)
+            train(folder / str(steps), steps)
         found[steps] = reads.lines
     assert sum(found[1].values()) > 0  # the end is logged and saved
     return found[3] - found[1]

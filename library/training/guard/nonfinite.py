@@ -31,9 +31,8 @@ from library.accelerator import dp_rank_and_size, is_sharded, model_parallel_ran
 from library.errors import UserError
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Position
-from library.training.optim.factory import drop_gradients
 from library.training.parallel.gather import to_local
-from library.training.parallel.step import lockstep_batches
+from library.training.parallel.step import drop_gradients, lockstep_batches
 from library.training.tasks.task import Task
 
 _NAMED = 4  # samples that a message names

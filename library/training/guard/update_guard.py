@@ -20,6 +20,12 @@ are logged, and before anything looks at the weights).
 What it costs: the copies, 4 bytes a weight and what the optimizer keeps (8 for AdamW), while the optimizer runs; no
 activations live at that time, so the peak of a step does not rise. With a loss scaler (fp16) gradients that overflow
 are its business while its scale is above 1; a loss that is not finite, or gradients that are not at scale 1, are ours.
+
+In full training the copies would double the memory (``Task.rolls_back`` is not set): nothing is undone, a bad step is
+not taken, and the run stops before it. torch's fused optimizers leave everything as it is where the device sets their
+``found_inf``, which is there for loss scalers; all others cannot be told on the device, so for them the host waits for
+the gradients' norm in every step. Weights that a step has made infinite are found by the next step, or before
+anything is saved.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,8 +42,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from library.training.checkpoint.state import Position
-from library.training.optim.factory import drop_gradients, unwrapped
+from library.training.optim.factory import unwrapped
 from library.training.parallel.gather import all_reduce_and, to_local
+from library.training.parallel.step import drop_gradients
+from library.training.parallel.zero import ZeroOptimizer
 from library.training.tasks.task import Task
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -56,16 +64,18 @@ class StepSnapshot:
     average: int | None
 
 
-@dataclass
-class RollbackGuard:
-    """Takes the updates of a run; see the module's text."""
+class UpdateGuard:
+    """Takes the updates of a run; see the module's text.
 
-    task: Task
-    _snapshots: list[StepSnapshot] = field(default_factory=list)
-    _open: bool = False
+    Attributes:
+        found: whether the host knows already that a step was not finite.
+    """
 
-    def __post_init__(self) -> None:
-        self._device = self.task.parameters()[0].device
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._device = task.parameters()[0].device
+        self._snapshots: list[StepSnapshot] = []
+        self._half_updated = False  # an optimizer step that is not undone has begun
         self._reset()
 
     def _reset(self) -> None:
@@ -73,29 +83,29 @@ class RollbackGuard:
         self._good = torch.ones((), dtype=torch.bool, device=self._device)
         self._done = torch.zeros((), dtype=torch.int64, device=self._device)
         self._loss_bad = torch.zeros((), device=self._device)
-        self._open = False
+        self._open = self.found = False
 
     def begin(self, position: Position, loss_ema: Tensor | None) -> None:
         """Remember where a step begins; the further batches of the same step change nothing."""
-        if self._open:
-            return
-        optimizer = unwrapped(self.task.optimizer)
-        self._snapshots.append(
-            StepSnapshot(
-                position=_copied(position),
-                end=position,
-                loss_ema=loss_ema,
-                groups=[{k: self._on_host(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-                states={
-                    p: {k: self._on_host(v) for k, v in s.items()}
-                    for p, s in optimizer.state.items()
-                    if isinstance(s, dict)
-                },
-                schedule=copy.deepcopy(self.task.lr_schedule.state_dict()),
-                average=self.task.average.updates if self.task.average is not None else None,
-            )
+        if not self._open:
+            self._snapshots.append(self._snapshot(position, loss_ema))
+            self._open = True
+
+    def _snapshot(self, position: Position, loss_ema: Tensor | None) -> StepSnapshot:
+        optimizer, average = unwrapped(self.task.optimizer), self.task.average
+        return StepSnapshot(
+            position=_copied(position),
+            end=_copied(position),
+            loss_ema=loss_ema,
+            groups=[{k: self._on_host(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+            states={
+                p: {k: self._on_host(v) for k, v in s.items()}
+                for p, s in optimizer.state.items()
+                if isinstance(s, dict)
+            },
+            schedule=copy.deepcopy(self.task.lr_schedule.state_dict()),
+            average=None if average is None else average.updates,
         )
-        self._open = True
 
     def nan_if_bad(self, loss: Tensor) -> Tensor:
         """Return ``loss`` with gradients that are NaN where it is not finite itself; else the same, bit for bit."""
@@ -103,38 +113,61 @@ class RollbackGuard:
         self._loss_bad = self._loss_bad + ~finite
         return loss * torch.where(finite, 1.0, math.nan)
 
-    def update(self, grad_norm: Tensor, take_step: Callable[[], None]) -> None:
-        """Run ``take_step`` (optimizer and average) if ``grad_norm`` is finite and so are the weights afterwards."""
+    def update(self, grad_norm: Tensor, take_step: Callable[[Tensor | None], None]) -> None:
+        """Run ``take_step`` (optimizer and average) such that nothing changes unless ``grad_norm`` is finite.
+
+        ``take_step`` gets the device's answer where the average has to heed it.
+        """
         self._good = self._good & self._is_finite(torch.as_tensor(grad_norm, device=self._device))
+        (self._take_or_undo if self.task.rolls_back else self._take_or_skip)(take_step)
+        self._done = self._done + self._good
+
+    def _take_or_undo(self, take_step: Callable[[Tensor | None], None]) -> None:
+        """Take the step; put the copies back where gradients or new weights are not finite."""
         before = self._tensors()
-        kept = {key: tensor.detach().clone() for key, tensor in before.items()}
+        copies = {key: tensor.detach().clone() for key, tensor in before.items()}
         gradients = [to_local(p.grad) for p in self.task.parameters() if p.grad is not None]
         _zero_unless(self._good, gradients)
         try:
-            take_step()
+            take_step(None)
         except BaseException:  # out of memory half-way: nothing of the step stays
-            for key, old in kept.items():
+            for key, old in copies.items():
                 before[key].copy_(old)
             raise
         after = self._tensors()
         weights = self.task.parameters()
         self._good = self._good & self._everywhere(all_finite([to_local(p) for p in weights]), weights)
-        pairs = [(after[key], old) for key, old in kept.items() if key in after and after[key].shape == old.shape]
+        pairs = [(after[key], old) for key, old in copies.items() if key in after and after[key].shape == old.shape]
         _take_unless(self._good, pairs)
-        self._done = self._done + self._good
+
+    def _take_or_skip(self, take_step: Callable[[Tensor | None], None]) -> None:
+        """Take the step if the gradients are finite: the optimizer's kernels look, or else the host waits for them."""
+        optimizer: Any = unwrapped(self.task.optimizer)
+        looks = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's mark of what heeds found_inf
+        if not looks and not bool(self._good):
+            self.found = True
+            return
+        self._half_updated = True
+        optimizer.found_inf = (~self._good).float() if looks else None
+        take_step(self._good)
+        del optimizer.found_inf
+        self._half_updated = False
 
     def end(self, position: Position) -> None:
         """Note that the step is over and how far the run is."""
         self._snapshots[-1].end, self._open = _copied(position), False
 
-    found = False  # only the device knows
-
     def commit(self, position: Position, before_saving: bool = False) -> StepSnapshot | None:
-        """Ask the device; return the first bad step's beginning with run and ``position`` put back to it, or None."""
+        """Ask the device; return the first bad step's beginning with run and ``position`` put back to it, or None.
+
+        ``before_saving`` also looks, on all processes, at weights that no step has looked at.
+        """
         closed = len(self._snapshots) - self._open
         done = int(self._done)  # the one point where the host waits
-        if done < closed:
-            snapshot = self._snapshots[done]
+        snapshot = self._snapshots[done] if done < closed else None
+        if snapshot is None and before_saving and not self.task.rolls_back and not self._has_finite_weights():
+            snapshot = self._snapshot(position, None)
+        if snapshot is not None:
             snapshot.position.nonfinite_in_row *= not done
             self._put_back(snapshot)
             vars(position).update(vars(_copied(snapshot.position)))
@@ -157,7 +190,11 @@ class RollbackGuard:
             self._put_back(opened)
             vars(position).update(vars(_copied(opened.position)))
         self._reset()
-        return True
+        return not self._half_updated
+
+    def _has_finite_weights(self) -> bool:
+        local = [tensor for p in self.task.parameters() if (tensor := to_local(p)).numel()]
+        return bool(all_reduce_and(all_finite(local), self.task.accelerator))
 
     def _is_finite(self, grad_norm: Tensor) -> Tensor:
         scaler, finite = self.task.accelerator.scaler, grad_norm.isfinite().all()
@@ -176,17 +213,17 @@ class RollbackGuard:
 
     def _tensors(self) -> dict[tuple[int, str], Tensor]:
         """Everything on the device that a step changes, by its place."""
-        optimizer = unwrapped(self.task.optimizer)
+        own, optimizer = self.task.optimizer, unwrapped(self.task.optimizer)
         found: dict[tuple[int, str], Tensor] = {}
         for i, parameter in enumerate(self.task.parameters()):
             found[i, "weight"] = parameter.data
-        for i, shard in enumerate(getattr(self.task.optimizer, "shards", ())):  # ZeRO steps on these
+        for i, shard in enumerate(own.shards if isinstance(own, ZeroOptimizer) else ()):  # what ZeRO steps on
             found[i, "shard"] = shard.data
         for i, group in enumerate(optimizer.param_groups):
             found |= {(i, f"group {k}"): v for k, v in group.items() if isinstance(v, Tensor)}
-        for key, own in optimizer.state.items():
-            if isinstance(own, dict):
-                found |= {(id(key), k): v for k, v in own.items() if isinstance(v, Tensor)}
+        for key, state in optimizer.state.items():
+            if isinstance(state, dict):
+                found |= {(id(key), k): v for k, v in state.items() if isinstance(v, Tensor)}
         if self.task.average is not None:
             found |= {(i, "average"): tensor for i, tensor in enumerate(self.task.average.averages)}
         scaler = self.task.accelerator.scaler
@@ -230,73 +267,6 @@ class RollbackGuard:
             task.average.updates = snapshot.average
         task.accelerator.step = 0  # accelerate's count of batches, from which it knows where a step ends
         drop_gradients(task.optimizer)
-
-
-class StopGuard:
-    """For training in full, where a copy of weights and optimizer state would double the memory: nothing is undone.
-
-    So the host reads the gradients' norm before the optimizer steps, and a step that is not finite is not taken: the
-    run is before it, can be saved, and stops. Weights that a step has made infinite are found by the next step, or
-    before anything is saved.
-    """
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.found = False  # a step that is not finite
-        self._snapshot: tuple[Position, Tensor | None] | None = None
-        self._updating = False
-
-    def begin(self, position: Position, loss_ema: Tensor | None) -> None:
-        """As ``RollbackGuard.begin``."""
-        self._snapshot = self._snapshot or (_copied(position), loss_ema)
-
-    def nan_if_bad(self, loss: Tensor) -> Tensor:
-        """As ``RollbackGuard.nan_if_bad``: then the norm is NaN on every process."""
-        return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
-
-    def update(self, grad_norm: Tensor, take_step: Callable[[], None]) -> None:
-        """Run ``take_step`` if ``grad_norm`` is finite; waits for the device."""
-        self.found = not bool(torch.as_tensor(grad_norm).isfinite())
-        if not self.found:
-            self._updating = True
-            take_step()
-            self._updating = False
-
-    def end(self, position: Position) -> None:
-        """As ``RollbackGuard.end``."""
-        if not self.found:
-            self._snapshot = None
-
-    def commit(self, position: Position, before_saving: bool = False) -> StepSnapshot | None:
-        """As ``RollbackGuard.commit``; ``before_saving`` looks at the weights too, on all processes."""
-        if self.found:
-            return self._back(position)
-        if before_saving:
-            local = [tensor for p in self.task.parameters() if (tensor := to_local(p)).numel()]
-            if not all_reduce_and(all_finite(local), self.task.accelerator):
-                self._snapshot = (_copied(position), None)
-                return self._back(position)
-        return None
-
-    def rollback(self, position: Position) -> bool:
-        """Put ``position`` back to the step's beginning; return whether the weights are still those from before it."""
-        if self._snapshot is not None:
-            self._back(position)
-        return not self._updating
-
-    def _back(self, position: Position) -> StepSnapshot:
-        assert self._snapshot is not None
-        end = _copied(position)
-        (before, loss_ema), self._snapshot, self.found = self._snapshot, None, False
-        vars(position).update(vars(_copied(before)))
-        self.task.accelerator.step = 0
-        drop_gradients(self.task.optimizer)
-        return StepSnapshot(before, end, loss_ema, [], {}, {}, None)
-
-
-def build_guard(task: Task) -> RollbackGuard | StopGuard:
-    """Return what keeps updates that are not finite from the weights of ``task``."""
-    return RollbackGuard(task) if task.rolls_back else StopGuard(task)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

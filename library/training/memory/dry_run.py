@@ -43,7 +43,7 @@ from library.models.family import Family
 from library.models.text import TextEncoder
 from library.randomness import generator
 from library.training.checkpoint.state import Position
-from library.training.guard.update_guard import build_guard
+from library.training.guard.update_guard import UpdateGuard
 from library.training.memory.block_swap import SWAP_OPTION, kind_sizes, most_swapped, swapped_blocks
 from library.training.memory.budget import (
     MemoryEstimate,
@@ -346,7 +346,7 @@ def _batch(data: TrainingData, family: Family, sample: Sample, text: dict[str, T
 
 def _steps(task: Task, batch: Batch) -> MemoryEstimate:
     """Take two steps on ``batch``; return what they take."""
-    device, position, guard = task.accelerator.device, Position(), build_guard(task)
+    device, position, guard = task.accelerator.device, Position(), UpdateGuard(task)
     batch = batch.to(device)
     activations = 0
     for model in task.models:
@@ -360,7 +360,7 @@ def _steps(task: Task, batch: Batch) -> MemoryEstimate:
             activations = max(activations, peak())
             del loss
         limit = task.config.optimizer.max_grad_norm or float("inf")
-        guard.update(task.accelerator.clip_grad_norm_(task.parameters(), limit), task.optimizer.step)
+        guard.update(task.accelerator.clip_grad_norm_(task.parameters(), limit), lambda _: task.optimizer.step())
         task.optimizer.zero_grad()
         position.step += 1
         guard.end(position)

@@ -26,12 +26,16 @@ class WeightAverage:
         self.averages = [p.detach().float().clone() for p in parameters]
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take in the weights as they are after an optimizer step."""
-        decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
+    def update(self, good: Tensor | None = None) -> None:
+        """Take in the weights as they are after an optimizer step; not where ``good``, on the device, is not set."""
+        share = 1 - min(self._decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         weights: list[Tensor] = [p.detach().float() for p in self._parameters]
-        torch._foreach_lerp_(self.averages, weights, 1 - decay)
+        if good is None:
+            torch._foreach_lerp_(self.averages, weights, share)
+            return
+        for average, weight in zip(self.averages, weights, strict=True):
+            average.lerp_(weight, good * share)
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -192,12 +192,6 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def drop_gradients(optimizer: Optimizer) -> None:
-    """Forget the gradients of a step that is not taken, wherever an engine keeps them."""
-    own = getattr(optimizer, "drop_gradients", None)  # of ZeRO's
-    own() if own is not None else unwrapped(optimizer).zero_grad()
-
-
 @dataclass(frozen=True)
 class _Found:
     cls: type[Optimizer]

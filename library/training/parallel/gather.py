@@ -28,6 +28,7 @@ from library.training.parallel.pipeline.full_training import (
     scatter_stage_state,
     staged,
 )
+from library.training.parallel.zero import ZeroOptimizer
 
 
 class _Cut(NamedTuple):
@@ -98,8 +99,7 @@ def scatter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def gathered(optimizer: Any, with_state: bool = True) -> AbstractContextManager[None]:
     """Inside the block the main process sees a LoRA in full and, ``with_state``, the optimizer's ``state_dict``."""
-    gathers = getattr(optimizer, "gathered", None)  # of ShardedOptimizer and ZeroOptimizer
-    return nullcontext() if gathers is None else gathers(with_state)
+    return optimizer.gathered(with_state) if isinstance(optimizer, ShardedOptimizer | ZeroOptimizer) else nullcontext()
 
 
 class ShardedOptimizer(AcceleratedOptimizer):

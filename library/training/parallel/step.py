@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,10 @@ from library.accelerator import (
     is_tensor_parallel,
     zero_stage,
 )
+from library.training.optim.factory import unwrapped
 from library.training.parallel.gather import split_parameters, to_full, to_local
 from library.training.parallel.pipeline.full_training import clip_stages, staged
+from library.training.parallel.zero import ZeroOptimizer
 
 Item = TypeVar("Item")
 
@@ -71,6 +73,11 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, trained: Sequence
             return _clip_tensor_parallel(accelerator, model, set(cuts), limit)
     average_gradients(accelerator, trained)
     return to_full(accelerator.clip_grad_norm_(trained, limit))
+
+
+def drop_gradients(optimizer: Any) -> None:
+    """Forget the gradients of a step that is not taken, wherever an engine keeps them."""
+    optimizer.drop_gradients() if isinstance(optimizer, ZeroOptimizer) else unwrapped(optimizer).zero_grad()
 
 
 def average_gradients(accelerator: Accelerator, lora: Sequence[nn.Parameter]) -> None:
