@@ -11,6 +11,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -95,6 +96,12 @@ def check_lora_output(save_to: Path, overwrite: bool, flag: str = "--save_to") -
         raise UserError(f"{save_to}: a LoRA is a .safetensors file; give {flag} that ending")
     if save_to.exists() and not overwrite:
         raise UserError(f"{save_to}: exists; choose another {flag} or give --overwrite")
+
+
+def value_range(values: Iterable[float]) -> str:
+    """Return "4" where all values are equal, else "4 to 16"."""
+    least, most = min(found := list(values)), max(found)
+    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
 
 
 def lora_source(text: str) -> LoraSource:

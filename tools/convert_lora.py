@@ -11,6 +11,7 @@ is written. At the end the result is read back and compared with the source, lay
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,58 +33,51 @@ if TYPE_CHECKING:
 def convert(
     source: Path,
     target: Path,
-    targets: LoraTargets,
     save_format: str,
     precision: str | None = None,
+    model_type: str | None = None,
     overwrite: bool = False,
-) -> tuple[LoraFile, LoraFile, float]:
+) -> tuple[LoraTargets, LoraFile, LoraFile, float]:
     """Write ``source`` to ``target`` in ``save_format``; return both as read, and how far their updates differ.
 
     Args:
         source: LoRA file, or a folder written by PEFT.
         target: ``.safetensors`` file to write.
-        targets: the family's row.
         save_format: its key layout.
         precision: "fp32", "fp16" or "bf16"; None: the source's, the widest if it has several.
+        model_type: the family's name; None: as the source says.
         overwrite: replace ``target`` if it exists.
 
     Returns:
-        Source, result, and the largest relative difference of a layer's update (Frobenius norm).
+        The family's row, source, result, and the largest relative difference of a layer's update (Frobenius norm).
     """
+    import torch
+
     from networks.files.adapters import load_lora, save_adapter, widest_precision
+    from networks.files.detection import load_loras
     from networks.files.metadata import ADAPTER_METADATA_KEY
     from networks.files.weights import LoraWeights
+    from networks.merging.low_rank import relative_difference
 
     if target.exists() and source.exists() and target.resolve() == source.resolve():
         raise UserError(f"{target}: is the source itself; choose another DST")
     check_lora_output(target, overwrite, "DST")
-    read = load_lora(source, targets)
+    targets, (read,) = load_loras([source], model_type)
     metadata = {key: value for key, value in read.metadata.items() if key != ADAPTER_METADATA_KEY}
     # In fp32: folding unequal scales into B must not round in the source's dtype.
     exact = {name: LoraWeights(w.down.float(), w.up.float(), w.alpha) for name, w in read.weights.items()}
     save_adapter(target, exact, targets, save_format, precision or widest_precision(read.weights), metadata)
     written = load_lora(target, targets)
-    return read, written, max(_difference(w, written.weights.get(name)) for name, w in read.weights.items())
-
-
-def _difference(before: LoraWeights, after: LoraWeights | None) -> float:
-    import torch
-
-    from networks.files.weights import LoraWeights
-    from networks.merging.low_rank import relative_difference
-
-    if after is None:  # a layer whose down-projection is zero is not kept apart inside a fused one
-        after = LoraWeights(torch.zeros_like(before.down), torch.zeros_like(before.up), before.alpha)
-    return relative_difference(before, after)
+    # a layer whose down-projection is zero is not kept apart inside a fused one
+    absent = {name: LoraWeights(w.down, torch.zeros_like(w.up), w.alpha) for name, w in read.weights.items()}
+    after = absent | written.weights
+    return targets, read, written, max(relative_difference(w, after[name]) for name, w in read.weights.items())
 
 
 def describe(weights: Mapping[str, LoraWeights], targets: LoraTargets) -> Table:
     """Return a table of the layers that have an update: kinds, counts, ranks, alphas."""
-    rows: dict[tuple[str, int, float], int] = {}
-    for name, module in weights.items():
-        kind = targets.group_of(name)
-        row = (kind.name if kind else name, module.rank, module.alpha)
-        rows[row] = rows.get(row, 0) + 1
+    groups = {name: group.name if (group := targets.group_of(name)) else name for name in weights}
+    rows = Counter((groups[name], module.rank, module.alpha) for name, module in weights.items())
     table = plain_table("layers", "count", "rank", "alpha")
     for (kind_name, rank, alpha), count in rows.items():
         table.add_row(kind_name, str(count), str(rank), f"{alpha:g}")
@@ -94,9 +88,9 @@ def summary(path: Path, read: LoraFile) -> str:
     """Return a line: file, layout, precision, layers and tensors."""
     from library.safetensors_io import read_safetensors_header
     from networks.files.adapters import widest_precision
+    from networks.files.metadata import weight_file
 
-    file = path / "adapter_model.safetensors" if path.is_dir() else path
-    tensors = len(read_safetensors_header(file).keys() - {"__metadata__"})
+    tensors = len(read_safetensors_header(weight_file(path)).keys() - {"__metadata__"})
     precision = widest_precision(read.weights)
     return f"{path}: {read.layout}, {precision}, {len(read.weights)} layers in {tensors} tensors"
 
@@ -111,11 +105,13 @@ def main() -> None:
     add_model_type(parser, "as SRC says")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     options = parser.parse_args()
-    from networks.files.detection import targets_of_files
-
-    targets = targets_of_files([options.source], options.model_type)
-    read, written, difference = convert(
-        options.source, options.target, targets, options.save_format, options.save_precision, options.overwrite
+    targets, read, written, difference = convert(
+        options.source,
+        options.target,
+        options.save_format,
+        options.save_precision,
+        options.model_type,
+        options.overwrite,
     )
     console = tool_console()
     console.print(describe(read.weights, targets))

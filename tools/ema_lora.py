@@ -22,8 +22,8 @@ from tools.command import add_lora_output, check_lora_output, tool_parser
 
 def average(options: argparse.Namespace) -> list[tuple[Path, float]]:
     """Write the average that the command line asks for; return each file with its share in it, in order."""
-    from networks.files.adapters import load_lora, save_derived_lora, widest_precision
-    from networks.files.detection import targets_of_files
+    from networks.files.adapters import save_derived_lora
+    from networks.files.detection import load_loras
     from networks.merging.average import average_loras, linear_betas, power_betas, training_order
 
     if len(options.loras) < 2:
@@ -35,24 +35,20 @@ def average(options: argparse.Namespace) -> list[tuple[Path, float]]:
         if value is not None and not 0 <= value < 1:
             raise UserError(f"--{name} {value:g}: must be at least 0 and below 1; 0.95 is usual")
     check_lora_output(options.save_to, options.overwrite)
-    targets = targets_of_files(options.loras, options.model_type)
-    read = [(path, load_lora(path, targets)) for path in options.loras]
-    times = list(range(1, len(read) + 1))
+    targets, files = load_loras(options.loras, options.model_type)
+    steps = list(range(1, len(files) + 1))
     if not options.no_sort:
-        steps = training_order(options.loras, [file.metadata for _, file in read])
-        read = [read[i] for i in sorted(range(len(read)), key=steps.__getitem__)]
-        times = sorted(steps)
-    paths, files = [path for path, _ in read], [file for _, file in read]
+        steps = training_order(options.loras, [file.metadata for file in files])
+    order = sorted(range(len(files)), key=steps.__getitem__)
+    paths, files = [options.loras[i] for i in order], [files[i] for i in order]
     first = 0.95 if options.beta is None else options.beta
     if options.sigma_rel is not None:
-        betas = power_betas(times, options.sigma_rel)
+        betas = power_betas(sorted(steps), options.sigma_rel)
     else:
         betas = linear_betas(len(files), first, first if options.beta2 is None else options.beta2)
-    weights = average_loras(paths, files, betas)
-    last = files[-1]
-    precision = options.save_precision or widest_precision(last.weights)
-    save_format, comment = options.save_format or last.layout, f"average of {len(files)} saves"
-    save_derived_lora(options.save_to, weights, targets, save_format, precision, last.metadata, comment)
+    weights, comment, last = average_loras(paths, files, betas), f"average of {len(files)} saves", files[-1]
+    format_and_precision = options.save_format, options.save_precision
+    save_derived_lora(options.save_to, weights, targets, last.metadata, comment, [last], *format_and_precision)
     return list(zip(paths, shares(betas), strict=True))
 
 

@@ -27,7 +27,15 @@ from library import __version__
 from library.errors import UserError, exit_on_user_error
 from library.files import weights_fingerprint
 from library.training.report.progress import plain_table
-from tools.command import add_lora_output, check_lora_output, device_and_dtype, show_progress, tool_console, tool_parser
+from tools.command import (
+    add_lora_output,
+    check_lora_output,
+    device_and_dtype,
+    show_progress,
+    tool_console,
+    tool_parser,
+    value_range,
+)
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
@@ -43,12 +51,11 @@ def layer_table(layers: list[ExtractedLayer], targets: LoraTargets) -> Table:
         kinds.setdefault(kind.name if kind else layer.name, []).append(layer)
     table = plain_table("layers", "count", "rank", "norm", "kept", "least kept")
     for name, group in kinds.items():
-        ranks = sorted({layer.rank for layer in group})
+        ranks = value_range(layer.rank for layer in group)
         energy = sum(layer.norm**2 for layer in group)
         kept = sum(layer.norm**2 * layer.kept for layer in group) / energy
-        shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
         least = min(layer.kept for layer in group)
-        table.add_row(name, str(len(group)), shown, f"{energy**0.5:.3g}", f"{kept:.2%}", f"{least:.2%}")
+        table.add_row(name, str(len(group)), ranks, f"{energy**0.5:.3g}", f"{kept:.2%}", f"{least:.2%}")
     return table
 
 
@@ -91,23 +98,17 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
         progress=show_progress,
     )
     metadata = build_metadata(
-        {
-            "sd_model_name": options.model_org.name,
-            "network_module": targets.kohya_module,
-            "base_model_version": targets.kohya_base,
-        },
+        {"sd_model_name": options.model_org.name},
+        targets,
         title=options.save_to.stem,
         timestamp=time.time(),
-        architecture=targets.architecture,
-        implementation=targets.implementation,
+        resolution=(1024, 1024),
         base_fingerprint=weights_fingerprint(original.weights_path),
         version=__version__,
     )
     comment = f"extracted from {options.model_tuned.name}"
-    precision = options.save_precision or "bf16"
-    save_derived_lora(
-        options.save_to, found.weights, targets, options.save_format or "diffusers", precision, metadata, comment
-    )
+    format_and_precision = options.save_format, options.save_precision or "bf16"
+    save_derived_lora(options.save_to, found.weights, targets, metadata, comment, (), *format_and_precision)
     return found, targets
 
 

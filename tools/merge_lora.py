@@ -44,6 +44,7 @@ from tools.command import (
     show_progress,
     tool_console,
     tool_parser,
+    value_range,
 )
 
 _OF_A_MODEL = ("transformer_only", "allow_partial")
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
 def merge_into_lora(options: argparse.Namespace) -> str:
     """Merge the LoRAs into one; return what became of them, in a line."""
     from library.training.tasks.chat_lora import TEMPLATE
-    from networks.files.adapters import load_lora, save_derived_lora, widest_precision
-    from networks.files.detection import targets_of_files
+    from networks.files.adapters import save_derived_lora
+    from networks.files.detection import load_loras
     from networks.merging.low_rank import join_loras
 
     _refuse(options, _OF_A_MODEL, "has no effect without --model; remove it")
@@ -69,27 +70,24 @@ def merge_into_lora(options: argparse.Namespace) -> str:
         raise UserError(f"--new_rank {options.new_rank}: must be at least 1")
     check_lora_output(options.save_to, options.overwrite)
     sources = [lora_source(text) for text in options.lora]
-    targets = targets_of_files([source.path for source in sources], options.model_type)
-    read = [(load_lora(source.path, targets), source.ratio) for source in sources]
-    weights, layers = join_loras([(file.weights, ratio) for file, ratio in read], options.new_rank)
+    targets, files = load_loras([source.path for source in sources], options.model_type)
+    parts = [(file.weights, source.ratio) for file, source in zip(files, sources, strict=True)]
+    weights, layers = join_loras(parts, options.new_rank)
     if not weights:
         raise UserError("--lora: every strength is 0; there is nothing to merge")
     lasting = ("modelspec.architecture", "modelspec.implementation", "ss_network_module", "ss_base_model_version")
-    metadata = {key: value for key, value in read[0][0].metadata.items() if key in lasting}
+    metadata = {key: value for key, value in files[0].metadata.items() if key in lasting}
     metadata |= {"modelspec.title": options.save_to.stem, "ss_output_name": options.save_to.stem}
     for key in ("tandem.base_fingerprint", TEMPLATE):
-        values = {file.metadata.get(key) for file, _ in read}
+        values = {file.metadata.get(key) for file in files}
         if len(values) == 1 and (value := values.pop()):
             metadata[key] = value
-    precisions = {widest_precision(file.weights) for file, _ in read}
-    precision = options.save_precision or (precisions.pop() if len(precisions) == 1 else "fp32")
     comment = "merged from " + ", ".join(f"{source.path.name}:{source.ratio:g}" for source in sources)
-    layout = options.save_format or read[0][0].layout
-    save_derived_lora(options.save_to, weights, targets, layout, precision, metadata, comment)
-    ranks = sorted({layer.after for layer in layers})
-    shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    format_and_precision = options.save_format, options.save_precision
+    save_derived_lora(options.save_to, weights, targets, metadata, comment, files, *format_and_precision)
+    ranks = value_range(layer.after for layer in layers)
     kept = f"; at least {min(layer.kept for layer in layers):.2%} of each layer's sum kept" if by_svd else ""
-    return f"{options.save_to}: {len(layers)} layers of {len(sources)} LoRAs, rank {shown}{kept}"
+    return f"{options.save_to}: {len(layers)} layers of {len(sources)} LoRAs, rank {ranks}{kept}"
 
 
 def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:

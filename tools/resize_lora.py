@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from tools.command import add_lora_output, check_lora_output, tool_parser
+from tools.command import add_lora_output, check_lora_output, tool_parser, value_range
 
 if TYPE_CHECKING:
     from networks.merging.low_rank import ResizedLayer
@@ -32,23 +32,22 @@ if TYPE_CHECKING:
 
 def resize(options: argparse.Namespace) -> list[ResizedLayer]:
     """Write the LoRA that the command line asks for; return what became of its layers."""
-    from networks.files.adapters import load_lora, save_derived_lora, widest_precision
-    from networks.files.detection import targets_of_files
+    from networks.files.adapters import save_derived_lora
+    from networks.files.detection import load_loras
     from networks.merging.low_rank import resize_lora
 
     check_flags(options)
     check_lora_output(options.save_to, options.overwrite)
-    targets = targets_of_files([options.model], options.model_type)
-    source = load_lora(options.model, targets)
+    targets, (source,) = load_loras([options.model], options.model_type)
     weights, layers = resize_lora(
         source.weights, options.new_rank, options.dynamic_method, options.dynamic_param or 1.0
     )
     how = f"rank {options.new_rank}"
     if options.dynamic_method:
         how = f"{options.dynamic_method} {options.dynamic_param:g}"
-    precision = options.save_precision or widest_precision(source.weights)
-    save_format = options.save_format or source.layout
-    save_derived_lora(options.save_to, weights, targets, save_format, precision, source.metadata, f"resized by {how}")
+    format_and_precision = options.save_format, options.save_precision
+    comment = f"resized by {how}"
+    save_derived_lora(options.save_to, weights, targets, source.metadata, comment, [source], *format_and_precision)
     return layers
 
 
@@ -83,10 +82,8 @@ def main() -> None:
     layers = resize(options)
     for layer in layers if options.verbose else ():
         print(f"{layer.name}: rank {layer.before} -> {layer.after}, {layer.kept:.2%} kept, ratio {layer.ratio:.3g}")
-    ranks = sorted(layer.after for layer in layers)
-    least = min(layer.kept for layer in layers)
-    shown = str(ranks[0]) if ranks[0] == ranks[-1] else f"{ranks[0]} to {ranks[-1]}"
-    print(f"{options.save_to}: {len(layers)} layers, rank {shown}; at least {least:.2%} of each update kept")
+    ranks, least = value_range(layer.after for layer in layers), min(layer.kept for layer in layers)
+    print(f"{options.save_to}: {len(layers)} layers, rank {ranks}; at least {least:.2%} of each update kept")
 
 
 if __name__ == "__main__":

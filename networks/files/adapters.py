@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -205,19 +205,22 @@ def save_derived_lora(
     save_to: Path,
     weights: Mapping[str, LoraWeights],
     targets: LoraTargets,
-    layout: str,
-    precision: str,
     metadata: Mapping[str, str],
     comment: str,
+    sources: Sequence[LoraFile] = (),
+    save_format: str | None = None,
+    precision: str | None = None,
 ) -> None:
-    """Save a LoRA that was made from others, its metadata brought up to date.
+    """Save a LoRA that was made from others or from models, its metadata brought up to date.
 
     Args:
-        save_to, weights, targets, precision: as of :func:`save_adapter`.
-        layout: one of ``SAVE_FORMATS``; another (a source's "peft", "bare") becomes diffusers, or of a language model
-            peft.
-        metadata: of the source, or made for this file.
+        save_to, weights, targets: as of :func:`save_adapter`.
+        metadata: of a source, or made for this file.
         comment: put before the training comment, as sd-scripts' tools do.
+        sources: the LoRAs it was made from.
+        save_format: None: the first source's, where it is one of ``SAVE_FORMATS``; else diffusers, of a language model
+            peft.
+        precision: None: the one that holds every tensor of the sources.
     """
     strings = {key: value for key, value in metadata.items() if key != ADAPTER_METADATA_KEY}
     ranks = Counter(module.rank for module in weights.values())
@@ -226,14 +229,16 @@ def save_derived_lora(
     strings["ss_network_alpha"] = f"{next(iter(alphas)):g}" if len(alphas) == 1 else "Dynamic"
     before = strings.get("ss_training_comment", "None")
     strings["ss_training_comment"] = comment if before in ("", "None") else f"{comment}; {before}"
+    layout = save_format or next((file.layout for file in sources[:1]), "")
     if layout not in SAVE_FORMATS:
         layout = "peft" if targets.own_names else "diffusers"
+    precision = precision or widest_precision(*(file.weights for file in sources))
     save_adapter(save_to, weights, targets, layout, precision, strings)
 
 
-def widest_precision(weights: Mapping[str, LoraWeights]) -> str:
+def widest_precision(*loras: Mapping[str, LoraWeights]) -> str:
     """Return the precision that holds every tensor: their common 16-bit dtype, else fp32."""
-    dtypes = {tensor.dtype for module in weights.values() for tensor in (module.down, module.up)}
+    dtypes = {tensor.dtype for lora in loras for module in lora.values() for tensor in module.tensors.values()}
     names = {dtype: name for name, dtype in PRECISIONS.items()}
     return names.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
 
@@ -430,7 +435,7 @@ def _modules_of(
     kind, names = KINDS[_kind_of(tensors)], set(tensors)
     if kind is LoraWeights and (missing := [role for role in ("down", "up") if role not in names]):
         raise UserError(f"{where} has no {missing[0]}-projection; the file is incomplete")
-    if not kind.is_complete(names):
+    if names not in kind.complete:
         has = ", ".join(sorted(names))
         raise UserError(f"{where} has {has}, which is no whole {kind.title}; it cannot be read")
     if "down" in names:

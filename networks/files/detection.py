@@ -17,50 +17,45 @@ from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
 from library.safetensors_io import read_safetensors_header
-from networks.files.adapters import best_targets, fitting_targets
+from networks.files.adapters import LoraFile, best_targets, fitting_targets, load_lora
 from networks.files.metadata import weight_file
 
 _STATED = ("ss_base_model_version", "modelspec.architecture")  # "flux1", "qwen_image"; "flux-1-dev/lora", "Qwen-Image"
 
 
-def targets_of_files(paths: Sequence[Path], model_type: str | None = None) -> LoraTargets:
-    """Return the row of the family that LoRA files are of.
+def load_loras(paths: Sequence[Path], model_type: str | None = None) -> tuple[LoraTargets, list[LoraFile]]:
+    """Return the row of the family that LoRA files are of, and what is in them.
 
     Args:
         paths: LoRA files, or folders written by PEFT; of one family.
-        model_type: the family's name, as asked; None: told from the files.
+        model_type: the family's name, as asked; None: as the files say.
 
     Raises:
         UserError: no such file, a file's metadata contradict ``model_type``, the files are of several families, or a
-            file without metadata fits several.
+            file without metadata fits several; and what :func:`networks.files.adapters.load_lora` raises.
     """
     rows = [_targets_of(path, model_type) for path in paths]
     for path, row in zip(paths, rows, strict=True):
         if row.keys is not rows[0].keys:
             raise UserError(f"{path}: is a LoRA of {row.family}, {paths[0]} one of {rows[0].family}; keep one family's")
-    return rows[0]
+    return rows[0], [load_lora(path, rows[0]) for path in paths]
 
 
 def _targets_of(path: Path, model_type: str | None) -> LoraTargets:
     header = read_safetensors_header(weight_file(path))
-    fitting = fitting_targets(header)
-    stated = stated_targets(header.get("__metadata__") or {})
-    if stated and not any(stated.keys is row.keys for row in fitting):
-        stated = None  # its keys know better
-    if model_type is not None:
-        asked = lora_targets()[model_type]
-        if stated and stated.keys is not asked.keys:
-            raise UserError(
-                f"{path}: --model_type {model_type}, but its metadata name {stated.family}; "
-                f"set --model_type {stated.family}, or leave it out"
-            )
-        return asked
-    if stated:
-        return stated
-    if len(fitting) > 1:
-        names = " and ".join(row.family for row in fitting)
-        raise UserError(f"{path}: its keys fit {names}, and its metadata name none of them; set --model_type")
-    return fitting[0] if fitting else best_targets(header)
+    likely = likely_targets(header)
+    if model_type is None:
+        if len(likely) > 1:
+            names = " and ".join(row.family for row in likely)
+            raise UserError(f"{path}: its keys fit {names}, and its metadata name none of them; set --model_type")
+        return likely[0] if likely else best_targets(header)
+    asked, stated = lora_targets()[model_type], stated_targets(header.get("__metadata__") or {})
+    if stated and stated.keys is not asked.keys and stated in likely:  # otherwise its keys know better
+        raise UserError(
+            f"{path}: --model_type {model_type}, but its metadata name {stated.family}; "
+            f"set --model_type {stated.family}, or leave it out"
+        )
+    return asked
 
 
 def language_targets(path: Path) -> LoraTargets | None:

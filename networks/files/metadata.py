@@ -40,64 +40,47 @@ from library.files import write_text
 from library.models.layer_names import LoraTargets
 from networks.files.weights import AdapterWeights
 
-_KOHYA_MODULE = "networks.lora_flux"  # what readers of kohya files look for; the weights mean the same
-_KOHYA_BASE_VERSION = "flux1"
-
 
 def build_metadata(
     facts: Mapping[str, object],
+    targets: LoraTargets,
     *,
     title: str,
     timestamp: float,
-    architecture: str = "flux-1-dev",
-    resolution: tuple[int, int] | None = (1024, 1024),
-    implementation: str = "https://github.com/black-forest-labs/flux",
+    architecture: str | None = None,
+    resolution: tuple[int, int] | None = None,
     description: str | None = None,
-    author: str | None = None,
-    base_fingerprint: str | None = None,
-    text_encoder_fingerprint: str | None = None,
-    base_precision: str | None = None,
-    attention: str | None = None,
-    config_json: str | None = None,
-    version: str = "",
+    **own: str | None,
 ) -> dict[str, str]:
     """Return the metadata strings of a LoRA file, without the hashes that :func:`hash_metadata` adds.
 
     Args:
         facts: training facts under kohya's names without ``ss_`` (``learning_rate``, ``network_dim``,
             ``network_alpha``, ``network_args``, ``optimizer``, ``num_train_images``, ``steps``, ``epoch``).
+        targets: the family's row.
         title: the model's title; kohya takes the output name.
         timestamp: seconds since 1970 of this save.
-        architecture: ModelSpec's name of the base, "flux-1-dev" or "flux-1-schnell".
+        architecture: ModelSpec's name of the base, "flux-1-dev" or "flux-1-schnell"; None: the family's.
         resolution: width and height trained at, in pixels; None for what has no pixels.
-        base_fingerprint, text_encoder_fingerprint, base_precision, attention, config_json, version: for ``tandem.*``.
+        own: what stands under ``tandem.*`` (``base_fingerprint``, ``config``), None and "" left out.
     """
     ss = {
-        "network_module": _KOHYA_MODULE,
-        "base_model_version": _KOHYA_BASE_VERSION,
+        "network_module": targets.kohya_module,
+        "base_model_version": targets.kohya_base,
         "output_name": title,
         **facts,
     }
     metadata = {f"ss_{key}": str(value) for key, value in ss.items()}
     spec = {
         "sai_model_spec": "1.0.1",
-        "architecture": f"{architecture}/lora",
-        "implementation": implementation,
+        "architecture": f"{architecture or targets.architecture}/lora",
+        "implementation": targets.implementation,
         "title": title,
         "resolution": f"{resolution[0]}x{resolution[1]}" if resolution else None,
         "date": datetime.fromtimestamp(int(timestamp), tz=UTC).isoformat(),
         "description": description,
-        "author": author,
     }
     metadata |= {f"modelspec.{key}": value for key, value in spec.items() if value is not None}
-    own = {
-        "version": version,
-        "base_fingerprint": base_fingerprint,
-        "text_encoder_fingerprint": text_encoder_fingerprint,
-        "base_precision": base_precision,
-        "attention": attention,
-        "config": config_json,
-    }
     return metadata | {f"tandem.{key}": value for key, value in own.items() if value}
 
 

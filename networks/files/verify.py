@@ -1,13 +1,9 @@
 """The file a run leaves, read back and held to the network it was written from.
 
 Two questions. Does every layer of the file do what the live layer does, as exactly as the file's dtype can say it? And
-would the programs that the layout is for take every key? The first is answered by the relative distance of the updates,
-
-    |U1 D1 - U2 D2|^2 = tr((U^T U)(D D^T))   with   U = [U1, -U2], D = [D1; D2],
-
-computed in fp64 from 2r x 2r matrices, so that no update of 3072 x 12288 is ever made; other kinds than LoRA are held
-to each other tensor by tensor. The second by the rules of the loaders (``_RULES``), which are written down here apart
-from the writer's tables:
+would the programs that the layout is for take every key? The first is answered by the relative difference of the
+updates (``networks.merging.low_rank``), of other kinds than LoRA tensor by tensor. The second by the rules of the
+loaders (``_RULES``), which are written down here apart from the writer's tables:
 
 - diffusers ``FluxLoraLoaderMixin.lora_state_dict`` and peft: ``<component>.<module>.lora_A.weight`` and ``lora_B``;
 - sd-scripts ``networks/lora_flux.py``: ``lora_unet_<module, underscores>.lora_down.weight``, ``lora_up``, ``alpha``;
@@ -23,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from library.errors import UserError
@@ -31,6 +26,7 @@ from library.safetensors_io import read_safetensors_header
 from networks.files.adapters import load_adapter
 from networks.files.metadata import weight_file
 from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
+from networks.merging.low_rank import relative_difference
 from networks.network import AdapterNetwork
 
 # Two factors, each rounded to the dtype's half unit in the last place; fp32 is written as it is, but for splitting
@@ -87,34 +83,14 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
     return ExportCheck(len(live), distances[layer], layer, dtype, save_format)
 
 
-@torch.no_grad()
 def distance(one: AdapterWeights, other: AdapterWeights) -> float:
     """Return how far a file's ``one`` is from a layer's ``other``, relative to it; NaN where one is not finite."""
     if isinstance(one, LoraWeights) and isinstance(other, LoraWeights):
-        if one.shape != other.shape:
-            return math.inf
-        apart = _squared_norm(torch.cat([_up(one), -_up(other)], 1), torch.cat([_down(one), _down(other)]))
-        size = _squared_norm(_up(other), _down(other))
-        if not math.isfinite(apart):
-            return math.nan
-        return math.sqrt(max(apart, 0.0) / size) if size > 0 else math.sqrt(max(apart, 0.0))
+        return relative_difference(other, one) if one.shape == other.shape else math.inf
     known = one.kind == other.kind and one.tensors.keys() <= other.tensors.keys()  # a DoRA's lengths have two forms
     if not known or abs(one.scale - other.scale) > 1e-6 * abs(other.scale):
         return math.inf
     return max(_apart(one.tensors[name], other.tensors[name]) for name in one.tensors)
-
-
-def _up(weights: LoraWeights) -> Tensor:
-    return weights.up.detach().cpu().double() * weights.scale
-
-
-def _down(weights: LoraWeights) -> Tensor:
-    return weights.down.detach().cpu().double()
-
-
-def _squared_norm(up: Tensor, down: Tensor) -> float:
-    """|up @ down|^2, from the small matrices."""
-    return float(((up.T @ up) * (down @ down.T)).sum())
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
 class AdapterWeights:
     """A change to one linear layer.
 
     Attributes:
         kind: as ``network_type`` names it. title: the same in messages. marks: what in a file's key shows the kind.
+        complete: the sets of tensors that an adapter of this kind may consist of, by name.
         tensors: by name, on one device, of any floating dtype.
         alpha: numerator of the scale; the limit on |Q| of oft and boft.
     """
@@ -33,18 +35,14 @@ class AdapterWeights:
     kind: ClassVar[str]
     title: ClassVar[str]
     marks: ClassVar[tuple[str, ...]] = ()
+    complete: ClassVar[tuple[set[str], ...]]
     tensors: Mapping[str, Tensor]
     alpha: float
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], alpha: float) -> Self:
         """Return an adapter of this kind."""
-        raise NotImplementedError
-
-    @classmethod
-    def is_complete(cls, names: set[str]) -> bool:
-        """Return whether ``names`` are all tensors of an adapter of this kind, and no more."""
-        raise NotImplementedError
+        return cls(tensors, alpha)
 
     @property
     def rank(self) -> int:
@@ -71,30 +69,28 @@ def rank_of(tensors: Mapping[str, Tensor]) -> int:
     return next((tensors[n].shape[0] for n in ("down", "lokr_w2_b", "lokr_w1_b", "hada_w1_b") if n in tensors), 0)
 
 
-@dataclass(frozen=True)
 class LoraWeights(AdapterWeights):
     """The update ``alpha / rank * up @ down``, down [rank, in], up [out, rank]."""
 
-    down: Tensor
-    up: Tensor
-    alpha: float
-    kind = "lora"
-    title = "LoRA"
+    kind, title, complete = "lora", "LoRA", ({"down", "up"},)
+
+    def __init__(self, down: Tensor, up: Tensor, alpha: float) -> None:
+        super().__init__({"down": down, "up": up}, alpha)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], alpha: float) -> Self:
         """Return a LoRA of ``down`` and ``up``."""
         return cls(tensors["down"], tensors["up"], alpha)
 
-    @classmethod
-    def is_complete(cls, names: set[str]) -> bool:
-        """See the base class."""
-        return names == {"down", "up"}
+    @property
+    def down(self) -> Tensor:
+        """A, [rank, in]."""
+        return self.tensors["down"]
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:  # type: ignore[override]
-        """``down`` and ``up``."""
-        return {"down": self.down, "up": self.up}
+    def up(self) -> Tensor:
+        """B, [out, rank]."""
+        return self.tensors["up"]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,32 +103,17 @@ class LoraWeights(AdapterWeights):
 
     def apply(self, weight: Tensor, strength: float) -> Tensor:
         """W + strength * s B A."""
-        return weight + self.delta(torch.float32).mul_(strength)
+        return weight + self.delta().mul_(strength)
 
 
-@dataclass(frozen=True)
-class _Tensors(AdapterWeights):
-    tensors: Mapping[str, Tensor]
-    alpha: float
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], alpha: float) -> Self:
-        """Return an adapter of this kind."""
-        return cls(tensors, alpha)
-
-
-class DoraWeights(_Tensors):
+class DoraWeights(AdapterWeights):
     """``down``, ``up`` and row lengths: ``magnitude`` [out] (peft's) or ``dora_scale`` [out, 1] or [1, in] (ComfyUI's).
 
     Made of a trained layer it has both.
     """
 
     kind, title, marks = "dora", "DoRA", (".dora_scale", ".lora_magnitude_vector")
-
-    @classmethod
-    def is_complete(cls, names: set[str]) -> bool:
-        """See the base class."""
-        return {"down", "up"} < names and len(names) == 3
+    complete = ({"down", "up", "magnitude"}, {"down", "up", "dora_scale"})
 
     @property
     def shape(self) -> tuple[int, int | None]:
@@ -152,17 +133,13 @@ class DoraWeights(_Tensors):
         return weight + strength * (changed - weight)
 
 
-class LokrWeights(_Tensors):
+class LokrWeights(AdapterWeights):
     """``lokr_w1`` or its factors ``lokr_w1_a`` and ``lokr_w1_b``; ``lokr_w2`` likewise."""
 
     kind, title, marks = "lokr", "LoKr", (".lokr_",)
-
-    @classmethod
-    def is_complete(cls, names: set[str]) -> bool:
-        """See the base class."""
-        sides = {side: {f"{side}_a", f"{side}_b"} for side in ("lokr_w1", "lokr_w2")}
-        found = {side: {n for n in names if n.startswith(side)} for side in sides}
-        return all(found[side] in ({side}, sides[side]) for side in sides) and names == set().union(*found.values())
+    complete = tuple(
+        w1 | w2 for w1 in ({"lokr_w1"}, {"lokr_w1_a", "lokr_w1_b"}) for w2 in ({"lokr_w2"}, {"lokr_w2_a", "lokr_w2_b"})
+    )
 
     @property
     def shape(self) -> tuple[int, int | None]:
@@ -180,15 +157,11 @@ class LokrWeights(_Tensors):
         return t[name].float() if name in t else t[f"{name}_a"].float() @ t[f"{name}_b"].float()
 
 
-class LohaWeights(_Tensors):
+class LohaWeights(AdapterWeights):
     """``hada_w1_a``, ``hada_w1_b``, ``hada_w2_a``, ``hada_w2_b``."""
 
     kind, title, marks = "loha", "LoHa", (".hada_",)
-
-    @classmethod
-    def is_complete(cls, names: set[str]) -> bool:
-        """See the base class."""
-        return names == {f"hada_w{i}_{side}" for i in (1, 2) for side in "ab"}
+    complete = ({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"},)
 
     @property
     def shape(self) -> tuple[int, int | None]:
@@ -202,16 +175,11 @@ class LohaWeights(_Tensors):
         return weight + strength * self.scale * product
 
 
-class OftWeights(_Tensors):
+class OftWeights(AdapterWeights):
     """``oft_blocks`` P [blocks, size, size]."""
 
-    kind, title = "oft", "OFT"
+    kind, title, complete = "oft", "OFT", ({"oft_blocks"},)
     marks: ClassVar[tuple[str, ...]] = (".oft_blocks",)
-
-    @classmethod
-    def is_complete(cls, names: set[str]) -> bool:
-        """See the base class."""
-        return names == {"oft_blocks"}
 
     @property
     def shape(self) -> tuple[int, int | None]:

@@ -81,7 +81,7 @@ def update_norm(weights: LoraWeights) -> float:
 
 def relative_difference(one: LoraWeights, other: LoraWeights) -> float:
     """Return |one - other| / |one| of two updates of the same layer; 0 if both are zero. Good to 1e-8."""
-    exact = [LoraWeights(w.down.double(), w.up.double(), w.alpha) for w in (one, other)]
+    exact = [LoraWeights(w.down.cpu().double(), w.up.cpu().double(), w.alpha) for w in (one, other)]
     difference = update_norm(combine([(exact[0], 1.0), (exact[1], -1.0)]))
     size = update_norm(exact[0])
     return difference / size if size else (float("inf") if difference else 0.0)

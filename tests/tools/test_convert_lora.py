@@ -17,7 +17,7 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.files import QWEN_TARGETS
 from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
-from networks.files.detection import targets_of_files
+from networks.files.detection import load_loras
 from networks.files.weights import LoraWeights
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 from tests.networks.files.test_formats import output_in_diffusers
@@ -57,7 +57,7 @@ def test_every_pair_of_layouts_keeps_update_output_and_metadata(first: str, seco
     assert any(module.alpha != module.rank for module in weights.values())
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_adapter(source, weights, FLUX_TARGETS, first, metadata=METADATA)
-    read, written, difference = convert(source, target, FLUX_TARGETS, second)
+    _, read, written, difference = convert(source, target, second, model_type="flux")
     assert (read.layout, written.layout) == (first, second)
     # one fp32 rounding (6e-8) where parts of unequal scale are folded into one B, relative to the largest element
     torch.testing.assert_close(deltas(written.weights), deltas(weights), rtol=1e-6, atol=1e-6)
@@ -74,7 +74,7 @@ def test_every_pair_of_layouts_keeps_update_output_and_metadata(first: str, seco
 def test_hashes_are_those_of_the_new_file(tmp_path: Path) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers", metadata=METADATA)
-    convert(source, target, FLUX_TARGETS, "kohya")
+    convert(source, target, "kohya", model_type="flux")
     data = target.read_bytes()
     tensors = data[8 + int.from_bytes(data[:8], "little") :]
     digest = hashlib.sha256(tensors).hexdigest()  # sd-scripts: SHA-256 of everything behind the header
@@ -96,7 +96,7 @@ def test_a_peft_folder_becomes_a_kohya_file_with_its_alphas(tmp_path: Path) -> N
     )
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 5}))
     target = tmp_path / "kohya.safetensors"
-    convert(folder, target, FLUX_TARGETS, "kohya")
+    convert(folder, target, "kohya", model_type="flux")
     tensors = load_file(target)
     stem = "lora_unet_double_blocks_1_img_attn_qkv"
     assert tensors.keys() == {f"{stem}.lora_down.weight", f"{stem}.lora_up.weight", f"{stem}.alpha"}
@@ -111,7 +111,7 @@ def test_a_peft_folder_becomes_a_kohya_file_with_its_alphas(tmp_path: Path) -> N
 def test_precision_is_the_sources_unless_asked_otherwise(asked: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers", "bf16")
-    *_, difference = convert(source, target, FLUX_TARGETS, "comfy", asked)
+    *_, difference = convert(source, target, "comfy", asked, "flux")
     assert {t.dtype for key, t in load_file(target).items() if not key.endswith(".alpha")} == {dtype}
     assert difference < (1e-6 if asked else 8e-3)  # bf16 rounds by up to 2^-8, in each of two factors
 
@@ -126,7 +126,7 @@ def test_unequal_scales_of_a_bf16_file_are_folded_without_loss_into_fp32(tmp_pat
     weights = {f"transformer_blocks.0.attn.to_{x}": part(alpha) for x, alpha in (("q", 1.0), ("k", 3.0), ("v", 0.7))}
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_adapter(source, weights, FLUX_TARGETS, "diffusers", "bf16")
-    assert convert(source, target, FLUX_TARGETS, "kohya", "fp32")[2] < 1e-6
+    assert convert(source, target, "kohya", "fp32", "flux")[-1] < 1e-6
 
 
 def test_what_cannot_be_mapped_is_named_and_nothing_is_written(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_cannot_be_mapped_is_named_and_nothing_is_written(tmp_path: Path) -
     save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers")
     save_file(load_file(source) | {"transformer.mystery.lora_A.weight": torch.ones(2, 2)}, source)
     with pytest.raises(UserError, match=r"1 keys are no LoRA weights .*transformer\.mystery\.lora_A\.weight"):
-        convert(source, target, FLUX_TARGETS, "kohya")
+        convert(source, target, "kohya", model_type="flux")
     assert not target.exists()
 
 
@@ -143,14 +143,14 @@ def test_nothing_on_disk_is_replaced_unasked(tmp_path: Path) -> None:
     save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers")
     target.write_bytes(b"precious")
     with pytest.raises(UserError, match=r"b.safetensors: exists; choose another DST or give --overwrite"):
-        convert(source, target, FLUX_TARGETS, "kohya")
+        convert(source, target, "kohya", model_type="flux")
     assert target.read_bytes() == b"precious"
-    convert(source, target, FLUX_TARGETS, "kohya", overwrite=True)
+    convert(source, target, "kohya", model_type="flux", overwrite=True)
     assert load_lora(target, FLUX_TARGETS).layout == "kohya"
     with pytest.raises(UserError, match="a.safetensors: is the source itself; choose another DST"):
-        convert(source, source, FLUX_TARGETS, "kohya", overwrite=True)
+        convert(source, source, "kohya", model_type="flux", overwrite=True)
     with pytest.raises(UserError, match="out.pt: a LoRA is a .safetensors file"):
-        convert(source, tmp_path / "out.pt", FLUX_TARGETS, "kohya")
+        convert(source, tmp_path / "out.pt", "kohya", model_type="flux")
 
 
 def test_the_report_tells_layers_ranks_layouts_and_the_check(
@@ -181,7 +181,7 @@ def test_the_converted_file_makes_our_model_compute_the_same(tmp_path: Path) -> 
     network = inject(model, alpha=3.0)
     train_a_little(network)
     save_adapter(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "diffusers")
-    convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", FLUX_TARGETS, "kohya")
+    convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "kohya", model_type="flux")
     expected = run_flux(model)
     with torch.no_grad():
         for layer in network.modules.values():
@@ -249,5 +249,5 @@ def test_loras_of_two_families_are_not_taken_together(tmp_path: Path) -> None:
     save_adapter(tmp_path / "q", ATTENTION, QWEN_TARGETS, metadata={"ss_base_model_version": "qwen_image"})
     save_adapter(tmp_path / "f", ATTENTION, FLUX_TARGETS, metadata={"ss_base_model_version": "flux1"})
     with pytest.raises(UserError, match=r"f: is a LoRA of flux, .*q one of qwen_image; keep one family's"):
-        targets_of_files([tmp_path / "q", tmp_path / "f"])
-    assert targets_of_files([tmp_path / "f"], "flux_kontext").family == "flux_kontext"  # dev's own names
+        load_loras([tmp_path / "q", tmp_path / "f"])
+    assert load_loras([tmp_path / "f"], "flux_kontext")[0].family == "flux_kontext"  # dev's own names

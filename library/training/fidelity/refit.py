@@ -148,8 +148,8 @@ def refit_lora(
         "tandem.base_name": deployed.name,
         "tandem.retargeted": json.dumps(_record(lora, source, correction_rank, plan, fits)),
     }
-    layout, comment = layout or source.layout, f"refitted to {deployed.name}"
-    save_derived_lora(save_to, trained | fitted | text, targets, layout, precision, metadata, comment)
+    comment = f"refitted to {deployed.name}"
+    save_derived_lora(save_to, trained | fitted | text, targets, metadata, comment, [source], layout, precision)
     console.print(f"{save_to}: {len(fitted)} layers fitted to {deployed.name}")
     return fits
 

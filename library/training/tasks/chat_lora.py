@@ -173,10 +173,8 @@ class ChatLora(LoraTask):
 
     def _facts(self) -> dict[str, object]:
         config = self.config
-        network, optimizer, targets = config.network, config.optimizer, self.plan.targets
+        network, optimizer = config.network, config.optimizer
         return {
-            "network_module": targets.kohya_module,
-            "base_model_version": targets.kohya_base,
             "network_dim": "Dynamic" if network.dim_from_weights else network.network_dim,
             "network_alpha": "Dynamic" if network.dim_from_weights else network.network_alpha,
             "learning_rate": effective_learning_rate(optimizer),

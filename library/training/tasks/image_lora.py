@@ -139,9 +139,8 @@ class ImageLora(LoraTask):
         per_epoch = self.batches.batches_per_epoch()
         if writes:  # others write no files
             self.facts = training_facts(config, self.data, self.begun, self.total_steps, per_epoch, self.batch_stride)
-        targets = self.plan.targets
-        module = targets.kohya_module if config.network.network_type in ("lora", "dora") else "lycoris.kohya"
-        self.facts = {**self.facts, "network_module": module, "base_model_version": targets.kohya_base}
+        if config.network.network_type not in ("lora", "dora"):
+            self.facts = {**self.facts, "network_module": "lycoris.kohya"}
 
     def read_data(self) -> None:
         """Read the dataset; nothing is encoded yet."""
@@ -266,12 +265,9 @@ class ImageLora(LoraTask):
     def save_format(self) -> str:  # type: ignore[override]
         return self.config.saving.save_format
 
-    @property
-    def architecture(self) -> str:
-        return self.family.modelspec_architecture
-
     def describe_file(self) -> dict[str, Any]:
         return {
+            "architecture": self.family.modelspec_architecture,
             "resolution": self.data.config.datasets[0].resolution,
             "text_encoder_fingerprint": self.text_fingerprint,
             "attention": self.attention,

@@ -144,27 +144,21 @@ class LoraTask(Task):
     save_format = "peft"
     own_metadata: Mapping[str, str] = {}
 
-    @property
-    def architecture(self) -> str:
-        """The base's name in ModelSpec."""
-        return self.plan.targets.architecture
-
     def describe_file(self) -> dict[str, Any]:
         """Return further arguments of ``build_metadata``."""
-        return {"resolution": None}
+        return {}
 
     def save(self, path: Path, position: Position) -> None:
         saving, now = self.config.saving, time.time()
         metadata = build_metadata(
             {**self.facts, **save_facts(position, self.total_steps, now)},
+            self.plan.targets,
             title=saving.output_name,
             timestamp=now,
-            architecture=self.architecture,
-            implementation=self.plan.targets.implementation,
             description=saving.training_comment,
             base_fingerprint=self.base_fingerprint,
             base_precision=self.base_precision,
-            config_json=json.dumps(without_folders(self.config.model_dump(exclude_none=True))),
+            config=json.dumps(without_folders(self.config.model_dump(exclude_none=True))),
             version=__version__,
             **self.describe_file(),
         )

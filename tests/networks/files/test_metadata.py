@@ -24,8 +24,8 @@ def test_training_facts_and_modelspec_have_kohyas_keys_and_string_values() -> No
         "gradient_checkpointing": True,
     }
     metadata = build_metadata(
-        facts, title="cat", timestamp=1700000000.7, architecture="flux-1-schnell", resolution=(768, 512),
-        author="me", base_fingerprint="abc", config_json='{"a": 1}', version="0.1",
+        facts, FLUX_TARGETS, title="cat", timestamp=1700000000.7, architecture="flux-1-schnell", resolution=(768, 512),
+        description="mine", base_fingerprint="abc", config='{"a": 1}', version="0.1", attention=None,
     )  # fmt: skip
     assert metadata == {
         "ss_network_module": "networks.lora_flux",
@@ -42,7 +42,7 @@ def test_training_facts_and_modelspec_have_kohyas_keys_and_string_values() -> No
         "modelspec.title": "cat",
         "modelspec.resolution": "768x512",
         "modelspec.date": "2023-11-14T22:13:20+00:00",
-        "modelspec.author": "me",
+        "modelspec.description": "mine",
         "tandem.version": "0.1",
         "tandem.base_fingerprint": "abc",
         "tandem.config": '{"a": 1}',

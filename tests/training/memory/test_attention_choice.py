@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from library.errors import UserError
 from library.models.family import Family
+from library.models.flux.files import FLUX_TARGETS
 from library.training.memory.attention_choice import AttentionShape, choose_attention
 from networks.files.metadata import build_metadata
 from tests.runs import run
@@ -99,4 +100,4 @@ def test_heads_are_known_before_the_transformer_is_loaded(build: Callable[[], An
 
 
 def test_metadata_name_the_kernel() -> None:
-    assert build_metadata({}, title="a", timestamp=0, attention="flash")["tandem.attention"] == "flash"
+    assert build_metadata({}, FLUX_TARGETS, title="a", timestamp=0, attention="flash")["tandem.attention"] == "flash"
