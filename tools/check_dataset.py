@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import html
 import io
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ from rich.text import Text
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, load_dataset_config, read_toml
-from library.data.lint import TITLES, Finding, Report, check
+from library.data.lint import TITLES, Report, check
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from library.training.report.progress import counting
@@ -67,70 +66,42 @@ def show(report: Report, console: Console) -> None:
         console.print(f"{report.images} images, nothing found")
         return
     table = Table("", "found", "", show_edge=False)
-    for kind, count in report.counts().items():
-        found = [finding for finding in report.findings if finding.kind == kind]
+    for kind, found in report.by_kind().items():
         lines = [finding.text for finding in found[:_SHOWN]]
-        lines += [f"and {count - _SHOWN} more"] if count > _SHOWN else []
+        lines += [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         style = "bold red" if found[0].is_error else "bold"
-        table.add_row(Text(TITLES[kind], style), str(count), Text("\n".join(lines)))
+        table.add_row(Text(TITLES[kind], style), str(len(found)), Text("\n".join(lines)))
     console.print(table)
 
 
 _SIDE = 128  # of a thumbnail, pixels
 _MOST = 60  # findings of a kind that are shown with images ...
 _IMAGES = 12  # ... and images of a finding
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2rem auto; max-width: 70rem;
-  padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2.5rem; border-bottom: 1px solid #ddd }
-.error h2 { color: #a40000 } .finding { margin: 1rem 0 } .images { display: flex; flex-wrap: wrap; gap: .5rem }
-figure { margin: 0; width: 128px; font-size: .75rem; overflow-wrap: anywhere; color: #555 }
-img { max-width: 128px; max-height: 128px; border: 1px solid #ccc }
-.none { display: block; width: 126px; height: 60px; border: 1px dashed #a40000 }
-table { border-collapse: collapse } td { padding: .1rem 1rem .1rem 0 }
-"""
 
 
 def page(report: Report, dataset: Path) -> str:
-    """Return the page."""
-    rows = "".join(
-        f"<tr><td>{html.escape(TITLES[kind])}</td><td>{count}</td></tr>" for kind, count in report.counts().items()
-    )
-    parts = [_section(kind, [f for f in report.findings if f.kind == kind]) for kind in report.counts()]
-    good = "" if report.findings else "<p>Nothing was found.</p>"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(dataset.name)}</title>'
-        f"<style>{_STYLE}</style><h1>{html.escape(str(dataset))}</h1>"
-        f"<p>{report.images} images</p><table>{rows}</table>{good}{''.join(parts)}</html>\n"
+    """Return the HTML page."""
+    from jinja2 import Environment
+
+    source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, keep_trailing_newline=True).from_string(source)
+    return template.render(
+        dataset=dataset, report=report, titles=TITLES, shown=_MOST, images_each=_IMAGES, thumbnail=_thumbnail
     )
 
 
-def _section(kind: str, findings: list[Finding]) -> str:
-    shown = "".join(_finding(finding) for finding in findings[:_MOST])
-    rest = "".join(f"<li>{html.escape(f.text)}</li>" for f in findings[_MOST:])
-    more = f"<p>and without images:</p><ul>{rest}</ul>" if rest else ""
-    mark = "error" if findings[0].is_error else "remark"
-    return f'<section class="{mark}"><h2>{html.escape(TITLES[kind])} ({len(findings)})</h2>{shown}{more}</section>'
-
-
-def _finding(finding: Finding) -> str:
-    images = "".join(_figure(path) for path in finding.paths[:_IMAGES])
-    return f'<div class="finding"><p>{html.escape(finding.text)}</p><div class="images">{images}</div></div>'
-
-
-def _figure(path: str) -> str:
-    caption = f"<figcaption>{html.escape(path)}</figcaption>"
+def _thumbnail(path: str) -> str | None:
+    """Return an image as a data URL, or None if it cannot be shown, which is what its finding says."""
     try:
         with Image.open(path) as image:
             image.draft("RGB", (_SIDE, _SIDE))
             small = ImageOps.exif_transpose(image).convert("RGB")
-    except Exception:  # that it cannot be shown is what the finding says
-        return f'<figure><span class="none"></span>{caption}</figure>'
+    except Exception:  # Pillow's plugins raise many types here
+        return None
     small.thumbnail((_SIDE, _SIDE))
     data = io.BytesIO()
     small.save(data, "JPEG", quality=80)
-    source = base64.b64encode(data.getvalue()).decode()
-    return f'<figure><img alt="" src="data:image/jpeg;base64,{source}">{caption}</figure>'
+    return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 @exit_on_user_error

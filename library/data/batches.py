@@ -151,8 +151,8 @@ class CachedDataset(Dataset[Item]):
     def captions_of(self, sample: Sample) -> tuple[str, ...]:
         """Return the caption variants of a sample; a held-out sample has one."""
         if sample.held_out:
-            return (plain_caption(sample.caption, sample.group.rules),)
-        return caption_variants(sample.caption, sample.group.rules, self.variants)
+            return (plain_caption(sample.caption, sample.settings),)
+        return caption_variants(sample.caption, sample.settings, self.variants)
 
     def text_job(self, sample: Sample, caption: str, flipped: bool) -> TextJob:
         """Return what the text encoder makes the embeddings of a sample's caption from."""
@@ -181,7 +181,7 @@ class CachedDataset(Dataset[Item]):
         if sample.held_out:
             caption = self.captions_of(sample)[0]
         else:
-            caption = choose_caption(self.captions_of(sample), sample.group.rules, self.seed, epoch, sample_id)
+            caption = choose_caption(self.captions_of(sample), sample.settings, self.seed, epoch, sample_id)
         job = self.text_job(sample, caption, flipped)
         text = read_cached(job.path(self.text_folder, self.text_fingerprint))
         return Item(latents, text, sample.group.loss_weight, mask, sample_id, caption, conditions)
@@ -208,7 +208,7 @@ class CachedDataset(Dataset[Item]):
 
 def has_mask(sample: Sample) -> bool:
     """Whether a sample brings a mask of its own."""
-    return sample.mask is not None or sample.group.subset.settings.alpha_mask
+    return sample.mask is not None or sample.settings.alpha_mask
 
 
 def collate(items: list[Item]) -> Batch:

@@ -146,7 +146,7 @@ def _load_sample(sample: Sample, flipped: bool, latent_factor: int) -> tuple[Ten
     image, mask = _decode_sample(sample)
     if sample.mask is not None:
         mask = decode_mask(checked_bytes(sample.mask), sample.mask.path)
-    elif not sample.group.subset.settings.alpha_mask:
+    elif not sample.settings.alpha_mask:
         mask = None
     elif mask is None:
         mask = Image.new("L", image.size, 255)
@@ -174,7 +174,7 @@ def _load_control(control: ControlImage, flipped: bool, latent_factor: int) -> t
 
 def _decode_sample(sample: Sample) -> tuple[Image.Image, Image.Image | None]:
     """Return a sample's RGB image and, where its subset reads the transparency and it has some, its alpha (mode L)."""
-    settings, path = sample.group.subset.settings, sample.image.path
+    settings, path = sample.settings, sample.image.path
     keeps_alpha = settings.alpha_mask or settings.inpaint_alpha_mask
     image, alpha = decode(checked_bytes(sample.image), path, keeps_alpha)
     if image.size != sample.image.size:
@@ -184,7 +184,7 @@ def _decode_sample(sample: Sample) -> tuple[Image.Image, Image.Image | None]:
 
 def _fitted(image: Image.Image, sample: Sample, flipped: bool) -> Image.Image:
     """Return a sample's image, or a mask (mode L) of it, resized, cropped and mirrored as it is encoded."""
-    filter_name = "area" if image.mode == "L" else sample.group.subset.settings.resize_interpolation
+    filter_name = "area" if image.mode == "L" else sample.settings.resize_interpolation
     fit = fit_image(image, sample.fit, filter_name)
     return fit.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flipped else fit
 
@@ -219,7 +219,7 @@ def latent_path(sample: Sample, flipped: bool, fingerprint: str) -> Path:
 
 
 def _latent_name(sample: Sample, flipped: bool, fingerprint: str) -> str:
-    settings, fit, content = sample.group.subset.settings, sample.fit, sample.image.content
+    settings, fit, content = sample.settings, sample.fit, sample.image.content
     alpha = "alpha" if settings.alpha_mask else "colours under alpha" if settings.inpaint_alpha_mask else ""
     mask = sample.mask.content if sample.mask is not None else alpha
     assert content is not None, "contents are hashed first"

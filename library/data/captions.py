@@ -15,102 +15,68 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
 
 from library.data.config import SubsetSettings
 from library.randomness import python_random
 
 _WILDCARD = re.compile(r"\{([^{}]+)\}")
-_OPEN, _CLOSE = (
-    "\ue000",
-    "\ue001",
-)  # stand for {{ and }} while wildcards are replaced (private use characters)
+_OPEN, _CLOSE = "\ue000", "\ue001"  # stand for {{ and }} while wildcards are replaced (private use characters)
 
 
-@dataclass(frozen=True, slots=True)
-class CaptionRules:
-    """The settings of a subset that change its captions."""
-
-    separator: str
-    secondary_separator: str | None
-    wildcard: bool
-    shuffle: bool
-    keep_tokens: int
-    keep_tokens_separator: str | None
-    prefix: str | None
-    suffix: str | None
-    tag_dropout_rate: float
-    dropout_rate: float
-    dropout_every_n_epochs: int
-
-    @classmethod
-    def of(cls, settings: SubsetSettings) -> CaptionRules:
-        """Collect the rules from a subset's settings."""
-        return cls(
-            separator=settings.caption_separator,
-            secondary_separator=settings.secondary_separator,
-            wildcard=settings.enable_wildcard,
-            shuffle=settings.shuffle_caption,
-            keep_tokens=settings.keep_tokens,
-            keep_tokens_separator=settings.keep_tokens_separator,
-            prefix=settings.caption_prefix,
-            suffix=settings.caption_suffix,
-            tag_dropout_rate=settings.caption_tag_dropout_rate,
-            dropout_rate=settings.caption_dropout_rate,
-            dropout_every_n_epochs=settings.caption_dropout_every_n_epochs,
-        )
-
-    @property
-    def can_drop_caption(self) -> bool:
-        """Whether some epochs train a sample with the empty caption."""
-        return self.dropout_rate > 0 or self.dropout_every_n_epochs > 0
-
-
-def caption_variants(raw: str, rules: CaptionRules, count: int) -> tuple[str, ...]:
+def caption_variants(raw: str, settings: SubsetSettings, count: int) -> tuple[str, ...]:
     """Return the variants of a caption: one where nothing is random, else ``count`` draws (duplicates are
     kept).
 
     Draw k is the same for every ``count`` above k: asking for more variants later keeps those already cached.
     """
-    if not _is_random(raw, rules):
-        return (plain_caption(raw, rules),)
+    if not _is_random(raw, settings):
+        return (plain_caption(raw, settings),)
     rng = python_random("caption variants", raw)
-    variants = tuple(_compose(raw, rules, rng) for _ in range(count))
+    variants = tuple(_compose(raw, settings, rng) for _ in range(count))
     return variants[:1] if len(set(variants)) == 1 else variants
 
 
-def plain_caption(raw: str, rules: CaptionRules) -> str:
+def plain_caption(raw: str, settings: SubsetSettings) -> str:
     """Return the caption without chance: first line, first choice of each wildcard, tags in order."""
-    return _compose(raw, rules, None)
+    return _compose(raw, settings, None)
 
 
-def choose_caption(variants: tuple[str, ...], rules: CaptionRules, seed: int, epoch: int, sample_id: int) -> str:
+def can_drop(settings: SubsetSettings) -> bool:
+    """Return whether some epochs train a sample with the empty caption."""
+    return settings.caption_dropout_rate > 0 or settings.caption_dropout_every_n_epochs > 0
+
+
+def choose_caption(variants: tuple[str, ...], settings: SubsetSettings, seed: int, epoch: int, sample_id: int) -> str:
     """Return the caption of a sample in an epoch (from 0): one of its variants, or "" if dropped."""
-    every = rules.dropout_every_n_epochs
+    every = settings.caption_dropout_every_n_epochs
     if every and (epoch + 1) % every == 0:  # sd-scripts counts epochs from 1
         return ""
-    if not rules.dropout_rate and len(variants) == 1:
+    if not settings.caption_dropout_rate and len(variants) == 1:
         return variants[0]
     rng = python_random("caption", seed, epoch, sample_id)
-    if rng.random() < rules.dropout_rate:
+    if rng.random() < settings.caption_dropout_rate:
         return ""
     return rng.choice(variants)
 
 
-def _is_random(raw: str, rules: CaptionRules) -> bool:
-    return rules.shuffle or rules.tag_dropout_rate > 0 or (rules.wildcard and ("\n" in raw or "{" in raw))
+def _is_random(raw: str, settings: SubsetSettings) -> bool:
+    return (
+        settings.shuffle_caption
+        or settings.caption_tag_dropout_rate > 0
+        or (settings.enable_wildcard and ("\n" in raw or "{" in raw))
+    )
 
 
-def _compose(raw: str, rules: CaptionRules, rng: random.Random | None) -> str:
+def _compose(raw: str, settings: SubsetSettings, rng: random.Random | None) -> str:
     lines = raw.split("\n")
-    caption = rng.choice(lines) if rng and rules.wildcard else lines[0]
-    caption = " ".join(part for part in (rules.prefix, caption, rules.suffix) if part)
-    if rules.wildcard:
+    caption = rng.choice(lines) if rng and settings.enable_wildcard else lines[0]
+    caption = " ".join(part for part in (settings.caption_prefix, caption, settings.caption_suffix) if part)
+    if settings.enable_wildcard:
         caption = _replace_wildcards(caption, rng)
-    if rules.shuffle or rules.tag_dropout_rate or rules.keep_tokens_separator:
-        caption = _arrange_tags(caption, rules, rng)
-    if rules.secondary_separator:
-        caption = caption.replace(rules.secondary_separator, rules.separator)
+    if settings.shuffle_caption or settings.caption_tag_dropout_rate or settings.keep_tokens_separator:
+        caption = _arrange_tags(caption, settings, rng)
+    if settings.secondary_separator:
+        caption = caption.replace(settings.secondary_separator, settings.caption_separator)
     return caption
 
 
@@ -123,22 +89,22 @@ def _replace_wildcards(caption: str, rng: random.Random | None) -> str:
     return _WILDCARD.sub(chosen, hidden).replace(_OPEN, "{").replace(_CLOSE, "}")
 
 
-def _arrange_tags(caption: str, rules: CaptionRules, rng: random.Random | None) -> str:
+def _arrange_tags(caption: str, settings: SubsetSettings, rng: random.Random | None) -> str:
     def tags(text: str) -> list[str]:
-        return [tag for tag in (part.strip() for part in text.split(rules.separator)) if tag]
+        return [tag for tag in (part.strip() for part in text.split(settings.caption_separator)) if tag]
 
-    mark = rules.keep_tokens_separator
+    mark = settings.keep_tokens_separator
     if mark and mark in caption:
         first, _, rest = caption.partition(mark)
         middle, _, last = rest.partition(mark)
         head, loose, tail = tags(first), tags(middle), tags(last)
-    elif not (rules.shuffle or rules.tag_dropout_rate):
+    elif not (settings.shuffle_caption or settings.caption_tag_dropout_rate):
         return caption
     else:
         every = tags(caption)
-        head, loose, tail = every[: rules.keep_tokens], every[rules.keep_tokens :], []
-    if rng and rules.shuffle:
+        head, loose, tail = every[: settings.keep_tokens], every[settings.keep_tokens :], []
+    if rng and settings.shuffle_caption:
         rng.shuffle(loose)
-    if rng and rules.tag_dropout_rate:
-        loose = [tag for tag in loose if rng.random() >= rules.tag_dropout_rate]
-    return f"{rules.separator.strip()} ".join(head + loose + tail)
+    if rng and settings.caption_tag_dropout_rate:
+        loose = [tag for tag in loose if rng.random() >= settings.caption_tag_dropout_rate]
+    return f"{settings.caption_separator.strip()} ".join(head + loose + tail)

@@ -38,6 +38,7 @@ from library.data.cache import (
     missing_texts,
     read_cached,
 )
+from library.data.captions import can_drop
 from library.data.config import DatasetConfig, load_dataset_config
 from library.data.samples import Sample, Scan, control_sizing, scan
 from library.data.sidecars import ControlSizing
@@ -259,7 +260,7 @@ class TrainingData:
 
 def _captions_of(dataset: CachedDataset, sample: Sample) -> tuple[str, ...]:
     """A sample's caption variants, and "" where its captions drop."""
-    drops = sample.group.rules.can_drop_caption and not sample.held_out
+    drops = can_drop(sample.settings) and not sample.held_out
     return (*dataset.captions_of(sample), "") if drops else dataset.captions_of(sample)
 
 
@@ -275,7 +276,7 @@ def _owner(path: Path, world: int) -> int:
 def _describe_subset(name: str, samples: list[Sample]) -> str:
     if not samples:
         return f"{name}: left out"
-    settings = samples[0].group.subset.settings
+    settings = samples[0].settings
     marks = [
         key for key in ("is_reg", "flip_aug", "random_crop", "alpha_mask", "shuffle_caption") if getattr(settings, key)
     ]

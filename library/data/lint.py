@@ -77,15 +77,14 @@ class Report:
     images: int
     findings: list[Finding]
 
-    def counts(self) -> dict[str, int]:
+    def by_kind(self) -> dict[str, list[Finding]]:
         """Return the findings of each kind, in the order of :data:`TITLES`, kinds without any left out."""
-        found = {kind: sum(f.kind == kind for f in self.findings) for kind in TITLES}
-        return {kind: count for kind, count in found.items() if count}
+        found = {kind: [finding for finding in self.findings if finding.kind == kind] for kind in TITLES}
+        return {kind: findings for kind, findings in found.items() if findings}
 
     def lines(self) -> list[str]:
         """Return a line for each kind found, with its first example."""
-        firsts = {kind: next(f for f in self.findings if f.kind == kind) for kind in self.counts()}
-        return [f"{TITLES[kind].lower()}: {n} ({firsts[kind].text})" for kind, n in self.counts().items()]
+        return [f"{TITLES[kind].lower()}: {len(found)} ({found[0].text})" for kind, found in self.by_kind().items()]
 
 
 def check(
@@ -114,28 +113,24 @@ def check(
             files = {file.path: file for source in sources for file in _files(source)}
             index = ImageStatsIndex(folder)
             advance = start(f"checking {subset.written_dir}", index.missing(list(files.values())))
-            facts = dict(zip(files, index.measure(list(files.values()), advance), strict=True))
-            findings += _of_files(facts)
+            stats = dict(zip(files, index.measure(list(files.values()), advance), strict=True))
+            findings += _of_files(stats)
             for source in sources:
-                findings += _of_picture(source, facts, dataset, subset, buckets)
+                findings += _of_image(source, stats, dataset, subset, buckets)
             tokens = subset.settings.class_tokens is not None or subset.settings.is_reg
             captions += [(source.image.path, source.caption, tokens) for source in sources]
-            images |= {source.image.path: facts[source.image.path] for source in sources}
+            images |= {source.image.path: stats[source.image.path] for source in sources}
             count += len(sources)
-    whole = {path: facts for path, facts in images.items() if facts.problem is None}
-    findings += [*_duplicates(whole), *_alike(whole), *_captions(captions)]
-    order = list(TITLES)
-    return Report(count, sorted(findings, key=lambda finding: order.index(finding.kind)))
+    readable = {path: stats for path, stats in images.items() if stats.problem is None}
+    findings += [*_duplicates(readable), *_alike(readable), *_captions(captions)]
+    return Report(count, findings)
 
 
 def summarise(samples: Sequence[Sample]) -> list[str]:
     """Return lines on what a start knows of its samples anyway: captions, and sizes against buckets."""
     images = {sample.image.path: sample for sample in samples}
     findings = _captions(
-        [
-            (path, s.caption, s.group.subset.settings.class_tokens is not None or s.group.subset.settings.is_reg)
-            for path, s in images.items()
-        ]
+        [(path, s.caption, s.settings.class_tokens is not None or s.settings.is_reg) for path, s in images.items()]
     )
     for sample in images.values():
         assert sample.image.size is not None
@@ -170,26 +165,26 @@ def _files(source: Source) -> list[SourceFile]:
     return [f for f in (source.image, source.mask, source.inpaint_mask, *source.control_images) if f is not None]
 
 
-def _of_files(facts: dict[str, ImageStats]) -> list[Finding]:
+def _of_files(stats: dict[str, ImageStats]) -> list[Finding]:
     return [
         Finding("unreadable", (path,), f"{Path(path).name}: {one.problem}")
-        for path, one in facts.items()
+        for path, one in stats.items()
         if one.problem is not None
     ]
 
 
-def _of_picture(
-    source: Source, facts: dict[str, ImageStats], dataset: Dataset, subset: Subset, buckets: Bucketing
+def _of_image(
+    source: Source, stats: dict[str, ImageStats], dataset: Dataset, subset: Subset, buckets: Bucketing
 ) -> list[Finding]:
     """Findings about an image's size, borders and companions."""
-    path, own = source.image.path, facts[source.image.path]
+    path, own = source.image.path, stats[source.image.path]
     if own.problem is not None:
         return []
     found: list[Finding] = []
     for kind, files in (("mask", (source.mask, source.inpaint_mask)), ("control", source.control_images)):
         for file in files:
-            if file is not None and facts[file.path].problem is None and not _same_shape(facts[file.path], own):
-                sizes = f"{_text(facts[file.path].size)} for an image of {_text(own.size)}"
+            if file is not None and stats[file.path].problem is None and not _same_shape(stats[file.path], own):
+                sizes = f"{_text(stats[file.path].size)} for an image of {_text(own.size)}"
                 found.append(Finding(kind, (path, file.path), f"{Path(file.path).name}: {sizes}"))
     try:
         fit = buckets.fit(own.size, subset.settings.random_crop, path)
@@ -218,8 +213,8 @@ def _same_shape(one: ImageStats, other: ImageStats) -> bool:
 
 def _duplicates(images: dict[str, ImageStats]) -> list[Finding]:
     by_content: dict[str, list[str]] = defaultdict(list)
-    for path, facts in images.items():
-        by_content[facts.content].append(path)
+    for path, stats in images.items():
+        by_content[stats.content].append(path)
     return [
         Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file")
         for paths in by_content.values()
@@ -229,7 +224,7 @@ def _duplicates(images: dict[str, ImageStats]) -> list[Finding]:
 
 def _alike(images: dict[str, ImageStats]) -> list[Finding]:
     """Groups of images that look the same; those of the same bytes count as one."""
-    one_each = {facts.content: path for path, facts in reversed(images.items())}
+    one_each = {stats.content: path for path, stats in reversed(images.items())}
     paths = sorted(one_each.values())
     if len(paths) < 2:
         return []
@@ -249,8 +244,8 @@ def _alike(images: dict[str, ImageStats]) -> list[Finding]:
     return [Finding("alike", tuple(group), f"{_names(group)} look the same") for group in distinct.values()]
 
 
-def _thumbnail(facts: ImageStats) -> NDArray[np.uint8]:
-    return np.frombuffer(base64.b64decode(facts.thumbnail), np.uint8)
+def _thumbnail(stats: ImageStats) -> NDArray[np.uint8]:
+    return np.frombuffer(base64.b64decode(stats.thumbnail), np.uint8)
 
 
 def _captions(captions: Iterable[tuple[str, str, bool]]) -> list[Finding]:

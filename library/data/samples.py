@@ -22,8 +22,7 @@ from pathlib import Path
 
 from library.conditions import ConditionKind
 from library.data.buckets import Bucketing, Fit
-from library.data.captions import CaptionRules
-from library.data.config import Dataset, DatasetConfig, Subset
+from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile
 from library.data.sidecars import ControlImage, ControlSizing
 from library.data.sources import Source, find_sources
@@ -36,7 +35,6 @@ class SampleGroup:
     """What the samples of one subset share."""
 
     subset: Subset
-    rules: CaptionRules
     dataset: int  # number of the dataset, from 0
     batch_size: int
     cache: Path  # folder of the latents
@@ -59,6 +57,11 @@ class Sample:
     control_images: tuple[ControlImage, ...] = ()
 
     @property
+    def settings(self) -> SubsetSettings:
+        """What its subset says."""
+        return self.group.subset.settings
+
+    @property
     def files(self) -> list[SourceFile]:
         """The files its tensors follow from."""
         masks = [file for file in (self.mask, self.inpaint_mask) if file is not None]
@@ -72,7 +75,7 @@ class Sample:
     @property
     def flips(self) -> bool:
         """Whether some epochs see it mirrored."""
-        return self.group.subset.settings.flip_aug and not self.held_out
+        return self.settings.flip_aug and not self.held_out
 
     def sample_id(self, repeat: int) -> int:
         """Identity of one repeat, for noise, crops and choices (63 bits)."""
@@ -127,8 +130,7 @@ def scan(
             cache = cache_folder(dataset, subset)
             index = indexes.setdefault(cache, FileIndex(cache))
             weight = prior_loss_weight if subset.settings.is_reg else 1.0
-            rules = CaptionRules.of(subset.settings)
-            group = SampleGroup(subset, rules, number, dataset.settings.batch_size, cache, weight)
+            group = SampleGroup(subset, number, dataset.settings.batch_size, cache, weight)
             sources = find_sources(subset, index, result.warnings, conditioning)
             kept, held_back = _load_subset(group, dataset, sources, buckets, index, identities, seed)
             train += kept
@@ -227,8 +229,8 @@ def _held_out_positions(count: int, split: float, seed: int) -> set[int]:
 
 def _balance(samples: list[Sample], where: str, warnings: list[str]) -> list[Sample]:
     """Set the repeats of regularisation images so that they are as many as the training images."""
-    training = [sample for sample in samples if not sample.group.subset.settings.is_reg]
-    regular = [sample for sample in samples if sample.group.subset.settings.is_reg]
+    training = [sample for sample in samples if not sample.settings.is_reg]
+    regular = [sample for sample in samples if sample.settings.is_reg]
     wanted = sum(sample.repeats for sample in training)
     if not regular:
         return training

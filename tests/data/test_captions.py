@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from library.data.captions import CaptionRules, caption_variants, choose_caption, plain_caption
+from library.data.captions import caption_variants, choose_caption, plain_caption
 from library.data.config import SubsetSettings
 
 
-def rules(**settings: object) -> CaptionRules:
-    return CaptionRules.of(SubsetSettings(**settings))
+def rules(**settings: object) -> SubsetSettings:
+    return SubsetSettings(**settings)
 
 
 TAGS = "one, two, three, four, five, six"

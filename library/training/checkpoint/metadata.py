@@ -315,7 +315,7 @@ def _by_subset(samples: Iterable[Sample]) -> list[tuple[Subset, list[Sample]]]:
 
 
 def _is_regular(sample: Sample) -> bool:
-    return sample.group.subset.settings.is_reg
+    return sample.settings.is_reg
 
 
 def _folder(subset: Subset) -> str:

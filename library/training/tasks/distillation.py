@@ -151,7 +151,7 @@ def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData) -> 
     """Return a name for all that the velocities depend on besides step and sample."""
     flow: FlowConfig = config.flow
     samples = [
-        (sample.identity, sample.caption, [file.content for file in sample.files], sample.fit, sample.group.rules)
+        (sample.identity, sample.caption, [file.content for file in sample.files], sample.fit, sample.settings)
         for sample in data.train.samples
     ]
     parts = (
