@@ -29,6 +29,7 @@ class TextEncoder:
 
     fingerprint: str
     sees_references: bool = False
+    _model: Any = None  # once there was a caption
 
     def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
         """Return one dict of tensors a caption, without a batch axis, on the CPU.
@@ -42,7 +43,7 @@ class TextEncoder:
 
     def release(self) -> None:
         """Free the weights; the next caption loads them again."""
-        raise NotImplementedError
+        self._model = None
 
     def load_modules(self, names: Collection[str]) -> nn.Module:
         """Load single encoders, by their names in diffusers' pipeline, for training; each is a child of that name.
@@ -66,8 +67,7 @@ class LanguageModelEncoder(TextEncoder):
 
     def __init__(self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> None:
         """``load`` gives the language model."""
-        self._load, self._model = load, None
-        self.tokenizer, self.fingerprint = tokenizer, fingerprint
+        self._load, self.tokenizer, self.fingerprint = load, tokenizer, fingerprint
 
     @torch.no_grad()
     def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
@@ -77,7 +77,7 @@ class LanguageModelEncoder(TextEncoder):
         inputs = self.inputs(captions, references)
         if self._model is None:
             self._model = self._load()
-        model: Any = self._model
+        model = self._model
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         hidden = model(**inputs, use_cache=False).last_hidden_state.to(model.dtype).cpu()  # [B, T, D]
         lengths = inputs["attention_mask"].sum(dim=1).tolist()
@@ -88,10 +88,6 @@ class LanguageModelEncoder(TextEncoder):
     def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
         """Return what the model is called with, ``input_ids`` and ``attention_mask`` [B, T] among it."""
         raise NotImplementedError
-
-    def release(self) -> None:
-        """Free the model's weights; the next caption loads them again."""
-        self._model = None
 
     def load_modules(self, names: Collection[str]) -> nn.Module:
         """Refuse: language models are not trained as text encoders."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import fingerprint
-from library.models.weights import KeyMap, load_into
+from library.models.weights import KeyMap, identity_map, load_into, read_config_of
 from library.precision.checkpoint_layouts import WeightFiles
 
 
@@ -23,7 +23,7 @@ class ImageEncoder:
     """Pixels in, normalised latents out, and back. The weights are loaded at the first use.
 
     Attributes:
-        autoencoder: diffusers' class.
+        autoencoder: diffusers' class. title: what people call it.
         is_video: it takes an image as a video of one frame.
         fingerprint: of weights, dtype and kind of latents; a part of the names of cached latents.
         latent_channels, latent_factor: of the latents, and pixels per latent.
@@ -31,6 +31,7 @@ class ImageEncoder:
     """
 
     autoencoder: Any
+    title: str
     is_video = False
     latent_channels: int
     latent_factor: int
@@ -53,6 +54,13 @@ class ImageEncoder:
 
         No weights are read.
         """
+        if not weights.path.is_dir():
+            return cls.describe_file(weights)
+        return read_config_of(cls.autoencoder.__name__, weights.path, f"give {cls.title}"), identity_map(weights.names)
+
+    @classmethod
+    def describe_file(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
+        """Return the same of a single file, from its names and shapes."""
         raise NotImplementedError
 
     def set_latents(self, config: dict[str, Any]) -> None:

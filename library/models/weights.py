@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +36,15 @@ def read_config(folder: Path, name: str = "config.json") -> dict:
         raise UserError(f"{path}: no such file; the folder is not a complete model, download it again") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error}); download it again") from error
+
+
+def read_config_of(kind: str, folder: Path, remedy: str) -> dict:
+    """Return ``config.json`` of a folder that holds a ``kind``: diffusers' class or transformers' ``model_type``."""
+    config = read_config(folder)
+    found = config.get("_class_name", config.get("model_type"))
+    if found != kind:
+        raise UserError(f"{folder / 'config.json'}: {found!r}, not {kind}; {remedy}")
+    return config
 
 
 def identity_map(names: Iterable[str]) -> dict[str, list[RowRange]]:
@@ -79,7 +89,7 @@ def load_into(
         wanted = torch.float32 if keep_fp32(name) else dtype
         tensor = tensor.to(device=device, dtype=wanted).reshape(shape)
         _assign(module, name, nn.Parameter(tensor, requires_grad=False))
-    _materialise_buffers(module, torch.device(device))
+    _compute_buffers(module, device)
     return module.eval()
 
 
@@ -119,13 +129,17 @@ def _assign(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
                 child._parameters[key] = parameter
 
 
-def _materialise_buffers(module: nn.Module, device: torch.device) -> None:
-    """Give buffers that no file holds their values; in these models that is CLIP's ``position_ids`` only."""
+def _compute_buffers(module: nn.Module, device: torch.device | str) -> None:
+    """Give buffers that no file holds their values: CLIP's ``position_ids``, frequencies of transformers' RoPE."""
     for name, buffer in list(module.named_buffers()):
         owner_name, _, leaf = name.rpartition(".")
+        owner: Any = module.get_submodule(owner_name)
         if not buffer.is_meta:
             continue  # an fp8 layer's scale
-        if leaf != "position_ids":
+        if leaf == "position_ids":
+            values = torch.arange(buffer.shape[-1]).expand(buffer.shape)
+        elif leaf.endswith("inv_freq"):
+            values = type(owner)(owner.config).get_buffer(leaf)  # on the CPU
+        else:
             raise NotImplementedError(f"buffer {name} of {type(module).__name__} has no known value")
-        positions = torch.arange(buffer.shape[-1], device=device).expand(buffer.shape)
-        module.get_submodule(owner_name).register_buffer(leaf, positions, persistent=False)
+        owner._buffers[leaf] = values.to(device)

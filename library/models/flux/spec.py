@@ -138,22 +138,19 @@ class FluxFamily(Family):
                 to run in fp8 and fp16 together.
         """
         clip, t5 = self.files.text_encoders
-        loaders = (CLIPTokenizer.from_pretrained, T5TokenizerFast.from_pretrained)
-        options = [part.option for part in self.layout.tokenizers]
-        tokenizers = [load_tokenizer(*found) for found in zip(loaders, self.files.tokenizers, options, strict=True)]
-        lengths = (
-            min(clip_positions(clip), tokenizers[0].model_max_length),
-            self._t5_length(tokenizers[1].model_max_length),
-        )
-        fingerprint = self.text_fingerprint(dtype, recipe, *lengths)
         if dtype == torch.float16 and (recipe is not None or WeightFiles(t5).fp8 is not None):
             raise UserError(f"{t5}: T5 in fp8 leaves the range of fp16; use bf16, or T5's fp16 file")
+        clip_tokenizer = load_tokenizer(CLIPTokenizer.from_pretrained, self.files.tokenizers[0], "clip_l_tokenizer")
+        t5_tokenizer = load_tokenizer(T5TokenizerFast.from_pretrained, self.files.tokenizers[1], "t5xxl_tokenizer")
+        clip_length = min(clip_positions(clip), clip_tokenizer.model_max_length)
+        t5_length = self._t5_length(t5_tokenizer.model_max_length)
         return FluxTextEncoder(
-            lambda: load_clip(clip, dtype, device),
-            lambda: load_t5(t5, dtype, device, recipe),
-            (tokenizers[0], tokenizers[1]),
-            lengths,
-            fingerprint,
+            {
+                "text_encoder": lambda: load_clip(clip, dtype, device),
+                "text_encoder_2": lambda: load_t5(t5, dtype, device, recipe),
+            },
+            {"text_encoder": (clip_tokenizer, clip_length), "text_encoder_2": (t5_tokenizer, t5_length)},
+            self.text_fingerprint(dtype, recipe, clip_length, t5_length),
         )
 
     def _t5_length(self, most: int) -> int:

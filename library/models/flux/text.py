@@ -42,18 +42,18 @@ class FluxTextEncoder(TextEncoder):
 
     def __init__(
         self,
-        load_clip: Callable[[], Any],
-        load_t5: Callable[[], Any],
-        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase],
-        lengths: tuple[int, int],
+        load: Mapping[str, Callable[[], Any]],
+        tokenizers: Mapping[str, tuple[PreTrainedTokenizerBase, int]],
         fingerprint: str,
     ) -> None:
-        """``lengths``: tokens per caption of CLIP and of T5; ``fingerprint`` names weights and settings."""
-        self._load_clip, self._load_t5 = load_clip, load_t5
-        self.clip_tokenizer, self.t5_tokenizer = tokenizers
-        self.clip_length, self.t5_length = lengths
-        self.fingerprint = fingerprint
-        self._models: tuple[Any, Any] | None = None
+        """Arguments are by the encoder's name, "text_encoder" and "text_encoder_2".
+
+        Args:
+            load: gives the encoder.
+            tokenizers: its tokenizer, and tokens per caption.
+            fingerprint: names weights and settings.
+        """
+        self._load, self._tokenizers, self.fingerprint = load, tokenizers, fingerprint
 
     @torch.no_grad()
     def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
@@ -61,28 +61,16 @@ class FluxTextEncoder(TextEncoder):
         assert references is None
         if not captions:
             return []
-        if self._models is None:
-            self._models = (self._load_clip(), self._load_t5())
-        clip, t5 = self._models
-        clip_ids = _token_ids(self.clip_tokenizer, captions, self.clip_length).to(clip.device)
-        t5_ids = _token_ids(self.t5_tokenizer, captions, self.t5_length).to(t5.device)
-        pooled = clip(clip_ids).pooler_output.to(clip.dtype).cpu()  # [B, P]
-        embeds = t5(t5_ids)[0].to(t5.dtype).cpu()  # [B, L, D]
+        if self._model is None:
+            self._model = self.load_modules(self._load)
+        dtype = next(self._model.parameters()).dtype
+        batch = {name: rows.to(dtype).cpu() for name, rows in self._model(captions).items()}
         # Clones: a cached row must not keep its batch alive.
-        return [{"prompt_embeds": e.clone(), "pooled_prompt_embeds": p.clone()} for e, p in zip(embeds, pooled)]
-
-    def release(self) -> None:
-        """Free the encoders' weights; the next caption loads them again."""
-        self._models = None
+        return [{name: rows[i].clone() for name, rows in batch.items()} for i in range(len(captions))]
 
     def load_modules(self, names: Collection[str]) -> FluxTextModules:
-        """Load the encoders called ``names``, "text_encoder" and "text_encoder_2", for training."""
-        loaders = {"text_encoder": self._load_clip, "text_encoder_2": self._load_t5}
-        tokenizers = {
-            "text_encoder": (self.clip_tokenizer, self.clip_length),
-            "text_encoder_2": (self.t5_tokenizer, self.t5_length),
-        }
-        return FluxTextModules({name: loaders[name]() for name in names}, tokenizers)
+        """Load the encoders called ``names`` for training."""
+        return FluxTextModules({name: self._load[name]() for name in names}, self._tokenizers)
 
 
 class FluxTextModules(nn.Module):
@@ -106,7 +94,9 @@ class FluxTextModules(nn.Module):
         outputs: dict[str, Tensor] = {}
         for name, encoder in self.named_children():
             tokenizer, length = self._tokenizers[name]
-            ids = _token_ids(tokenizer, captions, length).to(next(encoder.parameters()).device)
+            ids = tokenizer(
+                captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+            ).input_ids.to(next(encoder.parameters()).device)  # [B, length], cut or padded
             if name == "text_encoder":
                 outputs["pooled_prompt_embeds"] = encoder(ids).pooler_output
             else:
@@ -119,20 +109,18 @@ class FluxTextModules(nn.Module):
             encoder.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
 
 
-def _token_ids(tokenizer: PreTrainedTokenizerBase, captions: list[str], length: int) -> Tensor:
-    """Return token ids [B, length], cut or padded."""
-    return tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-
-
 def load_clip(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> CLIPTextModel:
     """Load CLIP's text model from a transformers folder or a ``clip_l`` file."""
     weights = WeightFiles(path)
-    config = CLIPTextConfig(**_text_config(read_config(path))) if path.is_dir() else _clip_config(weights)
+    # transformers before version 5 put text_model. in front
+    used = {name.removeprefix("text_model."): name for name in weights.names if not _CLIP_UNUSED.search(name)}
+    if path.is_dir():
+        known = read_config(path)
+        config = CLIPTextConfig(**(known.get("text_config") or known))  # a whole CLIP has the text part under its name
+    else:
+        config = _clip_config(lambda name: weights.shape(used.get(name, name)), count_blocks(used, "encoder.layers."))
     config.attention_dropout = 0.0  # 0 as published
-    with torch.device("meta"):
-        wanted = set(CLIPTextModel(config).state_dict())
-    used = [name for name in weights.names if not _CLIP_UNUSED.search(name)]
-    key_map = {_clip_name(name, wanted): [RowRange(name)] for name in used}
+    key_map = {name: [RowRange(source)] for name, source in used.items()}
     model = load_into(lambda: CLIPTextModel(config), weights, key_map, dtype, device)
     assert isinstance(model, CLIPTextModel)
     return model
@@ -185,28 +173,16 @@ def check_t5(path: Path) -> None:
         raise UserError(f"{path}: not a T5 encoder (no encoder.block.0); give t5xxl_fp16.safetensors as t5xxl")
 
 
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the text part of a CLIP config (a whole CLIP keeps it under ``text_config``)."""
-    return config.get("text_config") or config
-
-
-def _clip_name(name: str, wanted: set[str]) -> str:
-    """Translate a file's name: transformers before version 5 put ``text_model.`` in front."""
-    bare = name.removeprefix("text_model.")
-    return bare if bare in wanted else f"text_model.{bare}" if f"text_model.{bare}" in wanted else name
-
-
-def _clip_config(weights: WeightFiles) -> CLIPTextConfig:
-    prefix = "text_model." if "text_model.embeddings.token_embedding.weight" in weights else ""
-    vocabulary, width = weights.shape(f"{prefix}embeddings.token_embedding.weight")
+def _clip_config(shape: Callable[[str], tuple[int, ...]], layers: int) -> CLIPTextConfig:
+    vocabulary, width = shape("embeddings.token_embedding.weight")
     return CLIPTextConfig(
         vocab_size=vocabulary,
         hidden_size=width,
-        intermediate_size=weights.shape(f"{prefix}encoder.layers.0.mlp.fc1.weight")[0],
+        intermediate_size=shape("encoder.layers.0.mlp.fc1.weight")[0],
         projection_dim=width,
-        num_hidden_layers=count_blocks(weights.names, f"{prefix}encoder.layers."),
+        num_hidden_layers=layers,
         num_attention_heads=max(1, width // _CLIP_HEAD_DIM),
-        max_position_embeddings=weights.shape(f"{prefix}embeddings.position_embedding.weight")[0],
+        max_position_embeddings=shape("embeddings.position_embedding.weight")[0],
         hidden_act="quick_gelu",
         # CLIP's vocabulary ends with start and end of text; padding repeats the end.
         bos_token_id=vocabulary - 2,

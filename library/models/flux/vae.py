@@ -17,7 +17,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.vae import ImageEncoder
-from library.models.weights import KeyMap, identity_map, read_config
+from library.models.weights import KeyMap, identity_map
 from library.precision.checkpoint_layouts import WeightFiles
 from library.safetensors_io import RowRange
 
@@ -29,18 +29,45 @@ class FluxImageEncoder(ImageEncoder):
     """Latents are normalised by one shift and one scale."""
 
     autoencoder = AutoencoderKL
+    title = "FLUX's VAE"
 
     @classmethod
-    def describe(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
-        """Return config and key map, from a folder's config.json or from a file's shapes."""
-        if not weights.path.is_dir():
-            return _describe_file(weights)
-        config = read_config(weights.path)
-        if config.get("_class_name") != "AutoencoderKL":
+    def describe_file(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
+        """Return config and key map of a file in BFL's layout, or in diffusers' without its config.json."""
+        if "encoder.conv_in.weight" not in weights or "decoder.conv_in.weight" not in weights:
             raise UserError(
-                f"{weights.path / 'config.json'}: {config.get('_class_name')!r} is no AutoencoderKL; give FLUX's VAE"
+                f"{weights.path}: not an autoencoder (no encoder.conv_in.weight); give FLUX's ae.safetensors"
             )
-        return config, identity_map(weights.names)
+        bfl = "encoder.down.0.block.0.conv1.weight" in weights
+        down = "encoder.down.{}.block.{}.conv1.weight" if bfl else "encoder.down_blocks.{}.resnets.{}.conv1.weight"
+        levels = next(i for i in itertools.count() if down.format(i, 0) not in weights)
+        channels = [weights.shape(down.format(i, 0))[0] for i in range(levels)]
+        attention = "encoder.mid.attn_1.q.weight" if bfl else "encoder.mid_block.attentions.0.to_q.weight"
+        latent_channels = weights.shape("decoder.conv_in.weight")[1]
+        if latent_channels != 16:
+            raise UserError(
+                f"{weights.path}: {latent_channels} latent channels, FLUX has 16; give FLUX's ae.safetensors"
+            )
+        config: dict[str, Any] = {
+            "in_channels": weights.shape("encoder.conv_in.weight")[1],
+            "out_channels": weights.shape("decoder.conv_out.weight")[0],
+            "down_block_types": ["DownEncoderBlock2D"] * levels,
+            "up_block_types": ["UpDecoderBlock2D"] * levels,
+            "block_out_channels": channels,
+            "layers_per_block": next(i for i in itertools.count() if down.format(0, i) not in weights),
+            "latent_channels": latent_channels,
+            "norm_num_groups": 32 if all(count % 32 == 0 for count in channels) else 8,
+            "sample_size": 1024,
+            "scaling_factor": FLUX_SCALING,
+            "shift_factor": FLUX_SHIFT,
+            "use_quant_conv": "quant_conv.weight" in weights,
+            "use_post_quant_conv": "post_quant_conv.weight" in weights,
+            "mid_block_add_attention": attention in weights,
+            "force_upcast": True,
+        }
+        if not bfl:
+            return config, identity_map(weights.names)
+        return config, {_diffusers_name(name, levels): [RowRange(name)] for name in weights.names}
 
     def set_latents(self, config: dict[str, Any]) -> None:
         """Read channels, factor, shift and scale."""
@@ -55,40 +82,6 @@ class FluxImageEncoder(ImageEncoder):
     def denormalise(self, latents: Tensor) -> Tensor:
         """Return latents / scaling + shift."""
         return latents / self.scaling + self.shift
-
-
-def _describe_file(weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
-    """Return config and key map of a file in BFL's layout, or in diffusers' without its config.json."""
-    if "encoder.conv_in.weight" not in weights or "decoder.conv_in.weight" not in weights:
-        raise UserError(f"{weights.path}: not an autoencoder (no encoder.conv_in.weight); give FLUX's ae.safetensors")
-    bfl = "encoder.down.0.block.0.conv1.weight" in weights
-    down = "encoder.down.{}.block.{}.conv1.weight" if bfl else "encoder.down_blocks.{}.resnets.{}.conv1.weight"
-    levels = next(i for i in itertools.count() if down.format(i, 0) not in weights)
-    channels = [weights.shape(down.format(i, 0))[0] for i in range(levels)]
-    attention = "encoder.mid.attn_1.q.weight" if bfl else "encoder.mid_block.attentions.0.to_q.weight"
-    latent_channels = weights.shape("decoder.conv_in.weight")[1]
-    if latent_channels != 16:
-        raise UserError(f"{weights.path}: {latent_channels} latent channels, FLUX has 16; give FLUX's ae.safetensors")
-    config: dict[str, Any] = {
-        "in_channels": weights.shape("encoder.conv_in.weight")[1],
-        "out_channels": weights.shape("decoder.conv_out.weight")[0],
-        "down_block_types": ["DownEncoderBlock2D"] * levels,
-        "up_block_types": ["UpDecoderBlock2D"] * levels,
-        "block_out_channels": channels,
-        "layers_per_block": next(i for i in itertools.count() if down.format(0, i) not in weights),
-        "latent_channels": latent_channels,
-        "norm_num_groups": 32 if all(count % 32 == 0 for count in channels) else 8,
-        "sample_size": 1024,
-        "scaling_factor": FLUX_SCALING,
-        "shift_factor": FLUX_SHIFT,
-        "use_quant_conv": "quant_conv.weight" in weights,
-        "use_post_quant_conv": "post_quant_conv.weight" in weights,
-        "mid_block_add_attention": attention in weights,
-        "force_upcast": True,
-    }
-    if not bfl:
-        return config, identity_map(weights.names)
-    return config, {_diffusers_name(name, levels): [RowRange(name)] for name in weights.names}
 
 
 _RENAMES = (

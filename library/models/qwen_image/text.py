@@ -27,17 +27,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2_5_VLModel
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLRotaryEmbedding,
-    Qwen2_5_VLTextModel,
-    Qwen2_5_VLVisionRotaryEmbedding,
-)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
 from library.models.text import LanguageModelEncoder, padded
-from library.models.weights import load_into, read_config
+from library.models.weights import load_into, read_config, read_config_of
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.safetensors_io import RowRange
@@ -196,18 +192,9 @@ def load_qwen_text(
     key_map = {name: [RowRange(source)] for name, source in names.items()}
 
     def build() -> Any:
-        model: Any = Qwen2_5_VLModel(config) if images else Qwen2_5_VLTextModel(config.text_config)
-        with torch.device("cpu"):  # frequencies are computed, no file has them
-            language = model.language_model if images else model
-            language.rotary_emb = Qwen2_5_VLRotaryEmbedding(config.text_config)
-            if images:
-                model.visual.rotary_pos_emb = Qwen2_5_VLVisionRotaryEmbedding(config.vision_config)
-        return model
+        return Qwen2_5_VLModel(config) if images else Qwen2_5_VLTextModel(config.text_config)
 
     model: Any = load_into(build, weights, key_map, dtype, device, fp8=Fp8Loader(recipe, compute="dequant"))
-    for module in model.modules():
-        if isinstance(module, (Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLVisionRotaryEmbedding)):
-            module.to(device)
     return model
 
 
@@ -239,13 +226,8 @@ def _name(name: str) -> str:
 def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
     """Return the model's configuration, from its folder or from its shapes."""
     if weights.path.is_dir():
-        config = read_config(weights.path)
-        if config.get("model_type") != "qwen2_5_vl":
-            raise UserError(
-                f"{weights.path / 'config.json'}: {config.get('model_type')!r}, not qwen2_5_vl; give Qwen-Image's text "
-                "encoder"
-            )
-        return Qwen2_5_VLConfig.from_dict(config)
+        known = read_config_of("qwen2_5_vl", weights.path, "give Qwen-Image's text encoder")
+        return Qwen2_5_VLConfig.from_dict(known)
     names = {_name(name): name for name in weights.names}
     if "language_model.layers.0.self_attn.q_proj.bias" not in names or "visual.patch_embed.proj.weight" not in names:
         raise UserError(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.vae import ImageEncoder
-from library.models.weights import KeyMap, identity_map, read_config
+from library.models.weights import KeyMap, identity_map
 from library.precision.checkpoint_layouts import WeightFiles
 from library.safetensors_io import RowRange
 
@@ -34,20 +34,23 @@ class QwenImageEncoder(ImageEncoder):
     """Latents are normalised by a mean and a standard deviation for each channel."""
 
     autoencoder = AutoencoderKLQwenImage
+    title = "Qwen-Image's VAE"
     is_video = True
 
     @classmethod
     def describe(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
-        """Return config and key map, from a folder's config.json or from a file's names and shapes."""
-        if weights.path.is_dir():
-            config = read_config(weights.path)
-            if config.get("_class_name") != "AutoencoderKLQwenImage":
-                raise UserError(
-                    f"{weights.path / 'config.json'}: {config.get('_class_name')!r} is no AutoencoderKLQwenImage; "
-                    "give Qwen-Image's VAE"
-                )
-            _refuse_layered(weights, int(config.get("input_channels", 3)))
-            return config, identity_map(weights.names)
+        """As everywhere; an autoencoder with another number of channels is refused."""
+        config, key_map = super().describe(weights)
+        if (channels := config.get("input_channels", 3)) != 3:
+            raise UserError(
+                f"{weights.path}: an autoencoder of {channels} channels, as Qwen-Image-Layered has, which is not a "
+                "model family of this version; give qwen_image_vae.safetensors"
+            )
+        return config, key_map
+
+    @classmethod
+    def describe_file(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
+        """Return config and key map of a file in Wan's layout, or in diffusers' without its config.json."""
         if "decoder.conv1.weight" in weights and "encoder.downsamples.0.residual.2.weight" in weights:
             per_level = _residuals(weights, "encoder.downsamples.{}.resample.1.weight") + 2
             key_map: KeyMap = {_diffusers_name(name, per_level): [RowRange(name)] for name in weights.names}
@@ -82,8 +85,7 @@ def _config(weights: WeightFiles, key_map: KeyMap) -> dict[str, Any]:
     def shape(name: str) -> tuple[int, ...]:
         return weights.shape(key_map[name][0].source if name in key_map else name)
 
-    _refuse_layered(weights, shape("encoder.conv_in.weight")[1])
-    base = shape("encoder.conv_in.weight")[0]
+    base, channels = shape("encoder.conv_in.weight")[:2]
     block, widths, temporal = 0, [], []
     residuals = 0
     while f"encoder.down_blocks.{block + residuals}.conv1.weight" in key_map:
@@ -95,19 +97,12 @@ def _config(weights: WeightFiles, key_map: KeyMap) -> dict[str, Any]:
         block += residuals + 1
     return {
         "base_dim": base,
+        "input_channels": channels,
         "z_dim": shape("decoder.conv_in.weight")[1],
         "dim_mult": [width // base for width in widths],
         "num_res_blocks": residuals,
         "temperal_downsample": temporal,
     }
-
-
-def _refuse_layered(weights: WeightFiles, channels: int) -> None:
-    if channels != 3:
-        raise UserError(
-            f"{weights.path}: an autoencoder of {channels} channels, as Qwen-Image-Layered has, which is not a model "
-            "family of this version; give qwen_image_vae.safetensors"
-        )
 
 
 def _residuals(weights: WeightFiles, resample: str) -> int:

@@ -15,12 +15,11 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3Model
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
 from library.models.text import LanguageModelEncoder, padded
-from library.models.weights import load_into, read_config
+from library.models.weights import load_into, read_config_of
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.safetensors_io import RowRange
@@ -54,13 +53,10 @@ def load_z_image_text(
     def build() -> Qwen3Model:
         model = Qwen3Model(config)
         model.norm = nn.Identity()
-        with torch.device("cpu"):  # frequencies are computed, no file has them
-            model.rotary_emb = Qwen3RotaryEmbedding(config)
         return model
 
     model = load_into(build, weights, key_map, dtype, device, fp8=Fp8Loader(recipe, compute="dequant"))
     assert isinstance(model, Qwen3Model)
-    model.rotary_emb.to(device)
     return model
 
 
@@ -72,11 +68,7 @@ def text_width(path: Path) -> int:
 def _config(weights: WeightFiles) -> Qwen3Config:
     """Return the configuration of all layers but the last, from the folder or from the shapes."""
     if weights.path.is_dir():
-        known = read_config(weights.path)
-        if known.get("model_type") != "qwen3":
-            raise UserError(
-                f"{weights.path / 'config.json'}: {known.get('model_type')!r}, not qwen3; give Z-Image's text encoder"
-            )
+        known = read_config_of("qwen3", weights.path, "give Z-Image's text encoder")
         known |= {"num_hidden_layers": known["num_hidden_layers"] - 1, "layer_types": None}
         return Qwen3Config.from_dict(known)
     first = "model.layers.0"

@@ -86,7 +86,7 @@ def test_flux_variant_with_a_conditioning_image_is_refused(copy: Path) -> None:
 
 def test_folder_with_another_autoencoder_is_refused(copy: Path) -> None:
     rewrite(copy / "vae" / "config.json", _class_name="AutoencoderTiny")
-    refuses("'AutoencoderTiny' is no AutoencoderKL; give FLUX's VAE", copy)
+    refuses("'AutoencoderTiny', not AutoencoderKL; give FLUX's VAE", copy)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_t5_tokenizer_is_read_from_the_published_sentencepiece_model(
 def test_fp16_keeps_t5s_output_matrices_in_fp32(files: SingleFiles) -> None:
     encoder = model_family(files.model_config()).load_text_encoder(torch.float16)
     encoder.encode(["a red ball"])
-    dtypes = {name: p.dtype for name, p in encoder._models[1].named_parameters()}  # type: ignore[attr-defined]
+    dtypes = {name: p.dtype for name, p in encoder._model.text_encoder_2.named_parameters()}
     kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
     assert kept == {name for name in dtypes if name.endswith(".wo.weight")}
     encoder.release()
