@@ -257,4 +257,4 @@ def test_fp16_keeps_t5s_output_matrices_in_fp32(files: SingleFiles) -> None:
     kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
     assert kept == {name for name in dtypes if name.endswith(".wo.weight")}
     encoder.release()
-    assert encoder._models is None  # type: ignore[attr-defined]
+    assert encoder._model is None
