@@ -21,7 +21,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -44,8 +45,11 @@ from library.errors import UserError, exit_on_user_error
 from library.files import atomic_path
 from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_known, is_lora, weight_sets
 from library.precision.checkpoint_layouts import WeightFiles
+from library.training.report.plots import STYLE
+from library.training.report.progress import plain_table
 from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
-from tools.command import tool_parser
+from networks.files.weights import names_in_short
+from tools.command import tool_parser, value_range
 
 
 @dataclass(frozen=True)
@@ -126,30 +130,15 @@ def number(value: float) -> str:
     return f"{value:g}"
 
 
-def size(count: int) -> str:
-    """Return 23800000000 bytes as "23.8 GB" (powers of ten, as disks are sold)."""
-    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:,.0f} {unit}"
-    return f"{count} B"
-
-
 def dtypes(counts: Mapping[str, int]) -> str:
     """Return the names of dtypes, most frequent first."""
     return ", ".join(_DTYPES.get(name, name.lower()) for name, _ in sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def _table(*headings: str, numbers: Sequence[str] = ()) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", border_style="dim")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
-    return table
-
-
 def weight_set_head(weights: WeightSet, fp8: str | None) -> RenderableType:
     """Return the lines about the files: names, size, quantisation, what is wrong."""
     names = str(weights.files[0]) + (f" and {len(weights.files) - 1} more shards" if len(weights.files) > 1 else "")
-    lines = [Text.assemble((names, "bold cyan"), f"  {size(weights.bytes)}, {len(weights.tensors)} tensors")]
+    lines = [Text.assemble((names, "bold cyan"), f"  {decimal(weights.bytes)}, {len(weights.tensors)} tensors")]
     lines += [Text(f"  {fp8}", "magenta")] if fp8 else []
     lines += [Text(f"  {note}", "bold red") for note in weights.notes]
     return Group(*lines)
@@ -158,7 +147,7 @@ def weight_set_head(weights: WeightSet, fp8: str | None) -> RenderableType:
 def component_view(part: Component, all_modules: bool) -> RenderableType:
     """Return a network's line, its modules by kind, and its norms."""
     facts = [f"{name} {value if value is not True else 'yes'}" for name, value in part.facts.items() if value]
-    what = ", ".join([f"{number(part.parameters)} parameters", size(part.bytes), dtypes(part.dtypes), *facts])
+    what = ", ".join([f"{number(part.parameters)} parameters", decimal(part.bytes), dtypes(part.dtypes), *facts])
     name = f"{part.name}: " if part.name else ""
     head = Text.assemble((name, "bold"), (part.architecture, "bold green"), f"  {what}")
     parts: list[RenderableType] = [head, module_table(part) if all_modules else kind_table(part)]
@@ -167,44 +156,36 @@ def component_view(part: Component, all_modules: bool) -> RenderableType:
     return Padding(Group(*parts), (0, 0, 1, 2))
 
 
-def _part_title(part: Component, name: str) -> str:
-    return f"{name} × {part.blocks[name]}" if name in part.blocks else "outside the blocks"
-
-
 def kind_table(part: Component) -> Table:
     """Return modules counted by part of the network and by kind."""
     rows: dict[tuple[str, str], list[ModuleGroup]] = {}
     for group in part.modules:
         rows.setdefault((group.part, group.kind), []).append(group)
     several = ["dtype"] if len(part.dtypes) > 1 else []  # one is in the headline already
-    table = _table("part", "kind", "modules", "parameters", "size", *several, numbers=("modules", "parameters", "size"))
-    shown = ""
+    table = plain_table("part", "kind", "modules", "parameters", "size", *several, left=("kind", "dtype"))
     for name in sorted(dict.fromkeys(key for key, _ in rows), key=lambda name: name == ""):
+        title = f"{name} × {part.blocks[name]}" if name in part.blocks else "outside the blocks"
         for kind in dict.fromkeys(kind for key, kind in rows if key == name):
-            groups = rows[name, kind]
-            title = _part_title(part, name)
-            table.add_row("" if title == shown else title, kind, *_figures(groups)[: len(table.columns) - 2])
-            shown = title
+            table.add_row(title, kind, *_counts(rows[name, kind])[: len(table.columns) - 2])
+            title = ""  # said once
     return table
 
 
-def _figures(groups: Sequence[ModuleGroup]) -> tuple[str, str, str, str]:
-    counts: dict[str, int] = {}
-    for group in groups:
-        for dtype, n in group.dtypes.items():
-            counts[dtype] = counts.get(dtype, 0) + n
+def _counts(groups: Sequence[ModuleGroup]) -> tuple[str, str, str, str]:
+    """Return number of modules, parameters, size and dtypes as text."""
     total = str(sum(group.count for group in groups))
     if not any(group.learned for group in groups):
         return total, "no weights", "", ""
+    names = sum((Counter(group.dtypes) for group in groups), Counter())
     parameters = sum(group.parameters for group in groups)
-    return total, number(parameters), size(sum(group.bytes for group in groups)), dtypes(counts)
+    return total, number(parameters), decimal(sum(group.bytes for group in groups)), dtypes(names)
 
 
 def module_table(part: Component) -> Table:
     """Return every module, those of a block once for all blocks."""
-    table = _table("module", "kind", "×", "weight", "parameters", "dtype", numbers=("×", "parameters"))
+    table = plain_table("module", "kind", "×", "weight", "parameters", "dtype", left=("kind", "weight", "dtype"))
     for group in part.modules:
-        count, parameters, _, dtype = _figures([group])
+        count, parameters, _, dtype = _counts([group])
         table.add_row(group.name, group.kind, count, " × ".join(map(str, group.shape)), parameters, dtype)
     return table
 
@@ -217,9 +198,8 @@ def norm_lines(part: Component) -> RenderableType:
     lines = []
     for (kind, learned), groups in rows.items():
         places = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", group.name.rpartition(".*.")[2]) for group in groups))
-        where = ", ".join(places[:6]) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
         without = "" if learned else " without weights"
-        total = sum(group.count for group in groups)
+        total, where = sum(group.count for group in groups), names_in_short(places, 6)
         lines.append(Text.assemble("norms: ", (f"{kind}{without}", "bold yellow"), f" × {total}  ", (where, "dim")))
     if not is_known(part):
         lines.append(Text("norms without weights cannot be told of an unknown architecture", "dim"))
@@ -231,44 +211,34 @@ def lora_view(report: LoraReport) -> RenderableType:
     kind = report.kind + (f" for {' or '.join(report.families)}" if report.families else "")
     kind += f", {report.layout}" if report.layout else ""
     heads = [Text.assemble((kind, "bold green"), f"  {report.count} layers")] if report.count else []
-    headings = ("layer", "×", "rank", "alpha", "rms", "over the blocks")
-    table = _table(*headings, numbers=("×", "rank", "alpha", "rms"))
+    table = plain_table("layer", "×", "rank", "alpha", "rms", "over the blocks", left=("over the blocks",))
     most = max((layer.rms for layer in report.layers), default=0.0)
-    shown = ""
-    for (part, name), layers in _by_layer(report.layers).items():
-        title = part or "outside the blocks"
-        if title != shown:
-            table.add_row(Text(title, "bold"))
-            shown = title
-        rms = sum(layer.rms**2 for layer in layers) ** 0.5 / len(layers) ** 0.5
-        table.add_row(
-            f"  {name}",
-            str(len(layers)),
-            _range(layer.rank for layer in layers),
-            _range(layer.alpha for layer in layers),
-            f"{rms:.2e}",
-            sparkline([layer.rms for layer in layers], most) if part else "",
-        )
+    for part, members in _by_part(report.layers).items():
+        table.add_row(Text(part or "outside the blocks", "bold"))
+        for name in _rows(members):
+            layers = sorted((layer for layer in members if layer.layer == name), key=lambda layer: layer.block or 0)
+            table.add_row(
+                f"  {name}",
+                str(len(layers)),
+                value_range(layer.rank for layer in layers),
+                value_range(layer.alpha for layer in layers),
+                f"{math.hypot(*(layer.rms for layer in layers)) / len(layers) ** 0.5:.2e}",
+                sparkline([layer.rms for layer in layers], most) if part else "",
+            )
     if report.others:
-        more = f" and {len(report.others) - 8} more" if len(report.others) > 8 else ""
-        heads.append(Text(f"not of a LoRA of linear layers: {', '.join(report.others[:8])}{more}", "yellow"))
+        heads.append(Text(f"not of a LoRA of linear layers: {names_in_short(report.others, 8)}", "yellow"))
     heads += [Text(note, "yellow") for note in report.notes]
     return Group(Padding(Group(*heads), (0, 0, 0, 2)), *([table] if report.layers else []))
 
 
-def _by_layer(layers: Sequence[LoraLayer]) -> dict[tuple[str, str], list[LoraLayer]]:
-    """Return the layers of each (part, name), by block; what is outside the blocks last."""
+def _by_part(layers: Sequence[LoraLayer]) -> dict[str, list[LoraLayer]]:
+    """Return the layers of each part in file order, what is outside the blocks last."""
     parts = sorted(dict.fromkeys(layer.part for layer in layers), key=lambda part: part == "")
-    rows: dict[tuple[str, str], list[LoraLayer]] = {}
-    for part in parts:
-        for layer in sorted((layer for layer in layers if layer.part == part), key=lambda layer: layer.block or 0):
-            rows.setdefault((part, layer.layer), []).append(layer)
-    return rows
+    return {part: [layer for layer in layers if layer.part == part] for part in parts}
 
 
-def _range(values: Iterable[float]) -> str:
-    listed = sorted(set(values))
-    return f"{listed[0]:g}" if len(listed) == 1 else f"{listed[0]:g}–{listed[-1]:g}"
+def _rows(members: Sequence[LoraLayer]) -> list[str]:
+    return list(dict.fromkeys(layer.layer for layer in members))
 
 
 def sparkline(values: Sequence[float], most: float) -> str:
@@ -281,7 +251,7 @@ def sparkline(values: Sequence[float], most: float) -> str:
 
 def metadata_table(strings: Mapping[str, str]) -> RenderableType:
     """Return a file's metadata, long values shortened."""
-    table = _table("metadata", "")
+    table = plain_table("metadata", "", left=("",))
     for key, value in sorted(strings.items()):
         text = " ".join(value.split())
         cut = f"{text[:_LONGEST_VALUE]}… ({len(value):,} characters)"
@@ -291,22 +261,11 @@ def metadata_table(strings: Mapping[str, str]) -> RenderableType:
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito 2008
 _DECADES = 3  # of the colour scale below the largest update; what is smaller is shown as smallest
-_SETTINGS: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-}
 
 
 def draw_lora(layers: Sequence[LoraLayer], title: str, save_to: Path) -> Path:
     """Draw ``layers`` to the PNG ``save_to``; return its path."""
-    if not layers:
-        raise UserError(f"{title}: no layers to draw; only LoRAs of linear layers are plotted")
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = _figure(layers, title)
         with atomic_path(save_to) as temporary:
             figure.savefig(temporary, format="png", dpi=140)
@@ -314,7 +273,7 @@ def draw_lora(layers: Sequence[LoraLayer], title: str, save_to: Path) -> Path:
 
 
 def _figure(layers: Sequence[LoraLayer], title: str) -> Figure:
-    parts = {part: [layer for layer in layers if layer.part == part] for part in _parts(layers)}
+    parts = _by_part(layers)
     columns = [len(_blocks(part)) for part in parts.values()]
     rows = max(len(_rows(part)) for part in parts.values())
     width = min(24.0, 3.0 + 1.9 * len(parts) + 0.2 * sum(columns))
@@ -346,21 +305,23 @@ def _colour_scale(values: Sequence[float]) -> LogNorm:
 
 
 def _headline(layers: Sequence[LoraLayer], title: str) -> str:
-    ranks, alphas = {layer.rank for layer in layers}, {layer.alpha for layer in layers}
-    rank = f"rank {ranks.pop()}" if len(ranks) == 1 else f"ranks {min(ranks)}–{max(ranks)}"
-    alpha = f"alpha {alphas.pop():g}" if len(alphas) == 1 else f"alphas {min(alphas):g}–{max(alphas):g}"
-    whole = math.hypot(*(layer.norm for layer in layers))
-    return f"{title}   {len(layers)} layers, {rank}, {alpha}, norm {whole:.3g}"
+    norm = math.hypot(*(layer.norm for layer in layers))
+    return f"{title}   {len(layers)} layers, {_rank_and_alpha(layers)}, norm {norm:.3g}"
+
+
+def _rank_and_alpha(layers: Sequence[LoraLayer]) -> str:
+    ranks, alphas = value_range(layer.rank for layer in layers), value_range(layer.alpha for layer in layers)
+    return f"rank {ranks}, alpha {alphas}"
 
 
 def _plot_title(part: str, members: Sequence[LoraLayer], layers: Sequence[LoraLayer]) -> str:
     """Return a part's name, with its rank and alpha where the part has one of each and the whole LoRA has not."""
     name = part.replace("_", " ") or "outside the blocks"
-    own = {(layer.rank, layer.alpha) for layer in members}
-    if len(own) > 1 or own == {(layer.rank, layer.alpha) for layer in layers}:
-        return name
-    rank, alpha = own.pop()
-    return f"{name}\nrank {rank}, alpha {alpha:g}"
+    return name if _differ(members) or not _differ(layers) else f"{name}\n{_rank_and_alpha(members)}"
+
+
+def _differ(layers: Sequence[LoraLayer]) -> bool:
+    return len({(layer.rank, layer.alpha) for layer in layers}) > 1
 
 
 def _draw_bars(axes: Axes, members: Sequence[LoraLayer], title: str, colour: str) -> None:
@@ -390,32 +351,14 @@ def _draw_cells(axes: Axes, members: Sequence[LoraLayer], scale: LogNorm, most_r
     axes.set_ylim(most_rows - 0.5, -0.5)  # rows of all parts are of one height
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(length=0)
-    for row, name in enumerate(rows):
-        if text := _differing(name, members):
-            axes.annotate(text, (1.0, row), (3, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=7)
+    for row, name in enumerate(rows if _differ(members) else ()):
+        text = _rank_and_alpha([layer for layer in members if layer.layer == name])
+        axes.annotate(text, (1.0, row), (3, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=7)
     return image
-
-
-def _differing(name: str, members: Sequence[LoraLayer]) -> str:
-    """Return a row's rank and alpha where the part has several."""
-    if len({(layer.rank, layer.alpha) for layer in members}) == 1:
-        return ""
-    own = sorted({(layer.rank, layer.alpha) for layer in members if layer.layer == name})
-    (rank, alpha), (last_rank, last_alpha) = own[0], own[-1]
-    return f"r {rank}, α {alpha:g}" if len(own) == 1 else f"r {rank}–{last_rank}, α {alpha:g}–{last_alpha:g}"
-
-
-def _parts(layers: Sequence[LoraLayer]) -> list[str]:
-    """Return the parts in file order, what is outside the blocks last."""
-    return sorted(dict.fromkeys(layer.part for layer in layers), key=lambda part: part == "")
 
 
 def _blocks(members: Sequence[LoraLayer]) -> list[int]:
     return sorted({layer.block or 0 for layer in members})
-
-
-def _rows(members: Sequence[LoraLayer]) -> list[str]:
-    return list(dict.fromkeys(layer.layer for layer in members))
 
 
 @exit_on_user_error

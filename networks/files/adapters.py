@@ -129,6 +129,12 @@ _TENSOR_NAME = re.compile(
 )
 
 
+def split_key(key: str) -> tuple[str, str | None]:
+    """Return what stands before the tensor's own name in a file's key, and its name in memory if it has one."""
+    match = _TENSOR_NAME.search(key)
+    return (key[: match.start()], _ROLES.get(match[0])) if match else (key, None)
+
+
 @dataclass(frozen=True)
 class AdapterFile:
     """An adapter read from disk.
@@ -384,17 +390,16 @@ def _by_module(path: Path, entries: Mapping[str, TensorEntry], targets: LoraTarg
     found: _Found = {}
     unknown: list[str] = []
     for key in entries:
-        suffix = next((s for s in _ROLES if key.endswith(s)), "")
-        stem = key.removesuffix(suffix)
+        stem, name = split_key(key)
         module = find_place(stem, targets)
-        if not suffix or module is None:
+        if name is None or module is None:
             unknown.append(key)
             continue
         tensors = found.setdefault(stem, (module, {}))[1]
-        if _ROLES[suffix] in tensors:
-            raise UserError(f"{path}: {stem} has two {_ROLES[suffix]} tensors; keep one of them")
+        if name in tensors:
+            raise UserError(f"{path}: {stem} has two {name} tensors; keep one of them")
         tensor = read_tensor(entries, key)
-        tensors[_ROLES[suffix]] = tensor.float() if tensor.element_size() == 1 else tensor
+        tensors[name] = tensor.float() if tensor.element_size() == 1 else tensor
     for stem in [stem for stem, (module, tensors) in found.items() if module.is_fused and _kind_of(tensors) != "lora"]:
         del found[stem]
         unknown += [key for key in entries if key.startswith(f"{stem}.")]
@@ -468,7 +473,7 @@ def _modules_of(
 
 def fitting_targets(keys: Iterable[str]) -> list[LoraTargets]:
     """Return the row of each architecture that has a layer for every key of a LoRA (or LoKr, DoRA, ...) file."""
-    stems = _stems(keys)
+    stems = {split_key(key)[0] for key in keys if key != "__metadata__"}
     return [row for row in lora_namings() if stems and all(find_place(stem, row) for stem in stems)]
 
 
@@ -485,13 +490,8 @@ def refuse_other_family(path: Path, targets: LoraTargets) -> None:
 
 def best_targets(keys: Iterable[str]) -> LoraTargets:
     """Return the row of the architecture that has a layer for most of a file's keys."""
-    stems = _stems(keys)
+    stems = {split_key(key)[0] for key in keys if key != "__metadata__"}
     return max(lora_namings(), key=lambda row: sum(find_place(stem, row) is not None for stem in stems))
-
-
-def _stems(keys: Iterable[str]) -> set[str]:
-    """Return what stands before the tensors' own names."""
-    return {_TENSOR_NAME.sub("", key) for key in keys if key != "__metadata__"}
 
 
 def fuse_parts(row: KeyRow, parts: Mapping[int, LoraWeights]) -> LoraWeights:

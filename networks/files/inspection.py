@@ -12,7 +12,7 @@ by which layers of different sizes can be compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +20,13 @@ from pathlib import Path
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor
-from networks.files.adapters import best_targets, load_adapter
+from networks.files.adapters import best_targets, load_adapter, split_key
 from networks.files.detection import likely_targets
-from networks.files.metadata import AlphaTable, read_alphas
+from networks.files.metadata import read_alphas
 from networks.files.weights import LoraWeights
 from networks.merging.low_rank import update_norm
 
 _BLOCK = re.compile(r"^(.*?)[._](\d+)[._](.+)$")  # kohya's keys have underscores
-_PAIR = re.compile(
-    r"(?P<stem>.*)\.(?P<role>lora_A|lora_B|lora_down|lora_up|lora(?:_linear_layer)?\.down|lora(?:_linear_layer)?\.up)"
-    r"(\.[^.]+)?\.weight"
-)
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,7 @@ def inspect_lora(path: Path) -> LoraReport:
         file = load_adapter(path, targets)
     except UserError as error:
         pairs, others = _pairs(path)
-        layers = tuple(_layer(name, weights) for name, weights in pairs)
-        return LoraReport("LoRA", (), "", len(layers), layers, tuple(others), (f"cannot be loaded: {error}",))
+        return LoraReport("LoRA", (), "", len(pairs), tuple(pairs), tuple(others), (f"cannot be loaded: {error}",))
     loras = {name: weights for name, weights in file.weights.items() if isinstance(weights, LoraWeights)}
     layers = tuple(_layer(name, loras[name]) for name in sorted(loras, key=lambda name: _order(name, targets)))
     title = next((weights.title for weights in file.weights.values() if weights.kind != "lora"), LoraWeights.title)
@@ -113,43 +108,39 @@ def _layer(name: str, weights: LoraWeights) -> LoraLayer:
     return LoraLayer(name, part, block, layer, weights.rank, weights.alpha, norm, norm / size**0.5)
 
 
-def _pairs(path: Path) -> tuple[list[tuple[str, LoraWeights]], list[str]]:
-    """Return every complete pair under its key's stem, and the keys that belong to none."""
+def _pairs(path: Path) -> tuple[list[LoraLayer], list[str]]:
+    """Return every complete pair as a layer, under its key's stem, and the keys that belong to none."""
     entries, metadata = read_entries([path])
-    found: dict[str, dict[str, str]] = {}
-    others: list[str] = []
+    found: dict[str, dict[str, str]] = {}  # stem -> name in memory -> key
     for key in entries:
-        if match := _PAIR.fullmatch(key):
-            role = "down" if match["role"].endswith(("_A", "down")) else "up"
-            found.setdefault(match["stem"], {})[role] = key
-        elif not key.endswith(".alpha"):
-            others.append(key)
-    pairs = list(_read_pairs(path, entries, found, metadata))
-    complete = {stem for stem, _ in pairs}
-    others += [key for stem, roles in found.items() if stem not in complete for key in roles.values()]
-    return pairs, others
+        stem, name = split_key(key)
+        found.setdefault(stem if name else key, {})[name or ""] = key
+    layers, others = [], []
+    for stem, keys in found.items():
+        if weights := _pair(entries, metadata, stem, keys):
+            layers.append(_layer(stem, weights))
+            keys = {name: key for name, key in keys.items() if name not in weights.tensors}
+        others += [key for name, key in keys.items() if name != "alpha"]
+    return layers, others
 
 
-def _read_pairs(
-    path: Path,
-    entries: Mapping[str, TensorEntry],
-    found: Mapping[str, Mapping[str, str]],
-    metadata: Mapping[str, str],
-) -> Iterator[tuple[str, LoraWeights]]:
-    stated: AlphaTable | None = None
-    for stem, roles in found.items():
-        if len(roles) < 2:
-            continue
-        down, up = read_tensor(entries, roles["down"]), read_tensor(entries, roles["up"])
-        if min(down.ndim, up.ndim) < 2 or not down.numel() * up.numel():
-            continue
-        down, up = down.reshape(down.shape[0], -1), up.reshape(up.shape[0], -1)  # convolutions as matrices
-        if up.shape[1] != down.shape[0]:
-            continue
-        prefix, _, name = stem.partition(".")
-        with suppress(UserError):  # of a DoRA, say; why it cannot be loaded is in the notes already
-            stated = read_alphas(path, metadata, prefix)
-        alpha = stated.alpha_of(name, down.shape[0]) if stated else float(down.shape[0])
-        if f"{stem}.alpha" in entries and (own := read_tensor(entries, f"{stem}.alpha")).numel() == 1:
-            alpha = float(own) or alpha
-        yield stem, LoraWeights(down, up, alpha)
+def _pair(
+    entries: Mapping[str, TensorEntry], metadata: Mapping[str, str], stem: str, keys: Mapping[str, str]
+) -> LoraWeights | None:
+    """Return the LoRA that the tensors of one module are, None if they are none."""
+    if not {"down", "up"} <= keys.keys():
+        return None
+    down, up = read_tensor(entries, keys["down"]), read_tensor(entries, keys["up"])
+    if min(down.ndim, up.ndim) < 2 or not down.numel() * up.numel():
+        return None
+    down, up = down.flatten(1), up.flatten(1)  # convolutions as matrices
+    rank, alpha = down.shape[0], 0.0
+    if up.shape[1] != rank:
+        return None
+    if "alpha" in keys and (own := read_tensor(entries, keys["alpha"])).numel() == 1:
+        alpha = float(own)
+    prefix, _, name = stem.partition(".")
+    with suppress(UserError):  # broken metadata; why the file cannot be loaded is in the notes already
+        stated = read_alphas(entries[keys["down"]].file, metadata, prefix, dora=True)
+        alpha = alpha or (stated.alpha_of(name, rank) if stated else 0.0)
+    return LoraWeights(down, up, alpha or float(rank))

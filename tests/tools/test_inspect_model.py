@@ -17,7 +17,7 @@ from networks.files.adapters import save_adapter
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.files.test_adapter_files import trained
 from tests.tiny import tiny_flux_pipeline, tiny_flux_transformer
-from tools.inspect_model import main, number, size, sparkline
+from tools.inspect_model import main, number, sparkline
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -167,6 +167,5 @@ def test_another_kind_than_lora_is_shown_in_two_lines(
 
 def test_numbers_are_written_for_people() -> None:
     assert [number(n) for n in (7, 1500, 11_901_408_320)] == ["7", "1.5 k", "11.9 B"]
-    assert [size(n) for n in (12, 4096, 23_802_816_640)] == ["12 B", "4.1 kB", "23.8 GB"]
     assert sparkline([0.0, 1.0, 0.5], 1.0) == "▁█▅"
     assert len(sparkline([1.0] * 57, 1.0)) == 19  # three values a character
