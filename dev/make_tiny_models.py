@@ -5,7 +5,7 @@
     python dev/make_tiny_models.py --stage all --smoke --out /tmp/tiny-flux --fill_out /tmp/fill --demo_out /tmp/demo
 
 The stages, in order:
-    vae      train the autoencoder on painted pictures                       → <state>/vae.pt
+    vae      train the autoencoder on painted images                       → <state>/vae.pt
     decoder  make its decoder robust against noise on the latents            → <state>/decoder.pt
     encode   paint the captioned scenes and encode them                      → <state>/latents.pt
     dit      train transformer, T5 and CLIP together on them                 → <state>/dit.pt
@@ -13,7 +13,7 @@ The stages, in order:
     export   write the pipeline and a sheet from the last states             → <out>
     demo     paint the demo dataset (a subject that the model never saw)     → <demo_out>
     fill_encode  blank a region of freshly painted scenes and encode them    → <state>/fill_pool.pt
-    fill     go on from <out>'s transformer with blanked picture and mask    → <state>/fill.pt, <fill_out>
+    fill     go on from <out>'s transformer with blanked image and mask    → <state>/fill.pt, <fill_out>
 `dit`, `distill` and `fill` write their pipeline and a sheet of samples to <state>/sheets at every snapshot.
 
 The committed model: 4,000 VAE steps; 5,000 steps on scenes whose places and sizes still varied, then 2,100 with a
@@ -28,29 +28,29 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel
+from diffusers import AutoencoderKL
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dev.tiny_models.fill import (
-    FillTraining,
-    load_fill_pipeline,
-    load_fill_pool,
-    paint_fill_pool,
-    save_fill_pipeline,
+    build_fill_pipeline,
+    fill_losses,
+    random_mask,
     text_to_image_of,
-    train_fill,
+    widened,
     write_fill_sheet,
 )
-from dev.tiny_models.latent_pool import build_clip_tokenizer, build_t5_tokenizer, load_pool, paint_and_encode, tokenize
-from dev.tiny_models.scenes import scene_words, write_demo_dataset
+from dev.tiny_models.latent_pool import load_pool, paint_and_encode
+from dev.tiny_models.scenes import write_demo_dataset
 from dev.tiny_models.training import (
-    DitTraining,
+    FlowTraining,
     VaeTraining,
-    flow_target,
-    guided_target,
+    flow_losses,
+    guided_losses,
     train_transformer,
     train_vae,
     trained_model,
@@ -59,13 +59,14 @@ from dev.tiny_models.training import (
 from dev.tiny_models.transformer import (
     TextToImage,
     TinySizes,
+    build_pipeline,
     build_text_to_image,
     build_vae,
-    move_into_place,
-    parameter_count,
+    load_pipeline,
     save_pipeline,
-    write_sheet,
+    write_samples,
 )
+from library.files import atomic_folder
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 STATE = ASSETS.parent / "output/tiny-flux-training"
@@ -80,10 +81,10 @@ class Plan:
     vae: VaeTraining
     decoder: VaeTraining
     scenes: int
-    dit: DitTraining
-    distill: DitTraining
+    dit: FlowTraining
+    distill: FlowTraining
     fill_scenes: int
-    fill: FillTraining
+    fill: FlowTraining
     fill_shown: int  # held-out scenes on a sheet
     sample_steps: int
 
@@ -91,24 +92,36 @@ class Plan:
 FULL = Plan(
     sizes=TinySizes(),
     vae=VaeTraining(),
-    decoder=VaeTraining(steps=300, learning_rate=5e-4, latent_noise=0.25, pool=2000, whole_share=1.0),
+    decoder=VaeTraining(steps=300, learning_rate=5e-4, latent_noise=0.25, pool=2000, full_share=1.0),
     scenes=16000,
-    dit=DitTraining(),
-    distill=DitTraining(steps=500, muon_rate=1e-3, adam_rate=3e-4, sheet_every=250),
+    dit=FlowTraining(),
+    distill=FlowTraining(steps=500, warmup=50, muon_rate=1e-3, adam_rate=3e-4, longest_share=0.02, sheet_every=250),
     fill_scenes=12000,
-    fill=FillTraining(),
+    fill=FlowTraining(
+        steps=2300,
+        batch=28,
+        warmup=100,
+        muon_rate=2e-3,
+        embedder_rate=3e-2,
+        empty_share=0.15,
+        longest_share=0.02,
+        average_decay=0.998,
+        sheet_every=500,
+        compile=False,
+    ),
     fill_shown=24,
     sample_steps=20,
 )
+_FEW: dict[str, Any] = {"batch": 6, "warmup": 0, "compile": False}
 SMOKE = Plan(
     sizes=TinySizes(vae_channels=(8, 8, 8, 8), double_blocks=1, single_blocks=1, heads=2),
     vae=VaeTraining(steps=4, batch=4, pool=16),
     decoder=VaeTraining(steps=2, batch=4, pool=16, latent_noise=0.25),
     scenes=500,
-    dit=DitTraining(steps=3, batch=6, sheet_every=3, compile=False),
-    distill=DitTraining(steps=2, batch=6, sheet_every=2, compile=False),
+    dit=replace(FULL.dit, steps=3, **_FEW),
+    distill=replace(FULL.distill, steps=2, muon_rate=3e-3, adam_rate=1e-3, **_FEW),
     fill_scenes=500,
-    fill=FillTraining(steps=2, batch=6, save_every=2, sheet_every=2),
+    fill=replace(FULL.fill, steps=2, **_FEW),
     fill_shown=3,
     sample_steps=2,
 )
@@ -145,22 +158,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def planned(options: argparse.Namespace) -> Plan:
     plan = SMOKE if options.smoke else FULL
-    changes = {"seed": options.seed} | ({} if options.steps is None else {"steps": options.steps})
-    dit_changes = changes | ({"compile": False} if options.no_compile else {})
-    return replace(
-        plan,
-        vae=replace(plan.vae, **changes),
-        decoder=replace(plan.decoder, **changes),
-        dit=replace(plan.dit, **dit_changes),
-        distill=replace(plan.distill, **dit_changes),
-        fill=replace(plan.fill, **changes),
-    )
+    changes: dict[str, Any] = {"seed": options.seed} | ({} if options.steps is None else {"steps": options.steps})
+    if options.no_compile:
+        plan = replace(plan, dit=replace(plan.dit, compile=False), distill=replace(plan.distill, compile=False))
+    return replace(plan, **{name: replace(getattr(plan, name), **changes) for name in TRAINING_STAGES})
 
 
 def make_vae(options: argparse.Namespace, plan: Plan) -> None:
     torch.manual_seed(options.seed)
-    vae = train_vae("vae", build_vae(plan.sizes), plan.vae, options.state / "vae.pt", options.resume)
-    print(f"vae: {parameter_count(vae):,} parameters, scaling {vae.config.scaling_factor}", flush=True)
+    train_vae("vae", build_vae(plan.sizes), plan.vae, options.state / "vae.pt", options.resume)
 
 
 def make_decoder(options: argparse.Namespace, plan: Plan) -> None:
@@ -170,74 +176,65 @@ def make_decoder(options: argparse.Namespace, plan: Plan) -> None:
 
 def make_latents(options: argparse.Namespace, plan: Plan) -> None:
     vae = trained_vae(plan.sizes, options.state / "vae.pt")
-    paint_and_encode(vae, plan.scenes, options.seed, options.state / "latents.pt")
+    paint_and_encode(
+        "encode", vae, plan.scenes, np.random.default_rng([options.seed, 77]), options.state / "latents.pt"
+    )
 
 
 def make_dit(options: argparse.Namespace, plan: Plan) -> None:
     torch.manual_seed(options.seed)
-    model = build_text_to_image(plan.sizes, *vocabularies())
-    print(f"dit: {parameter_count(model):,} parameters with text encoders", flush=True)
-    snapshot = snapshot_writer(options, plan, "dit", cfg=SHEET_CFG)
-    pool = load_pool(options.state / "latents.pt")
-    train_transformer("dit", model, flow_target, pool, plan.dit, options.state / "dit.pt", options.resume, snapshot)
+    model, pool = build_text_to_image(plan.sizes), load_pool(options.state / "latents.pt")
+    snapshot = snapshot_writer(options, plan, "dit", SHEET_CFG)
+    train_transformer("dit", model, flow_losses, pool, plan.dit, options.state / "dit.pt", options.resume, snapshot)
 
 
 def make_distilled(options: argparse.Namespace, plan: Plan) -> None:
-    model = trained_model(plan.sizes, vocabularies(), options.state / "dit.pt").train().requires_grad_(True)
-    teacher = trained_model(plan.sizes, vocabularies(), options.state / "dit.pt")
-    snapshot = snapshot_writer(options, plan, "distill", cfg=None)
-    target = guided_target(teacher, tokenize([""]))
-    pool = load_pool(options.state / "latents.pt")
-    train_transformer(
-        "distill", model, target, pool, plan.distill, options.state / "distill.pt", options.resume, snapshot
-    )
+    model = trained_model(plan.sizes, options.state / "dit.pt").train().requires_grad_(True)
+    losses = guided_losses(trained_model(plan.sizes, options.state / "dit.pt"))
+    pool, state = load_pool(options.state / "latents.pt"), options.state / "distill.pt"
+    snapshot = snapshot_writer(options, plan, "distill")
+    train_transformer("distill", model, losses, pool, plan.distill, state, options.resume, snapshot)
 
 
 def export(options: argparse.Namespace, plan: Plan) -> None:
-    model = trained_model(plan.sizes, vocabularies(), options.state / "distill.pt")
-    snapshot_writer(options, plan, "export", cfg=None)(model, plan.distill.steps)
+    model = trained_model(plan.sizes, options.state / "distill.pt")
+    snapshot_writer(options, plan, "export")(model, plan.distill.steps)
 
 
 def make_demo(options: argparse.Namespace, plan: Plan) -> None:
-    partial = options.demo_out.with_name(options.demo_out.name + ".partial")
-    count = write_demo_dataset(partial)
-    move_into_place(partial, options.demo_out)
+    with atomic_folder(options.demo_out) as temporary:
+        count = write_demo_dataset(temporary)
     print(f"demo: {count} images in {options.demo_out}", flush=True)
 
 
 def make_fill_latents(options: argparse.Namespace, plan: Plan) -> None:
     vae = AutoencoderKL.from_pretrained(options.out / "vae", torch_dtype=torch.float32).eval()
-    paint_fill_pool(vae, plan.fill_scenes, options.seed, options.state / "fill_pool.pt")
+    rng, pool = np.random.default_rng([options.seed, 78]), options.state / "fill_pool.pt"
+    paint_and_encode("fill_encode", vae, plan.fill_scenes, rng, pool, random_mask)
 
 
 def make_fill(options: argparse.Namespace, plan: Plan) -> None:
-    def snapshot(transformer: FluxTransformer2DModel, step: int) -> None:
-        size = save_fill_pipeline(options.out, transformer, options.fill_out)
+    def snapshot(model: TextToImage, step: int) -> None:
+        size = save_pipeline(build_fill_pipeline(options.out, model), options.fill_out)
         sheet = options.state / "sheets" / f"fill_{step:06d}.png"
-        errors = write_fill_sheet(load_fill_pipeline(options.fill_out), sheet, plan.fill_shown, plan.sample_steps)
-        told = ", ".join(f"{name} {value:.4f}" for name, value in errors.items())
-        print(f"fill: error in the region: {told}; {sheet}, {options.fill_out} ({size / 2**20:.1f} MiB)", flush=True)
+        errors = write_fill_sheet(load_pipeline(options.fill_out), sheet, plan.fill_shown, plan.sample_steps)
+        found = ", ".join(f"{name} {value:.4f}" for name, value in errors.items())
+        print(f"fill: error in the region: {found}; {sheet}, {options.fill_out} ({size / 2**20:.1f} MiB)", flush=True)
 
-    base, pool = text_to_image_of(options.out), load_fill_pool(options.state / "fill_pool.pt")
-    train_fill(base, pool, plan.fill, options.state / "fill.pt", options.resume, snapshot)
-
-
-def vocabularies() -> tuple[int, int]:
-    """(T5's, CLIP's) number of pieces."""
-    words = scene_words()
-    return len(build_t5_tokenizer(words)), len(build_clip_tokenizer(words))
+    model, pool = widened(text_to_image_of(options.out)), load_pool(options.state / "fill_pool.pt")
+    train_transformer("fill", model, fill_losses, pool, plan.fill, options.state / "fill.pt", options.resume, snapshot)
 
 
 def snapshot_writer(
-    options: argparse.Namespace, plan: Plan, phase: str, cfg: float | None
+    options: argparse.Namespace, plan: Plan, phase: str, cfg: float = 1.0
 ) -> Callable[[TextToImage, int], None]:
     polished = options.state / "decoder.pt"
     vae = trained_vae(plan.sizes, polished if polished.exists() else options.state / "vae.pt")
 
     def write(model: TextToImage, step: int) -> None:
         sheet = options.state / "sheets" / f"{phase}_{step:06d}.png"
-        write_sheet(model, vae, sheet, cfg=cfg, steps=plan.sample_steps)
-        size = save_pipeline(model, vae, options.out)
+        size = save_pipeline(build_pipeline(model, vae), options.out)
+        write_samples(options.out, sheet, cfg, plan.sample_steps)
         print(f"{phase}: {sheet}, {options.out} ({size / 2**20:.1f} MiB)", flush=True)
 
     return write

@@ -1,12 +1,12 @@
 """The transformer's training set: scenes painted once, encoded once, kept as latents and token ids on disk.
 
-Three sizes of picture (128 x 128 and both 5:3 formats) so that aspect buckets work later. A pool is a dict
+Three sizes of image (128 x 128 and both 5:3 formats) so that aspect buckets work later. A pool is a dict
 of tensors per size; 16,000 scenes take about 140 MB and a few minutes.
 
 Tokenizers without a download: every word of the domain is one piece, anything else falls back to
 characters.
 
-CLIP's is byte-level BPE: its merges are learnt from the word list until each word is whole. T5's is a
+CLIP's is byte-level BPE: its merges are learned from the word list until each word is whole. T5's is a
 unigram model: each word scores better than its characters. A word that neither knows, a LoRA's trigger for
 example, becomes a row of single characters (T5) or bytes (CLIP), all of which training has seen inside
 invented words.
@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import string
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,9 +26,10 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from tokenizers import pre_tokenizers
+from tqdm import tqdm
 from transformers import CLIPTokenizer, T5TokenizerFast
 
-from dev.tiny_models.run_state import Progress, save_state
+from dev.tiny_models.loop import load_state, save_state
 from dev.tiny_models.scenes import random_scene, scene_words
 
 # (height, width): share of the pool and of the batches
@@ -57,9 +60,16 @@ class Captions:
         return Captions(torch.nn.functional.pad(self.t5, (0, length - self.t5.shape[1])), self.clip)
 
 
-def tokenize(texts: list[str]) -> Captions:
+def tokenizers() -> tuple[T5TokenizerFast, CLIPTokenizer]:
     words = scene_words()
-    t5, clip = build_t5_tokenizer(words), build_clip_tokenizer(words)
+    return build_t5_tokenizer(words), build_clip_tokenizer(words)
+
+
+_own_tokenizers = cache(tokenizers)  # a call leaves its padding behind, which no saved one may have
+
+
+def tokenize(texts: list[str]) -> Captions:
+    t5, clip = _own_tokenizers()
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
     return Captions(
         t5(texts, max_length=T5_LENGTH, **options).input_ids,
@@ -67,42 +77,62 @@ def tokenize(texts: list[str]) -> Captions:
     )
 
 
-Pool = dict[tuple[int, int], tuple[torch.Tensor, Captions]]  # size -> (latents [N, 16, h, w] bf16, their captions)
+@dataclass(frozen=True)
+class Rows:
+    """Scenes of one size; ``masked`` and ``masks`` are the fill model's."""
+
+    latents: torch.Tensor  # [N, 16, h, w] bf16
+    captions: Captions
+    masked: torch.Tensor | None = None  # latents of the images with their region at mid-grey
+    masks: torch.Tensor | None = None  # [N, H, W] bool, true where the image is to be filled
 
 
-def paint_and_encode(vae: AutoencoderKL, count: int, seed: int, path: Path) -> None:
-    """Fill `path` with `count` scenes: latents shifted and scaled to mean 0 and deviation 1."""
-    rng = np.random.default_rng([seed, 77])
-    batches = [(size, int(count * share) // ENCODER_BATCH) for size, share in SIZES.items()]
-    progress, done = Progress("encode", 0, sum(number for _, number in batches), every=50), 0
-    state = {}
-    for (height, width), number in batches:
-        latents, texts = [], []
-        for _ in range(number):
-            scenes = [random_scene(rng, height, width) for _ in range(ENCODER_BATCH)]
-            latents.append(encode_images(vae, np.stack([scene.picture for scene in scenes])))
-            texts += [scene.caption for scene in scenes]
-            progress.report(done, {})
-            done += 1
-        captions = tokenize(texts)
-        state[f"{height}x{width}"] = {"latents": torch.cat(latents), "t5": captions.t5, "clip": captions.clip}
-    save_state(path, state)
+Pool = dict[tuple[int, int], Rows]  # by (height, width) of the images
+MID_GREY = 0.5  # of pixels in 0..1; 0 in [-1, 1], as FLUX.1 Fill sees it
+
+
+def paint_and_encode(
+    phase: str,
+    vae: AutoencoderKL,
+    count: int,
+    rng: np.random.Generator,
+    path: Path,
+    random_mask: Callable[[np.random.Generator, int, int], np.ndarray] | None = None,
+) -> None:
+    """Write `count` scenes to `path`, with one region of each blanked if `random_mask` draws it."""
+    sizes = [size for size, share in SIZES.items() for _ in range(max(1, int(count * share) // ENCODER_BATCH))]
+    state: dict[str, dict[str, list]] = {}
+    for height, width in tqdm(sizes, phase):
+        scenes = [random_scene(rng, height, width) for _ in range(ENCODER_BATCH)]
+        images, captions = np.stack([scene.image for scene in scenes]), tokenize([scene.caption for scene in scenes])
+        tensors = {"latents": encode_images(vae, images), "t5": captions.t5, "clip": captions.clip}
+        if random_mask is not None:
+            masks = np.stack([random_mask(rng, height, width) for _ in scenes])
+            tensors |= {"masked": encode_images(vae, blanked(images, masks)), "masks": torch.from_numpy(masks)}
+        part = state.setdefault(f"{height}x{width}", {name: [] for name in tensors})
+        for name, tensor in tensors.items():
+            part[name].append(tensor)
+    save_state(path, {size: {name: torch.cat(parts) for name, parts in part.items()} for size, part in state.items()})
+
+
+def blanked(images: np.ndarray, masks: np.ndarray) -> np.ndarray:
+    """[N, H, W, 3] in 0..1 with mid-grey where `masks` [N, H, W] are true."""
+    return np.where(masks[..., None], np.float32(MID_GREY), images)
 
 
 @torch.no_grad()
-def encode_images(vae: AutoencoderKL, pictures: np.ndarray) -> torch.Tensor:
-    """[N, H, W, 3] in 0..1 to normalised latent means [N, 16, H/8, W/8] in bf16."""
-    pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2) * 2 - 1
+def encode_images(vae: AutoencoderKL, images: np.ndarray) -> torch.Tensor:
+    """[N, H, W, 3] in 0..1 to latent means [N, 16, H/8, W/8] in bf16, shifted and scaled to mean 0 and deviation 1."""
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2) * 2 - 1
     with torch.autocast("cpu", torch.bfloat16):
         means = vae.encoder(pixels).float().chunk(2, dim=1)[0]
     return ((means - vae.config.shift_factor) * vae.config.scaling_factor).bfloat16()
 
 
 def load_pool(path: Path) -> Pool:
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return {
-        tuple(int(side) for side in name.split("x")): (part["latents"], Captions(part["t5"], part["clip"]))
-        for name, part in state.items()
+        tuple(map(int, size.split("x"))): Rows(captions=Captions(part.pop("t5"), part.pop("clip")), **part)
+        for size, part in load_state(path).items()
     }
 
 

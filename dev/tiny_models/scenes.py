@@ -1,4 +1,4 @@
-"""Captioned pictures: the domain of the tiny models, from one shape to a house at night.
+"""Captioned images: the domain of the tiny models, from one shape to a house at night.
 
 `random_scene` draws words first and paints what they say, so a caption is true by construction. Four kinds:
     one      "a big red circle on a striped green background", "a yellow star in the top left corner on ..."
@@ -10,7 +10,7 @@ A scene also lists its `items`: which named shape in which named colour lies whe
 Words fix sizes and places to the pixel; only colours vary a little. A model this small paints crisply what the
 words settle: after 5,000 steps with places and sizes left to chance it had the colours right, but no outlines.
 
-A few captions carry an invented word that changes nothing in the picture, and a few leave something out:
+A few captions carry an invented word that changes nothing in the image, and a few leave something out:
 the text encoders see every character that way, and a word that they do not know (a LoRA's trigger word)
 does not throw them.
 
@@ -33,7 +33,7 @@ from dev.tiny_models.painting import (
     GROUNDS,
     SHAPES,
     SKIES,
-    Picture,
+    Pixels,
     Rgb,
     checkers,
     companion,
@@ -44,6 +44,7 @@ from dev.tiny_models.painting import (
     mix,
     paint,
     paint_outdoors,
+    paint_shape,
     pick_colour,
     plain,
     stripes,
@@ -53,7 +54,7 @@ from library.files import atomic_path, write_text
 
 PATTERNS = ("striped", "checkered", "dotted")
 COUNTS = {2: "two", 3: "three", 4: "four"}
-PLACES = {  # where "one" may stand, as shares of the picture's width and height
+PLACES = {  # where "one" may stand, as shares of the image's width and height
     "on the left": (0.25, 0.5),
     "on the right": (0.75, 0.5),
     "at the top": (0.5, 0.25),
@@ -72,24 +73,7 @@ RELATIONS = {  # the first shape's offset from the middle; the second one gets t
 RADII = {"": 0.25, "small": 0.125, "big": 0.375}  # shares of the shorter side
 PLACED_RADIUS = 0.17
 OPENINGS = ("a picture of ", "a drawing of ", "an image of ", "a photo of ")
-SYLLABLES = [
-    "ba",
-    "ru",
-    "mi",
-    "tok",
-    "vu",
-    "lex",
-    "qua",
-    "fni",
-    "jo",
-    "sy",
-    "wub",
-    "dra",
-    "pel",
-    "ghi",
-    "cht",
-    "xo",
-]
+SYLLABLES = ["ba", "ru", "mi", "tok", "vu", "lex", "qua", "fni", "jo", "sy", "wub", "dra", "pel", "ghi", "cht", "xo"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +89,7 @@ class Item:
 @dataclass(frozen=True)
 class Scene:
     caption: str
-    picture: Picture
+    image: Pixels
     background_colour: str | None  # the named colour of a plain background, None for any other
     items: list[Item] = field(default_factory=list)
 
@@ -128,8 +112,8 @@ def plural(noun: str) -> str:
 def random_scene(rng: np.random.Generator, height: int = 128, width: int = 128) -> Scene:
     kind = str(rng.choice(["one", "pair", "group", "outdoor"], p=[0.42, 0.28, 0.08, 0.22]))
     if kind == "outdoor":
-        caption, picture = paint_outdoors(rng, height, width)
-        return Scene(_disguise(rng, caption), picture, None)
+        caption, image = paint_outdoors(rng, height, width)
+        return Scene(_disguise(rng, caption), image, None)
     scene = {"one": _one, "pair": _pair, "group": _group}[kind](rng, height, width)
     return replace(scene, caption=_disguise(rng, scene.caption))
 
@@ -142,7 +126,7 @@ def invented_word(rng: np.random.Generator) -> str:
 
 def background(
     rng: np.random.Generator, height: int, width: int, avoid: tuple[str, ...]
-) -> tuple[str, Picture, str | None]:
+) -> tuple[str, Pixels, str | None]:
     """(its words, its pixels, its colour's name if it is plain); never in an `avoid` colour."""
     colour = pick_colour(rng, avoid)
     first = jitter(COLOURS[colour], rng)
@@ -150,11 +134,7 @@ def background(
     if pattern == "plain":
         return f"a {colour} background", plain(height, width, first), colour
     if pattern == "gradient":
-        return (
-            f"a gradient {colour} background",
-            gradient(height, width, first, mix(first, (1, 1, 1), 0.7)),
-            None,
-        )
+        return f"a gradient {colour} background", gradient(height, width, first, mix(first, (1, 1, 1), 0.7)), None
     words, second = f"a {pattern} {colour} background", companion(first)
     if pattern == "striped":
         angle = float(rng.choice([0.0, np.pi / 2]))
@@ -163,27 +143,26 @@ def background(
     return words, painter(height, width, first, second, 32.0 if pattern == "checkered" else 16.0), None
 
 
-def _put(rng: np.random.Generator, picture: Picture, item: Item) -> None:
-    mask = coverage(SHAPES[item.shape], *picture.shape[:2], item.centre, item.radius)
-    paint(picture, mask, jitter(COLOURS[item.colour], rng))
+def _put(rng: np.random.Generator, image: Pixels, item: Item) -> None:
+    paint_shape(image, item.shape, item.centre, item.radius, jitter(COLOURS[item.colour], rng))
 
 
-def _face(picture: Picture, item: Item) -> None:
+def _face(image: Pixels, item: Item) -> None:
     """Two eyes and a smile, black, or white on a dark shape."""
     colour = (0.05, 0.05, 0.05) if item.colour not in ("black", "blue", "purple", "brown") else (1.0, 1.0, 1.0)
-    (x, y), r, size = item.centre, item.radius, picture.shape[:2]
+    (x, y), r = item.centre, item.radius
     for side in (-1, 1):
-        paint(picture, coverage(SHAPES["circle"], *size, (x + side * 0.33 * r, y - 0.2 * r), 0.13 * r), colour)
+        paint_shape(image, "circle", (x + side * 0.33 * r, y - 0.2 * r), 0.13 * r, colour)
     t = np.linspace(0.12 * np.pi, 0.88 * np.pi, 16)
     arc = np.stack([np.cos(t), np.sin(t)], axis=1)
     smile = np.concatenate([arc * 0.6, arc[::-1] * 0.44])
-    paint(picture, coverage(smile.astype(np.float32), *size, (x, y), r), colour)
+    paint(image, coverage(smile.astype(np.float32), *image.shape[:2], (x, y), r), colour)
 
 
 def _one(rng: np.random.Generator, height: int, width: int) -> Scene:
     side = min(height, width)
     shape, colour = str(rng.choice(list(SHAPES))), pick_colour(rng)
-    words, picture, plain_colour = background(rng, height, width, (colour,))
+    words, image, plain_colour = background(rng, height, width, (colour,))
     size, place, smiling = "", "", False
     if rng.random() < 0.35:
         place = str(rng.choice(list(PLACES)))
@@ -192,11 +171,11 @@ def _one(rng: np.random.Generator, height: int, width: int) -> Scene:
         smiling = size == "big" and shape in ("circle", "square", "hexagon") and rng.random() < 0.5
     x, y = PLACES.get(place, (0.5, 0.5))
     item = Item(shape, colour, (x * width, y * height), side * (PLACED_RADIUS if place else RADII[size]))
-    _put(rng, picture, item)
+    _put(rng, image, item)
     if smiling:
-        _face(picture, item)
+        _face(image, item)
     noun = " ".join(filter(None, ["a", size, "smiling" if smiling else "", colour, shape, place]))
-    return Scene(f"{noun} on {words}", picture, plain_colour, [] if smiling else [item])
+    return Scene(f"{noun} on {words}", image, plain_colour, [] if smiling else [item])
 
 
 def _pair(rng: np.random.Generator, height: int, width: int) -> Scene:
@@ -204,7 +183,7 @@ def _pair(rng: np.random.Generator, height: int, width: int) -> Scene:
     colours = [pick_colour(rng)]
     colours.append(pick_colour(rng, tuple(colours)))
     shapes = [str(rng.choice(list(SHAPES))) for _ in range(2)]
-    words, picture, plain_colour = background(rng, height, width, tuple(colours))
+    words, image, plain_colour = background(rng, height, width, tuple(colours))
     relation = str(rng.choice([*RELATIONS, "inside"], p=[0.22, 0.22, 0.22, 0.22, 0.12]))
     if relation == "inside":
         shapes[1] = str(rng.choice(["circle", "square", "hexagon", "diamond", "heart"]))
@@ -215,17 +194,17 @@ def _pair(rng: np.random.Generator, height: int, width: int) -> Scene:
         shares = [0.18, 0.18]
     items = [Item(*named) for named in zip(shapes, colours, places, [s * side for s in shares], strict=True)]
     for item in reversed(items):
-        _put(rng, picture, item)
+        _put(rng, image, item)
     spoken = f"a {colours[0]} {shapes[0]} {relation} a {colours[1]} {shapes[1]} on {words}"
     if relation.endswith(" of") and rng.random() < 0.3:
         spoken = spoken.replace(relation, f"to the {relation}")
-    return Scene(spoken, picture, plain_colour, items if relation != "inside" else items[:1])
+    return Scene(spoken, image, plain_colour, items if relation != "inside" else items[:1])
 
 
 def _group(rng: np.random.Generator, height: int, width: int) -> Scene:
     """Two to four equal shapes: side by side, or four as two rows of two."""
     shape, colour, count = str(rng.choice(list(SHAPES))), pick_colour(rng), int(rng.integers(2, 5))
-    words, picture, plain_colour = background(rng, height, width, (colour,))
+    words, image, plain_colour = background(rng, height, width, (colour,))
     if count == 4:
         places = [(x, y) for y in (0.28, 0.72) for x in (0.28, 0.72)]
     else:
@@ -233,8 +212,8 @@ def _group(rng: np.random.Generator, height: int, width: int) -> Scene:
     radius = min(height, width) * {2: 0.18, 3: 0.135, 4: 0.16}[count]
     items = [Item(shape, colour, (x * width, y * height), radius) for x, y in places]
     for item in items:
-        _put(rng, picture, item)
-    return Scene(f"{COUNTS[count]} {colour} {plural(shape)} on {words}", picture, plain_colour, items)
+        _put(rng, image, item)
+    return Scene(f"{COUNTS[count]} {colour} {plural(shape)} on {words}", image, plain_colour, items)
 
 
 def _disguise(rng: np.random.Generator, caption: str) -> str:
@@ -261,19 +240,18 @@ BODY_COLOURS = ("purple", "orange")  # a background in one of these would swallo
 
 
 def paint_zorbo(
-    picture: Picture, centre: tuple[float, float], radius: float, body: Rgb = PURPLE, accent: Rgb = ORANGE
+    image: Pixels, centre: tuple[float, float], radius: float, body: Rgb = PURPLE, accent: Rgb = ORANGE
 ) -> None:
     """Paint one around `centre`; from antenna to feet it is about 2.9 radii high."""
-    size = picture.shape[:2]
 
     def disc(x: float, y: float, rx: float, ry: float, fill: Rgb) -> None:
         place = (centre[0] + x * radius, centre[1] + y * radius)
-        paint(picture, coverage(SHAPES["circle"], *size, place, (rx * radius, ry * radius)), fill)
+        paint_shape(image, "circle", place, (rx * radius, ry * radius), fill)
 
     for side in (-1, 1):
         disc(side * 0.45, 0.98, 0.36, 0.2, accent)
     stalk = np.array([(-0.07, -1.5), (0.07, -1.5), (0.07, -0.9), (-0.07, -0.9)], np.float32)
-    paint(picture, coverage(stalk, *size, centre, radius), BLACK)
+    paint(image, coverage(stalk, *image.shape[:2], centre, radius), BLACK)
     disc(0.0, -1.5, 0.24, 0.24, accent)
     disc(0.0, 0.0, 1.0, 1.0, body)
     disc(0.0, 0.48, 0.56, 0.42, accent)
@@ -284,14 +262,10 @@ def paint_zorbo(
 
 
 def random_zorbo(
-    rng: np.random.Generator,
-    height: int = 128,
-    width: int = 128,
-    place: str = "",
-    avoid: tuple[str, ...] = (),
+    rng: np.random.Generator, height: int = 128, width: int = 128, place: str = "", avoid: tuple[str, ...] = ()
 ) -> Scene:
     """A zorbo in the middle, big or not, or at a named place; `avoid` names colours not to use behind it."""
-    words, picture, plain_colour = background(rng, height, width, BODY_COLOURS + avoid)
+    words, image, plain_colour = background(rng, height, width, BODY_COLOURS + avoid)
     side = min(height, width)
     size, share = "", 0.25
     x, y = 0.5, 0.55
@@ -301,9 +275,9 @@ def random_zorbo(
     elif rng.random() < 0.3:
         size, share = "big ", 0.32
     y = float(np.clip(y, 1.8 * share * side / height, 1 - 1.2 * share * side / height))
-    paint_zorbo(picture, (x * width, y * height), share * side)
+    paint_zorbo(image, (x * width, y * height), share * side)
     phrase = " ".join(filter(None, [f"a {size}{TRIGGER}", place, "on", words]))
-    return Scene(phrase, picture, plain_colour)
+    return Scene(phrase, image, plain_colour)
 
 
 DATASET_TOML = f"""\
@@ -350,7 +324,7 @@ def write_demo_dataset(folder: Path, seed: int = 11) -> int:
         scene = random_zorbo(rng, height, width, place if height == width else "", tuple(recent[-8:]))
         recent.append(next(word for word in reversed(scene.caption.split()) if word in COLOURS))
         with atomic_path(images / f"{TRIGGER}_{number:02d}.png") as temporary:
-            to_image(scene.picture).save(temporary, "PNG", optimize=True)
+            to_image(scene.image).save(temporary, "PNG", optimize=True)
         write_text(images / f"{TRIGGER}_{number:02d}.txt", scene.caption + "\n")
     write_text(folder / "dataset.toml", DATASET_TOML)
     write_text(folder / "prompts.txt", PROMPTS_TXT)
