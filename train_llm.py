@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from library.config.load import load_llm_config
+from library.config.load import load_for
 from library.config.pretrain_schema import PretrainConfig
+from library.config.scripts import LLM
 from library.errors import exit_on_user_error
 from library.processes import one_of_several
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @one_of_several
 def main() -> None:
     """Run one training from the command line; a run that was stopped from outside leaves with an exit code."""
-    if exit_code := train(load_llm_config(sys.argv[1:])).stop_request.exit_code:
+    if exit_code := train(load_for(LLM, sys.argv[1:])).stop_request.exit_code:
         raise SystemExit(exit_code)
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from library.config import TrainConfig, load_config
 from library.config.chat_schema import ChatTrainConfig
 from library.config.kohya.translate import Note, summary
-from library.config.load import load_language_config, names_language_model
+from library.config.load import load_for, names_language_model
+from library.config.scripts import LANGUAGE_LORA
 from library.errors import exit_on_user_error
 from library.processes import one_of_several
 
@@ -30,7 +31,7 @@ def main() -> None:
     """Run one training from the command line; a run that was stopped from outside leaves with an exit code."""
     notes: list[Note] = []
     is_chat = names_language_model(sys.argv[1:])
-    config = load_language_config(sys.argv[1:], notes) if is_chat else load_config(sys.argv[1:], notes)
+    config = load_for(LANGUAGE_LORA, sys.argv[1:], notes) if is_chat else load_config(sys.argv[1:], notes)
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(summary(notes)), end="\n" if notes else "")
     if exit_code := train(config).stop_request.exit_code:

@@ -24,6 +24,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import toml
 
 from library.errors import UserError, WriteError
 
@@ -209,6 +212,30 @@ def write_text(path: str | Path, text: str) -> None:
     """Write ``text`` (UTF-8) to ``path`` in one step."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_text(path: str | Path, remedy: str = "check the path") -> str:
+    """Return what the text file ``path`` (UTF-8) holds; ``remedy`` ends the message where it cannot be read."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {remedy}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+
+
+def read_toml(path: str | Path, remedy: str = "check the path") -> tuple[dict[str, Any], str]:
+    """Return the tables of a TOML file, and its text; ``remedy`` ends the message where it cannot be read."""
+    text = read_text(path, remedy)
+    try:
+        return toml.loads(text), text
+    except toml.TomlDecodeError as error:
+        hint = "; in Windows paths write '/' or use single quotes" if "\\" in text else ""
+        raise UserError(f"{path} line {error.lineno}: not valid TOML ({error.msg}); correct this line{hint}") from None
+    except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
+        raise UserError(f"{path}: not valid TOML ({error}); correct it") from None
 
 
 def written_path(text: str, where: str) -> Path:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from library.config.load import load_language_config
+from library.config.load import load_for
+from library.config.scripts import LANGUAGE_LORA
 from library.llm.tokenizers import train_bpe
 from library.training.events import RunEvents
 from tests.curves import without_curves
@@ -73,7 +74,7 @@ def train_flags(flags: list[str]) -> RunEvents:
     """Train, in this process or as a job of a worker group."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
     with without_curves():
-        return train(load_language_config(flags))
+        return train(load_for(LANGUAGE_LORA, flags))
 
 
 def adapter(folder: Path) -> dict[str, Tensor]:

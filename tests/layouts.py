@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from library.config import load_config
-from library.config.load import load_language_config
+from library.config.load import load_for
+from library.config.scripts import LANGUAGE_LORA
 from train_lora import train
 
 # A LoRA's run that clips, saves a state in the middle and samples there.
@@ -46,7 +47,7 @@ def train_one(flags: list[str]) -> None:
 
 
 def chat_one(flags: list[str]) -> None:
-    train(load_language_config(flags))
+    train(load_for(LANGUAGE_LORA, flags))
 
 
 def lines(folder: Path) -> list[dict]:

@@ -11,7 +11,8 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor
 
-from library.config.load import load_llm_config
+from library.config.load import load_for
+from library.config.scripts import LLM
 from library.training.events import RunEvents
 from tests.curves import without_curves
 from tools.prepare_text import parser, prepare
@@ -59,7 +60,7 @@ def run(corpus: Path, output: Path, curves: bool = False, **settings: object) ->
     """Train in this process; ``curves``: with lr.png, which takes longer than the training."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
     with nullcontext() if curves else without_curves():
-        return train(load_llm_config(flags(corpus, output, **settings)))
+        return train(load_for(LLM, flags(corpus, output, **settings)))
 
 
 def weights(output: Path, name: str = "model") -> dict[str, Tensor]:

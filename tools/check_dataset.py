@@ -26,10 +26,10 @@ from rich.text import Text
 
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
-from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, load_dataset_config, read_toml
+from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, load_dataset_config
 from library.data.lint import TITLES, Report, check
 from library.errors import UserError, exit_on_user_error
-from library.files import write_text
+from library.files import read_toml, write_text
 from library.training.report.progress import counting
 from tools.command import tool_console, tool_parser
 
@@ -54,7 +54,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def conditioning_of(dataset: Path) -> ConditionKind:
     """Return which kind of model a TOML's keys are for."""
-    text = str(read_toml(dataset).tables)
+    text = str(read_toml(dataset, "check dataset_config")[0])
     if any(f"'{key}'" in text for key in INPAINT_KEYS):
         return "fill"
     return "references" if any(f"'{key}'" in text for key in REFERENCE_KEYS) else "none"

@@ -68,13 +68,14 @@ def write_untrained() -> None:
     """Write the model that training begins with."""
     import torch
 
-    from library.config.load import load_llm_config
+    from library.config.load import load_for
+    from library.config.scripts import LLM
     from library.llm.token_batches import TokenShards
     from library.llm.tokenizers import load_tokenizer
     from library.models.llm.files import export_hf
     from library.training.tasks.pretraining import build_model, name_ends
 
-    config = load_llm_config(["--config_file", CONFIG])
+    config = load_for(LLM, ["--config_file", CONFIG])
     tokenizer = load_tokenizer(CORPUS)
     model = build_model(config, TokenShards(CORPUS, "train").vocab_size, torch.device("cpu"))
     name_ends(model, tokenizer)

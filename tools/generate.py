@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from library.config.model_types import IMAGE_MODELS
 from library.config.rules import model_conflicts
 from library.config.schema import ModelConfig, PrecisionConfig
-from library.errors import UserError, exit_on_user_error
-from library.files import write_text
+from library.errors import UserError, error_prefix, exit_on_user_error
+from library.files import read_text, write_text
 from library.llm.chat_templates import CHAT_TEMPLATES, ChatTemplate, Message, load_chat_template
 from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer
@@ -173,13 +173,8 @@ def read_text_prompts(options: argparse.Namespace) -> list[str]:
         raise UserError("--system: has no effect without --chat; add it")
     if options.prompt:
         return list(options.prompt)
-    try:
-        lines = Path(options.from_file).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"--from_file: {options.from_file}: {error.strerror}; check the path") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--from_file: {options.from_file}: not UTF-8 at byte {error.start}; convert it") from None
-    prompts = [line for line in lines if line.strip()]
+    with error_prefix("--from_file"):
+        prompts = [line for line in read_text(options.from_file).splitlines() if line.strip()]
     if not prompts:
         raise UserError(f"--from_file: {options.from_file} holds no prompt; write one a line")
     return prompts

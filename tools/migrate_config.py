@@ -28,7 +28,7 @@ from library.config.load import fields, read_arguments, sections, validated
 from library.config.schema import TrainConfig
 from library.data.config import DatasetSettings, SubsetSettings
 from library.errors import UserError, exit_on_user_error
-from library.files import write_text
+from library.files import read_toml, write_text
 from library.models.registry import lora_targets
 from networks.options import parse_network_args
 
@@ -153,10 +153,7 @@ def _converted(given: dict[str, Any]) -> dict[str, Any]:
 
 def _with_general(path: Path, given: dict[str, Any]) -> Tables:
     """Return the dataset TOML at ``path`` with keys added below [general], where what it says itself counts more."""
-    try:
-        tables: Tables = toml.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, toml.TomlDecodeError, IndexError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); check dataset_config") from None
+    tables, _ = read_toml(path, "check dataset_config")
     masks = given.get("conditioning_data_dir")
     general = {key: value for key, value in given.items() if key not in (*SOURCES, "conditioning_data_dir")}
     for dataset in tables.get("datasets", []) if masks else []:

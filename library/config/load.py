@@ -20,22 +20,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-import toml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from library.config.chat_schema import ChatTrainConfig
 from library.config.kohya.flags import FLAGS
 from library.config.kohya.translate import Note, is_known, translate
 from library.config.markers import words_of
 from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES
-from library.config.pretrain_schema import PretrainConfig
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
-from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
+from library.config.scripts import LORA, Schema, Script, fields, section_fields, sections
 from library.errors import UserError, did_you_mean, nearest_of
+from library.files import read_toml
 
 _SAME_HEADING = 0.8  # similarity above which an unknown table heading is taken for a misspelt one
 _OF_DATASETS = ("general", "datasets")
@@ -64,18 +62,8 @@ class RawConfig:
 
 
 def load_config(argv: Sequence[str], notes: list[Note] | None = None) -> TrainConfig:
-    """Read ``--config_file`` and the other flags in ``argv`` into a validated configuration.
-
-    Args:
-        argv: the command line.
-        notes: receives what became of kohya's keys, what they leave unset, and what a flag leaves without effect, to be
-            shown to the person.
-
-    Raises:
-        UserError: a file that cannot be read, an unknown key, a wrong type, or options that exclude each other;
-            every problem found is a line of its own, with file, line and key.
-    """
-    return cast(TrainConfig, load_for(LORA, argv, notes))
+    """Return the configuration of a LoRA on images, as :func:`load_for` does."""
+    return load_for(LORA, argv, notes)
 
 
 def names_language_model(argv: Sequence[str]) -> bool:
@@ -87,50 +75,52 @@ def names_language_model(argv: Sequence[str]) -> bool:
     if known.model_type is not None or known.config_file is None:
         return known.model_type in LANGUAGE_MODELS
     with suppress(Exception):  # told of when the file is read in earnest
-        tables = toml.loads(_toml_path(known.config_file).read_text(encoding="utf-8"))
+        tables, _ = read_toml(_toml_path(known.config_file))
         return any(key == "model_type" and value in LANGUAGE_MODELS for key, value in _flattened(tables, set()))
     return False
 
 
-def load_language_config(argv: Sequence[str], notes: list[Note] | None = None) -> ChatTrainConfig:
-    """Read a configuration that :func:`names_language_model`, as :func:`load_config` does."""
-    return cast(ChatTrainConfig, load_for(LANGUAGE_LORA, argv, notes))
+def load_for(script: Script[Schema], argv: Sequence[str], notes: list[Note] | None = None) -> Schema:
+    """Read ``--config_file`` and the other flags in ``argv`` into the validated configuration of a script.
 
+    Args:
+        script: whose.
+        argv: the command line.
+        notes: receives what became of kohya's keys, what they leave unset, and what a flag leaves without effect, to be
+            shown to the person.
 
-def load_llm_config(argv: Sequence[str], notes: list[Note] | None = None) -> PretrainConfig:
-    """Read a configuration of pretraining, as :func:`load_config` does."""
-    return cast(PretrainConfig, load_for(LLM, argv, notes))
-
-
-def load_for(script: Script, argv: Sequence[str], notes: list[Note] | None = None) -> Any:
-    """Return the validated configuration of a script, as :func:`load_config` does."""
+    Raises:
+        UserError: a file that cannot be read, an unknown key, a wrong type, or options that exclude each other;
+            every problem found is a line of its own, with file, line and key.
+    """
     given = read_arguments(argv, script)
     values, origins, uncertain = given.values, given.origins, given.meant
-    told, said = list(given.notes), list(given.problems)
+    became, problems = list(given.notes), list(given.problems)
     if script.takes_kohya:
         translation = translate(values, origins, fields(script))
         values, origins = translation.values, translation.origins
         uncertain |= {note.key for note in translation.notes if note.outcome == "refused"}
         uncertain |= {"dataset_config"} if translation.dataset else set()
-        told, said = [*told, *translation.notes], [*said, *translation.problems()]
-    config, problems, overridden = _validate(values, origins, uncertain, script)
-    if config is None or said or problems:
-        raise UserError("\n".join([*said, *problems, *(note.line() for note in given.notes)]))
+        became, problems = [*became, *translation.notes], [*problems, *translation.problems()]
+    config, unfit, overridden = _validate(values, origins, uncertain, script)
+    if config is None or problems or unfit:
+        raise UserError("\n".join([*problems, *unfit, *(note.line() for note in given.notes)]))
     if notes is not None:
-        notes.extend([*told, *overridden])
+        notes.extend([*became, *overridden])
     return config
 
 
-def read_arguments(argv: Sequence[str], script: Script = LORA) -> RawConfig:
+def read_arguments(argv: Sequence[str], script: Script[Any] = LORA) -> RawConfig:
     """Return the keys of the TOML file and the flags together, flags winning.
 
     Raises:
         UserError: a file that cannot be read, a flag without its value.
     """
-    arguments, unknown = parse_flags(argv, script)
+    parsed, unknown = _parser(script).parse_known_args(argv)
+    arguments = vars(parsed)
     config_file = arguments.pop("config_file")
-    given = read_toml(config_file, script) if config_file else RawConfig()
-    for problem, meant in unknown_flags(unknown, script):
+    given = _read_file(config_file, script) if config_file else RawConfig()
+    for problem, meant in _unknown_flags(unknown, script):
         given.problems.append(problem)
         given.meant |= {meant} if meant else set()
     for key, value in arguments.items():
@@ -141,30 +131,13 @@ def read_arguments(argv: Sequence[str], script: Script = LORA) -> RawConfig:
     return given
 
 
-def read_toml(path: str | Path, script: Script = LORA) -> RawConfig:
-    """Return the keys of a training TOML, table headings dissolved.
-
-    The suffix may be left out, as with kohya's trainers.
-
-    Raises:
-        UserError: the file does not exist or is no TOML.
-    """
+def _read_file(path: str, script: Script[Any]) -> RawConfig:
+    """Return the keys of a training TOML, table headings dissolved; its suffix may be left out, as with kohya's."""
     path = _toml_path(path)
     if Path(path).is_dir():
         inside = ", such as config.toml in it" if (Path(path) / "config.toml").is_file() else ""
         raise UserError(f"{path}: is a folder; give --config_file the path of a training TOML{inside}")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        tables = toml.loads(text)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give --config_file the path of a training TOML") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file's rights") from None
-    except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
-        raise UserError(f"{path}: not valid TOML: {error}") from None
-
+    tables, text = read_toml(path, "give --config_file the path of a training TOML")
     known, given = fields(script), RawConfig()
     for key, value in _flattened(tables, set(known)):
         where = f"{path}:{_line_of(key, text)}: {key}"
@@ -185,12 +158,12 @@ def read_toml(path: str | Path, script: Script = LORA) -> RawConfig:
     return given
 
 
-def _toml_path(path: str | Path) -> Path:
+def _toml_path(path: str) -> str:
     """Return the file that ``path`` names, whose suffix may be left out."""
-    return Path(path) if Path(path).exists() or not Path(f"{path}.toml").exists() else Path(f"{path}.toml")
+    return path if Path(path).exists() or not Path(f"{path}.toml").exists() else f"{path}.toml"
 
 
-def _unknown(key: str, value: Any, script: Script) -> str:
+def _unknown(key: str, value: Any, script: Script[Any]) -> str:
     """Return what to say of a key that is none."""
     if key in script.foreign_keys:
         return script.foreign_keys[key]
@@ -226,15 +199,15 @@ def validated(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
     Raises:
         UserError: a line for every value that does not fit, and for options that exclude each other.
     """
-    config, problems, _ = _validate(values, origins)
+    config, problems, _ = _validate(values, origins, (), LORA)
     if config is None or problems:
         raise UserError("\n".join(problems))
-    return cast(TrainConfig, config)
+    return config
 
 
 def _validate(
-    values: dict[str, Any], origins: dict[str, str], uncertain: Collection[str] = (), script: Script = LORA
-) -> tuple[Any, list[str], list[Note]]:
+    values: dict[str, Any], origins: dict[str, str], uncertain: Collection[str], script: Script[Schema]
+) -> tuple[Schema | None, list[str], list[Note]]:
     """Return the configuration, None where values do not fit, a line for everything that is wrong, and notes.
 
     Options are compared with each other even if some values do not fit: without those, and without what would be said
@@ -283,7 +256,7 @@ def _conflicts(config: Any, uncertain: Collection[str], origins: Mapping[str, st
     return refused, notes
 
 
-def _sorted(values: dict[str, Any], script: Script) -> dict[str, dict[str, Any]]:
+def _sorted(values: dict[str, Any], script: Script[Any]) -> dict[str, dict[str, Any]]:
     """Return ``values`` by section."""
     known = fields(script)
     tree: dict[str, dict[str, Any]] = {name: {} for name in sections(script)}
@@ -318,17 +291,7 @@ def _problem(item: Any, origins: dict[str, str]) -> str:
     return f"{origins.get(key, key)}: {item['input']!r} does not fit: should be {message}{nearest}"
 
 
-def parse_flags(argv: Sequence[str], script: Script = LORA) -> tuple[dict[str, Any], list[str]]:
-    """Return the flags in ``argv`` with their values, and the words that are none.
-
-    Raises:
-        UserError: a flag lacks its value.
-    """
-    parsed, unknown = _parser(script).parse_known_args(argv)
-    return vars(parsed), unknown
-
-
-def unknown_flags(words: Sequence[str], script: Script = LORA) -> Iterator[tuple[str, str | None]]:
+def _unknown_flags(words: Sequence[str], script: Script[Any] = LORA) -> Iterator[tuple[str, str | None]]:
     """Yield, of words that belong to no flag, a line for each mistake and the key that was probably meant."""
     flag = False  # whether a word may be the value of an unknown flag before it
     for word in words:
@@ -351,7 +314,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"command line: {message}; see --help")
 
 
-def _parser(script: Script) -> _Parser:
+def _parser(script: Script[Any]) -> _Parser:
     """Build the command line from the schema: a group a section, a flag a key."""
     parser = _Parser(
         prog=script.name,
@@ -367,16 +330,13 @@ def _parser(script: Script) -> _Parser:
         for key, option in section_fields(script, section).items():
             _add_flag(group, key, option)
     for name in FLAGS.keys() - fields(script).keys() if script.takes_kohya else ():
-        _add_kohya_flag(parser, name, FLAGS[name].takes)
+        takes: dict[str, Any] = {
+            "switch": {"action": argparse.BooleanOptionalAction},
+            "list": {"nargs": "*"},
+            "value": {},
+        }
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **takes[FLAGS[name].takes])
     return parser
-
-
-def _add_kohya_flag(parser: argparse.ArgumentParser, name: str, takes: str) -> None:
-    """Add a flag of kohya's that is no key of the schema, without a line in ``--help``."""
-    if takes == "switch":
-        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
-    else:
-        parser.add_argument(f"--{name}", nargs="*" if takes == "list" else None, help=argparse.SUPPRESS)
 
 
 def _add_flag(group: Any, key: str, field: FieldInfo) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -15,10 +15,11 @@ from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import IMAGES, TrainConfig
 
 Fields = dict[str, tuple[str, FieldInfo]]
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 @dataclass(frozen=True, eq=False)
-class Script:
+class Script(Generic[Schema]):
     """A script and its schema.
 
     Attributes:
@@ -31,7 +32,7 @@ class Script:
 
     name: str
     purpose: str
-    schema: type[BaseModel]
+    schema: type[Schema]
     training: Literal["images", "chats", "pretraining"]
     takes_kohya: bool = False
     foreign_keys: Mapping[str, str] = field(default_factory=dict)
@@ -90,17 +91,17 @@ LLM = Script(
 )
 
 
-def sections(script: Script = LORA) -> dict[str, type[BaseModel]]:
+def sections(script: Script[Any] = LORA) -> dict[str, type[BaseModel]]:
     """Return the schema's sections by name."""
     return _sections(script.schema)
 
 
-def section_fields(script: Script, section: type[BaseModel]) -> dict[str, FieldInfo]:
+def section_fields(script: Script[Any], section: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the keys of one section that the script has, with their fields."""
     return {key: field for key, field in section.model_fields.items() if _refusal(field, script.training) is None}
 
 
-def fields(script: Script = LORA) -> Fields:
+def fields(script: Script[Any] = LORA) -> Fields:
     """Return every key of the schema with its section and field."""
     return {
         key: (name, field)

@@ -7,8 +7,8 @@ that say which files to read belong to subsets. musubi-tuner's flat form, a data
 itself, is read as a dataset with one subset.
 
 Every table is checked by itself, so a message names the table and line of the mistake. The ``toml`` package gives
-values without positions, so :meth:`TomlFile.find_line` walks the text once more; inline tables are not followed, and
-the line is then left out. Keys of either tool that could take no effect are refused with what to do instead, and so
+values without positions, so the text is walked once more for a line; inline tables are not followed, and the line is
+then left out. Keys of either tool that could take no effect are refused with what to do instead, and so
 are conditions that the model at hand does not take: a fill model is given inpainting masks (by files, by the images'
 own transparency, or generated), an edit model reference images.
 """
@@ -22,25 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import toml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from library.conditions import ConditionKind
+from library.config.kohya.flags import FLAGS
 from library.config.schema import DatasetArguments
 from library.data.masks import MASK_KINDS, MaskKind
 from library.errors import UserError, did_you_mean
-from library.files import written_path
+from library.files import read_toml, written_path
 
 DEFAULT_VARIANTS = 4  # generated masks of an image: each costs as much cache and encoding as the image itself
 INPAINT_KEYS = ("inpaint_mask_directory", "inpaint_alpha_mask", "inpaint_masks", "inpaint_mask_variants")
 REFERENCE_KEYS = ("control_directory", "control_resolution", "no_resize_control")
-
-# musubi-tuner's names of single models
-OTHER_CONTROL_NAMES = {
-    "qwen_image_edit_control_resolution": "control_resolution",
-    "qwen_image_edit_no_resize_control": "no_resize_control",
-    "flux_kontext_no_resize_control": "no_resize_control",
-}
 
 _TAKES: dict[ConditionKind, str] = {
     "none": "this model paints from text alone",
@@ -84,87 +77,6 @@ class InpaintMasks:
             return {"files": "inpainting masks", "alpha": "inpainting masks from alpha"}[self.source]
         default = " by default" if self.by_default else ""
         return f"generated masks{default} ({', '.join(self.kinds)}; {self.variants} an image)"
-
-
-def inpaint_masks_of(
-    where: str, directory: str | None, alpha: bool, kinds: tuple[MaskKind, ...] | None, variants: int | None
-) -> InpaintMasks:
-    """Return the one source of masks that a subset's keys name; without one, masks of all kinds are generated."""
-    if kinds == ():
-        known = ", ".join(MASK_KINDS)
-        raise UserError(f"{where}: inpaint_masks = []: names no kind; name some of {known}, or remove it")
-    asked = {"inpaint_mask_directory": directory is not None, "inpaint_alpha_mask": alpha, "inpaint_masks": bool(kinds)}
-    named = [key for key, value in asked.items() if value]
-    if len(named) > 1:
-        raise UserError(f"{where}: {' and '.join(named)} each say which region to fill; keep one of them")
-    if variants is not None and (directory is not None or alpha):
-        raise UserError(f"{where}: inpaint_mask_variants has no effect with {named[0]}; remove it")
-    if directory is not None:
-        return InpaintMasks("files")
-    if alpha:
-        return InpaintMasks("alpha")
-    return InpaintMasks("generated", kinds or MASK_KINDS, variants or DEFAULT_VARIANTS, by_default=not kinds)
-
-
-_HEADING = re.compile(r"^\s*\[+\s*([A-Za-z_.]+)\s*\]+")
-
-
-@dataclass(frozen=True)
-class TomlFile:
-    """A parsed TOML file together with its text."""
-
-    path: Path
-    text: str
-    tables: dict[str, Any]
-
-    def find_line(self, key: str, dataset: int | None = None, subset: int | None = None) -> int | None:
-        """Return the line (from 1) of ``key`` in ``[general]``, a dataset or a subset (from 0), or None."""
-        pattern = re.compile(rf"^\s*[\"']?{re.escape(key)}[\"']?\s*=")
-        heading, dataset_at, subset_at = "", -1, -1
-        for number, line in enumerate(self.text.splitlines(), start=1):
-            if match := _HEADING.match(line):
-                heading = match.group(1)
-                if heading == "datasets":
-                    dataset_at, subset_at = dataset_at + 1, -1
-                elif heading == "datasets.subsets":
-                    subset_at += 1
-            elif pattern.match(line) and self._is_at(heading, dataset_at, subset_at, dataset, subset):
-                return number
-        return None
-
-    @staticmethod
-    def _is_at(heading: str, dataset_at: int, subset_at: int, dataset: int | None, subset: int | None) -> bool:
-        if dataset is None:
-            return heading in ("", "general")
-        if subset is None:
-            return heading == "datasets" and dataset_at == dataset
-        return heading == "datasets.subsets" and (dataset_at, subset_at) == (dataset, subset)
-
-    def where(self, table: str, key: str, dataset: int | None = None, subset: int | None = None) -> str:
-        """Return ``"file.toml line 7: subset 2"``, the beginning of every message about a key."""
-        line = self.find_line(key, dataset, subset)
-        place = f"{self.path} line {line}" if line else f"{self.path}"
-        return f"{place}: {table}" if table else place
-
-
-def read_toml(path: str | Path) -> TomlFile:
-    """Read and parse a TOML file."""
-    file = Path(path).expanduser()
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file; check dataset_config") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); check dataset_config") from None
-    try:
-        return TomlFile(file, text, toml.loads(text))
-    except toml.TomlDecodeError as error:
-        hint = "; in Windows paths write '/' or use single quotes" if "\\" in text else ""
-        raise UserError(f"{file} line {error.lineno}: not valid TOML ({error.msg}); correct this line{hint}") from None
-    except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
-        raise UserError(f"{file}: not valid TOML ({error}); compare it with docs/dataset.md") from None
 
 
 Interpolation = Literal["lanczos", "area", "box", "bicubic", "cubic", "bilinear", "linear", "nearest"]
@@ -232,27 +144,28 @@ SUBSET_ONLY = frozenset(
 )
 SUBSET_KEYS = frozenset(SubsetSettings.model_fields)
 DATASET_KEYS = frozenset(DatasetSettings.model_fields)
-OTHER_NAMES = {  # musubi-tuner's names
+OTHER_NAMES = {  # musubi-tuner's names, some of single models
     "image_directory": "image_dir",
     "image_jsonl_file": "metadata_file",
-    **OTHER_CONTROL_NAMES,
+    "qwen_image_edit_control_resolution": "control_resolution",
+    "qwen_image_edit_no_resize_control": "no_resize_control",
+    "flux_kontext_no_resize_control": "no_resize_control",
 }
 
-_FROM_CACHE = "images are read once, when their latents are cached"
-_NO_VIDEO = "models are trained on still images; use image_dir"
+_OF_TRAINERS = (
+    "color_aug",
+    "face_crop_aug_range",
+    "token_warmup_min",
+    "token_warmup_step",
+    "cache_info",
+    "debug_dataset",
+)
+_OF_VIDEOS = ("video_directory", "video_jsonl_file", "target_frames", "frame_extraction")
 REFUSED_KEYS = {
-    "color_aug": f"{_FROM_CACHE}; remove it, or add recoloured copies to the folder",
-    "face_crop_aug_range": f"{_FROM_CACHE}; remove it and use random_crop, or crop the files beforehand",
-    "token_warmup_min": "captions are cached; remove it, or use caption_tag_dropout_rate",
-    "token_warmup_step": "captions are cached; remove it, or use caption_tag_dropout_rate",
-    "cache_info": "sizes and captions are always remembered in the cache folder; remove it",
+    **{key: f"{FLAGS[key].why}; {FLAGS[key].instead}" for key in _OF_TRAINERS},
+    **dict.fromkeys(_OF_VIDEOS, "models are trained on still images; use image_dir"),
     "custom_attributes": "nothing reads it; remove it",
     "network_multiplier": "the network is always trained at full strength; remove it and use num_repeats",
-    "debug_dataset": "remove it; the summary printed at the start shows buckets and counts",
-    "video_directory": _NO_VIDEO,
-    "video_jsonl_file": _NO_VIDEO,
-    "target_frames": _NO_VIDEO,
-    "frame_extraction": _NO_VIDEO,
 }
 
 
@@ -292,17 +205,38 @@ class DatasetConfig:
     given: frozenset[str]
 
 
+Place = tuple[int, ...]  # of a table: () of [general], (dataset,), or (dataset, subset), from 0
+_HEADING = re.compile(r"^\s*\[+\s*([A-Za-z_.]+)\s*\]+")
+
+
 @dataclass(frozen=True)
-class _Source:
-    """The file that is read, and the kind of model it is read for."""
+class _File:
+    """A dataset TOML, and which of its keys the model at hand does not take, with the reasons."""
 
-    file: TomlFile
+    path: Path
+    tables: dict[str, Any]
+    text: str
     conditioning: ConditionKind
-    refused: Mapping[str, str]  # key -> why not
+    refused: Mapping[str, str]
 
-    @property
-    def path(self) -> Path:
-        return self.file.path
+    def where(self, name: str, key: str, place: Place = ()) -> str:
+        """Return ``"file.toml line 7: subset 2"``, the beginning of every message about a key."""
+        line = self._line_of(key, place)
+        return f"{self.path}{f' line {line}' if line else ''}{f': {name}' if name else ''}"
+
+    def _line_of(self, key: str, place: Place) -> int | None:
+        """Return the line (from 1) of ``key`` in the table at ``place``, None where it is not found."""
+        pattern = re.compile(rf"^\s*[\"']?{re.escape(key)}[\"']?\s*=")
+        dataset, subset = -1, -1
+        at: Place | None = ()
+        for number, line in enumerate(self.text.splitlines(), start=1):
+            if match := _HEADING.match(line):
+                dataset += match[1] == "datasets"
+                subset = {"datasets": -1, "datasets.subsets": subset + 1}.get(match[1], subset)
+                at = {"general": (), "datasets": (dataset,), "datasets.subsets": (dataset, subset)}.get(match[1])
+            elif at == place and pattern.match(line):
+                return number
+        return None
 
 
 def load_dataset_config(
@@ -317,21 +251,22 @@ def load_dataset_config(
         defaults: batch size and cache folder where it names none.
         conditioning: what the model is given besides a caption, which decides which keys are taken.
     """
-    file = read_toml(path)
+    found = Path(path).expanduser()
+    refused = REFUSED_KEYS | refused_condition_keys(conditioning)
+    file = _File(found, *read_toml(found, "check dataset_config"), conditioning, refused)
     _check_top_level(file)
-    source = _Source(file, conditioning, REFUSED_KEYS | refused_condition_keys(conditioning))
-    general = _checked(source, "[general]", file.tables.get("general", {}))
+    general = _checked(file, "[general]", file.tables.get("general", {}))
     tables = file.tables.get("datasets")
     if isinstance(tables, dict):
         raise UserError(f"{file.path}: [datasets] is one table of several; write it in double brackets: [[datasets]]")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise UserError(f"{file.path}: no [[datasets]] table; add one with a [[datasets.subsets]] below it")
-    datasets = tuple(_read_dataset(source, number, general, defaults) for number in range(len(tables)))
+    datasets = tuple(_read_dataset(file, number, general, defaults) for number in range(len(tables)))
     given = set(general).union(*(set(t) for t in tables), *(set(s) for t in tables for s in t.get("subsets", [])))
     return DatasetConfig(file.path, datasets, frozenset(given))
 
 
-def _check_top_level(file: TomlFile) -> None:
+def _check_top_level(file: _File) -> None:
     for key, value in file.tables.items():
         if key in ("general", "datasets"):
             continue
@@ -342,15 +277,14 @@ def _check_top_level(file: TomlFile) -> None:
         raise UserError(f"{file.where('', key)}: unknown {kind} {key!r}{near}")
 
 
-def _read_dataset(source: _Source, number: int, general: dict[str, Any], defaults: DatasetArguments) -> Dataset:
-    file = source.file
+def _read_dataset(file: _File, number: int, general: dict[str, Any], defaults: DatasetArguments) -> Dataset:
     table = file.tables["datasets"][number]
     name = f"dataset {number + 1}"
     written = {key: value for key, value in table.items() if key != "subsets"}
     subset_tables = table.get("subsets", [])
     if not isinstance(subset_tables, list) or not all(isinstance(subset, dict) for subset in subset_tables):
         raise UserError(f"{file.path}: {name}: subsets must be [[datasets.subsets]] tables; write the double brackets")
-    own = _checked(source, name, written, number, flat=not subset_tables)
+    own = _checked(file, name, written, (number,), flat=not subset_tables)
     inherited: dict[str, Any] = {"batch_size": defaults.train_batch_size} | general | own
     settings = DatasetSettings.model_validate({k: v for k, v in inherited.items() if k in DATASET_KEYS})
     where = f"{file.path}: {name}" if len(file.tables["datasets"]) > 1 else f"{file.path}"
@@ -359,9 +293,9 @@ def _read_dataset(source: _Source, number: int, general: dict[str, Any], default
     control = settings.control_resolution
     shared = {key: value for key, value in inherited.items() if key in SUBSET_KEYS}
     if subset_tables:
-        subsets = tuple(_read_subset(source, number, i, shared) for i in range(len(subset_tables)))
+        subsets = tuple(_read_subset(file, number, i, shared) for i in range(len(subset_tables)))
     elif shared.keys() & {"image_dir", "metadata_file"}:
-        subsets = (_build_subset(source, f"{file.path}: {name}", shared),)
+        subsets = (_build_subset(file, f"{file.path}: {name}", shared),)
     else:
         raise UserError(f"{where}: no [[datasets.subsets]]; add one with image_dir or metadata_file")
     cache = settings.cache_directory
@@ -379,28 +313,28 @@ def _both(sides: int | tuple[int, int]) -> tuple[int, int]:
     return sides if isinstance(sides, tuple) else (sides, sides)
 
 
-def _read_subset(source: _Source, dataset: int, number: int, inherited: dict[str, Any]) -> Subset:
-    tables = source.file.tables["datasets"]
+def _read_subset(file: _File, dataset: int, number: int, inherited: dict[str, Any]) -> Subset:
+    tables = file.tables["datasets"]
     name = f"subset {number + 1}" if len(tables) == 1 else f"dataset {dataset + 1}, subset {number + 1}"
-    own = _checked(source, name, tables[dataset]["subsets"][number], dataset, number)
-    return _build_subset(source, f"{source.path}: {name}", inherited | own)
+    own = _checked(file, name, tables[dataset]["subsets"][number], (dataset, number))
+    return _build_subset(file, f"{file.path}: {name}", inherited | own)
 
 
-def _build_subset(source: _Source, where: str, values: dict[str, Any]) -> Subset:
+def _build_subset(file: _File, where: str, values: dict[str, Any]) -> Subset:
     settings = SubsetSettings.model_validate(values)
     if settings.image_dir is None and settings.metadata_file is None:
         raise UserError(f"{where}: neither image_dir nor metadata_file; name the folder that holds the images")
     if settings.alpha_mask and settings.conditioning_data_dir is not None:
         raise UserError(f"{where}: alpha_mask and conditioning_data_dir both give a mask; keep one of them")
 
-    inpainting = _inpaint_masks(where, settings) if source.conditioning == "fill" else None
-    if settings.random_crop and source.conditioning != "none":
+    inpainting = _inpaint_masks(where, settings) if file.conditioning == "fill" else None
+    if settings.random_crop and file.conditioning != "none":
         lost = {"fill": "a crop can miss the region to fill", "references": "control images are not cropped along"}
-        raise UserError(f"{where}: random_crop: {lost[source.conditioning]}; remove it")
+        raise UserError(f"{where}: random_crop: {lost[file.conditioning]}; remove it")
 
     def found(key: str, is_kind: str) -> Path | None:
         value = getattr(settings, key)
-        return None if value is None else _find_path(where, key, value, source.path.parent, is_kind)
+        return None if value is None else _find_path(where, key, value, file.path.parent, is_kind)
 
     return Subset(
         where,
@@ -416,37 +350,37 @@ def _build_subset(source: _Source, where: str, values: dict[str, Any]) -> Subset
 
 
 def _inpaint_masks(where: str, settings: SubsetSettings) -> InpaintMasks:
+    """Return the one source of masks that a subset's keys name; without one, masks of all kinds are generated."""
     if settings.alpha_mask and settings.inpaint_alpha_mask:
         raise UserError(f"{where}: alpha_mask and inpaint_alpha_mask both read the transparency; keep one of them")
-    return inpaint_masks_of(
-        where,
-        settings.inpaint_mask_directory,
-        settings.inpaint_alpha_mask,
-        settings.inpaint_masks,
-        settings.inpaint_mask_variants,
-    )
+    kinds, variants = settings.inpaint_masks, settings.inpaint_mask_variants
+    if kinds == ():
+        known = ", ".join(MASK_KINDS)
+        raise UserError(f"{where}: inpaint_masks = []: names no kind; name some of {known}, or remove it")
+    asked = {key: getattr(settings, key) for key in INPAINT_KEYS[:3]}
+    named = [key for key, value in asked.items() if value not in (None, False)]
+    if len(named) > 1:
+        raise UserError(f"{where}: {' and '.join(named)} each say which region to fill; keep one of them")
+    if variants is not None and named and not kinds:
+        raise UserError(f"{where}: inpaint_mask_variants has no effect with {named[0]}; remove it")
+    if named and not kinds:
+        return InpaintMasks("alpha" if settings.inpaint_alpha_mask else "files")
+    return InpaintMasks("generated", kinds or MASK_KINDS, variants or DEFAULT_VARIANTS, by_default=not kinds)
 
 
-def _checked(
-    source: _Source,
-    name: str,
-    table: Mapping[str, Any],
-    dataset: int | None = None,
-    subset: int | None = None,
-    flat: bool = False,
-) -> dict[str, Any]:
+def _checked(file: _File, name: str, table: Mapping[str, Any], place: Place = (), flat: bool = False) -> dict[str, Any]:
     """Return one table with musubi's names replaced, after checking its keys and the types of its values."""
     if not isinstance(table, Mapping):
-        raise UserError(f"{source.path}: {name} is not a table; write {name} on a line of its own")
+        raise UserError(f"{file.path}: {name} is not a table; write {name} on a line of its own")
     values: dict[str, Any] = {}
     for written, value in table.items():
-        where = source.file.where(name, written, dataset, subset)
+        where = file.where(name, written, place)
         key = OTHER_NAMES.get(written, written)
         if key in values:
             raise UserError(f"{where}: {written!r} means {key!r}, which is also given; keep one of them")
-        if key in source.refused:
-            raise UserError(f"{where}: {key!r} is not taken: {source.refused[key]}")
-        _check_key(where, written, key, is_subset=subset is not None, takes_files=flat or subset is not None)
+        if key in file.refused:
+            raise UserError(f"{where}: {key!r} is not taken: {file.refused[key]}")
+        _check_key(where, written, key, is_subset=len(place) == 2, takes_files=flat or len(place) == 2)
         _check_value(where, key, value)
         values[key] = value
     return values

@@ -23,7 +23,7 @@ from library.data.config import Subset, refused_control_path
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.sidecars import find_control_images, find_masks, is_image, stem
 from library.errors import UserError, did_you_mean
-from library.files import written_path
+from library.files import read_text, written_path
 
 _CONTROL_KEY = re.compile(r"control_path(?:_(\d+))?")
 
@@ -218,12 +218,7 @@ class _Folder:
 
 def _metadata_entries(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (place for messages, image path as written, its entry) of a JSON or JSON lines file."""
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); check the file") from error
+    text = read_text(file)
     if file.suffix.lower() == ".jsonl":
         for number, line in enumerate(text.split("\n"), start=1):
             if not line.strip():

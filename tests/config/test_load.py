@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dev.write_config_docs import json_schema, options_page
 from library.config import load_config
 from library.config.kohya.translate import Note, summary
-from library.config.load import load_language_config, load_llm_config
-from library.config.scripts import fields, sections
+from library.config.load import load_for
+from library.config.scripts import LLM, LORA, Script, fields, sections
 from library.errors import UserError
 
 REQUIRED = ["--pretrained_model_name_or_path", "base", "--dataset_config", "data.toml"]
@@ -71,13 +71,11 @@ def test_an_unknown_toml_key_names_file_line_and_nearest_key(tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize("load", [load_config, load_language_config, load_llm_config])
-def test_a_layout_that_is_not_there_is_refused_with_the_reason(
-    load: Callable[[list[str]], object], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("script", [LORA, LLM], ids=lambda script: script.name)
+def test_a_layout_that_is_not_there_is_refused_with_the_reason(script: Script[Any], tmp_path: Path) -> None:
     path = _toml(tmp_path, "[parallel]\ncp = 2\n")
     with pytest.raises(UserError) as caught:
-        load(["--config_file", path])
+        load_for(script, ["--config_file", path])
     (line,) = (line for line in str(caught.value).splitlines() if f"{path}:2: cp:" in line)
     assert re.search("diffusers splits an image's tokens .*; remove it, and set tp", line)
 

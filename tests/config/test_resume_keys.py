@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from library.config import load_config
-from library.config.load import load_language_config, load_llm_config
+from library.config.load import load_for
 from library.config.markers import resume_keys
+from library.config.scripts import LANGUAGE_LORA, LLM
 
 OF_A_LORA = {
     "optimizer_type", "optimizer_args", "learning_rate", "text_encoder_lr", "network_type", "use_rslora",
@@ -21,9 +22,9 @@ OF_PRETRAINING = {
 def test_each_training_has_its_resume_keys() -> None:
     model = ["--pretrained_model_name_or_path", "m"]
     assert resume_keys(load_config([*model, "--dataset_config", "d"])).keys() == OF_A_LORA
-    chat = load_language_config([*model, "--model_type", "llama", "--train_data", "d.jsonl"])
+    chat = load_for(LANGUAGE_LORA, [*model, "--model_type", "llama", "--train_data", "d.jsonl"])
     assert resume_keys(chat).keys() == OF_A_LORA | OF_CONVERSATIONS
-    assert resume_keys(load_llm_config(["--data_dir", "d", "--preset", "llama-tiny"])).keys() == OF_PRETRAINING
+    assert resume_keys(load_for(LLM, ["--data_dir", "d", "--preset", "llama-tiny"])).keys() == OF_PRETRAINING
 
 
 def test_what_can_be_written_in_several_ways_is_compared_in_one() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from library.config import load_config
 from library.config.kohya.translate import Note, summary
-from library.config.load import load_llm_config
+from library.config.load import load_for
 from library.config.markers import OnlyWith
 from library.config.rules import LORA_MATRIX, PRETRAIN_MATRIX, Row, Settings, find_conflicts
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
@@ -176,4 +176,4 @@ def test_layouts_of_loras_are_no_options_of_pretraining() -> None:
         ("shard_lora", [], "there is no LoRA, shard splits all weights; remove it"),
     ]:
         with pytest.raises(UserError, match=f"--{key}: {said}"):
-            load_llm_config([*argv, f"--{key}", *value])
+            load_for(LLM, [*argv, f"--{key}", *value])

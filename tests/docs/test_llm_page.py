@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 from accelerate.state import AcceleratorState
 
-from library.config.load import load_language_config, load_llm_config, names_language_model
+from library.config.load import load_for, names_language_model
+from library.config.scripts import LANGUAGE_LORA, LLM
 from library.models.llm.spec import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,9 +61,9 @@ def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> 
 def test_every_ready_config_is_valid(config: Path) -> None:
     words = ["--config_file", str(config)]
     if names_language_model(words):
-        assert load_language_config(words).chat.train_data
+        assert load_for(LANGUAGE_LORA, words).chat.train_data
     else:
-        read = load_llm_config(words)
+        read = load_for(LLM, words)
         assert read.model.init_from is not None or read.model.preset in PRESETS
     schema_line = config.read_text(encoding="utf-8").splitlines()[0]
     assert (config.parent / schema_line.removeprefix("#:schema ")).is_file()
@@ -70,7 +71,6 @@ def test_every_ready_config_is_valid(config: Path) -> None:
 
 def test_the_schema_and_the_options_page_are_up_to_date() -> None:
     from dev.write_config_docs import json_schema, options_page
-    from library.config.scripts import LANGUAGE_LORA, LLM
 
     for path, text in (
         ("configs/llm/train_llm.schema.json", json_schema(LLM)),

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import toml
 
-from library.config import load_config
-from library.config.load import load_llm_config
+from library.config.load import load_for
+from library.config.scripts import LLM, LORA
 from tests.docs.test_commands import ROOT, blocks
 from tests.runs import arguments, largest_difference, lora, run, write_base, write_dataset
 
@@ -44,7 +44,7 @@ def check(words: list[str]) -> None:
         processes = processes_of(words)
     script = next(i for i, word in enumerate(words) if word in ("train_lora.py", "train_llm.py"))
     flags = [str(ROOT / word) if word.startswith("configs/") else word for word in words[script + 1 :]]
-    config = (load_config if words[script] == "train_lora.py" else load_llm_config)(flags)
+    config = load_for(LORA if words[script] == "train_lora.py" else LLM, flags)
     config.parallel.replicas(processes)  # refuses another number
 
 

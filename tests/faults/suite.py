@@ -34,7 +34,8 @@ from PIL import Image
 import train_llm
 import train_lora
 from library.config import load_config
-from library.config.load import load_language_config, load_llm_config
+from library.config.load import load_for
+from library.config.scripts import LANGUAGE_LORA, LLM
 from library.training.checkpoint.state import find_damage
 from library.training.tasks import chat_lora, image_lora, pretraining  # noqa: F401 - so that forks have them
 from library.training.trainer import Trainer  # noqa: F401
@@ -124,10 +125,10 @@ class Place:
         """Train in this process."""
         if self.scenario == "pretraining":
             corpus = self.root.parent / "corpus"
-            train_llm.train(load_llm_config(pretraining_flags(corpus / "tokens", self.output, **_PRETRAINING)))
+            train_llm.train(load_for(LLM, pretraining_flags(corpus / "tokens", self.output, **_PRETRAINING)))
         elif self.scenario == "conversations":
             flags = chat_flags(self.root.parent / "talks", self.output, **_CONVERSATIONS)
-            train_lora.train(load_language_config(flags))
+            train_lora.train(load_for(LANGUAGE_LORA, flags))
         else:
             train_lora.train(load_config(self.flags()))
 

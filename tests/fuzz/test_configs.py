@@ -109,7 +109,7 @@ def test_any_training_toml_is_taken_or_refused(folder: Path, data: st.DataObject
     path = write(folder / "run.toml", required + data.draw(text()))
     argv = ["--config_file", str(path)]
     harmless(names_language_model, argv)
-    config = harmless(load_config, argv) if script is LORA else harmless(load_for, script, argv)
+    config = harmless(load_for, script, argv)
     if config is not None and script is LORA:
         harmless(parse_network_args, config.network, lora_targets()[config.model.model_type])
         harmless(check_optimizer, config.optimizer)

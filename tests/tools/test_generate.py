@@ -162,7 +162,7 @@ def test_a_lora_of_another_base_is_remarked_on(
         (["--prompt", "x", "--from_file", "y"], "give either --prompt"),
         (["--prompt", "x --w 50"], r"--prompt 1: width \(--w\) 50 is no multiple of 16; take 48"),
         (["--prompt", "x", "--w", "50"], r"width \(--w\) 50 is no multiple of 16"),
-        (["--from_file", "nowhere.txt"], "--from_file: nowhere.txt cannot be read"),
+        (["--from_file", "nowhere.txt"], "--from_file: nowhere.txt: no such file"),
         (["--prompt", "x", "--lora", "nowhere.safetensors"], "nowhere.safetensors: no such file"),
         (["--prompt", "x", "--lora", "a.safetensors:much"], "'much' is not a number"),
         (["--prompt", "x", "--mixed_precision", "fp16"], "fp16 needs a GPU"),

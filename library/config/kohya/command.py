@@ -19,6 +19,7 @@ from pathlib import Path, PureWindowsPath
 
 from library.config.kohya.flags import Tool
 from library.errors import UserError
+from library.files import read_text
 
 TRAINERS: dict[str, Tool] = {
     "flux_train_network.py": "sd-scripts",
@@ -93,10 +94,7 @@ def read_command_file(path: str | Path) -> Command:
     Raises:
         UserError: the file cannot be read, starts no trainer, or uses a variable that it does not set.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); check the path") from None
+    text = read_text(path)
     shell = _SHELLS.get(Path(path).suffix.lower(), _POSIX)
     lines = [line for line in text.splitlines() if not re.match(shell.comment, line)]
     joined = re.sub(shell.continuation + r"[ \t]*\n", " ", "\n".join(lines)).splitlines()

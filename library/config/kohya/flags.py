@@ -195,10 +195,12 @@ _NOT_FOR_FLOW = "a remedy for noise prediction that sd-scripts ignores for FLUX"
 _NO_MERGED_BASE = "the base is trained on as it is"
 _LATER = "not in this version"
 _REFUSED = [
-    *_flags("color_aug", "refused", SD, _FROM_CACHE, takes="switch", instead="add recoloured copies to the folder"),
-    *_flags("face_crop_aug_range", "refused", SD, _FROM_CACHE, instead="use random_crop, or crop the files beforehand"),
+    *_flags("color_aug", "refused", SD, _FROM_CACHE, takes="switch",
+            instead="remove it, or add recoloured copies to the folder"),
+    *_flags("face_crop_aug_range", "refused", SD, _FROM_CACHE,
+            instead="remove it and use random_crop, or crop the files beforehand"),
     *_flags("token_warmup_min token_warmup_step", "refused", SD, "captions are cached", off=(1,),
-            instead="use caption_tag_dropout_rate"),
+            instead="remove it, or use caption_tag_dropout_rate"),
     *_flags("weighted_captions", "refused", SD, "captions are cached without weights", takes="switch"),
     *_flags("cache_info", "refused", SD, "sizes and captions are always remembered", takes="switch"),
     *_flags("debug_dataset", "refused", SD, "there is no window to show", takes="switch",

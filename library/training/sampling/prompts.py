@@ -25,10 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import toml
-
-from library.errors import UserError, did_you_mean
-from library.files import written_path
+from library.errors import UserError, did_you_mean, error_prefix
+from library.files import read_text, read_toml, written_path
 
 _OPTION = re.compile(r"(?:^|\s)--([a-zA-Z]+)(?:[\s=]+|$)")
 
@@ -155,12 +153,9 @@ def read_prompts(
     """
     if path is None:
         return []
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{option}: {path} cannot be read ({error}); check the path") from None
     read = {".toml": _toml_items, ".json": _json_items}.get(Path(path).suffix.lower(), _text_items)
-    items = read(text, str(path))
+    with error_prefix(option):
+        items = read(str(path))
     if not items:
         raise UserError(f"{option}: {path} holds no prompt; write {_HOW.get(read, 'one a line')}")
     prompts = []
@@ -283,16 +278,13 @@ def _article(kind: type) -> str:
 Items = list[tuple[str, "str | Mapping[str, Any]"]]  # where it was found, and a line or an object
 
 
-def _text_items(text: str, path: str) -> Items:
-    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
+def _text_items(path: str) -> Items:
+    lines = [(n, line.strip()) for n, line in enumerate(read_text(path).splitlines(), 1)]
     return [(f"{path}:{n}", line) for n, line in lines if line and not line.startswith("#")]
 
 
-def _toml_items(text: str, path: str) -> Items:
-    try:
-        tables = toml.loads(text)
-    except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+def _toml_items(path: str) -> Items:
+    tables, _ = read_toml(path)
     if other := sorted(tables.keys() - {"prompt"}):
         raise UserError(f"{path}: unknown key {other[0]!r}; put everything under [prompt] and [[prompt.subset]]")
     common = tables.get("prompt", {})
@@ -302,9 +294,9 @@ def _toml_items(text: str, path: str) -> Items:
     return [(f"{path}: prompt {n}", {**common, **subset}) for n, subset in enumerate(subsets, 1)]
 
 
-def _json_items(text: str, path: str) -> Items:
+def _json_items(path: str) -> Items:
     try:
-        listed = json.loads(text)
+        listed = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(listed, list) or not all(isinstance(item, str | dict) for item in listed):

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from library.config.load import load_llm_config
+from library.config.load import load_for
 from library.config.pretrain_schema import PretrainConfig
 from library.config.rules import find_conflicts
+from library.config.scripts import LLM
 from library.models.llm.spec import PRESETS
 from library.training.tasks.pretraining import accumulation_for
 from tests.layouts import assert_same_figures
@@ -137,7 +138,7 @@ def test_models_and_states_of_other_optimizers_are_those_of_one_process(
 
 
 def test_the_ready_config_is_valid() -> None:
-    config = load_llm_config(["--config_file", str(ROOT / "configs/parallel/pp.toml")])
+    config = load_for(LLM, ["--config_file", str(ROOT / "configs/parallel/pp.toml")])
     assert config.parallel.is_pipelined
     assert config.data.train_batch_size % config.parallel.microbatch_count == 0
     assert accumulation_for(config.data, PRESETS[config.model.preset or ""].context, 1) >= 1

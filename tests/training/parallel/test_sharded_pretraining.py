@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import dev.draw_distributed as draw_distributed
 import library.accelerator
-from library.config.load import load_llm_config
+from library.config.load import load_for
 from library.config.pretrain_schema import PretrainConfig
 from library.config.rules import find_conflicts
 from library.config.schema import ParallelConfig
+from library.config.scripts import LLM
 from library.errors import UserError
 from library.models.llm.spec import PRESETS
 from library.nn.rope import RopeTables
@@ -47,7 +48,7 @@ SETTINGS: dict[str, object] = {
 
 
 def train_one(arguments: list[str]) -> None:
-    train(load_llm_config(arguments))
+    train(load_for(LLM, arguments))
 
 
 def train_without_shim(arguments: list[str]) -> None:
@@ -158,7 +159,7 @@ def test_tables_that_were_made_for_a_sample_can_be_trained_with() -> None:
 
 def test_the_ready_config_is_valid_and_the_picture_is_the_scripts() -> None:
     path = ROOT / "configs/parallel/fsdp2.toml"
-    config = load_llm_config(["--config_file", str(path)])
+    config = load_for(LLM, ["--config_file", str(path)])
     assert config.parallel.is_sharded
     context = PRESETS[config.model.preset or ""].context
     assert accumulation_for(config.data, context, config.parallel.shard) >= 1

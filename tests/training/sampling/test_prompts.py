@@ -126,7 +126,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("suffix", "text", "message"),
     [
-        (".toml", "[prompt\n", r"prompts.toml: not valid TOML"),
+        (".toml", "[prompt\n", r"prompts.toml line 1: not valid TOML"),
         (".toml", 'promt = "x"', r"unknown key 'promt'; put everything under \[prompt\]"),
         (".toml", 'prompt = "x"', r"prompt is not a table; write \[prompt\]"),
         (".toml", '[prompt]\nsubset = ["x"]', "prompt is not a table"),
@@ -151,9 +151,9 @@ def test_a_bad_toml_or_json_file_is_named(tmp_path: Path, suffix: str, text: str
 
 
 def test_a_missing_file_is_named_with_its_option(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="sample_prompts: .*cannot be read"):
+    with pytest.raises(UserError, match="sample_prompts: .*no such file"):
         read_prompts(tmp_path / "no.txt", 0, 16)
-    with pytest.raises(UserError, match="--from_file: .*cannot be read"):
+    with pytest.raises(UserError, match="--from_file: .*no such file"):
         read_prompts(tmp_path / "no.txt", 0, 16, option="--from_file")
 
 

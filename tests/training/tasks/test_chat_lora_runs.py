@@ -11,7 +11,8 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from library.config.load import load_language_config, names_language_model
+from library.config.load import load_for, names_language_model
+from library.config.scripts import LANGUAGE_LORA
 from library.errors import UserError
 from library.files import weights_fingerprint
 from library.models.llm.files import load_lm
@@ -204,7 +205,7 @@ def test_a_lora_of_another_kind_of_model_is_refused(place: Path, tmp_path: Path)
 
 def test_what_is_missing_and_what_is_wrong_is_told_together() -> None:
     with pytest.raises(UserError) as caught:
-        load_language_config(["--model_type", "llama", "--learning_rate", "x", "--save_last_n_steps", "3"])
+        load_for(LANGUAGE_LORA, ["--model_type", "llama", "--learning_rate", "x", "--save_last_n_steps", "3"])
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "pretrained_model_name_or_path",

@@ -182,7 +182,7 @@ def test_training_goes_on_from_network_weights(base: Path, dataset: Path, tmp_pa
         ({"max_train_epochs": 1, "gradient_accumulation_steps": 50}, "fewer than gradient_accumulation_steps 50"),
         ({"mixed_precision": "fp16"}, "mixed_precision: fp16 needs a GPU"),
         ({"network_weights": "nowhere.safetensors"}, "nowhere.safetensors"),
-        ({"sample_prompts": "nowhere.txt"}, "sample_prompts: nowhere.txt cannot be read"),
+        ({"sample_prompts": "nowhere.txt"}, "sample_prompts: nowhere.txt: no such file"),
         ({"pretrained_model_name_or_path": "nowhere"}, "nowhere"),
         ({"dataset_config": "nowhere.toml"}, "nowhere.toml"),
         ({"masked_loss": True}, "masked_loss is set but no subset has masks"),

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from library.config.load import load_llm_config
+from library.config.load import load_for
 from library.config.pretrain_schema import LLMModelConfig
+from library.config.scripts import LLM
 from library.errors import UserError
 from library.llm.token_batches import TokenBatches, TokenShards
 from library.models.llm.files import load_lm
@@ -70,7 +71,7 @@ def test_a_resumed_run_of_another_batch_size_goes_on_in_the_data_where_the_first
 def test_the_first_step_is_adamws_on_the_mean_of_all_windows(corpus: Path, tmp_path: Path) -> None:
     settings = {"max_train_steps": 1, "lr_scheduler": "constant", "lr_warmup_steps": None, "max_grad_norm": 0.1}
     run(corpus, tmp_path / "two", tokens_per_batch=256, **settings)  # 2 x 4 windows of 32
-    config = load_llm_config(flags(corpus, tmp_path, **settings))
+    config = load_for(LLM, flags(corpus, tmp_path, **settings))
     shards = TokenShards(corpus, "train")
     from library.training.tasks.pretraining import build_model
 
