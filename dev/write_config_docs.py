@@ -117,43 +117,14 @@ def _type(schema: dict[str, Any]) -> str:
     return {"string": "text", "boolean": "true/false"}.get(schema["type"], schema["type"])
 
 
-KOHYA_INTRODUCTION = """\
-# kohya's flags
-
-`train_lora.py` takes the configurations of [sd-scripts](https://github.com/kohya-ss/sd-scripts)'
-`flux_train_network.py` and, for the model families it has, of
-[musubi-tuner](https://github.com/kohya-ss/musubi-tuner)'s `qwen_image_train_network.py` and `zimage_train_network.py`,
-as TOML (`--config_file`, with or without its suffix) and as flags. Every key either means what it means there, or the
-run ends before it begins with a line that says which key is not taken, why, and what replaces it. The dataset TOML is
-kohya's.
-
-    python train_lora.py --config_file kohya.toml
-    python tools/migrate_config.py --save_to my.toml kohya.toml     # or train.sh, or: -- accelerate launch ...
-
-`tools/migrate_config.py` writes Tandem's own TOML and prints what became of each key. It also reads a script
-(`.sh`, `.bat`, `.ps1`) or a pasted command, and describes `train_data_dir` in a dataset TOML.
-
-**What is read as kohya's.** A configuration that sets `network_module`, without which kohya's trainers do not start.
-Then
-
-- what it leaves unset has kohya's default where training depends on it (table below); the run prints these;
-- a key that does nothing under the chosen settings is left out (second table below) instead of refused;
-- an unset `seed` is 0 here and random there, an unset `model_prediction_type` is `raw` here and `sigma_scaled` there
-  (which sets the prediction against a target that it is not scaled for; sd-scripts' guide says `raw`). The run says so;
-- without `network_train_unet_only`, CLIP-L is trained too, at `text_encoder_lr` or else `learning_rate`, as there.
-
-A single flag of kohya's in a configuration without `network_module` is translated alone.
-
-What becomes of a flag: **same**, a key of the same name and meaning ([options.md](options.md)); **renamed**;
-**accepted**, it describes what is always so here; **dataset**, it belongs in the dataset TOML
-([dataset.md](dataset.md)), where `migrate_config.py` puts it; **refused**, unless its value asks for
-nothing (`false`, 0, empty). This page is written by `make docs` from the table that the program uses.
-"""
-
-
 def kohya_page() -> str:
     """Return the Markdown page of every flag of kohya's trainers and its fate."""
-    lines = [KOHYA_INTRODUCTION, "## Defaults of unset keys", "", "| key | sd-scripts | musubi-tuner | Tandem |"]
+    lines = [
+        Path(__file__).with_name("kohya_introduction.md").read_text(encoding="utf-8"),
+        "## Defaults of unset keys",
+        "",
+        "| key | sd-scripts | musubi-tuner | Tandem |",
+    ]
     lines.append("|---|---|---|---|")
     known = fields()
     for key in dict.fromkeys(key for defaults in DEFAULTS.values() for key in defaults):

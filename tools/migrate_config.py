@@ -58,7 +58,7 @@ def migrate(command: Command, save_to: Path, source: str) -> list[Note]:
     write_text(save_to, training_toml(translation, config, source))
     if int(command.launcher.get("num_processes") or 1) > 1:
         count = command.launcher["num_processes"]
-        translation.note("num_processes", "told", f"start with accelerate launch --num_processes {count} train_lora.py")
+        translation.note("num_processes", "note", f"start with accelerate launch --num_processes {count} train_lora.py")
     untouched = [key for key in translation.values if key not in {note.key for note in translation.notes}]
     return [Note(key, "same", "") for key in untouched] + translation.notes
 
@@ -86,9 +86,9 @@ def training_toml(translation: Translation, config: TrainConfig, source: str) ->
             "# Not taken over:",
             *(f"#   {note.key}: {note.text.removeprefix('not taken: ')}" for note in refused),
         ]
-    told = [note for note in translation.notes if note.outcome == "told"]
-    if told:
-        lines += ["# Different here:", *(f"#   {note.key}: {note.text}" for note in told)]
+    differing = [note for note in translation.notes if note.outcome == "note"]
+    if differing:
+        lines += ["# Different here:", *(f"#   {note.key}: {note.text}" for note in differing)]
     return "\n".join(lines).rstrip() + "\n"
 
 

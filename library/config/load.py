@@ -8,7 +8,7 @@ whichever heading it stands.
 Keys and flags of kohya's trainers are taken too, in the file and on the command line, and translated into the
 schema's by ``library.config.kohya.translate``; ``--help`` does not list them, ``docs/kohya_flags.md`` does.
 
-All that is wrong is told at once, a line each: unknown keys, values that do not fit, keys of kohya's that are not
+All that is wrong is said at once, a line each: unknown keys, values that do not fit, keys of kohya's that are not
 taken, and options that contradict each other among those that could be read.
 """
 
@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from library.config.kohya.flags import FLAGS
-from library.config.kohya.translate import Note, is_known, translate
+from library.config.kohya.translate import Note, translate
 from library.config.markers import words_of
 from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES
 from library.config.rules import find_conflicts
@@ -74,7 +74,7 @@ def names_language_model(argv: Sequence[str]) -> bool:
     known, _ = flags.parse_known_args(argv)
     if known.model_type is not None or known.config_file is None:
         return known.model_type in LANGUAGE_MODELS
-    with suppress(Exception):  # told of when the file is read in earnest
+    with suppress(Exception):  # named when the file is loaded
         tables, _ = read_toml(_toml_path(known.config_file))
         return any(key == "model_type" and value in LANGUAGE_MODELS for key, value in _flattened(tables, set()))
     return False
@@ -141,7 +141,7 @@ def _read_file(path: str, script: Script[Any]) -> RawConfig:
     known, given = fields(script), RawConfig()
     for key, value in _flattened(tables, set(known)):
         where = f"{path}:{_line_of(key, text)}: {key}"
-        if key not in known and not (script.takes_kohya and is_known(key)):
+        if key not in known and not (script.takes_kohya and key in FLAGS):
             given.problems.append(f"{where}: {_unknown(key, value, script)}")
             given.meant |= set() if key in script.foreign_keys else {nearest_of(key, known) or ""}
             continue
@@ -154,7 +154,7 @@ def _read_file(path: str, script: Script[Any]) -> RawConfig:
             meant := nearest_of(name, sections(script), _SAME_HEADING)
         ):
             where = f"{path}:{_line_of(name, text, heading=True)}: [{name}]"
-            given.notes.append(Note(name, "told", f"no section has this name; did you mean {meant!r}?", where))
+            given.notes.append(Note(name, "note", f"no section has this name; did you mean {meant!r}?", where))
     return given
 
 
@@ -250,7 +250,7 @@ def _conflicts(config: Any, uncertain: Collection[str], origins: Mapping[str, st
             continue
         if conflict.harmless and any(by_flag) and not origins.get(key, "").startswith("--"):
             text = conflict.message.removeprefix(f"{key}: ").removesuffix("; remove it")
-            notes.append(Note(key, "told", f"{text}, as the command line has it", origins.get(key, key)))
+            notes.append(Note(key, "note", f"{text}, as the command line has it", origins.get(key, key)))
         else:
             refused.append(conflict.message)
     return refused, notes

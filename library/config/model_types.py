@@ -16,12 +16,12 @@ class ModelType:
     """One value of ``model_type``.
 
     Attributes:
-        family: where its class is, "module:name"; empty for language models, which are told by their files.
+        family: where its class is, "module:name"; empty for language models, which are known by their files.
         title: what people call the architecture.
         files: keys that say where the parts of a model lie whose transformer is a single file.
         tokenizers: keys of tokenizers -> the folder that has each in a diffusers pipeline.
         settings: other keys of the section ``model`` that not every family takes.
-        takes_guidance: whether the transformer is told a guidance scale.
+        takes_guidance: whether the transformer takes a guidance scale.
         swappable_blocks: how many blocks can lie in host memory at most.
         texts_differ_in_length: whether a batch's texts keep their lengths; then its parts differ in shape.
         kohya_module: the ``network_module`` that trains it in ``kohya_tool``, if any does; several variants of an

@@ -127,7 +127,7 @@ def test_what_is_unset_means_what_it_means_in_sd_scripts() -> None:
     assert given["guidance_scale"] == 3.5
     assert given["timestep_sampling"] == "sigma"
     assert notes["learning_rate"] == "default: unset, so 2e-06, the default of sd-scripts"
-    assert notes["seed"] == "told: unset, so random in sd-scripts and 0 here"
+    assert notes["seed"] == "note: unset, so random in sd-scripts and 0 here"
 
 
 def test_single_flags_of_kohyas_leave_tandems_defaults_alone() -> None:

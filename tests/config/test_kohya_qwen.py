@@ -51,7 +51,7 @@ def with_version(*flags: str) -> dict[str, object]:
 def test_the_example_runs_unchanged_on_the_command_line() -> None:
     given, notes = _loaded(EXAMPLE)
     assert given == MEANT
-    assert notes["network_args"].startswith("told: modulation is left out, as musubi-tuner means to and does not")
+    assert notes["network_args"].startswith("note: modulation is left out, as musubi-tuner means to and does not")
 
 
 def test_the_example_runs_unchanged_as_toml(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_an_fp8_base_writes_too(folder: Path) -> None:
         (["--prompt", "x", "--system", "y"], "--system: has no effect without --chat"),
         (["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], "top_p: has no effect at temperature 0"),
         (["--from_file", "nowhere"], "nowhere: no such file; check the path"),
-        (["--from_file", "latin.txt"], "not UTF-8 (byte 3); save it as UTF-8"),
+        (["--from_file", "latin.txt"], r"not UTF-8 \(byte 3\); save it as UTF-8"),
         (["--prompt", "x", "--tokenizer", "nowhere"], "nowhere: no such file"),
         (["--prompt", "x", "--model", "nowhere"], "nowhere: no such folder; give the folder of a GPT-2 or Llama"),
     ],

@@ -28,10 +28,9 @@ from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, REFUSED_
 from library.config.markers import OnlyWith, is_nothing, words_of
 from library.config.model_types import MODEL_TYPES, kohya_model_type
 from library.config.optimizer_types import estimates_step_size
-from library.errors import UserError
 
 Known = Mapping[str, tuple[str, FieldInfo]]  # the schema: key -> (section, field)
-Outcome = Literal["same", "changed", "renamed", "accepted", "dataset", "left out", "default", "told", "refused"]
+Outcome = Literal["same", "changed", "renamed", "accepted", "dataset", "left out", "default", "note", "refused"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,11 @@ class Translation:
         """Remove ``key`` and return its value, None if it is not there."""
         return self.values.pop(key, None)
 
+    def leave_out(self, key: str, why: str) -> Any:
+        """Remove ``key``, which asks for nothing or has no effect, with a note; return its value."""
+        self.note(key, "left out", why)
+        return self.take(key)
+
     def place(self, key: str, value: Any, source: str) -> None:
         """Set ``key`` to what ``source`` asked for; messages about it point there."""
         self.values[key] = value
@@ -83,11 +87,6 @@ class Translation:
     def problems(self) -> list[str]:
         """Return a line for everything that keeps this configuration from running unchanged."""
         return [note.line() for note in self.notes if note.outcome in ("refused", "dataset")]
-
-
-def is_known(key: str) -> bool:
-    """Return whether ``key`` is one of kohya's."""
-    return key in FLAGS
 
 
 def find_tool(values: Mapping[str, Any]) -> Tool | None:
@@ -110,15 +109,18 @@ def translate(
         origins: where each key stands, "run.toml:3: network_dim" or "--network_dim".
         known: the schema.
         tool: whose configuration it is; found out if not given.
-
-    Raises:
-        UserError: the configuration is for a model family that this version does not have.
     """
     result = Translation(dict(values), dict(origins), tool or find_tool(values))
-    _check_family(result, known)
-    if result.tool:
-        _drop_empty(result, known)
-    _rewrite_values(result)
+    module = str(result.values.get("network_module", "networks.lora_qwen_image"))
+    if result.tool == "musubi-tuner" and (model_type := kohya_model_type(module)):
+        result.values.setdefault("model_type", model_type)
+    for key, value in list(result.values.items()) if result.tool else ():
+        if value in ("", None, "None") and key != "optimizer_type":
+            result.leave_out(key, "empty, so not set")
+    for key, same in SAME_AS.items():
+        if (value := str(result.values.get(key))) in same:
+            result.values[key] = same[value]
+            result.note(key, "changed", f"{value} is {same[value]} here")
     for rule in RULES:
         rule(result, known)
     for key in [key for key in result.values if key not in known]:
@@ -127,7 +129,7 @@ def translate(
     if result.tool:
         _fill_in_defaults(result, known, result.tool)
         _drop_inert(result, known)
-        _tell(result, known)
+        _note_differences(result, known)
     return result
 
 
@@ -139,38 +141,6 @@ def summary(notes: Sequence[Note]) -> list[str]:
 def choices(known: Known, key: str) -> tuple[str, ...]:
     """Return the words that ``key`` may be, or nothing where it is free."""
     return words_of(known[key][1].annotation) if key in known else ()
-
-
-def _check_family(result: Translation, known: Known) -> None:
-    """Stop at a model family that is not there: nothing else in the configuration matters then."""
-    default = "networks.lora_qwen_image" if result.tool == "musubi-tuner" else ""
-    module = str(result.values.get("network_module", default))
-    model_type = kohya_model_type(module)
-    if model_type is None:
-        return
-    families = choices(known, "model_type")
-    if model_type not in families:
-        where = result.origins.get("network_module" if "network_module" in result.values else "dit", module)
-        raise UserError(
-            f"{where}: {MODEL_TYPES[model_type].title} is not a model family of this version, which has: "
-            f"{', '.join(families)}; train this configuration with {result.tool}"
-        )
-    if result.tool == "musubi-tuner":
-        result.values.setdefault("model_type", model_type)
-
-
-def _drop_empty(result: Translation, known: Known) -> None:
-    for key, value in list(result.values.items()):
-        if value in ("", None, "None") and key != "optimizer_type":
-            result.take(key)
-            result.note(key, "left out", "empty, so not set")
-
-
-def _rewrite_values(result: Translation) -> None:
-    for (key, there), here in SAME_AS.items():
-        if result.values.get(key) == there:
-            result.values[key] = here
-            result.note(key, "changed", f"{there} is {here} here")
 
 
 def _apply_flag(result: Translation, flag: Flag, known: Known) -> None:
@@ -200,10 +170,10 @@ def _apply_flag(result: Translation, flag: Flag, known: Known) -> None:
 
 
 def _refuse_values(result: Translation, known: Known) -> None:
-    for (key, value), instead in REFUSED_VALUES.items():
-        if result.values.get(key) == value and value not in choices(known, key):
+    for key, refused in REFUSED_VALUES.items():
+        if (value := str(result.values.get(key))) in refused and value not in choices(known, key):
             result.take(key)
-            result.note(key, "refused", f"not taken: {value!r} is not in this version; {instead}")
+            result.note(key, "refused", f"not taken: {value!r} is not in this version; {refused[value]}")
 
 
 def _fill_in_defaults(result: Translation, known: Known, tool: Tool) -> None:
@@ -222,36 +192,34 @@ def _fill_in_defaults(result: Translation, known: Known, tool: Tool) -> None:
 def _drop_inert(result: Translation, known: Known) -> None:
     values = {key: field.get_default() for key, (_, field) in known.items()} | result.values
     defaults = {note.key for note in result.notes if note.outcome == "default"}
-    for key in [key for key in result.values if key in known and is_known(key) and key not in NEVER_LEFT_OUT]:
+    for key in [key for key in result.values if key in known and key in FLAGS and key not in NEVER_LEFT_OUT]:
         markers = (marker for marker in known[key][1].metadata if isinstance(marker, OnlyWith))
         inert = next((marker for marker in markers if marker.unmet(values)), None)
         if inert is None:
             continue
-        result.take(key)
+        result.leave_out(key, f"has no effect {inert.reason(values)}")
         if key in defaults:
             result.notes[:] = [note for note in result.notes if note.key != key]
-        else:
-            result.note(key, "left out", f"has no effect {inert.reason(values)}")
 
 
-def _tell(result: Translation, known: Known) -> None:
-    """Tell what is different and cannot be set."""
+def _note_differences(result: Translation, known: Known) -> None:
+    """Note what is different and cannot be set."""
     noted = {note.key for note in result.notes}
     if "seed" not in result.values:
-        result.note("seed", "told", f"unset, so random in {result.tool} and {known['seed'][1].default} here")
+        result.note("seed", "note", f"unset, so random in {result.tool} and {known['seed'][1].default} here")
     if result.tool == "sd-scripts":
         if "model_prediction_type" not in noted:
-            result.note("model_prediction_type", "told", "unset, so sigma_scaled in sd-scripts; here it is always raw")
+            result.note("model_prediction_type", "note", "unset, so sigma_scaled in sd-scripts; here it is always raw")
         return
     text = "modulation is left out, as musubi-tuner means to and does not; img_mod_dim and txt_mod_dim train it"
     row = MODEL_TYPES.get(str(result.values.get("model_type")))
     if row and row.kohya_module == "networks.lora_qwen_image":
-        result.note("network_args", "told", text)
+        result.note("network_args", "note", text)
     if "mixed_precision" not in result.values:
-        result.note("mixed_precision", "told", "unset, so that of accelerate launch in musubi-tuner; here it is no")
+        result.note("mixed_precision", "note", "unset, so that of accelerate launch in musubi-tuner; here it is no")
 
 
-def is_off(value: Any, off: tuple[Any, ...] = ()) -> bool:
+def is_off(value: Any, off: Sequence[Any] = ()) -> bool:
     """Return whether a value asks for nothing: false, zero, empty, or one of ``off``."""
     if is_nothing(value) or value in off:
         return True
@@ -302,16 +270,15 @@ def _vae(result: Translation, known: Known) -> None:
     """Qwen-Image's VAE is vae; FLUX's is ae, also where sd-scripts' common option vae names it."""
     row = MODEL_TYPES.get(str(result.values.get("model_type", known["model_type"][1].default)))
     if result.tool == "sd-scripts" and "vae" in result.values and not (row and "vae" in row.files):
-        path = result.take("vae")
         if "ae" in result.values:
-            result.note("vae", "left out", "ae is set too and counts")
+            result.leave_out("vae", "ae is set too and counts")
         else:
-            result.place("ae", path, "vae")
+            result.place("ae", result.take("vae"), "vae")
             result.note("vae", "renamed", "becomes ae; the VAE", "ae")
 
 
 def _text_encoders(result: Translation, known: Known) -> None:
-    """sd-scripts trains CLIP-L, at learning_rate unless text_encoder_lr is set, if it is not told to leave it."""
+    """sd-scripts trains CLIP-L, at learning_rate unless text_encoder_lr is set, but for network_train_unet_only."""
     if result.tool != "sd-scripts":
         return
     rates = result.values.get("text_encoder_lr")
@@ -319,11 +286,9 @@ def _text_encoders(result: Translation, known: Known) -> None:
         result.values["text_encoder_lr"] = rates = [rates]
     if not is_off(result.values.get("network_train_unet_only")):
         if rates is not None:
-            result.take("text_encoder_lr")
-            result.note("text_encoder_lr", "left out", "has no effect with network_train_unet_only")
+            result.leave_out("text_encoder_lr", "has no effect with network_train_unet_only")
     elif rates and is_off(rates):
-        result.take("text_encoder_lr")
-        result.note("text_encoder_lr", "left out", "zero, so text encoders stay as they are")
+        result.leave_out("text_encoder_lr", "zero, so text encoders stay as they are")
     elif not rates:
         estimated = estimates_step_size(str(result.values.get("optimizer_type", "")))
         rate = result.values.get("learning_rate", 1.0 if estimated else DEFAULTS["sd-scripts"]["learning_rate"])
@@ -384,8 +349,7 @@ def _optimizer(result: Translation, known: Known) -> None:
         return
     for key in ("learning_rate", "lr_scheduler"):
         if key in result.values:
-            result.take(key)
-            result.note(key, "left out", "Adafactor with relative_step=True computes its own rate")
+            result.leave_out(key, "Adafactor with relative_step=True computes its own rate")
 
 
 def _schedule(result: Translation, known: Known) -> None:
@@ -412,7 +376,7 @@ def _huber(result: Translation, known: Known) -> None:
     if schedule is not None:
         result.values["huber_schedule"] = schedule  # judged by the table
     elif result.tool == "sd-scripts":
-        result.note("huber_schedule", "told", "unset it is snr, which does not run for FLUX; here it is constant")
+        result.note("huber_schedule", "note", "unset it is snr, which does not run for FLUX; here it is constant")
     if scale is not None:
         try:
             c = float(result.values.get("huber_c", 0.1)) * float(scale)
@@ -439,8 +403,7 @@ def _weighting(result: Translation, known: Known) -> None:
 def _compile(result: Translation, known: Known) -> None:
     for name in ("compile_backend", "compile_mode"):
         if name in result.values and is_off(result.values.get("compile")):
-            result.take(name)
-            result.note(name, "left out", "has no effect without compile")
+            result.leave_out(name, "has no effect without compile")
     backend = result.values.get("dynamo_backend")
     if not isinstance(backend, str):
         return
@@ -456,10 +419,8 @@ def _compile(result: Translation, known: Known) -> None:
 
 def _fp8(result: Translation, known: Known) -> None:
     """musubi-tuner's fp8_scaled stands beside fp8_base; here it stands alone."""
-    if not result.tool or is_off(result.values.get("fp8_scaled")) or "fp8_base" not in result.values:
-        return
-    result.take("fp8_base")
-    result.note("fp8_base", "left out", "fp8_scaled is set too and counts")
+    if result.tool and not is_off(result.values.get("fp8_scaled")) and "fp8_base" in result.values:
+        result.leave_out("fp8_base", "fp8_scaled is set too and counts")
 
 
 def _tracking(result: Translation, known: Known) -> None:
@@ -471,8 +432,7 @@ def _tracking(result: Translation, known: Known) -> None:
 def _sampling(result: Translation, known: Known) -> None:
     for key in ("sample_every_n_steps", "sample_every_n_epochs"):
         if key in result.values and str(result.values[key]).lstrip("-").isdigit() and int(result.values[key]) <= 0:
-            result.take(key)
-            result.note(key, "left out", "zero or less means never")
+            result.leave_out(key, "zero or less means never")
 
 
 def _images(result: Translation, known: Known) -> None:
