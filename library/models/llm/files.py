@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -82,7 +83,8 @@ def open_lm(folder: Path) -> tuple[LMConfig, WeightFiles, KeyMap]:
         config = _meta_config(read_config(folder, "params.json"), files, shards)
         return config, *meta_weights(files, config, shards)
     if indices := sorted(folder.glob("*.index")):
-        config = _openai_config(read_config(folder, "hparams.json"))
+        hparams = read_config(folder, "hparams.json")
+        config = gpt2(*(hparams[key] for key in ("n_embd", "n_layer", "n_head", "n_vocab", "n_ctx")))
         return config, *openai_weights(TensorFlowFiles(indices[-1]), config)
     raise UserError(
         f"{folder}: neither config.json (transformers) nor params.json (Meta) nor a TensorFlow .index file; "
@@ -131,23 +133,11 @@ def export_hf(
 def _export_plan(config: LMConfig) -> dict[str, tuple[str, int, int, bool]]:
     """Return transformers' name -> (ours, first row, end row, transposed)."""
     plan: dict[str, tuple[str, int, int, bool]] = {}
-    if config.family == "llama":
-        for ours, parts in llama_names(config):
-            start = 0
-            for name, rows in parts:
-                plan[name] = (ours, start, start + rows, False)
-                start += rows
-        return plan
-    counts = {
-        "attention.qkv": 3 * config.width,
-        "feed_forward.up": config.hidden,
-        "embedding": config.vocab_size,
-        "positions": config.context,
-        "lm_head": config.vocab_size,
-    }
-    for ours, name, transposed in gpt2_names(config):
-        count = next((count for kind, count in counts.items() if kind in ours), config.width)
-        plan[name] = (ours, 0, count, transposed)
+    for ours, parts, transposed in hf_names(config):
+        start = 0
+        for name, rows in parts:
+            plan[name] = (ours, start, start + rows, transposed)
+            start += rows
     return plan
 
 
@@ -211,30 +201,28 @@ def _head_repeats_embedding(files: TorchFiles) -> bool:
     return torch.equal(head, embedding)
 
 
-def _openai_config(hparams: dict) -> LMConfig:
-    return gpt2(hparams["n_embd"], hparams["n_layer"], hparams["n_head"], hparams["n_vocab"], hparams["n_ctx"])
-
-
-# of a block: ours, transformers' GPT-2, OpenAI's; true for linears
-_GPT2_BLOCK = (
-    ("attention_norm", "ln_1", "ln_1", False),
-    ("attention.qkv", "attn.c_attn", "attn/c_attn", True),
-    ("attention.out", "attn.c_proj", "attn/c_proj", True),
-    ("feed_forward_norm", "ln_2", "ln_2", False),
-    ("feed_forward.up", "mlp.c_fc", "mlp/c_fc", True),
-    ("feed_forward.down", "mlp.c_proj", "mlp/c_proj", True),
-)
-# ours, transformers' Llama (joined by rows)
-_LLAMA_BLOCK = (
-    ("attention_norm", ("input_layernorm",)),
-    ("attention.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    ("attention.out", ("self_attn.o_proj",)),
-    ("feed_forward_norm", ("post_attention_layernorm",)),
-    ("feed_forward.gate_up", ("mlp.gate_proj", "mlp.up_proj")),
-    ("feed_forward.down", ("mlp.down_proj",)),
-)
-# transformers' module name in a Llama block -> Meta's, and whether files cut it by rows
-_META_BLOCK = {
+# of a block: ours -> transformers', joined by rows
+_BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "gpt2": {
+        "attention_norm": ("ln_1",),
+        "attention.qkv": ("attn.c_attn",),
+        "attention.out": ("attn.c_proj",),
+        "feed_forward_norm": ("ln_2",),
+        "feed_forward.up": ("mlp.c_fc",),
+        "feed_forward.down": ("mlp.c_proj",),
+    },
+    "llama": {
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.out": ("self_attn.o_proj",),
+        "feed_forward_norm": ("post_attention_layernorm",),
+        "feed_forward.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "feed_forward.down": ("mlp.down_proj",),
+    },
+}
+# transformers' module of a Llama, in a block or outside -> Meta's, and the axis along which files cut it
+_META = {
+    "model.embed_tokens": ("tok_embeddings", 0),
     "input_layernorm": ("attention_norm", None),
     "self_attn.q_proj": ("attention.wq", 0),
     "self_attn.k_proj": ("attention.wk", 0),
@@ -244,40 +232,38 @@ _META_BLOCK = {
     "mlp.gate_proj": ("feed_forward.w1", 0),
     "mlp.up_proj": ("feed_forward.w3", 0),
     "mlp.down_proj": ("feed_forward.w2", 1),
+    "model.norm": ("norm", None),
+    "lm_head": ("output", 0),
 }
 
 
-def gpt2_names(config: LMConfig, prefix: str = "transformer.") -> Iterator[tuple[str, str, bool]]:
-    """Yield (ours, transformers' name, stored transposed) of every parameter of a GPT-2."""
-    yield "embedding.weight", f"{prefix}wte.weight", False
-    yield "positions.weight", f"{prefix}wpe.weight", False
-    for i in range(config.layers):
-        for ours, theirs, _, linear in _GPT2_BLOCK:
-            yield f"blocks.{i}.{ours}.weight", f"{prefix}h.{i}.{theirs}.weight", linear
-            yield f"blocks.{i}.{ours}.bias", f"{prefix}h.{i}.{theirs}.bias", False
-    yield "norm.weight", f"{prefix}ln_f.weight", False
-    yield "norm.bias", f"{prefix}ln_f.bias", False
-    if not config.tied:
-        yield "lm_head.weight", "lm_head.weight", False
+def hf_names(config: LMConfig) -> Iterator[tuple[str, list[tuple[str, int]], bool]]:
+    """Yield (ours, [(transformers' name, its rows), ...], stored transposed) of every parameter.
 
-
-def llama_names(config: LMConfig) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Yield (ours, [(transformers' name, its rows), ...]) of every parameter of a Llama; rows are joined in order."""
-    rows = {
-        "self_attn.q_proj": config.heads * config.head_dim,
-        "self_attn.k_proj": config.kv_heads * config.head_dim,
-        "self_attn.v_proj": config.kv_heads * config.head_dim,
-        "mlp.gate_proj": config.hidden,
-        "mlp.up_proj": config.hidden,
-    }
-    yield "embedding.weight", [("model.embed_tokens.weight", config.vocab_size)]
+    The rows of several are joined in order.
+    """
+    gpt2, width = config.family == "gpt2", config.width
+    embedding, block, norm = (
+        ("transformer.wte", "transformer.h", "transformer.ln_f")
+        if gpt2
+        else ("model.embed_tokens", "model.layers", "model.norm")
+    )
+    leaves = ("weight", "bias") if gpt2 else ("weight",)
+    rows = {name: count for parts in config.joined.values() for name, count in parts.items()}
+    rows |= {"c_attn": 3 * width, "c_fc": config.hidden}
+    yield "embedding.weight", [(f"{embedding}.weight", config.vocab_size)], False
+    if gpt2:
+        yield "positions.weight", [("transformer.wpe.weight", config.context)], False
     for i in range(config.layers):
-        for ours, theirs in _LLAMA_BLOCK:
-            parts = [(f"model.layers.{i}.{name}.weight", rows.get(name, config.width)) for name in theirs]
-            yield f"blocks.{i}.{ours}.weight", parts
-    yield "norm.weight", [("model.norm.weight", config.width)]
+        for ours, theirs in _BLOCKS[config.family].items():
+            counts = [(f"{block}.{i}.{name}", rows.get(name.rpartition(".")[2], width)) for name in theirs]
+            for leaf in leaves:
+                transposed = gpt2 and leaf == "weight" and not ours.endswith("norm")
+                yield f"blocks.{i}.{ours}.{leaf}", [(f"{name}.{leaf}", count) for name, count in counts], transposed
+    for leaf in leaves:
+        yield f"norm.{leaf}", [(f"{norm}.{leaf}", width)], False
     if not config.tied:
-        yield "lm_head.weight", [("lm_head.weight", config.vocab_size)]
+        yield "lm_head.weight", [("lm_head.weight", config.vocab_size)], False
 
 
 def hf_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMap]:
@@ -287,42 +273,46 @@ def hf_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMa
         UserError: a GPT-2 in fp8, whose scales belong to the other side of the transposed matrices.
     """
     if config.family == "llama":
-        return files, {ours: [RowRange(name) for name, _ in parts] for ours, parts in llama_names(config)}
+        return files, {ours: [RowRange(name) for name, _ in parts] for ours, parts, _ in hf_names(config)}
     if files.fp8 is not None:
         raise UserError(
             f"{files.path}: a GPT-2 stored in fp8 is not supported; load the fp32 or bf16 file with fp8_base"
         )
-    prefix = "transformer." if "transformer.wte.weight" in files else ""
-    derived, key_map = {}, {}
-    for ours, theirs, transposed in gpt2_names(config, prefix):
-        source = theirs
-        if transposed and theirs in files:
-            source = f"{theirs}.T"
-            derived[source] = Derived(files.shape(theirs)[::-1], [theirs], _transposed)
-        key_map[ours] = [RowRange(source)]
-    return DerivedWeights(files, derived), key_map
+    prefix = "" if "transformer.wte.weight" in files else "transformer."
+    return _gpt2_weights(files, config, lambda name: name.removeprefix(prefix))
 
 
 def openai_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMap]:
     """Return weights and key map of OpenAI's TensorFlow checkpoint."""
-    names = {"embedding.weight": "model/wte", "positions.weight": "model/wpe"}
-    names |= {"norm.weight": "model/ln_f/g", "norm.bias": "model/ln_f/b"}
-    derived: dict[str, Derived] = {}
-    for i in range(config.layers):
-        for ours, _, theirs, linear in _GPT2_BLOCK:
-            weight = f"model/h{i}/{theirs}/{'w' if linear else 'g'}"
-            names[f"blocks.{i}.{ours}.bias"] = f"model/h{i}/{theirs}/b"
-            names[f"blocks.{i}.{ours}.weight"] = f"{weight}.T" if linear else weight
-            if linear and weight in files:
-                derived[f"{weight}.T"] = Derived(files.shape(weight)[:0:-1], [weight], _transposed_last)
-    return DerivedWeights(files, derived), {ours: [RowRange(name)] for ours, name in names.items()}
+    leaves = {"bias": "/b", "weight": "/w", "norm": "/g", "embedding": ""}
+
+    def openai_name(name: str) -> str:
+        module, _, leaf = name.removeprefix("transformer.").rpartition(".")
+        kind = "embedding" if module in ("wte", "wpe") else "norm" if "ln_" in module and leaf == "weight" else leaf
+        return f"model/{re.sub(r'^h.', 'h', module).replace('.', '/')}{leaves[kind]}"
+
+    return _gpt2_weights(files, config, openai_name)
+
+
+def _gpt2_weights(
+    files: WeightFiles, config: LMConfig, name_in_file: Callable[[str], str]
+) -> tuple[WeightFiles, KeyMap]:
+    """Return weights and key map of a GPT-2 whose linears are stored [in, out], or [1, in, out]."""
+    derived, key_map = {}, {}
+    for ours, ((theirs, _),), transposed in hf_names(config):
+        source = name_in_file(theirs)
+        if transposed and source in files:
+            derived[f"{source}.T"] = Derived(files.shape(source)[:-3:-1], [source], lambda w: w.flatten(0, -2).t())
+            source = f"{source}.T"
+        key_map[ours] = [RowRange(source)]
+    return DerivedWeights(files, derived), key_map
 
 
 def meta_weights(files: WeightFiles, config: LMConfig, shards: int) -> tuple[WeightFiles, KeyMap]:
     """Return weights and key map of Meta's checkpoint in ``shards`` files, whose names begin with ``0:`` and so on."""
     derived: dict[str, Derived] = {}
     key_map: dict[str, list[RowRange]] = {}
-    for ours, parts in llama_names(config):
+    for ours, parts, _ in hf_names(config):
         key_map[ours] = [
             each for name, rows in parts for each in _meta_ranges(files, config, shards, name, rows, derived)
         ]
@@ -341,7 +331,7 @@ def _meta_ranges(
     if name == "tok_embeddings.weight":  # Llama 2 cuts it by columns, Llama 3 by rows
         axis = 1 if shape[0] == rows else 0
     if len(sources) > 1 and axis == 1:
-        derived[name] = Derived((shape[0], shape[1] * shards), sources, _beside_each_other)
+        derived[name] = Derived((shape[0], shape[1] * shards), sources, lambda *parts: torch.cat(parts, dim=1))
         return [RowRange(name)]
     if hf_name.endswith(("q_proj.weight", "k_proj.weight")):
         # a shard holds whole heads, so each can be put in order by itself
@@ -356,28 +346,11 @@ def _meta_ranges(
 
 def _meta_name(hf_name: str) -> tuple[str, int | None]:
     """Return Meta's name for transformers', and the axis along which files cut it."""
-    outside = {
-        "model.embed_tokens.weight": ("tok_embeddings.weight", 0),
-        "model.norm.weight": ("norm.weight", None),
-        "lm_head.weight": ("output.weight", 0),
-    }
-    if hf_name in outside:
-        return outside[hf_name]
-    _, _, layer, module = hf_name.removesuffix(".weight").split(".", 3)
-    name, axis = _META_BLOCK[module]
-    return f"layers.{layer}.{name}.weight", axis
-
-
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.t().contiguous()
-
-
-def _transposed_last(weight: Tensor) -> Tensor:
-    return weight[0].t().contiguous()
-
-
-def _beside_each_other(*parts: Tensor) -> Tensor:
-    return torch.cat(parts, dim=1)
+    layer, _, module = hf_name.removesuffix(".weight").removeprefix("model.layers.").partition(".")
+    if not layer.isdigit():
+        layer, module = "", hf_name.removesuffix(".weight")
+    name, axis = _META[module]
+    return f"layers.{layer}.{name}.weight" if layer else f"{name}.weight", axis
 
 
 def _in_order(order: Tensor, weight: Tensor) -> Tensor:
@@ -387,7 +360,7 @@ def _in_order(order: Tensor, weight: Tensor) -> Tensor:
 
 def _llama_rows() -> Iterator[KeyRow]:
     """Yield the linear layers of a block: a LoRA trains the parts of joined matrices (``separate_projections``)."""
-    for ours, theirs in _LLAMA_BLOCK:
+    for ours, theirs in _BLOCKS["llama"].items():
         for name in theirs if not ours.endswith("norm") else ():
             part = f".{name.rpartition('.')[2]}" if len(theirs) > 1 else ""
             yield KeyRow(f"blocks.{{i}}.{ours}{part}", (f"model.layers.{{i}}.{name}",))
@@ -424,8 +397,8 @@ GPT2_TARGETS = LoraTargets(
     keys=KeyNames(
         tuple(
             KeyRow(f"blocks.{{i}}.{ours}", (f"transformer.h.{{i}}.{theirs}",), transposed=True)
-            for ours, theirs, _, is_linear in _GPT2_BLOCK
-            if is_linear
+            for ours, (theirs,) in _BLOCKS["gpt2"].items()
+            if not ours.endswith("norm")
         )
     ),
     file_prefix="language_model",

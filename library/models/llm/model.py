@@ -310,15 +310,11 @@ def separate_projections(model: TransformerLM) -> None:
     """
     if model.config.family != "llama":
         return
-    config = model.config
-    keys = config.kv_heads * config.head_dim
-    attention = {"q_proj": config.heads * config.head_dim, "k_proj": keys, "v_proj": keys}
-    gated = {"gate_proj": config.hidden, "up_proj": config.hidden}
     for block in model.blocks:
-        for parent, name, rows in ((block.attention, "qkv", attention), (block.feed_forward, "gate_up", gated)):
-            joined = getattr(parent, name)
-            if not isinstance(joined, JoinedLinear):
-                setattr(parent, name, JoinedLinear(_parts(joined, rows)).train(joined.training))
+        for name, rows in model.config.joined.items():
+            layer = block.get_submodule(name)
+            if not isinstance(layer, JoinedLinear):
+                block.set_submodule(name, JoinedLinear(_parts(layer, rows)).train(layer.training))
 
 
 def _parts(joined: nn.Module, rows: Mapping[str, int]) -> dict[str, nn.Module]:
@@ -357,14 +353,11 @@ def lm_split_plan(config: LMConfig, processes: int, separate: bool) -> dict[str,
     for what, count in (("heads", config.heads), ("kv_heads", config.kv_heads), ("hidden", config.hidden)):
         if count % processes:
             raise UserError(f"tp: {what} = {count} cannot be split among {processes} processes; set a divisor")
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    joined = {"attention.qkv": {"q_proj": queries, "k_proj": keys, "v_proj": keys}}
-    if config.family == "llama":
-        joined["feed_forward.gate_up"] = {"gate_proj": config.hidden, "up_proj": config.hidden}
+    queries = config.heads * config.head_dim
     block = {"attention.out": Parts(1, (queries,)), "feed_forward.down": Parts(1, (config.hidden,))}
-    if config.family != "llama":
+    if config.family == "gpt2":
         block["feed_forward.up"] = Parts(0, (config.hidden,))
-    for name, rows in joined.items():
+    for name, rows in config.joined.items():
         if separate and config.family == "llama":
             block |= {f"{name}.{part}": Parts(0, (count,)) for part, count in rows.items()}
         else:

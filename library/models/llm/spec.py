@@ -74,6 +74,15 @@ class LMConfig:
         """Whether linear layers have one."""
         return self.family == "gpt2"
 
+    @property
+    def joined(self) -> dict[str, dict[str, int]]:
+        """Return each matrix of a block that is several of transformers' -> their names and rows."""
+        keys = self.kv_heads * self.head_dim
+        found = {"attention.qkv": {"q_proj": self.heads * self.head_dim, "k_proj": keys, "v_proj": keys}}
+        if self.family == "llama":
+            found["feed_forward.gate_up"] = {"gate_proj": self.hidden, "up_proj": self.hidden}
+        return found
+
     def padded(self, multiple: int) -> LMConfig:
         """Return the same model with its vocabulary's matrices padded to a multiple of rows."""
         return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
