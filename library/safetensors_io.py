@@ -72,12 +72,18 @@ TensorSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> (dtype, 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: ``dtype`` as headers write it, ``offset`` of its first byte in ``file``."""
+    """Where a tensor lies: ``dtype`` as headers write it, ``offset`` of the first of its ``bytes`` in ``file``."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    bytes: int
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers it holds, of a format with one number an element."""
+        return math.prod(self.shape)
 
     @property
     def spec(self) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -99,16 +105,17 @@ class RowRange:
         return (stop - self.start, *shape[1:])
 
 
-def read_entries(files: Iterable[Path]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def read_entries(files: Iterable[Path], may_be_cut: bool = False) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return name -> entry of all tensors in ``files``, in file order, and their metadata; only headers are read."""
     entries: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     for file in files:
-        header, data_start = _read_header(file)
+        header, data_start = _read_header(file, may_be_cut)
         metadata |= header.pop("__metadata__", {})
         for name, entry in header.items():
-            begin = data_start + entry["data_offsets"][0]
-            entries[name] = TensorEntry(Path(file), entry["dtype"], tuple(entry["shape"]), begin)
+            begin, end = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            entries[name] = TensorEntry(Path(file), entry["dtype"], shape, data_start + begin, end - begin)
     return entries, metadata
 
 

@@ -17,31 +17,15 @@ https://github.com/black-forest-labs/flux/blob/main/src/flux/modules/layers.py.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from library.errors import UserError
 from library.models.registry import all_modules
-from library.safetensors_io import read_safetensors_header, weight_files
-
-
-@dataclass(frozen=True)
-class WeightlessNorms:
-    """Norms without weights.
-
-    Attributes:
-        owner: regular expression of the tensor that is there once for each module that has these norms.
-        names: the norms' names, with ``\\1`` for the owner's block.
-        kind: their class.
-    """
-
-    owner: str
-    names: tuple[str, ...]
-    kind: str = "LayerNorm"
+from library.safetensors_io import TensorEntry, read_entries, weight_files
 
 
 @dataclass(frozen=True)
@@ -53,7 +37,8 @@ class Architecture:
         marks: regular expressions; each must match a whole tensor name.
         with_bias: what a norm with weight and bias is.
         without_bias: what a norm with a weight alone is.
-        weightless: norms that no tensor shows.
+        weightless: LayerNorms that no tensor shows: a regular expression of the tensor that is there once for each
+            module that has them -> their names, with ``\\1`` for the expression's first group.
         facts: label -> (tensor, axis): a size worth telling; axis None tells whether the tensor is there.
         model_type: of a transformer, the family's first; "" of its other parts.
     """
@@ -62,17 +47,9 @@ class Architecture:
     marks: tuple[str, ...]
     with_bias: str = "LayerNorm"
     without_bias: str = "RMSNorm"
-    weightless: tuple[WeightlessNorms, ...] = ()
+    weightless: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     facts: tuple[tuple[str, str, int | None], ...] = ()
     model_type: str = ""
-
-    def weightless_norms(self, names: Collection[str]) -> Iterator[tuple[str, str]]:
-        """Yield (name, kind) of every norm that is in the model but not in its tensors ``names``."""
-        for row in self.weightless:
-            for name in names:
-                if match := re.fullmatch(row.owner, name):
-                    for norm in row.names:
-                        yield match.expand(norm), row.kind
 
 
 UNKNOWN = Architecture("unknown architecture", (), with_bias="LayerNorm or GroupNorm")
@@ -106,20 +83,6 @@ _BOOKKEEPING = re.compile(
     r"(.*\.)?(scale_weight|weight_scale|weight_scale_2|scale_input|input_scale|scaled_fp8|comfy_quant|SCB)"
     r"|.*\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)"
 )
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor as the header describes it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-
-    @property
-    def parameters(self) -> int:
-        """Numbers in it."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -182,14 +145,14 @@ class WeightSet:
     Attributes:
         name: the pipeline's part, "" otherwise.
         files: in order. bytes: on disk.
-        tensors: name -> description. metadata: the files' strings.
+        tensors: by name. metadata: the files' strings.
         notes: what is wrong with the files.
     """
 
     name: str
     files: tuple[Path, ...]
     bytes: int
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     notes: tuple[str, ...]
 
@@ -218,18 +181,13 @@ def _sets_in(folder: Path) -> list[tuple[str, list[Path]]]:
 
 def _read(named: tuple[str, Sequence[Path]]) -> WeightSet:
     name, files = named
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     notes: list[str] = []
     for file in files:
-        header = read_safetensors_header(file, may_be_cut=True)
-        metadata |= header.pop("__metadata__", {})
-        with open(file, "rb") as raw:
-            start = 8 + int.from_bytes(raw.read(8), "little")
-        for key, entry in header.items():
-            begin, end = entry["data_offsets"]
-            tensors[key] = Tensor(entry["dtype"], tuple(entry["shape"]), end - begin)
-        missing = start + max((e["data_offsets"][1] for e in header.values()), default=0) - file.stat().st_size
+        entries, strings = read_entries([file], may_be_cut=True)
+        tensors, metadata = tensors | entries, metadata | strings
+        missing = max((each.offset + each.bytes for each in entries.values()), default=0) - file.stat().st_size
         if missing > 0:
             notes.append(f"{file}: {missing:,} bytes are missing at its end; download it again")
     return WeightSet(name, tuple(files), sum(f.stat().st_size for f in files), tensors, metadata, tuple(notes))
@@ -237,7 +195,7 @@ def _read(named: tuple[str, Sequence[Path]]) -> WeightSet:
 
 def components(weights: WeightSet) -> list[Component]:
     """Return the networks in a weight set."""
-    split: dict[str, dict[str, Tensor]] = {}
+    split: dict[str, dict[str, TensorEntry]] = {}
     for name, tensor in weights.tensors.items():
         match = _PREFIXES.match(name)
         prefix = match[0] if match else ""
@@ -248,12 +206,12 @@ def components(weights: WeightSet) -> list[Component]:
     return [_component(prefix.rstrip(".") or weights.name, tensors) for prefix, tensors in split.items()]
 
 
-def _component(name: str, tensors: Mapping[str, Tensor]) -> Component:
+def _component(name: str, tensors: Mapping[str, TensorEntry]) -> Component:
     architecture = recognise(tensors)
     counted = {key: tensor for key, tensor in tensors.items() if not _BOOKKEEPING.fullmatch(key)}
     dtypes: Counter[str] = Counter()
     for tensor in counted.values():
-        dtypes[tensor.dtype] += tensor.parameters
+        dtypes[tensor.dtype] += tensor.numbers
     modules = _modules(tensors, architecture)
     blocks: dict[str, set[str]] = {}
     for key in counted:
@@ -262,45 +220,38 @@ def _component(name: str, tensors: Mapping[str, Tensor]) -> Component:
     return Component(
         name=name,
         architecture=architecture.name,
-        facts=_facts(architecture, tensors),
+        facts={
+            label: key in tensors if axis is None else tensors[key].shape[axis]
+            for label, key, axis in architecture.facts
+            if axis is None or key in tensors
+        },
         blocks={part: len(numbers) for part, numbers in blocks.items()},
         modules=tuple(modules),
         tensors=len(tensors),
-        parameters=sum(tensor.parameters for tensor in counted.values()),
+        parameters=sum(tensor.numbers for tensor in counted.values()),
         bytes=sum(tensor.bytes for tensor in tensors.values()),
         dtypes=dict(dtypes.most_common()),
     )
 
 
-def _facts(architecture: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, int | bool]:
-    facts: dict[str, int | bool] = {}
-    for label, key, axis in architecture.facts:
-        if axis is None:
-            facts[label] = key in tensors
-        elif key in tensors:
-            facts[label] = tensors[key].shape[axis]
-    return facts
-
-
-def _modules(tensors: Mapping[str, Tensor], architecture: Architecture) -> list[ModuleGroup]:
+def _modules(tensors: Mapping[str, TensorEntry], architecture: Architecture) -> list[ModuleGroup]:
     """Return the modules of one network in file order, then the norms that have no tensors."""
-    leaves: dict[str, dict[str, Tensor]] = {}
+    leaves: dict[str, dict[str, TensorEntry]] = {}
     for key, tensor in tensors.items():
         owner, _, leaf = key.rpartition(".")
         if ".weight." in key and _BOOKKEEPING.fullmatch(key):
             owner, leaf = key.split(".weight.", 1)
         leaves.setdefault(owner, {})[leaf] = tensor
-    groups: dict[tuple[str, str], list[Mapping[str, Tensor]]] = {}
+    groups: dict[tuple[str, str], list[Mapping[str, TensorEntry]]] = {}
     for owner, parts in leaves.items():
         groups.setdefault((_starred(owner), _kind(owner, parts, architecture)), []).append(parts)
     found = [_group(name, kind, members) for (name, kind), members in groups.items()]
-    hidden = Counter((_starred(name), kind) for name, kind in architecture.weightless_norms(tensors))
-    return found + [
-        ModuleGroup(name, _part(name), kind, count, learned=False) for (name, kind), count in hidden.items()
-    ]
+    owners = ((re.fullmatch(owner, key), norms) for owner, norms in architecture.weightless.items() for key in tensors)
+    hidden = Counter(_starred(match.expand(norm)) for match, norms in owners if match for norm in norms)
+    return found + [ModuleGroup(name, _part(name), "LayerNorm", count, learned=False) for name, count in hidden.items()]
 
 
-def _group(name: str, kind: str, members: Sequence[Mapping[str, Tensor]]) -> ModuleGroup:
+def _group(name: str, kind: str, members: Sequence[Mapping[str, TensorEntry]]) -> ModuleGroup:
     tensors = [tensor for parts in members for tensor in parts.values()]
     weights = [t for parts in members for leaf, t in parts.items() if not _BOOKKEEPING.fullmatch(leaf)]
     first = members[0]
@@ -311,13 +262,13 @@ def _group(name: str, kind: str, members: Sequence[Mapping[str, Tensor]]) -> Mod
         kind=kind,
         count=len(members),
         shape=shape,
-        parameters=sum(tensor.parameters for tensor in weights),
+        parameters=sum(tensor.numbers for tensor in weights),
         bytes=sum(tensor.bytes for tensor in tensors),
         dtypes=dict(Counter(tensor.dtype for tensor in weights)),
     )
 
 
-def _kind(owner: str, parts: Mapping[str, Tensor], architecture: Architecture) -> str:
+def _kind(owner: str, parts: Mapping[str, TensorEntry], architecture: Architecture) -> str:
     """Return the class of a module, from its leaves."""
     if all(_BOOKKEEPING.fullmatch(leaf) for leaf in parts):
         return "quantisation marker"

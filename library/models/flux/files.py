@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from library.models.files import FamilyFiles, Part, Shapes, rope_axes
-from library.models.inspection import Architecture, WeightlessNorms
+from library.models.inspection import Architecture
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, TextEncoderTargets, count_blocks
 
 
@@ -218,21 +218,10 @@ ARCHITECTURES = (
     Architecture(
         "FLUX.1 transformer (diffusers' names)",
         (r"single_transformer_blocks\.0\.attn\.to_q\.weight", r"transformer_blocks\.0\.norm1_context\.linear\.weight"),
-        weightless=(
-            WeightlessNorms(
-                r"transformer_blocks\.(\d+)\.norm1\.linear\.weight",
-                (r"transformer_blocks.\1.norm1.norm", r"transformer_blocks.\1.norm2"),
-            ),
-            WeightlessNorms(
-                r"transformer_blocks\.(\d+)\.norm1_context\.linear\.weight",
-                (r"transformer_blocks.\1.norm1_context.norm", r"transformer_blocks.\1.norm2_context"),
-            ),
-            WeightlessNorms(
-                r"single_transformer_blocks\.(\d+)\.norm\.linear\.weight",
-                (r"single_transformer_blocks.\1.norm.norm",),
-            ),
-            WeightlessNorms(r"norm_out\.linear\.weight", ("norm_out.norm",)),
-        ),
+        weightless={
+            r"(transformer_blocks\.\d+)\.norm1(|_context)\.linear\.weight": (r"\1.norm1\2.norm", r"\1.norm2\2"),
+            r"(single_transformer_blocks\.\d+\.norm|norm_out)\.linear\.weight": (r"\1.norm",),
+        },
         facts=(
             ("width", "x_embedder.weight", 0),
             ("guidance", "time_text_embed.guidance_embedder.linear_1.weight", None),
@@ -242,14 +231,11 @@ ARCHITECTURES = (
     Architecture(
         "FLUX.1 transformer (Black Forest Labs' names)",
         (r"double_blocks\.0\.img_attn\.qkv\.weight", r"double_blocks\.0\.img_mod\.lin\.weight"),
-        weightless=(
-            WeightlessNorms(
-                r"double_blocks\.(\d+)\.img_mod\.lin\.weight",
-                tuple(rf"double_blocks.\1.{stream}_norm{n}" for stream in ("img", "txt") for n in (1, 2)),
-            ),
-            WeightlessNorms(r"single_blocks\.(\d+)\.modulation\.lin\.weight", (r"single_blocks.\1.pre_norm",)),
-            WeightlessNorms(r"final_layer\.linear\.weight", ("final_layer.norm_final",)),
-        ),
+        weightless={
+            r"(double_blocks\.\d+\.)(img|txt)_mod\.lin\.weight": (r"\1\2_norm1", r"\1\2_norm2"),
+            r"(single_blocks\.\d+)\.modulation\.lin\.weight": (r"\1.pre_norm",),
+            r"(final_layer)\.linear\.weight": (r"\1.norm_final",),
+        },
         facts=(("width", "img_in.weight", 0), ("guidance", "guidance_in.in_layer.weight", None)),
         model_type="flux",
     ),

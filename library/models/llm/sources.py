@@ -49,7 +49,8 @@ class TorchFiles(WeightFiles):
                 if not tensor.is_contiguous() or offset is None or tensor.dtype not in DTYPE_NAMES:
                     raise UserError(f"{file}: tensor {name!r} is stored in pieces; save it again with safetensors")
                 start = offset + int(tensor.storage_offset()) * tensor.element_size()
-                self.entries[prefix + name] = TensorEntry(file, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start)
+                dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+                self.entries[prefix + name] = TensorEntry(file, dtype, shape, start, tensor.nbytes)
 
 
 def _outline(file: Path) -> dict[str, Tensor]:
@@ -143,7 +144,7 @@ class TensorFlowFiles(WeightFiles):
         offset, size, count = numbers.get(4, 0), numbers.get(5, 0), width * math.prod(shape)
         if not file.is_file() or file.stat().st_size < offset + size or size != count:
             raise UserError(f"{file}: missing or cut off (tensor {name!r}); download it again")
-        self.entries[name] = TensorEntry(file, dtype, shape, offset)
+        self.entries[name] = TensorEntry(file, dtype, shape, offset, size)
 
 
 def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:

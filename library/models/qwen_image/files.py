@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from library.models.files import FamilyFiles, Part, Shapes, rope_axes
-from library.models.inspection import Architecture, WeightlessNorms
+from library.models.inspection import Architecture
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
 
 _ZERO_COND_MARKER = "__index_timestep_zero__"
@@ -108,16 +108,10 @@ ARCHITECTURES = (
     Architecture(
         "Qwen-Image transformer",
         (r"transformer_blocks\.0\.img_mod\.1\.weight",),
-        weightless=(
-            *(
-                WeightlessNorms(
-                    rf"transformer_blocks\.(\d+)\.{stream}_mod\.1\.weight",
-                    (rf"transformer_blocks.\1.{stream}_norm1", rf"transformer_blocks.\1.{stream}_norm2"),
-                )
-                for stream in ("img", "txt")
-            ),
-            WeightlessNorms(r"norm_out\.linear\.weight", ("norm_out.norm",)),
-        ),
+        weightless={
+            r"(transformer_blocks\.\d+\.)(img|txt)_mod\.1\.weight": (r"\1\2_norm1", r"\1\2_norm2"),
+            r"(norm_out)\.linear\.weight": (r"\1.norm",),
+        },
         facts=(("width", "img_in.weight", 0),),
         model_type="qwen_image",
     ),

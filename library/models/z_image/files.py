@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from library.models.files import FamilyFiles, Part, Shapes
-from library.models.inspection import Architecture, WeightlessNorms
+from library.models.inspection import Architecture
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
 
 _STACKS = ("layers.{i}", "noise_refiner.{i}", "context_refiner.{i}")
@@ -112,7 +112,7 @@ ARCHITECTURES = (
     Architecture(
         "Z-Image transformer",
         (r"cap_pad_token", r"layers\.0\.adaLN_modulation\.0\.weight"),
-        weightless=(WeightlessNorms(r"(final_layer|all_final_layer\.2-1)\.linear\.weight", (r"\1.norm_final",)),),
+        weightless={r"(final_layer|all_final_layer\.2-1)\.linear\.weight": (r"\1.norm_final",)},
         facts=(("width", "cap_embedder.1.weight", 0),),
         model_type="z_image",
     ),
