@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import json
 import os
 import platform
 import re
@@ -214,16 +215,23 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_text(path: str | Path, remedy: str = "check the path") -> str:
-    """Return what the text file ``path`` (UTF-8) holds; ``remedy`` ends the message where it cannot be read."""
+@contextmanager
+def reading(path: str | Path, remedy: str = "check the path") -> Iterator[None]:
+    """Within the block ``path`` is read: what goes wrong becomes a UserError that ends with ``remedy``."""
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+        yield
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {remedy}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+
+
+def read_text(path: str | Path, remedy: str = "check the path") -> str:
+    """Return what the text file ``path`` (UTF-8) holds; ``remedy`` ends the message where it cannot be read."""
+    with reading(path, remedy):
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
 
 
 def read_toml(path: str | Path, remedy: str = "check the path") -> tuple[dict[str, Any], str]:
@@ -236,6 +244,26 @@ def read_toml(path: str | Path, remedy: str = "check the path") -> tuple[dict[st
         raise UserError(f"{path} line {error.lineno}: not valid TOML ({error.msg}); correct this line{hint}") from None
     except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
         raise UserError(f"{path}: not valid TOML ({error}); correct it") from None
+
+
+def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """Yield what each line of a jsonl file holds that is not blank, after "file:line" for messages.
+
+    Raises:
+        UserError: the file cannot be read, is not UTF-8 (with or without a byte order mark), or a line is no JSON.
+    """
+    with reading(path), open(path, encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{path}:{number}", parse_json(line, f"{path}:{number}")
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Return what a JSON text holds; raises a UserError that begins with ``where``."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({error}); correct it") from None
 
 
 def written_path(text: str, where: str) -> Path:

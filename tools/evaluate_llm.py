@@ -27,7 +27,7 @@ from library.files import write_text
 from library.llm.documents import find_files, read_documents
 from library.llm.evaluation import (
     Document,
-    Question,
+    accuracies,
     answer_questions,
     first_token,
     measure_perplexity,
@@ -87,7 +87,12 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             for path in options.perplexity:
                 texts[path] = documents(path, tokenizer, options)
                 reading(1)
-    tasks = find_harness_tasks(options) if options.tasks else None
+    tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
+    manager = None
+    if options.tasks:
+        from library.llm.lm_harness import HarnessModel, find_tasks, run_tasks
+
+        manager = find_tasks(tasks, options.include_path)
     model = load_language_model(options.model, options.dtype, options.fp8_scaled)
     if lora is not None:
         put_lora_on(model, lora.path, lora.ratio)
@@ -97,12 +102,19 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         "fp8_scaled": options.fp8_scaled,
         "lora": options.lora,
     }
-    if texts:
-        results["perplexity"] = perplexities(model, tokenizer, texts, context, options, console)
-    if questions:
-        results["choices"] = choices(model, tokenizer, questions, context, options.batch_size, console)
-    if tasks is not None:
-        results["tasks"] = harness_tasks(model, tokenizer, tasks, context, options, console)
+    size, stride = options.batch_size, options.stride or max(1, context // 2)
+    with counting(console) as start:
+        for path, own in texts.items():
+            advance = start("perplexity, tokens", sum(len(document.tokens) for document in own))
+            measured = measure_perplexity(model, own, first_token(tokenizer), context, stride, size, advance)
+            results.setdefault("perplexity", {})[path] = measured
+        for path, asked in questions.items():
+            advance = start("choices", sum(len(question.choices) for question in asked))
+            scores = answer_questions(model, tokenizer, asked, context, size, advance)
+            results.setdefault("choices", {})[path] = accuracies(asked, scores)
+        if manager is not None:
+            harness = HarnessModel(model, tokenizer, context, size, start, options.seed)
+            results["tasks"] = run_tasks(harness, manager, tasks, options.num_fewshot, options.limit)
     if options.prompt:
         results["samples"] = samples(model, tokenizer, options, config.eos)
     show(results, console)
@@ -160,67 +172,6 @@ def documents(path: str, tokenizer: Tokenizer, options: argparse.Namespace) -> l
     if not kept:
         raise UserError(f"{path}: holds no text; give another file, or set --text_key")
     return kept
-
-
-def perplexities(
-    model: TransformerLM,
-    tokenizer: Tokenizer,
-    texts: dict[str, list[Document]],
-    context: int,
-    options: argparse.Namespace,
-    console: Console,
-) -> dict[str, Any]:
-    """Return path -> what was measured on its documents."""
-    stride = options.stride or max(1, context // 2)
-    measured = {}
-    with counting(console) as start:
-        for path, own in texts.items():
-            advance = start("perplexity, tokens", sum(len(document.tokens) for document in own))
-            first = first_token(tokenizer)
-            size = options.batch_size
-            measured[path] = measure_perplexity(model, own, first, context, stride, size, advance).as_dict()
-    return measured
-
-
-def choices(
-    model: TransformerLM,
-    tokenizer: Tokenizer,
-    questions: dict[str, list[Question]],
-    context: int,
-    batch_size: int,
-    console: Console,
-) -> dict[str, Any]:
-    """Return path -> accuracies on its questions."""
-    measured = {}
-    with counting(console) as start:
-        for path, own in questions.items():
-            advance = start("choices", sum(len(question.choices) for question in own))
-            measured[path] = answer_questions(model, tokenizer, own, context, batch_size, advance).as_dict()
-    return measured
-
-
-def find_harness_tasks(options: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Return the harness's index of tasks and the names that are asked for; raises as ``find_tasks``."""
-    from library.llm.lm_harness import find_tasks
-
-    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    return find_tasks(names, options.include_path), names
-
-
-def harness_tasks(
-    model: TransformerLM,
-    tokenizer: Tokenizer,
-    tasks: tuple[Any, list[str]],
-    context: int,
-    options: argparse.Namespace,
-    console: Console,
-) -> dict[str, Any]:
-    """Return task -> metric -> value, from lm-evaluation-harness."""
-    from library.llm.lm_harness import HarnessModel, run_tasks
-
-    with counting(console) as start:
-        asked = HarnessModel(model, tokenizer, context, options.batch_size, start, options.seed)
-        return run_tasks(asked, *tasks, options.num_fewshot, options.limit)
 
 
 def samples(

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from library.data.images import read_size
 from library.errors import UserError
-from library.files import write_text
+from library.files import read_text, reading, write_text
 
 _VERSION = 1
 _RACY_NS = 2_000_000_000
@@ -124,10 +124,7 @@ class FileIndex:
         if known is not None and (known[0], known[1]) == stat:
             return str(known[2])
         started = time.time_ns()
-        try:
-            text = read_bytes(path).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+        text = read_text(path)
         if started - stat[1] > _RACY_NS:
             self._captions[key] = [*stat, text]
             self._changed = True
@@ -156,8 +153,5 @@ class FileIndex:
 
 def read_bytes(path: str) -> bytes:
     """Return a file's content."""
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
+    with reading(path):
+        return Path(path).read_bytes()

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from library.data.buckets import Fit, Size
 from library.errors import UserError
+from library.files import reading
 
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile as OpenImage
@@ -127,10 +128,8 @@ def to_latent_mask(mask: Image.Image, latent_factor: int) -> Tensor:
 
 def _read_jxl_size(path: str) -> Size:
     try:
-        with open(path, "rb") as file:
+        with reading(path), open(path, "rb") as file:
             size = read_jxl_size(file.read(HEADER_BYTES))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
     except ValueError as error:
         raise UserError(f"{path}: not an image that can be read ({error}); replace or remove it") from None
     _refuse_bomb(size, path)

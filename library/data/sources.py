@@ -10,7 +10,6 @@ image as ``control_path``, or several as ``control_path_0``, ``control_path_1``,
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from library.data.config import Subset, refused_control_path
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.sidecars import find_control_images, find_masks, is_image, stem
 from library.errors import UserError, did_you_mean
-from library.files import read_text, written_path
+from library.files import parse_json, read_json_lines, read_text, written_path
 
 _CONTROL_KEY = re.compile(r"control_path(?:_(\d+))?")
 
@@ -218,31 +217,19 @@ class _Folder:
 
 def _metadata_entries(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (place for messages, image path as written, its entry) of a JSON or JSON lines file."""
-    text = read_text(file)
     if file.suffix.lower() == ".jsonl":
-        for number, line in enumerate(text.split("\n"), start=1):
-            if not line.strip():
-                continue
-            where = f"{file} line {number}"
-            entry = _parse_json(line, where)
+        for where, entry in read_json_lines(file):
             if not isinstance(entry, dict) or not isinstance(entry.get("image_path"), str):
                 raise UserError(f'{where}: no "image_path"; write {{"image_path": ..., "caption": ...}}')
             yield where, entry["image_path"], entry
         return
-    entries = _parse_json(text, str(file))
+    entries = parse_json(read_text(file), str(file))
     if not isinstance(entries, dict):
         raise UserError(f'{file}: not an object; write {{"image.png": {{"caption": ...}}}}, or name the file .jsonl')
     for name, entry in entries.items():
         if not isinstance(entry, dict):
             raise UserError(f'{file}: entry {name!r} is not an object; write {{"caption": ...}}')
         yield f"{file}: {name!r}", name, entry
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error}); correct it") from None
 
 
 def _inside(base: Path, name: str, what: str, where: str) -> str:

@@ -23,8 +23,6 @@ those, whatever the batch size, the accumulation and the packing are.
 from __future__ import annotations
 
 import bisect
-import importlib.util
-import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,12 +34,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from library.errors import UserError
+from library.files import parse_json, read_json_lines, read_text
 from library.llm.chat_templates import ChatTemplate, Message
+from library.llm.documents import read_parquet, require_pyarrow
 from library.nn.cross_entropy import IGNORED
 from library.randomness import derive_seed
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-_UTF8 = "utf-8-sig"  # with or without the mark that some programs put at a file's beginning
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -82,8 +81,7 @@ def read_chats(paths: Sequence[str | Path]) -> list[Chat]:
     """Return the chats in files, or in all files of folders, in order."""
     chats: list[Chat] = []
     for file in _files(paths):
-        for number, record in _records(file):
-            chats.append(parse_chat(record, f"{file}:{number}"))
+        chats += [parse_chat(record, where) for where, record in _records(file)]
     if not chats:
         raise UserError(f"{paths[0]}: holds no chat; name a file with some")
     return chats
@@ -172,42 +170,20 @@ def _files(paths: Iterable[str | Path]) -> list[Path]:
     return files
 
 
-def _records(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield each record with its line, place in the list, or row, from 1."""
-    if file.suffix == ".parquet":
-        yield from enumerate(_parquet(file), 1)
+def _records(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each record after "file:" and its line, place in the list, or row, from 1."""
+    if file.suffix == ".jsonl":
+        yield from read_json_lines(file)
         return
-    try:
-        if file.suffix == ".json":
-            records = json.loads(file.read_text(encoding=_UTF8))
-            if not isinstance(records, list):
-                raise UserError(f"{file}: is no list of records; write one a line into a .jsonl file")
-            yield from enumerate(records, 1)
-            return
-        with open(file, encoding=_UTF8) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        yield number, json.loads(line)
-                    except ValueError as error:
-                        raise UserError(f"{file}:{number}: no JSON ({error}); correct the line") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 at byte {error.start}; convert it") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}:{error.lineno}: no JSON ({error.msg}); correct it") from None
-
-
-def _parquet(file: Path) -> Iterator[Any]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UserError("parquet files need the package pyarrow; run pip install pyarrow==26.0.1, or convert to .jsonl")
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{file}: not a readable parquet file ({error}); download it again") from None
+    if file.suffix == ".parquet":
+        require_pyarrow([file])
+        records: Iterable[Any] = read_parquet(file)
+    else:
+        records = parse_json(read_text(file), str(file))
+        if not isinstance(records, list):
+            raise UserError(f"{file}: is no list of records; write one a line into a .jsonl file")
+    for number, record in enumerate(records, 1):
+        yield f"{file}:{number}", record
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from library.errors import UserError, did_you_mean
+from library.files import read_json_lines, reading
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".arrow")
 _ROWS = 1024  # read at once
@@ -46,11 +47,16 @@ def find_files(paths: Sequence[str | Path], split: str | None = None) -> list[Pa
             files.append(path)
     if not files:
         raise UserError(f"{paths[0]}: no {', '.join(SUFFIXES)} file in it; name the folder the texts lie in")
+    require_pyarrow(files)
+    return files
+
+
+def require_pyarrow(files: Sequence[Path]) -> None:
+    """Raise a UserError if any of ``files`` needs pyarrow and it is not installed."""
     if any(file.suffix in (".parquet", ".arrow") for file in files) and importlib.util.find_spec("pyarrow") is None:
         raise UserError(
             "parquet and arrow files need the package pyarrow; run pip install pyarrow==26.0.1, or convert to .jsonl"
         )
-    return files
 
 
 def read_documents(file: Path, text_key: str = "text", separator: str | None = None) -> Iterator[str]:
@@ -61,55 +67,45 @@ def read_documents(file: Path, text_key: str = "text", separator: str | None = N
         text_key: the key of a jsonl line or the column of a parquet or arrow file that holds the text.
         separator: divides text files into documents.
     """
-    readers = {".jsonl": _jsonl, ".parquet": _parquet, ".arrow": read_arrow}
-    try:
-        read = readers.get(file.suffix)
-        for text in read(file, text_key) if read is not None else _text(file, separator):
-            if text.strip():
-                yield text
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 at byte {error.start}; convert it") from None
+    readers = {".jsonl": _jsonl, ".parquet": read_parquet, ".arrow": read_arrow}
+    texts = readers[file.suffix](file, text_key) if file.suffix in readers else _text(file, separator)
+    yield from (text for text in texts if text is not None and text.strip())
 
 
 def _text(file: Path, separator: str | None) -> Iterator[str]:
-    if separator is None:
-        yield file.read_text(encoding="utf-8")
-        return
-    rest = ""
-    with open(file, encoding="utf-8") as lines:
+    with reading(file), open(file, encoding="utf-8-sig") as lines:
+        if separator is None:
+            yield lines.read()
+            return
+        rest = ""
         for line in lines:  # such files hold gigabytes
             rest += line
             if separator in line or separator in rest[-len(line) - len(separator) :]:
                 *whole, rest = rest.split(separator)
                 yield from whole
-    yield rest
+        yield rest
 
 
 def _jsonl(file: Path, text_key: str) -> Iterator[str]:
-    with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[text_key]
-            except ValueError as error:
-                raise UserError(f"{file}:{number}: no JSON ({error}); correct the line") from None
-            except (KeyError, TypeError):
-                raise UserError(f"{file}:{number}: no key {text_key!r}; set --text_key") from None
-            if not isinstance(text, str):
-                raise UserError(f"{file}:{number}: {text_key!r} holds no text; set --text_key")
-            yield text
+    for where, row in read_json_lines(file):
+        if not isinstance(row, dict) or text_key not in row:
+            raise UserError(f"{where}: no key {text_key!r}; set --text_key")
+        if not isinstance(row[text_key], str):
+            raise UserError(f"{where}: {text_key!r} holds no text; set --text_key")
+        yield row[text_key]
 
 
-def _parquet(file: Path, text_key: str) -> Iterator[str]:
+def read_parquet(file: Path, text_key: str | None = None) -> Iterator[Any]:
+    """Yield the rows of a parquet file, or what its column of texts ``text_key`` holds."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        check_column(file, table.schema_arrow, text_key)
-        for batch in table.iter_batches(batch_size=_ROWS, columns=[text_key]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+        if text_key is not None:
+            check_column(file, table.schema_arrow, text_key)
+        for batch in table.iter_batches(batch_size=_ROWS, columns=None if text_key is None else [text_key]):
+            yield from (batch if text_key is None else batch.column(0)).to_pylist()
     except pyarrow.ArrowException as error:
         raise UserError(f"{file}: not a readable parquet file ({error}); download it again") from None
 
@@ -123,7 +119,8 @@ def dataset_files(folder: Path, suffixes: tuple[str, ...], split: str | None) ->
         split: only files of this split: its folder, or those that have it as a word in their path.
     """
     if (folder / "dataset_dict.json").is_file():
-        return dataset_files(folder / _chosen_split(folder, split), suffixes, None)
+        splits = _read_json(folder / "dataset_dict.json", "splits")
+        return dataset_files(folder / _one_of(splits, split, str(folder)), suffixes, None)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _saved_files(folder)
     hub = (folder / "snapshots").is_dir()
@@ -139,11 +136,6 @@ def dataset_files(folder: Path, suffixes: tuple[str, ...], split: str | None) ->
     if files and not chosen:
         raise UserError(f"{folder}: no file of a split {split!r} in it; name a split it has, or leave --split out")
     return chosen
-
-
-def _chosen_split(folder: Path, split: str | None) -> str:
-    splits = _read_json(folder / "dataset_dict.json", "splits")
-    return _one_of(splits, split, str(folder))
 
 
 def _one_of(splits: list[str], split: str | None, where: str) -> str:
@@ -198,7 +190,7 @@ def read_arrow(file: Path, text_key: str) -> Iterator[str]:
             for batch in batches:
                 column = batch.column(text_key)
                 for start in range(0, len(column), _ROWS):
-                    yield from (text for text in column.slice(start, _ROWS).to_pylist() if text is not None)
+                    yield from column.slice(start, _ROWS).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file}: not a readable arrow file ({error}); download it again") from None
 

@@ -31,12 +31,12 @@ one of its own (Llama's), as published tokenizers do; GPT-2's, which also ends t
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, log, sqrt
 from pathlib import Path
+from statistics import stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
+from library.files import read_json_lines
 from library.llm.token_batches import TokenShards
 from library.llm.tokenizers import Tokenizer
 from library.models.llm.model import TransformerLM
@@ -138,40 +139,6 @@ class Document:
     words: int
 
 
-@dataclass(frozen=True)
-class Perplexity:
-    """What was measured, ``nats`` being the sum of -log p."""
-
-    nats: float
-    documents: int
-    tokens: int
-    bytes: int
-    words: int
-    context: int
-    stride: int
-
-    @property
-    def loss(self) -> float:
-        """Mean cross-entropy of a token."""
-        return self.nats / self.tokens
-
-    def as_dict(self) -> dict[str, float | int]:
-        """Return sums and means, ready to be shown and saved."""
-        return {
-            "loss": self.loss,
-            "perplexity": exp(min(self.loss, _LARGEST)),
-            "bits_per_byte": self.nats / (self.bytes * log(2)),
-            "byte_perplexity": exp(min(self.nats / self.bytes, _LARGEST)),
-            "word_perplexity": exp(min(self.nats / self.words, _LARGEST)),
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "words": self.words,
-            "context": self.context,
-            "stride": self.stride,
-        }
-
-
 def text_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield ``texts`` as documents."""
     for text in texts:
@@ -223,8 +190,8 @@ def measure_perplexity(
     stride: int,
     batch_size: int,
     progress: Callable[[int], None] = lambda tokens: None,
-) -> Perplexity:
-    """Return the perplexity of ``documents``.
+) -> dict[str, float | int]:
+    """Return the perplexity of ``documents``, per token, byte and word, and the sums that it was computed from.
 
     Args:
         model: in eval mode.
@@ -234,18 +201,27 @@ def measure_perplexity(
         batch_size: windows in a forward pass.
         progress: called with the number of tokens that were scored.
     """
-    if not 1 <= stride <= context:
-        raise UserError(f"--stride: {stride} does not fit; give 1 to the context of {context}")
-    if not model.config.has_rope and context > model.config.context:
-        raise UserError(f"--context: {context} is more than the model's {model.config.context} positions; lower it")
+    assert 1 <= stride <= context
     tokens = sum(len(document.tokens) for document in documents)
     if tokens == 0:
         raise UserError("no document holds a token; give a file with text in it")
     spans = itertools.chain.from_iterable(windows(document.tokens, first, context, stride) for document in documents)
     scores = score_spans(model, spans, batch_size, lambda batch: progress(sum(span.scored for span in batch)))
     nats = -sum(score.log_probability for score in scores)
-    sizes = (sum(document.bytes for document in documents), sum(document.words for document in documents))
-    return Perplexity(nats, len(documents), tokens, *sizes, context, stride)
+    size, words = sum(document.bytes for document in documents), sum(document.words for document in documents)
+    return {
+        "loss": nats / tokens,
+        "perplexity": exp(min(nats / tokens, _LARGEST)),
+        "bits_per_byte": nats / (size * log(2)),
+        "byte_perplexity": exp(min(nats / size, _LARGEST)),
+        "word_perplexity": exp(min(nats / words, _LARGEST)),
+        "documents": len(documents),
+        "tokens": tokens,
+        "bytes": size,
+        "words": words,
+        "context": context,
+        "stride": stride,
+    }
 
 
 @dataclass(frozen=True)
@@ -257,54 +233,15 @@ class Question:
     answer: int
 
 
-@dataclass(frozen=True)
-class ChoiceScores:
-    """The log probability of every choice of every question."""
-
-    questions: Sequence[Question]
-    scores: Sequence[Sequence[float]]
-
-    def as_dict(self) -> dict[str, float | int]:
-        """Return accuracy, length-normalised accuracy, their standard errors and the number of questions."""
-        right = [_largest(own) == question.answer for question, own in zip(self.questions, self.scores, strict=True)]
-        right_normed = []
-        for question, own in zip(self.questions, self.scores, strict=True):
-            normed = [score / len(choice) for score, choice in zip(own, question.choices, strict=True)]
-            right_normed.append(_largest(normed) == question.answer)
-        count = len(self.questions)
-        return {
-            "acc": sum(right) / count,
-            "acc_stderr": _standard_error(right),
-            "acc_norm": sum(right_normed) / count,
-            "acc_norm_stderr": _standard_error(right_normed),
-            "questions": count,
-        }
-
-
 def read_questions(file: str | Path, limit: int | None = None) -> list[Question]:
     """Return the questions of ``file``, the first ``limit`` if given."""
-    questions: list[Question] = []
-    try:
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and len(questions) == limit:
-                    break
-                if line.strip():
-                    questions.append(_question(line, f"{file}:{number}"))
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; check the path") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 at byte {error.start}; give a jsonl file in HellaSwag's format") from None
+    questions = [_question(row, where) for where, row in itertools.islice(read_json_lines(file), limit)]
     if not questions:
         raise UserError(f"{file}: holds no question; give a jsonl file in HellaSwag's format")
     return questions
 
 
-def _question(line: str, where: str) -> Question:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: no JSON ({error}); correct the line") from None
+def _question(row: Any, where: str) -> Question:
     if not isinstance(row, dict):
         raise UserError(f"{where}: no JSON object; a question has ctx, endings and label")
     for key in ("ctx", "endings", "label"):
@@ -371,8 +308,8 @@ def answer_questions(
     context: int,
     batch_size: int,
     progress: Callable[[int], None] = lambda choices: None,
-) -> ChoiceScores:
-    """Return the score of every choice.
+) -> list[list[float]]:
+    """Return the log probability of every choice of every question.
 
     Args:
         model: in eval mode.
@@ -384,7 +321,23 @@ def answer_questions(
     """
     spans = [continuation_span(tokenizer, q.context, f" {choice}", context) for q in questions for choice in q.choices]
     scores = score_spans(model, spans, batch_size, lambda batch: progress(len(batch)))
-    return ChoiceScores(questions, [[next(scores).log_probability for _ in q.choices] for q in questions])
+    return [[next(scores).log_probability for _ in question.choices] for question in questions]
+
+
+def accuracies(questions: Sequence[Question], scores: Sequence[Sequence[float]]) -> dict[str, float | int]:
+    """Return accuracy, length-normalised accuracy, their standard errors and the number of questions."""
+    right = [_largest(own) == question.answer for question, own in zip(questions, scores, strict=True)]
+    right_normed = []
+    for question, own in zip(questions, scores, strict=True):
+        normed = [score / len(choice) for score, choice in zip(own, question.choices, strict=True)]
+        right_normed.append(_largest(normed) == question.answer)
+    return {
+        "acc": sum(right) / len(right),
+        "acc_stderr": _standard_error(right),
+        "acc_norm": sum(right_normed) / len(right),
+        "acc_norm_stderr": _standard_error(right_normed),
+        "questions": len(right),
+    }
 
 
 def _largest(values: Sequence[float]) -> int:
@@ -393,5 +346,4 @@ def _largest(values: Sequence[float]) -> int:
 
 def _standard_error(right: Sequence[bool]) -> float:
     """Return the standard error of a mean (sample variance, as the harness's)."""
-    count, mean = len(right), sum(right) / len(right)
-    return 0.0 if count < 2 else (mean * (1 - mean) / (count - 1)) ** 0.5
+    return 0.0 if len(right) < 2 else stdev(map(float, right)) / sqrt(len(right))

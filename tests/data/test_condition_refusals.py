@@ -168,7 +168,7 @@ def test_mistakes_in_json_lines_are_named_with_their_line(
     folder: Path, entry: dict[str, object], conditioning: ConditionKind, message: str
 ) -> None:
     (folder / "m.jsonl").write_text(json.dumps({"image_path": "a.png", "caption": "x"} | entry))
-    assert refused(folder, conditioning, "metadata_file = 'm.jsonl'") == f"/m.jsonl line 1: {message}"
+    assert refused(folder, conditioning, "metadata_file = 'm.jsonl'") == f"/m.jsonl:1: {message}"
 
 
 def test_musubi_tuners_names_of_single_models_are_read(folder: Path) -> None:

@@ -128,14 +128,14 @@ def test_json_lines_metadata_may_name_images_in_folders_below_and_absolute_ones(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"image_path": "../other/b.png", "caption": ""}', " line 1: image '../other/b.png' lies outside /img; write its absolute path"),
-        ('{"image_path": "aa.png", "caption": ""}', " line 1: image 'aa.png' does not exist; did you mean 'a.png'?"),
-        ('{"image_path": "zzz/zzz.png", "caption": ""}', " line 1: image 'zzz/zzz.png' does not exist; it is looked for in /img/zzz"),
-        ('{"caption": ""}', ' line 1: no "image_path"; write {"image_path": ..., "caption": ...}'),
-        ('\n{"image_path": 3}', ' line 2: no "image_path"; write {"image_path": ..., "caption": ...}'),
-        ('{"image_path": "a.png", "caption": 3}', " line 1: 'caption' is not a string; write it in quotes"),
-        ('{"image_path": "a.png"}', ' line 1: neither "caption" nor "tags"; add one, or set class_tokens'),
-        ('{"image_path": "a.png", "caption": "", "control_path": "c.png"}', " line 1: 'control_path' is not taken: this model paints from text alone; remove it, or choose an edit model"),
+        ('{"image_path": "../other/b.png", "caption": ""}', ":1: image '../other/b.png' lies outside /img; write its absolute path"),
+        ('{"image_path": "aa.png", "caption": ""}', ":1: image 'aa.png' does not exist; did you mean 'a.png'?"),
+        ('{"image_path": "zzz/zzz.png", "caption": ""}', ":1: image 'zzz/zzz.png' does not exist; it is looked for in /img/zzz"),
+        ('{"caption": ""}', ':1: no "image_path"; write {"image_path": ..., "caption": ...}'),
+        ('\n{"image_path": 3}', ':2: no "image_path"; write {"image_path": ..., "caption": ...}'),
+        ('{"image_path": "a.png", "caption": 3}', ":1: 'caption' is not a string; write it in quotes"),
+        ('{"image_path": "a.png"}', ':1: neither "caption" nor "tags"; add one, or set class_tokens'),
+        ('{"image_path": "a.png", "caption": "", "control_path": "c.png"}', ":1: 'control_path' is not taken: this model paints from text alone; remove it, or choose an edit model"),
         ("", ": no images in it; write one entry an image"),
     ],
 )  # fmt: skip

@@ -240,7 +240,7 @@ def test_an_alpaca_input_stands_below_the_instruction_and_a_weight_of_0_is_conte
         ('{"messages": [{"role": "bot", "content": "x"}]}', "role 'bot' is none of"),
         ('{"prompt": "a", "completion": 3}', "holds no text"),
         ('{"instruction": "a", "output": "b", "history": [["c"]]}', "history is no list of pairs"),
-        ("{", "no JSON"),
+        ("{", "not valid JSON"),
     ],
 )
 def test_a_record_that_cannot_be_read_is_named_in_one_line(tmp_path: Path, line: str, said: str) -> None:

@@ -128,7 +128,7 @@ def test_a_separator_divides_a_text_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"text": "x"}\n{', "a.jsonl:2: no JSON"),
+        ("a.jsonl", '{"text": "x"}\n{', "a.jsonl:2: not valid JSON"),
         ("a.jsonl", '{"content": "x"}', "a.jsonl:1: no key 'text'; set --text_key"),
         ("a.jsonl", '{"text": 3}', "a.jsonl:1: 'text' holds no text"),
         ("a.parquet", "x", "not a readable parquet file"),

@@ -149,7 +149,7 @@ def test_a_bad_file_ends_the_script_with_one_line(folder: Path) -> None:
     done = subprocess.run([*command, "--choices", str(folder / "bad.jsonl")], capture_output=True, text=True)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"error: {folder / 'bad.jsonl'}:1: no JSON")
+    assert done.stderr.startswith(f"error: {folder / 'bad.jsonl'}:1: not valid JSON")
 
 
 def test_tasks_need_the_harness(folder: Path) -> None:
