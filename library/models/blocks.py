@@ -28,7 +28,7 @@ def adopt_norms(transformer: nn.Module) -> None:
     """Put our RMSNorm, with the same weight, in the place of every RMSNorm of torch and diffusers."""
     for parent in list(transformer.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, (nn.RMSNorm, DiffusersRMSNorm)):
+            if isinstance(child, (nn.RMSNorm, DiffusersRMSNorm)) and not isinstance(child, RMSNorm):
                 setattr(parent, name, RMSNorm.adopt(child))
 
 

@@ -26,6 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from library.config.model_types import MODEL_TYPES
 from library.models.weights import KeyMap
 from library.precision.checkpoint_layouts import WeightFiles
 from library.safetensors_io import RowRange
@@ -152,15 +153,15 @@ class LoraTargets:
         family: its name, for messages.
         layer_groups: every linear layer that can be trained; a module belongs to the first group that matches it.
         block_options: option name -> regular expression whose first group is the block's index.
-        dim_lists: option name -> groups whose ranks it lists, in order (kohya's ``in_dims``).
         keys: modules in diffusers' naming against the original checkpoint's.
+        kohya_base: what kohya's metadata call the base (``ss_base_model_version``).
+        architecture: what ModelSpec calls the base, where the model itself does not say it more closely.
+        implementation: where the base's own code is, for ModelSpec.
+        dim_lists: option name -> groups whose ranks it lists, in order (kohya's ``in_dims``).
         file_prefix: what diffusers' files put before a module's name; the transformer's component.
         unused_modules: regular expression whose first group is the block's index; in the last block nothing that is
             computed from these layers is used, so they get no gradient and no LoRA.
-        kohya_module, kohya_base: what kohya's metadata call the network module and the base (``ss_...``).
         kohya_facts: other keys of kohya's metadata that are the same for every run of the family.
-        architecture: what ModelSpec calls the base, where the model itself does not say it more closely.
-        implementation: where the base's own code is, for ModelSpec.
         text_encoders: those that can be trained, in the order of ``text_encoder_lr``.
         plain_layouts: layouts whose files have diffusers' module names although the original checkpoint has others.
         own_names: modules of the model have the key map's original names; those in files are transformers'.
@@ -170,17 +171,21 @@ class LoraTargets:
     layer_groups: tuple[LayerGroup, ...]
     block_options: Mapping[str, str]
     keys: KeyNames
+    kohya_base: str
+    architecture: str
+    implementation: str
     dim_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     file_prefix: str = "transformer"
     text_encoders: tuple[TextEncoderTargets, ...] = ()
     unused_modules: str = ""
-    kohya_module: str = "networks.lora_flux"
-    kohya_base: str = "flux1"
     kohya_facts: Mapping[str, object] = field(default_factory=dict)
-    architecture: str = "flux-1-dev"
-    implementation: str = "https://github.com/black-forest-labs/flux"
     plain_layouts: tuple[str, ...] = ()
     own_names: bool = False
+
+    @property
+    def kohya_module(self) -> str:
+        """What kohya's metadata call the network module; PEFT where kohya trains no such model."""
+        return MODEL_TYPES[self.family].kohya_module or "peft"
 
     @property
     def fan_in_fan_out(self) -> bool:

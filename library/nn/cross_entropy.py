@@ -15,6 +15,7 @@ largest logit and sum of exponentials travel, and dh.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,12 +45,13 @@ def token_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, vocab_
     trained = rows.requires_grad or any(parameter.requires_grad for parameter in head.parameters())
     if torch.is_grad_enabled() and trained:
         if type(head) is nn.Linear and not torch.compiler.is_compiling():
-            split = getattr(head, "split", None)
-            return _Loss.apply(*_in_autocast_dtype(rows, head.weight), wanted, vocab_size, split) / count
+            inputs = _in_autocast_dtype(rows, head.weight)
+            with torch.autocast(rows.device.type, enabled=False):
+                return _Loss.apply(*inputs, wanted, vocab_size, getattr(head, "split", None)) / count
         logits = head(rows)[:, :vocab_size].float()
         return F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum") / count
     total = rows.new_zeros((), dtype=torch.float32)
-    for part, own in zip(*_split(rows, wanted, vocab_size), strict=True):
+    for part, own in _chunks(vocab_size, rows, wanted):
         logits = head(part)[:, :vocab_size].float()
         total += F.cross_entropy(logits, own, ignore_index=IGNORED, reduction="sum")
     return total / count
@@ -61,23 +63,16 @@ def _in_autocast_dtype(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return rows.to(dtype), weight.to(dtype)
 
 
-def _split(rows: Tensor, targets: Tensor, vocab_size: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _chunks(vocab_size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     step = max(64, _LOGITS // vocab_size)
-    return rows.split(step), targets.split(step)
+    return zip(*(tensor.split(step) for tensor in tensors), strict=True)
 
 
 class _Loss(torch.autograd.Function):
-    """Sum of the losses; its gradients wait for backward, which only scales them."""
+    """Sum of the losses, without autocast; its gradients wait for backward, which only scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, split: Split | None
-    ) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return _Loss._forward(ctx, hidden, weight, targets, vocab_size, split)
-
-    @staticmethod
-    def _forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, split: Split | None
     ) -> Tensor:
         first = 0 if split is None else split.group.rank() * weight.shape[0]  # the token of the first row here
@@ -86,8 +81,7 @@ class _Loss(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        parts = zip(*_split(hidden, targets, vocab_size), d_hidden.split(max(64, _LOGITS // vocab_size)), strict=True)
-        for part, wanted, d_part in parts:
+        for part, wanted, d_part in _chunks(vocab_size, hidden, targets, d_hidden):
             scores = _log_softmax(F.linear(part, own).float(), split, is_token=first < vocab_size)
             counts = wanted != IGNORED
             here = counts & (wanted >= first) & (wanted < first + tokens)

@@ -25,21 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class RMSNorm(nn.Module):
-    """RMSNorm over the last axis; its only parameter is ``weight`` [dim], None when ``affine`` is false."""
-
-    def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-6,
-        affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.dim = dim
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype)) if affine else None
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm over the last axis, in the dtype of its input."""
 
     @classmethod
     def adopt(cls, norm: Any) -> RMSNorm:
@@ -53,7 +40,7 @@ class RMSNorm(nn.Module):
             raise ValueError(f"{type(norm).__name__} over {shape} with a bias or several axes has no equal here")
         # torch.nn.RMSNorm(eps=None) means the epsilon of fp32, in which it computes.
         eps = torch.finfo(torch.float32).eps if norm.eps is None else float(norm.eps)
-        ours = cls(shape[0], eps=eps, affine=False)
+        ours = cls(shape[0], eps=eps, elementwise_affine=False)
         ours.weight = norm.weight
         ours.train(norm.training)
         return ours
@@ -64,10 +51,7 @@ class RMSNorm(nn.Module):
         if weight is not None and weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
         # `.to` costs nothing where dtypes agree; it undoes autocast policies that return fp32.
-        return F.rms_norm(x, (self.dim,), weight, self.eps).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps}, affine={self.weight is not None}"
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class ModulationCache:

@@ -378,7 +378,6 @@ LLAMA_TARGETS = LoraTargets(
     block_options={"train_block_indices": r"model\.layers\.(\d+)\..*"},
     keys=KeyNames(tuple(_llama_rows())),
     file_prefix="language_model",
-    kohya_module="peft",
     kohya_base="llama",
     architecture="llama",
     implementation="https://github.com/huggingface/transformers",
@@ -402,7 +401,6 @@ GPT2_TARGETS = LoraTargets(
         )
     ),
     file_prefix="language_model",
-    kohya_module="peft",
     kohya_base="gpt2",
     architecture="gpt2",
     implementation="https://github.com/huggingface/transformers",

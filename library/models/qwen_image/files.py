@@ -94,7 +94,6 @@ QWEN_TARGETS = LoraTargets(
     block_options={"train_block_indices": r"transformer_blocks\.(\d+)\..*"},
     keys=QWEN_KEYS,
     unused_modules=r"transformer_blocks\.(\d+)\.(attn\.(add_q_proj|to_add_out)|txt_mlp\.net\.(0\.proj|2))",
-    kohya_module="networks.lora_qwen_image",
     kohya_base="qwen_image",
     architecture="Qwen-Image",
     implementation="https://github.com/QwenLM/Qwen-Image",

@@ -100,7 +100,6 @@ Z_IMAGE_TARGETS = LoraTargets(
     ),
     block_options={"train_block_indices": r"layers\.(\d+)\..*"},
     keys=Z_IMAGE_KEYS,
-    kohya_module="networks.lora_zimage",
     kohya_base="z_image",
     architecture="Z-Image",
     implementation="https://github.com/Tongyi-MAI/Z-Image",
