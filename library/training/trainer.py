@@ -129,7 +129,7 @@ class Trainer:
         with task.accumulate():
             # LoRA dropout is the one global draw; seeding it here makes it a function of the position too.
             rank, _ = dp_rank_and_size(accelerator)  # those that compute one batch together draw the same
-            seed = task.config.training.seed
+            seed = task.seed
             torch.manual_seed(derive_seed(seed, "dropout", position.step, position.batches, rank))
             loss, values = task.forward_backward(batch, position.step, self.guard.nan_if_bad)
             if accelerator.sync_gradients:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -35,9 +35,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from library.config.chat_schema import ChatTrainConfig
-from library.config.pretrain_schema import PretrainConfig
-from library.config.schema import TrainConfig
+from library.config.schema import SavingConfig
 from library.errors import UserError
 from library.files import atomic_folder, clear_leftovers, write_text
 from library.safetensors_io import read_safetensors_header, write_safetensors
@@ -48,7 +46,6 @@ _OF_ANOTHER_VERSION = (
     "is incomplete or of another version of Tandem ({}); resume it with the version that wrote it, or start a new run "
     "from its LoRA or model (network_weights, init_from)"
 )
-Config = TypeVar("Config", "TrainConfig", "ChatTrainConfig", "PretrainConfig")
 
 
 @dataclass
@@ -250,32 +247,34 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"resume: {file} cannot be read ({error}); resume from another state") from None
 
 
-def resolve_resume(config: Config, accelerator: Accelerator, say: Callable[[str], None]) -> Config:
-    """Tidy the output folder, and return ``config`` with the state that ``resume = "auto"`` means, if it says so.
+def resolve_resume(
+    resume: str | None, saving: SavingConfig, accelerator: Accelerator, say: Callable[[str], None]
+) -> str | None:
+    """Tidy the output folder, and return the state to ``resume``: the newest in it where that is "auto".
 
     The main process looks; all return the same.
 
     Args:
-        config: of a run.
+        resume: as the configuration has it.
+        saving: of the run.
         accelerator: not used in a collective way but for the answer.
         say: prints a line.
     """
-    folder, name = Path(config.saving.output_dir), config.saving.output_name
+    folder, name = Path(saving.output_dir), saving.output_name
     found: list[str | None] = [None]
     if accelerator.is_main_process:
         tidy([folder, folder / "samples"], say)
-        if config.training.resume == AUTO:
+        if resume == AUTO:
             state = newest_state(folder, name, say)
-            if not config.saving.save_state:
+            if not saving.save_state:
                 say("note: without save_state only a run that is asked to stop leaves a state for resume = auto")
             say(f"resume: going on from {state}" if state else f"resume: no state of {name} in {folder}; from scratch")
             found = [None if state is None else str(state)]
-    if config.training.resume != AUTO:
-        return config
+    if resume != AUTO:
+        return resume
     if accelerator.num_processes > 1:
         broadcast_object_list(found)
-    training = config.training.model_copy(update={"resume": found[0]})
-    return config.model_copy(update={"training": training})
+    return found[0]
 
 
 def tidy(folders: Iterable[Path], say: Callable[[str], None]) -> None:

@@ -123,9 +123,7 @@ def _batches(task: Task, position: Position) -> Iterator[tuple[Any, int]]:
 def _look_at(task: Task, batch: Any, position: Position, batches: int) -> tuple[BadSample, bool]:
     """Return what one sample does in the step, and whether that is not finite."""
     accelerator = task.accelerator
-    torch.manual_seed(
-        derive_seed(task.config.training.seed, "dropout", position.step, batches, dp_rank_and_size(accelerator)[0])
-    )
+    torch.manual_seed(derive_seed(task.seed, "dropout", position.step, batches, dp_rank_and_size(accelerator)[0]))
     with contextlib.ExitStack() as stack:
         for model in task.models:
             stack.enter_context(accelerator.no_sync(model))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from library.config.schema import TrainConfig
+from library.config.schema import TrainingConfig
 from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.models.family import Family
@@ -38,16 +38,16 @@ class AttentionShape:
 
 
 def attention_of_run(
-    config: TrainConfig, family: Family, data: TrainingData, dtype: torch.dtype, device: torch.device
+    training: TrainingConfig, family: Family, data: TrainingData, dtype: torch.dtype, device: torch.device
 ) -> str:
     """Return :func:`choose_attention` of a run's largest bucket; ``dtype`` is that of the frozen weights."""
     sample, batch = largest(data, family)
     width, height = sample.fit.bucket
     tokens = (width // data.pixel_multiple) * (height // data.pixel_multiple)
     shape = AttentionShape(*family.attention_heads(), tokens, family.masks_padding and batch > 1)
-    precision = config.training.mixed_precision
+    precision = training.mixed_precision
     computed_in = dtype if precision == "no" else torch.bfloat16 if precision == "bf16" else torch.float16
-    return choose_attention(config.training.attention, shape, computed_in, device)
+    return choose_attention(training.attention, shape, computed_in, device)
 
 
 def choose_attention(asked: Backend, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str:

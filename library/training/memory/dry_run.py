@@ -205,8 +205,8 @@ class MemoryProbe:
         return UserError(f"preflight: a step of {self.what} needs about {needed} of {in_words(self.limit)}; {remedy}")
 
 
-def fit_memory(probe: MemoryProbe, console: Console) -> TrainConfig:
-    """Return the run's configuration after a memory dry run, if one is due: as it was, or with memory's choice made.
+def fit_memory(probe: MemoryProbe, console: Console) -> TrainingConfig:
+    """Return the section ``training`` after a memory dry run, if one is due: as it was, or with memory's choice made.
 
     Raises:
         UserError: a step does not fit, whatever is chosen.
@@ -218,11 +218,11 @@ def fit_memory(probe: MemoryProbe, console: Console) -> TrainConfig:
         said = ", ".join(f"{key} = {_toml(value)}" for key, value in _changes(chosen).items()) or "nothing recomputed"
         takes = f"{measured.memory.describe()}, of {in_words(probe.limit)}"
         console.print(f"memory: {said}; a step of {probe.what} takes {takes}", soft_wrap=True)
-        return config.model_copy(update={"training": chosen})
+        return chosen
     asked, on_gpu = config.training.preflight, probe.task.accelerator.device.type == "cuda"
     if asked or (asked is None and on_gpu and not config.parallel.splits_model and _in_doubt(probe, console)):
         _check_fits(probe, console)
-    return config
+    return config.training
 
 
 def _in_doubt(probe: MemoryProbe, console: Console) -> bool:

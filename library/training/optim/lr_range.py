@@ -89,7 +89,7 @@ def sweep(task: ImageLora, lr_from: float, lr_to: float, steps: int, advance: Ca
 
     Groups whose rate differs (LoRA+, text encoders) keep their proportion. The weights are left as they end up.
     """
-    step, optimizer, seed = task.step, task.optimizer, task.config.training.seed
+    step, optimizer, seed = task.step, task.optimizer, task.seed
     base = optimizer.param_groups[0]["initial_lr"] or 1.0
     shares = [group["initial_lr"] / base for group in optimizer.param_groups]
     batches = _for_ever(task)

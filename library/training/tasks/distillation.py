@@ -28,7 +28,7 @@ from rich.console import Console
 from torch import nn
 
 from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
-from library.config.schema import FlowConfig, TrainConfig
+from library.config.schema import FlowConfig, TrainConfig, TrainingConfig
 from library.data.batches import Batch, collate
 from library.data.dataset import TrainingData
 from library.errors import UserError
@@ -66,7 +66,7 @@ def prepare_teacher(
     folder = Path(asked.distill_cache or Path(config.saving.output_dir) / "teacher")
     teacher = Teacher(folder / _key(config, family, lora, data), asked.distill_weight)
     rank, size = model_parallel_rank_and_size(accelerator)  # of those that see the same batches and share the work
-    coming = islice(_coming_batches(config, data, accelerator), rank, None, size)
+    coming = islice(_coming_batches(config.training, data, accelerator), rank, None, size)
     missing = [(step, items) for step, items in coming if not _is_cached(teacher, step, items, data)]
     if missing:
         clear_leftovers(teacher.path(missing[0][0], 0).parent)  # where an interrupted run stopped
@@ -75,7 +75,7 @@ def prepare_teacher(
             advance = progress("velocities of the teacher", len(missing))
             for step, items in missing:
                 batch = collate([data.train[item] for item in items]).to(accelerator.device)
-                _predict(teacher, family, transformer, batch, step, config, accelerator)
+                _predict(teacher, family, transformer, batch, step, config.flow, config.training.seed, accelerator)
                 advance(1)
         del transformer
         if accelerator.device.type == "cuda":
@@ -96,15 +96,15 @@ def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerat
 
 
 def _coming_batches(
-    config: TrainConfig, data: TrainingData, accelerator: Accelerator
+    training: TrainingConfig, data: TrainingData, accelerator: Accelerator
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Yield step and items (epoch, index) of this process's batches as the training loop is going to see them."""
     rank, world = dp_rank_and_size(accelerator)
     sampler = data.batch_sampler(world)
-    steps = total_steps(config.training, sampler.batches_per_epoch() // world)
-    position = read_position(config.training.resume, {})[0] if config.training.resume else Position()
+    steps = total_steps(training, sampler.batches_per_epoch() // world)
+    position = read_position(training.resume, {})[0] if training.resume else Position()
     epoch, first, done = position.epoch, position.batches, 0
-    accumulated = config.training.gradient_accumulation_steps
+    accumulated = training.gradient_accumulation_steps
     while position.step + done // accumulated < steps:
         sampler.set_position(epoch, first)
         for number, items in enumerate(sampler):
@@ -129,11 +129,11 @@ def _predict(
     transformer: nn.Module,
     batch: Batch,
     step: int,
-    config: TrainConfig,
+    flow: FlowConfig,
+    seed: int,
     accelerator: Accelerator,
 ) -> None:
     """Write the teacher's velocities at the noise and noise levels of ``FlowStep.loss`` at ``step``."""
-    flow, seed = config.flow, config.training.seed
     tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // family.patch_size**2
     sigmas = sample_sigmas(flow, batch.sample_ids, tokens, seed, step)
     noisy, _ = add_noise(batch.latents, noise_for(batch.latents, batch.sample_ids, seed, step), sigmas)

@@ -121,10 +121,10 @@ class ImageLora(LoraTask):
     def prepare(self) -> None:
         self.read_data()
         config, console = self.config, self.console
-        self.attention = attention_of_run(config, self.family, self.data, self.dtype, self.accelerator.device)
+        self.attention = attention_of_run(config.training, self.family, self.data, self.dtype, self.accelerator.device)
         console.print(f"attention: {self.attention}")
         self.summary["attention"] = self.attention
-        self.config = config = fit_memory(MemoryProbe(self), console)
+        self.config = config = config.model_copy(update={"training": fit_memory(MemoryProbe(self), console)})
         # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
         encoders = self.image_encoder, self.text_encoder
         cache_data(self.data, config.dataset, *encoders, self.accelerator, self.prompts, console)

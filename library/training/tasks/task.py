@@ -100,7 +100,10 @@ class Task(ABC):
         self.accelerator = self.build_accelerator(config)
         self.console = Console(quiet=not self.accelerator.is_main_process, markup=False, highlight=False)
         self.resumes_finished = config.training.resume == AUTO  # a finished run too, whose end may be yet to come
-        self.config = resolve_resume(config, self.accelerator, partial(self.console.print, soft_wrap=True))
+        say = partial(self.console.print, soft_wrap=True)
+        state = resolve_resume(config.training.resume, config.saving, self.accelerator, say)
+        self.config = config.model_copy(update={"training": config.training.model_copy(update={"resume": state})})
+        self.seed: int = config.training.seed
         self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)
         self.summary: dict[str, str] = {}
 

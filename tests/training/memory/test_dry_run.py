@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import library.training.memory.dry_run as dry_run
-from library.config.schema import ParallelConfig, TrainConfig
+from library.config.schema import ParallelConfig, TrainingConfig
 from library.errors import UserError
 from library.training.memory.budget import MemoryEstimate, available_bytes
 from library.training.memory.dry_run import MemoryProbe
@@ -202,13 +202,13 @@ def test_a_gpu_run_takes_real_steps_only_where_headers_leave_a_doubt(
     """The device is a CPU that says it is a GPU where this is decided."""
     taken, measure, decide = list[object](), MemoryProbe.measure, dry_run._in_doubt
 
-    def on_gpu(probe: MemoryProbe, console: Console) -> TrainConfig:
+    def on_gpu(probe: MemoryProbe, console: Console) -> TrainingConfig:
         room = limit if limit is not None else probe.estimate().total  # type: ignore[union-attr]
         monkeypatch.setattr(dry_run, "available_bytes", lambda device: room)
         if decide(probe, console):
             taken.append(measure(probe, probe.task.config.training))
             dry_run._check_fits(probe, console)
-        return probe.task.config
+        return probe.task.config.training
 
     monkeypatch.setattr("library.training.tasks.image_lora.fit_memory", on_gpu)
     data = two_sizes(tmp_path)
