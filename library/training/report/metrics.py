@@ -1,9 +1,7 @@
 """The run's metrics, written once: ``metrics.jsonl``, and the same objects to the trackers; and read back.
 
-One flat JSON object a line, in order of steps; every plot and report reads this file. Keys: ``step epoch loss
-loss_ema lr/<group> d/<group> d*lr/<group> grad_norm sigma_mean samples_per_s s_per_it data_wait_s
-peak_mem_bytes`` in a training line (pretraining: ``tokens tokens_per_s perplexity mfu``), ``step val_loss`` in a
-validation line. Of several processes a training line also has each one's own speed and memory, ``s_per_it/<rank>`` and
+One flat JSON object a line, in order of steps; every plot and report reads this file. docs/metrics.md lists the keys
+with their units. Of several processes a training line also has each one's own speed and memory, ``s_per_it/<rank>`` and
 so on: a slow one holds up all.
 
 A file is read as it is found while a run goes on or after one crashed: a half-written line is ignored, and where a

@@ -79,7 +79,7 @@ class ChatLora(LoraTask):
         step: the forward pass.
     """
 
-    metric: ClassVar[str] = "learnt_tokens"
+    metric: ClassVar[str] = "loss_tokens"
 
     config: ChatTrainConfig
     transformer: TransformerLM

@@ -111,7 +111,7 @@ def test_a_language_models_lora_too(runs: Path) -> None:
     answer = "samples/step000003.txt"
     assert (runs / "chat_two" / answer).read_text() == (runs / "chat_one" / answer).read_text()
     one_line, two_line = (lines(runs / name)[0] for name in ("chat_one", "chat_two"))
-    assert two_line["learnt_tokens"] == one_line["learnt_tokens"]
+    assert two_line["loss_tokens"] == one_line["loss_tokens"]
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_a_run_learns_the_answers_and_peft_loads_what_it_leaves(place: Path, tmp
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     validated = [line["val_loss"] for line in lines if "val_loss" in line]
     assert validated[-1] < 0.3 * validated[0]  # what it learnt by heart; a uniform guess has ln 290 = 5.7
-    assert {"lr/lora_A", "lr/lora_B", "learnt_tokens", "grad_norm"} <= lines[-1].keys() | lines[-2].keys()
+    assert {"lr/lora_A", "lr/lora_B", "loss_tokens", "grad_norm"} <= lines[-1].keys() | lines[-2].keys()
     assert (tmp_path / "samples/step000000.txt").is_file()
     assert "four" in (tmp_path / "samples/step000040.txt").read_text()
     assert (tmp_path / "assistant-best/adapter_config.json").is_file()
