@@ -100,17 +100,17 @@ def _toml_value(value: Any) -> str:
 
 def _without_refused_args(translation: Translation, config: TrainConfig) -> TrainConfig:
     """Take out the network arguments that the LoRA refuses: a run would stop there."""
-    kept: list[str] = []
+    taken: list[str] = []
     targets = lora_targets()[config.model.model_type]
     for pair in config.network.network_args:
         try:
             parse_network_args(config.network.model_copy(update={"network_args": [pair]}), targets)
-            kept.append(pair)
+            taken.append(pair)
         except UserError as error:
             translation.note("network_args", "refused", str(error).removeprefix("network_args: "))
-    if kept == config.network.network_args:
+    if taken == config.network.network_args:
         return config
-    translation.values["network_args"] = kept
+    translation.values["network_args"] = taken
     return validated(translation.values, translation.origins)
 
 
@@ -166,7 +166,7 @@ def _from_folders(given: dict[str, Any]) -> Tables:
     """Return the dataset that ``train_data_dir`` is in sd-scripts.
 
     With ``in_json`` it is one folder described by a metadata file. Otherwise each folder in it that is called
-    ``10_name class`` is a subset with 10 repeats and the caption "name class" for pictures without one.
+    ``10_name class`` is a subset with 10 repeats and the caption "name class" for images without one.
     """
     general = {key: value for key, value in given.items() if key not in (*SOURCES, "conditioning_data_dir")}
     if general.get("enable_bucket"):  # sd-scripts' defaults; a dataset TOML has no such limits unless it names them

@@ -47,7 +47,7 @@ class LanguageModelConfig(Section):
 
 
 class ChatDataConfig(Section):
-    """The conversations, and how they are learnt."""
+    """The conversations, and how they are trained on."""
 
     train_data: list[str] = Field(
         min_length=1,
@@ -57,18 +57,20 @@ class ChatDataConfig(Section):
     validation_split: Annotated[Fraction, MUST_MATCH] = Field(
         0.0, description="share of train_data to validate on instead; follows seed"
     )
-    chat_template: Annotated[Literal["auto", "own", "llama3", "llama2", "chatml", "plain"], MUST_MATCH] = Field(
-        "auto", description="how conversations are written; auto: the tokenizer's own, else the one whose marks it has"
+    chat_template: Annotated[Literal["auto", "tokenizer", "llama3", "llama2", "chatml", "plain"], MUST_MATCH] = Field(
+        "auto",
+        description="how conversations are formatted; tokenizer: as published with it; auto: that, if there is one, "
+        "else the built-in one whose special tokens it has",
     )
     system_prompt: str | None = Field(None, description="system message of conversations that have none")
     train_on: Annotated[Literal["assistant", "all"], MUST_MATCH] = Field(
         "assistant", description="tokens the loss counts: the assistant's, or all"
     )
     max_length: Annotated[Positive | None, MUST_MATCH] = Field(
-        None, description="tokens of a window; longer conversations lose their end; default: the context, at most 2048"
+        None, description="tokens of a window; longer conversations are truncated; default: the context, at most 2048"
     )
     packing: Annotated[bool, MUST_MATCH] = Field(
-        False, description="put several conversations into a window, which see nothing of each other"
+        False, description="pack several conversations into a window; none attends to another"
     )
     train_batch_size: Annotated[Positive, MUST_MATCH] = Field(
         1, description="windows in a forward pass: conversations, or packs of them"
@@ -78,7 +80,7 @@ class ChatDataConfig(Section):
 class ChatSamplingConfig(Section):
     """Answers before, during and after training."""
 
-    sample_prompts: list[str] = Field([], description="what a user says; the model's answers are kept as text")
+    sample_prompts: list[str] = Field([], description="user messages; the model's answers are written as text")
     sample_every_n_steps: Annotated[Positive | None, SAMPLED] = Field(
         None, description="sample every so many optimizer steps"
     )

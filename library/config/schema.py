@@ -4,7 +4,7 @@ Each class is a section: a table in the TOML file and a group in ``--help``. Sec
 are unique across them and carry the names kohya's sd-scripts gave them, so a key is found under any table
 heading. A field's type is checked, its description is its help text, its default is the default everywhere; what
 else concerns it alone is said by markers (``library.config.markers``). What options and layouts exclude each other is
-the matrix in ``library.config.rules``. Code that needs settings takes a section, never the whole.
+the matrix in ``library.config.rules``. Code that needs settings takes a section, never all.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ModelConfig(Section):
     )
     zero_cond_t: bool | None = Field(
         None,
-        description="qwen_image_edit_plus: reference pictures are modulated as at timestep 0, as Edit-2511 was trained "
+        description="qwen_image_edit_plus: reference images are modulated as at timestep 0, as Edit-2511 was trained "
         "with; default: as the model's files say",
     )
     base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
@@ -143,7 +143,7 @@ class PrecisionConfig(Section):
 
 
 class DistillationConfig(Section):
-    """Learning on an fp8 base what the bf16 model answers, so that both paint the same picture."""
+    """Training on an fp8 base towards the bf16 model's predictions, so that both generate the same image."""
 
     distill_from: str | None = Field(
         None, description="bf16 model, folder or file, whose velocity the LoRA learns on this base"
@@ -197,7 +197,7 @@ class NetworkConfig(Section):
     )
     init_lora_weights: Annotated[Literal["default", "pissa", "olora"], MUST_MATCH, _NOT_FROM_FILE] = Field(
         "default",
-        description="what a LoRA begins from: chance, or the weights' largest directions (pissa: singular value "
+        description="initial weights: random, or the base weights' largest directions (pissa: singular value "
         "decomposition, olora: QR); the file of these has twice the rank",
     )
     network_dropout: Annotated[Fraction, _NOT_FROM_FILE] = Field(
@@ -284,8 +284,8 @@ class RecomputationKeys(Section):
     )
     activation_budget_mb: Annotated[int, Field(ge=0), _CHECKPOINTED] = Field(
         0,
-        description="keep so many MiB that need not be kept, what saves most time first: "
-        "outputs of attention, then whole blocks",
+        description="keep so many MiB of activations instead of recomputing them, what saves most time first: "
+        "outputs of attention, then blocks",
     )
     cpu_offload_checkpointing: Annotated[bool, _CHECKPOINTED] = Field(
         False, description="keep the blocks' inputs in host memory until backward"
@@ -419,7 +419,7 @@ class SavingConfig(Section):
         None, description="save, sample and validate an exponential moving average of the weights, such as 0.999"
     )
     save_precision: Literal["fp32", "fp16", "bf16"] | None = Field(None, description="default: the training dtype")
-    save_state: bool = Field(False, description="write the whole training state with every save")
+    save_state: bool = Field(False, description="write the full training state with every save")
     save_state_on_train_end: bool = Field(False, description="write the training state at the end")
     save_retries: Annotated[int, Field(ge=0)] = Field(
         10, description="tries more to write the last weights and state where that fails, over about seven minutes"
@@ -596,7 +596,7 @@ class ParallelConfig(Section):
 
     @property
     def splits_model(self) -> bool:
-        """Whether a process gets a part of the model only, so that the whole must not go to its device."""
+        """Whether a process gets a part of the model only, so that it must not go to its device in full."""
         within_groups = self.gathers_weights or self.is_pipelined or self.is_tensor_parallel
         return within_groups or self.device_map is not None
 

@@ -36,7 +36,7 @@ INPAINT_KEYS = ("inpaint_mask_directory", "inpaint_alpha_mask", "inpaint_masks",
 REFERENCE_KEYS = ("control_directory", "control_resolution", "no_resize_control")
 
 _TAKES: dict[ConditionKind, str] = {
-    "none": "this model paints from text alone",
+    "none": "this model generates images from text alone",
     "fill": "this model fills a region of an image",
     "references": "this model edits reference images",
 }
@@ -198,7 +198,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A whole dataset TOML; ``given`` holds the keys that were written anywhere in it."""
+    """A dataset TOML; ``given`` holds the keys that were written anywhere in it."""
 
     path: Path
     datasets: tuple[Dataset, ...]

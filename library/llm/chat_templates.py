@@ -1,6 +1,6 @@
 """Chat templates: messages to tokens, as a model was, or is to be, trained with.
 
-    own       the Jinja template beside the tokenizer (``chat_template.jinja``, or in ``tokenizer_config.json``)
+    tokenizer the Jinja template beside the tokenizer (``chat_template.jinja``, or in ``tokenizer_config.json``)
     llama3    <|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>...
     llama2    <s>[INST] <<SYS>>\nsystem\n<</SYS>>\n\nHello [/INST] Hi </s><s>[INST] ...
     chatml    <|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n
@@ -254,8 +254,8 @@ BUILT_IN = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "plain": ("eos_token",),
 }
-CHAT_TEMPLATES = ("auto", "own", *BUILT_IN)
-PROMPT_TEMPLATES = ("auto", TextTemplate.name, "own", *BUILT_IN)
+CHAT_TEMPLATES = ("auto", "tokenizer", *BUILT_IN)
+PROMPT_TEMPLATES = ("auto", TextTemplate.name, "tokenizer", *BUILT_IN)
 
 
 def built_in_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -281,10 +281,10 @@ def load_chat_template(name: str, tokenizer: Tokenizer, folder: str | Path) -> C
     "auto" is the tokenizer's own where there is one; else the one whose marks it has; else Llama 2's for a vocabulary
     with <s> and </s>, and plain.
     """
-    source, names = _jinja_source(Path(folder).expanduser()) if name in ("auto", "own") else (None, {})
+    source, names = _jinja_source(Path(folder).expanduser()) if name in ("auto", "tokenizer") else (None, {})
     if source:
-        return ChatTemplate("own", tokenizer, source, names)
-    if name == "own":
+        return ChatTemplate("tokenizer", tokenizer, source, names)
+    if name == "tokenizer":
         raise UserError(f"chat_template: {folder} has no template of its own; choose {', '.join(BUILT_IN)}")
     if name == "auto":
         name = _fitting(tokenizer)

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-TEXT_ONLY = "this model paints from text alone; remove it, or choose"
+TEXT_ONLY = "this model generates images from text alone; remove it, or choose"
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_windows_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
         ),
         (
             "[[datasets]]\nresolution = 64\nimage_directory = 'img'\ncontrol_directory = 'c'\n",
-            "/d.toml line 4: dataset 1: 'control_directory' is not taken: this model paints from text alone; remove it, "
+            "/d.toml line 4: dataset 1: 'control_directory' is not taken: this model generates images from text alone; remove it, "
             "or choose an edit model",
         ),
         (

@@ -135,7 +135,7 @@ def test_json_lines_metadata_may_name_images_in_folders_below_and_absolute_ones(
         ('\n{"image_path": 3}', ':2: no "image_path"; write {"image_path": ..., "caption": ...}'),
         ('{"image_path": "a.png", "caption": 3}', ":1: 'caption' is not a string; write it in quotes"),
         ('{"image_path": "a.png"}', ':1: neither "caption" nor "tags"; add one, or set class_tokens'),
-        ('{"image_path": "a.png", "caption": "", "control_path": "c.png"}', ":1: 'control_path' is not taken: this model paints from text alone; remove it, or choose an edit model"),
+        ('{"image_path": "a.png", "caption": "", "control_path": "c.png"}', ":1: 'control_path' is not taken: this model generates images from text alone; remove it, or choose an edit model"),
         ("", ": no images in it; write one entry an image"),
     ],
 )  # fmt: skip

@@ -109,7 +109,7 @@ SOURCES = [
 def test_the_tokenizers_own_template_is_followed_with_and_without_marked_answers(tmp_path: Path, source: str) -> None:
     folder = tokenizer_folder(tmp_path, (*LLAMA3_MARKS, "<|im_start|>", "<|im_end|>"), source)
     template = load_chat_template("auto", load_tokenizer(folder), folder)
-    assert template.name == "own"
+    assert template.name == "tokenizer"
     tokens, owners = template.tokens(CONVERSATION)
     marked = CHATML if "im_start" in source else LLAMA3
     expected, mask = of_transformers(folder, marked)
@@ -122,7 +122,7 @@ def test_a_template_that_writes_todays_date_gives_the_same_tokens_every_day(tmp_
     dated = date + "{{ date_string }}" + without_marks(LLAMA3).replace("{{ bos_token }}", "")
     folder = tokenizer_folder(tmp_path, LLAMA3_MARKS, dated)
     tokenizer = load_tokenizer(folder)
-    text = tokenizer.decode(load_chat_template("own", tokenizer, folder).tokens(CONVERSATION)[0])
+    text = tokenizer.decode(load_chat_template("tokenizer", tokenizer, folder).tokens(CONVERSATION)[0])
     assert text.startswith("26 Jul 2024<|start_header_id|>")  # as Llama 3.1's template without a clock
 
 
@@ -163,7 +163,7 @@ def test_a_model_without_marks_learns_answers_that_end_the_text(tmp_path: Path) 
     assert asked == tokens[: len(asked)]
 
 
-@pytest.mark.parametrize("name", ["llama3", "chatml", "plain", "own"])
+@pytest.mark.parametrize("name", ["llama3", "chatml", "plain", "tokenizer"])
 def test_no_message_can_end_its_turn(tmp_path: Path, name: str) -> None:
     marks = ("<|endoftext|>", *LLAMA3_MARKS, "<|im_start|>", "<|im_end|>")
     folder = tokenizer_folder(tmp_path, marks, without_marks(LLAMA3))
@@ -263,7 +263,7 @@ def test_a_template_without_a_place_for_a_message_says_so(tmp_path: Path, name: 
     ):
         tokenise_chats([twice], template, 64)
     with pytest.raises(UserError, match="no template of its own"):
-        load_chat_template("own", load_tokenizer(folder), folder)
+        load_chat_template("tokenizer", load_tokenizer(folder), folder)
     with pytest.raises(UserError, match="no chatml chat"):
         load_chat_template("chatml", load_tokenizer(folder), folder)
 

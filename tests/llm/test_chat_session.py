@@ -67,7 +67,7 @@ def test_a_kept_cache_gives_the_tokens_of_a_fresh_one(
     assert [turn.said for turn in kept.turns] == [turn.said for turn in fresh.turns]
 
 
-@pytest.mark.parametrize("name", ["own", "plain"])
+@pytest.mark.parametrize("name", ["tokenizer", "plain"])
 def test_other_templates_keep_their_cache_too(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     model = load_lm(folders["chat"], torch.float32)
     tokenizer = load_tokenizer(folders["chat"])
@@ -207,7 +207,7 @@ def test_what_the_template_is_follows_from_what_was_published(folders: dict[str,
     assert load_prompt_template("auto", tokenizer, tmp_path, ()).name == "text"  # a base model with the same tokenizer
     assert load_prompt_template("auto", tokenizer, tmp_path / "Llama3.2-1B-Instruct", ()).name == "llama3"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": JINJA}))
-    assert load_prompt_template("auto", tokenizer, tmp_path, ()).name == "own"
+    assert load_prompt_template("auto", tokenizer, tmp_path, ()).name == "tokenizer"
     assert load_prompt_template("text", tokenizer, tmp_path, (end,)).name == "text"
     with pytest.raises(UserError, match="no llama3 chat"):
         load_prompt_template("llama3", load_tokenizer(folders["gpt2"]), tmp_path, ())

@@ -74,7 +74,7 @@ def read_command(words: Sequence[str]) -> Command:
     at = next((i for i, word in enumerate(words) if _script(words, i)), None)
     if at is None:
         if not words or not words[0].startswith("-"):
-            raise UserError("command: no trainer's script in it; paste it whole, or its flags only")
+            raise UserError("command: no trainer's script in it; paste all of it, or its flags only")
         return Command(None, tuple(words))
     script = _script(words, at)
     if script not in TRAINERS:

@@ -308,7 +308,7 @@ def _network_args(result: Translation, known: Known) -> None:
     """Rewrite what the LoRA takes under another name here; what it refuses it names itself."""
     if not result.tool or not isinstance(result.values.get("network_args"), list):
         return
-    kept: list[str] = []
+    taken: list[str] = []
     excludes = any(str(pair).strip().startswith("exclude_patterns") for pair in result.values["network_args"])
     for pair in result.values["network_args"]:
         key, _, value = (part.strip() for part in str(pair).partition("="))
@@ -322,16 +322,16 @@ def _network_args(result: Translation, known: Known) -> None:
         elif key == "train_blocks" and value in ("all", "single", "double"):
             other = {"single": "double", "double": "single"}.get(value)
             text = f"train_{other}_block_indices=none" if other else "left out, it is what happens"
-            kept += [text] if other else []
+            taken += [text] if other else []
         elif key == "split_qkv":
             text = "left out, q, k and v always have LoRAs of their own"
         elif key in ("conv_dim", "conv_alpha", "verbose") or (key == "train_t5xxl" and value == "False"):
             text = "left out, it changes nothing"
         else:
-            kept.append(str(pair))
+            taken.append(str(pair))
         if text:
             result.note("network_args", "changed", f"{pair}: {text}")
-    result.values["network_args"] = kept
+    result.values["network_args"] = taken
 
 
 def _optimizer(result: Translation, known: Known) -> None:

@@ -342,7 +342,8 @@ def template_of(path: str | Path) -> str | None:
     Raises:
         UserError: no such file.
     """
-    return (read_safetensors_header(weight_file(Path(path))).get("__metadata__") or {}).get(TEMPLATE)
+    name = (read_safetensors_header(weight_file(Path(path))).get("__metadata__") or {}).get(TEMPLATE)
+    return "tokenizer" if name == "own" else name  # its name in older files
 
 
 def put_lora_on(
