@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 def image(options: argparse.Namespace) -> list[Path]:
     """Run the subcommand ``image``; return the files written."""
-    from library.data.sidecars import ControlSizing
+    from library.data.buckets import ControlSizing
     from library.models.family import model_family
     from library.training.sampling.generate import generate_images
     from library.training.sampling.images import save_image

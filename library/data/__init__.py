@@ -4,7 +4,7 @@ Data flow, one module a step::
 
     config      kohya's dataset TOML -> checked settings of every dataset and subset
     file_index  folders -> files with size, content hash and caption, remembered between runs
-    sources     a subset -> its images with captions, and by :mod:`sidecars` their masks and control images
+    sources     a subset -> its images with captions, and their masks and control images
     samples     settings + sources -> training samples and held-out samples
     buckets     image size -> size trained at;  captions: raw caption -> its variants;  images: file -> pixels
     masks       generated inpainting masks

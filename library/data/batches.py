@@ -18,12 +18,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from library.conditions import NO_CONDITIONS, Conditions, stack_conditions
+from library.data.buckets import Size
 from library.data.cache import TextJob, latent_path, read_cached, read_conditions
 from library.data.captions import caption_variants, choose_caption, plain_caption
 from library.data.samples import Sample
@@ -45,7 +47,31 @@ class Item:
 
 
 @dataclass
-class Batch:
+class TensorBatch:
+    """A batch whose fields are tensors, dictionaries of them, conditions, and what belongs to no device."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return the batch on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return the batch in page-locked memory (asked for by the data loader)."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> Self:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, dict):
+                values[name] = {key: move(tensor) for key, tensor in value.items()}
+            elif isinstance(value, Tensor):
+                values[name] = move(value)
+            elif isinstance(value, Conditions):
+                values[name] = value.map(move)
+        return replace(self, **values)
+
+
+@dataclass
+class Batch(TensorBatch):
     """Samples of one size, stacked."""
 
     latents: Tensor  # [B, C, h, w], as the encoder returned them
@@ -55,10 +81,6 @@ class Batch:
     sample_ids: Tensor  # [B] int64: what the noise follows from
     captions: list[str] = field(default_factory=list)  # what ``text`` was made from, for text encoders in training
     conditions: Conditions = NO_CONDITIONS
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -75,21 +97,6 @@ class Batch:
     def _part(self, rows: slice) -> Batch:
         part = self._map(lambda tensor: tensor[rows])
         return replace(part, captions=part.captions[rows])
-
-    def pin_memory(self) -> Batch:
-        """Return the batch in page-locked memory (asked for by the data loader)."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, dict):
-                values[name] = {key: move(tensor) for key, tensor in value.items()}
-            elif isinstance(value, Tensor):
-                values[name] = move(value)
-            elif isinstance(value, Conditions):
-                values[name] = value.map(move)
-        return Batch(**values)
 
 
 class CachedDataset(Dataset[Item]):
@@ -239,61 +246,64 @@ def _stack(tensors: list[Tensor]) -> Tensor:
     return filled
 
 
-Size = tuple[int, int]  # width, height in pixels
 Bucket = tuple[int, Size, *tuple[Size, ...]]  # number of the dataset, size of the image, of its control images
 
 
-def plan_epoch(
-    buckets: Sequence[Bucket],
-    batch_sizes: Mapping[Bucket, int],
-    seed: int,
-    epoch: int,
-    num_processes: int = 1,
-) -> list[list[int]]:
-    """Return the batches of one epoch, over all processes, as lists of item indices.
+class PlannedBatchSampler(Sampler[list[tuple[int, int]]]):
+    """Batch sampler whose epochs are planned wholly; one pass gives the rest of one epoch, from the position set.
+
+    A plan is filled up to a multiple of ``num_processes`` with its own first batches. There is deliberately no
+    ``batch_size`` attribute: with one, accelerate would withhold batches that are smaller.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        self.num_processes = num_processes
+        self.drop_last = False  # accelerate asks
+        self.epoch = self.first_batch = 0
+        self._plans: dict[int, list[list[int]]] = {}
+
+    def plan_epoch(self, epoch: int) -> list[list[int]]:
+        """Return the batches of an epoch as indices, before they are filled up: a function of seed and epoch."""
+        raise NotImplementedError
+
+    def set_position(self, epoch: int, first_batch: int = 0) -> None:
+        """Start the next pass in ``epoch`` (from 0) at ``first_batch``, counted over all processes."""
+        assert first_batch % self.num_processes == 0, "processes would swap their batches"
+        self.epoch, self.first_batch = epoch, first_batch
+
+    def batches_per_epoch(self, epoch: int | None = None) -> int:
+        """Batches of a whole epoch over all processes, the same in every epoch."""
+        return len(self.planned(self.epoch if epoch is None else epoch))
+
+    def __len__(self) -> int:
+        """Batches of the next pass, over all processes."""
+        return max(0, self.batches_per_epoch() - self.first_batch)
+
+    def planned(self, epoch: int) -> list[list[int]]:
+        """Return the batches of an epoch over all processes."""
+        if epoch not in self._plans:
+            if len(self._plans) > 1:  # an optimizer step may reach from one epoch into the next
+                del self._plans[min(self._plans)]
+            plan = self.plan_epoch(epoch)
+            self._plans[epoch] = plan + [plan[i % len(plan)] for i in range(-len(plan) % self.num_processes)]
+        return self._plans[epoch]
+
+
+class EpochBatchSampler(PlannedBatchSampler):
+    """Yields lists of (epoch, index) for :class:`CachedDataset`.
 
     Args:
         buckets: the bucket of each item; only items of one bucket share a batch.
         batch_sizes: items in a batch, for each bucket.
-        seed, epoch: what the order follows from.
-        num_processes: the plan's length is a multiple of this; its first batches are repeated as needed.
-    """
-    plan: list[list[int]] = []
-    waiting: dict[Bucket, list[int]] = defaultdict(list)
-    for index in torch.randperm(len(buckets), generator=generator("epoch order", seed, epoch)).tolist():
-        bucket = buckets[index]
-        waiting[bucket].append(index)
-        if len(waiting[bucket]) == batch_sizes[bucket]:
-            plan.append(waiting.pop(bucket))
-    plan.extend(waiting.values())
-    unpadded = len(plan)
-    for position in range(-unpadded % num_processes):
-        plan.append(plan[position % unpadded])
-    return plan
-
-
-class EpochBatchSampler(Sampler[list[tuple[int, int]]]):
-    """Batch sampler over :func:`plan_epoch`: yields lists of (epoch, index) for :class:`CachedDataset`.
-
-    One pass gives the rest of one epoch, from the position set. There is deliberately no ``batch_size``
-    attribute: with one, accelerate would withhold batches that are smaller.
+        seed: what the order follows from.
+        num_processes: that share the batches.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        batch_sizes: Mapping[Bucket, int],
-        seed: int,
-        num_processes: int = 1,
+        self, buckets: Sequence[Bucket], batch_sizes: Mapping[Bucket, int], seed: int, num_processes: int = 1
     ) -> None:
-        self.buckets = buckets
-        self.batch_sizes = batch_sizes
-        self.seed = seed
-        self.num_processes = num_processes
-        self.drop_last = False  # accelerate asks
-        self.epoch = 0
-        self.first_batch = 0
-        self._planned: tuple[int, list[list[int]]] | None = None
+        super().__init__(num_processes)
+        self.buckets, self.batch_sizes, self.seed = buckets, batch_sizes, seed
         self._instead: dict[int, int] = {}  # items left out, and those that take their places
 
     def exclude(self, items: Collection[int]) -> None:
@@ -317,28 +327,19 @@ class EpochBatchSampler(Sampler[list[tuple[int, int]]]):
                 )
             self._instead[item] = next((other for other in kept if other > item), kept[0])
 
-    def set_position(self, epoch: int, first_batch: int = 0) -> None:
-        """Start the next pass in ``epoch`` (from 0) at ``first_batch``, counted over all processes."""
-        assert first_batch % self.num_processes == 0, "processes would swap their batches"
-        self.epoch, self.first_batch = epoch, first_batch
-
-    def batches_per_epoch(self, epoch: int | None = None) -> int:
-        """Batches of a whole epoch over all processes; buckets make it differ between epochs by none."""
-        return len(self._plan(self.epoch if epoch is None else epoch))
-
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch = self.epoch
-        for batch in self._plan(epoch)[self.first_batch :]:
+        for batch in self.planned(epoch)[self.first_batch :]:
             yield [(epoch, self._instead.get(index, index)) for index in batch]
 
-    def __len__(self) -> int:
-        """Batches of the next pass, over all processes."""
-        return max(0, self.batches_per_epoch() - self.first_batch)
-
-    def _plan(self, epoch: int) -> list[list[int]]:
-        if self._planned is None or self._planned[0] != epoch:
-            self._planned = (
-                epoch,
-                plan_epoch(self.buckets, self.batch_sizes, self.seed, epoch, self.num_processes),
-            )
-        return self._planned[1]
+    def plan_epoch(self, epoch: int) -> list[list[int]]:
+        """Return the batches of an epoch: all items permuted, then dealt into the open batch of their bucket."""
+        plan: list[list[int]] = []
+        waiting: dict[Bucket, list[int]] = defaultdict(list)
+        order = torch.randperm(len(self.buckets), generator=generator("epoch order", self.seed, epoch))
+        for index in order.tolist():
+            bucket = self.buckets[index]
+            waiting[bucket].append(index)
+            if len(waiting[bucket]) == self.batch_sizes[bucket]:
+                plan.append(waiting.pop(bucket))
+        return [*plan, *waiting.values()]

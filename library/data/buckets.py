@@ -12,6 +12,16 @@ A model trains on many shapes of about the same area. kohya's buckets (sd-script
 
 What is encoded is the bucket-sized centre crop; for ``random_crop`` it is the whole resized image (rounded
 down to whole patches), so that a crop can be chosen every epoch among the cached latents.
+
+Control images are resized by musubi-tuner's keys (its docs/dataset_config.md):
+
+- without any, to the size that the image is trained at, the overhang cropped;
+- ``control_resolution``: to its own proportions, at about that area;
+- ``no_resize_control``: not resized, only trimmed to whole patches; with ``control_resolution`` too, that is the
+  largest area.
+
+Every side is a multiple of the model's patch. Where a size in whole patches does not have the image's proportions
+exactly, the image covers it and the overhang, less than a patch, is cropped.
 """
 
 from __future__ import annotations
@@ -60,7 +70,7 @@ class Bucketing:
         self._require_multiple("bucket_reso_steps", self.steps)
         if min(dataset.resolution) < self.steps:
             raise UserError(
-                f"{self.where}: resolution {_text(dataset.resolution)} is smaller than bucket_reso_steps "
+                f"{self.where}: resolution {size_text(dataset.resolution)} is smaller than bucket_reso_steps "
                 f"{self.steps}; set bucket_reso_steps = {pixel_multiple}"
             )
         self.limits = self._limits(settings.min_bucket_reso, settings.max_bucket_reso)
@@ -77,12 +87,12 @@ class Bucketing:
         shortest, longest = min(self.resolution), max(self.resolution)
         if low is not None and low > shortest:
             raise UserError(
-                f"{self.where}: min_bucket_reso {low} is larger than resolution {_text(self.resolution)}; "
+                f"{self.where}: min_bucket_reso {low} is larger than resolution {size_text(self.resolution)}; "
                 f"use at most {shortest}"
             )
         if high is not None and high < longest:
             raise UserError(
-                f"{self.where}: max_bucket_reso {high} is smaller than resolution {_text(self.resolution)}; "
+                f"{self.where}: max_bucket_reso {high} is smaller than resolution {size_text(self.resolution)}; "
                 f"use at least {longest}"
             )
         low = low if low is not None else (256 if shortest >= 256 else shortest // 2)
@@ -129,7 +139,7 @@ class Bucketing:
         bucket = (resized[0] // self.steps * self.steps, resized[1] // self.steps * self.steps)
         if min(bucket) == 0:
             raise UserError(
-                f"{name}: {_text(size)} gives a side below bucket_reso_steps {self.steps}; "
+                f"{name}: {size_text(size)} gives a side below bucket_reso_steps {self.steps}; "
                 "remove the image or set bucket_no_upscale = false"
             )
         return bucket, resized
@@ -150,5 +160,57 @@ def bucket_sizes(resolution: Size, low: int, high: int, steps: int) -> list[Size
     return sorted(sizes)
 
 
-def _text(size: Size) -> str:
+@dataclass(frozen=True, slots=True)
+class ControlSizing:
+    """How control images are sized: ``resolution`` (width, height) gives an area; ``keep``: no_resize_control."""
+
+    resolution: Size | None = None
+    keep: bool = False
+
+    def fit(self, size: Size, trained: Size, unit: int, name: str) -> Fit:
+        """Return how a control image is resized and cropped.
+
+        Args:
+            size: the image's (width, height).
+            trained: the size its image is trained at.
+            unit: sides become multiples of this.
+            name: the image's path, for the message.
+        """
+        width, height = size
+        area = None if self.resolution is None else self.resolution[0] * self.resolution[1]
+        if self.keep and (area is None or width * height <= area):
+            return _trim(size, unit, name)
+        target = trained
+        if area is not None:
+            root = math.sqrt(area * width / height)
+            target = (_whole(root, unit), _whole(root * height / width, unit))
+        return cover(size, target)
+
+
+def cover(size: Size, target: Size) -> Fit:
+    """Return the fit that resizes ``size`` until it just covers ``target`` and crops the overhang evenly."""
+    scale = max(target[0] / size[0], target[1] / size[1])
+    resized = (max(target[0], round(size[0] * scale)), max(target[1], round(size[1] * scale)))
+    offset = ((resized[0] - target[0]) // 2, (resized[1] - target[1]) // 2)
+    return Fit(resized, offset, target, target)
+
+
+def _trim(size: Size, unit: int, name: str) -> Fit:
+    whole = (size[0] // unit * unit, size[1] // unit * unit)
+    if min(whole) == 0:
+        raise UserError(f"{name}: {size_text(size)} is smaller than a patch of {unit}; remove no_resize_control")
+    return Fit(size, ((size[0] - whole[0]) // 2, (size[1] - whole[1]) // 2), whole, whole)
+
+
+def _whole(side: float, unit: int) -> int:
+    return max(unit, round(side / unit) * unit)
+
+
+def same_shape(one: Size, other: Size) -> bool:
+    """Return whether two sizes have the same proportions, a side being off by 1 % at most."""
+    return abs(one[0] * other[1] - one[1] * other[0]) <= 0.01 * one[0] * other[1]
+
+
+def size_text(size: Size) -> str:
+    """Return a size as it is shown, such as 1024x768."""
     return f"{size[0]}x{size[1]}"

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
 from library.data.buckets import Size
+from library.data.file_index import checked_bytes
 from library.data.images import (
     DEFAULT_INTERPOLATION,
     PIXELS_VERSION,
@@ -52,8 +53,7 @@ from library.data.images import (
     to_pixels,
 )
 from library.data.masks import MASKS_VERSION, Mask, generated_mask
-from library.data.samples import Sample
-from library.data.sidecars import ControlImage, checked_bytes
+from library.data.samples import ControlImage, Sample
 from library.errors import UserError
 from library.randomness import python_random
 from library.safetensors_io import read_safetensors_header, write_safetensors

@@ -26,6 +26,7 @@ from torch import Tensor
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.batches import CachedDataset, EpochBatchSampler, has_mask
+from library.data.buckets import ControlSizing
 from library.data.cache import (
     EncodeJob,
     ImageEncoder,
@@ -41,7 +42,6 @@ from library.data.cache import (
 from library.data.captions import can_drop
 from library.data.config import DatasetConfig, load_dataset_config
 from library.data.samples import Sample, Scan, control_sizing, scan
-from library.data.sidecars import ControlSizing
 from library.errors import UserError
 
 

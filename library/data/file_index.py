@@ -155,3 +155,11 @@ def read_bytes(path: str) -> bytes:
     """Return a file's content."""
     with reading(path):
         return Path(path).read_bytes()
+
+
+def checked_bytes(file: SourceFile) -> bytes:
+    """Return the content of a file that has been hashed."""
+    data = read_bytes(file.path)
+    if content_hash(data) != file.content:
+        raise UserError(f"{file.path}: changed while it was being cached; start again")
+    return data

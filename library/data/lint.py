@@ -27,13 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from library.conditions import ConditionKind
-from library.data.buckets import Bucketing
+from library.data.buckets import Bucketing, same_shape, size_text
 from library.data.config import Dataset, DatasetConfig, Subset
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.image_stats import ImageStats, ImageStatsIndex
 from library.data.samples import Sample, cache_folder
-from library.data.sidecars import is_image, stem
-from library.data.sources import Source, find_sources
+from library.data.sources import Source, find_sources, is_image, stem
 from library.errors import UserError
 
 Advance = Callable[[int], None]
@@ -182,9 +181,10 @@ def _of_image(
         return []
     found: list[Finding] = []
     for kind, files in (("mask", (source.mask, source.inpaint_mask)), ("control", source.control_images)):
-        for file in files:
-            if file is not None and stats[file.path].problem is None and not _same_shape(stats[file.path], own):
-                sizes = f"{_text(stats[file.path].size)} for an image of {_text(own.size)}"
+        for file in (file for file in files if file is not None and stats[file.path].problem is None):
+            size = stats[file.path].size
+            if not same_shape(size, own.size):
+                sizes = f"{size_text(size)} for an image of {size_text(own.size)}"
                 found.append(Finding(kind, (path, file.path), f"{Path(file.path).name}: {sizes}"))
     try:
         fit = buckets.fit(own.size, subset.settings.random_crop, path)
@@ -203,12 +203,7 @@ def _upscaled(path: str, size: tuple[int, int], resized: tuple[int, int]) -> lis
     factor = max(resized[0] / size[0], resized[1] / size[1])
     if min(resized[0] / size[0], resized[1] / size[1]) <= 1:  # rounding may enlarge one side by a pixel
         return []
-    return [Finding("upscaled", (path,), f"{Path(path).name}: {_text(size)} is enlarged {factor:.2f} times")]
-
-
-def _same_shape(one: ImageStats, other: ImageStats) -> bool:
-    """Whether two sizes have the same proportions, within the one per cent that training allows."""
-    return abs(one.width * other.height - one.height * other.width) <= 0.01 * one.width * other.height
+    return [Finding("upscaled", (path,), f"{Path(path).name}: {size_text(size)} is enlarged {factor:.2f} times")]
 
 
 def _duplicates(images: dict[str, ImageStats]) -> list[Finding]:
@@ -269,7 +264,3 @@ def _names(paths: Sequence[str]) -> str:
     names = [Path(path).name for path in paths[:3]]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return ", ".join(names) + more
-
-
-def _text(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"

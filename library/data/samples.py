@@ -20,11 +20,13 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from PIL import Image
+
 from library.conditions import ConditionKind
-from library.data.buckets import Bucketing, Fit
+from library.data.buckets import Bucketing, ControlSizing, Fit, same_shape, size_text
 from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
-from library.data.file_index import FileIndex, SourceFile
-from library.data.sidecars import ControlImage, ControlSizing
+from library.data.file_index import FileIndex, SourceFile, checked_bytes
+from library.data.images import decode, fit_image
 from library.data.sources import Source, find_sources
 from library.errors import UserError
 from library.randomness import derive_seed
@@ -39,6 +41,26 @@ class SampleGroup:
     batch_size: int
     cache: Path  # folder of the latents
     loss_weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class ControlImage:
+    """A control image at the size it is encoded at; ``interpolation`` is the filter of its subset."""
+
+    file: SourceFile
+    fit: Fit
+    interpolation: str | None = None
+
+    def key(self) -> tuple[object, ...]:
+        """Return what its pixels follow from; its content must have been hashed."""
+        assert self.file.content is not None, "contents are hashed first"
+        return (self.file.content, self.fit.resized, self.fit.offset, self.fit.encoded, self.interpolation)
+
+    def load(self, flipped: bool = False) -> Image.Image:
+        """Return the RGB image at its size."""
+        image, _ = decode(checked_bytes(self.file), self.file.path)
+        fitted = fit_image(image, self.fit, self.interpolation)
+        return fitted.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flipped else fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +235,9 @@ def _build_sample(
 def check_mask_shape(mask: SourceFile, size: tuple[int, int]) -> None:
     """Refuse a mask that is not in the proportions of its image of ``size``, a side being off by more than 1 %."""
     assert mask.size is not None
-    width, height = mask.size
-    if abs(width * size[1] - height * size[0]) > 0.01 * width * size[1]:
+    if not same_shape(mask.size, size):
         raise UserError(
-            f"{mask.path}: mask of {width}x{height} for an image of {size[0]}x{size[1]}; "
+            f"{mask.path}: mask of {size_text(mask.size)} for an image of {size_text(size)}; "
             "save it in the image's proportions"
         )
 

@@ -6,25 +6,34 @@ stem, else ``class_tokens``) or a metadata file (kohya's fine-tuning form): JSON
 start at ``image_dir``, without one at the metadata file's folder, and may not leave it. An entry may name its control
 image as ``control_path``, or several as ``control_path_0``, ``control_path_1``, ...; such paths start at
 ``control_directory``, without one at the metadata file's folder.
+
+Masks and control images belong to an image by its name: a file of the image's stem in a folder of its own,
+``photos/cat.jpg`` has ``masks/cat.png``. Of control images there may be several: ``cat_0.png``, ``cat_1.png`` (or with
+leading zeros), counted from 0.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from library.conditions import ConditionKind
 from library.data.config import Subset, refused_control_path
 from library.data.file_index import FileIndex, SourceFile, list_folder
-from library.data.sidecars import find_control_images, find_masks, is_image, stem
+from library.data.images import IMAGE_SUFFIXES
 from library.errors import UserError, did_you_mean
 from library.files import parse_json, read_json_lines, read_text, written_path
 
+_NUMBERED = re.compile(r"(.+)_(\d+)")
 _CONTROL_KEY = re.compile(r"control_path(?:_(\d+))?")
+
+
+_Listing = tuple[dict[str, tuple[int, int]], dict[str, str]]  # of _list_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +63,11 @@ def find_sources(
         found = _from_metadata(subset, index, conditioning)
     else:
         found = _from_folder(subset, index, warnings)
-    names = [source.name for source in found]
-    if subset.mask_dir is not None:
-        white = "add a white image of the same name to train all of it"
-        masks = find_masks(subset.where, "conditioning_data_dir", subset.mask_dir, names, index, warnings, white)
-        found = [replace(source, mask=mask) for source, mask in zip(found, masks, strict=True)]
-    if subset.inpaint_mask_dir is not None:
-        white = "add an image of the same name, white where to fill"
-        masks = find_masks(
-            subset.where, "inpaint_mask_directory", subset.inpaint_mask_dir, names, index, warnings, white
-        )
-        found = [replace(source, inpaint_mask=mask) for source, mask in zip(found, masks, strict=True)]
+    white = "add a white image of the same name to train all of it"
+    masks = _find_masks(subset, "conditioning_data_dir", subset.mask_dir, found, index, warnings, white)
+    white = "add an image of the same name, white where to fill"
+    fills = _find_masks(subset, "inpaint_mask_directory", subset.inpaint_mask_dir, found, index, warnings, white)
+    found = [replace(s, mask=mask, inpaint_mask=fill) for s, mask, fill in zip(found, masks, fills, strict=True)]
     if conditioning == "references":
         found = _with_control_images(subset, found, index, warnings)
     return found
@@ -73,8 +76,8 @@ def find_sources(
 def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, warnings: list[str]) -> list[Source]:
     if subset.control_dir is not None:
         without = [source for source in found if not source.control_images]
-        told = [] if subset.metadata_file else warnings  # a metadata file may list part of what lies there
-        controls = find_control_images(subset.where, subset.control_dir, [s.name for s in without], index, told)
+        notes = [] if subset.metadata_file else warnings  # a metadata file may list part of what lies there
+        controls = _find_control_images(subset.where, subset.control_dir, [s.name for s in without], index, notes)
         of_folder = {source.name: files for source, files in zip(without, controls, strict=True)}
         found = [replace(source, control_images=source.control_images or of_folder[source.name]) for source in found]
     missing = [source.name for source in found if not source.control_images]
@@ -85,6 +88,78 @@ def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, 
             f"({missing[0]}, ...); an edit model needs one for each: add one of the same name, or control_path keys"
         )
     return found
+
+
+def _find_masks(
+    subset: Subset,
+    key: str,
+    folder: Path | None,
+    sources: Sequence[Source],
+    index: FileIndex,
+    warnings: list[str],
+    remedy: str,
+) -> Sequence[SourceFile | None]:
+    """Return the mask of every image in ``folder``, which ``key`` names; ``remedy`` is for an image without one."""
+    if folder is None:
+        return [None] * len(sources)
+    files, masks = _list_images(folder)
+    stems = [stem(PurePath(source.name).name) for source in sources]
+    missing = [source.name for its_stem, source in zip(stems, sources, strict=True) if its_stem not in masks]
+    if missing:
+        raise UserError(
+            f"{subset.where}: {len(missing)} of {len(sources)} images have no mask in {key} "
+            f"{folder} ({missing[0]}, ...); {remedy}"
+        )
+    _note_unused(subset.where, "masks", folder, masks, set(stems), warnings)
+    return [index.image(f"{folder}{os.sep}{masks[s]}", files[masks[s]]) for s in stems]
+
+
+def _find_control_images(
+    where: str, folder: Path, images: Sequence[str], index: FileIndex, warnings: list[str]
+) -> list[tuple[SourceFile, ...]]:
+    """Return the control images of every image in their order; none for an image without."""
+    files, plain = _list_images(folder)
+    stems = [stem(PurePath(name).name) for name in images]
+    known = set(stems)
+    numbered: dict[str, dict[int, str]] = defaultdict(dict)
+    for its_stem, name in plain.items():
+        match = _NUMBERED.fullmatch(its_stem)
+        if match and match[1] in known and its_stem not in known:
+            numbered[match[1]][int(match[2])] = name
+    found: list[tuple[SourceFile, ...]] = []
+    used: set[str] = set()
+    for its_stem in stems:
+        numbers = numbered.get(its_stem, {})
+        if its_stem in plain and numbers:
+            both = f"{plain[its_stem]} and {numbers[min(numbers)]}"
+            raise UserError(f"{where}: control_directory {folder} holds {both}; number all of an image's or none")
+        missing = next((n for n in range(len(numbers)) if n not in numbers), None)
+        if missing is not None:
+            named = f"{its_stem}_{missing}"
+            raise UserError(f"{where}: control_directory {folder} holds no {named} but higher numbers; count from 0")
+        names = [plain[its_stem]] if its_stem in plain else [numbers[n] for n in sorted(numbers)]
+        used.update(stem(name) for name in names)
+        found.append(tuple(index.image(f"{folder}{os.sep}{name}", files[name]) for name in names))
+    _note_unused(where, "control images", folder, plain, used, warnings)
+    return found
+
+
+def _list_images(folder: str | Path) -> _Listing:
+    """Return a folder's files, and stem -> name of its images."""
+    files = list_folder(folder)
+    by_stem: dict[str, str] = {}
+    for name in files:
+        if is_image(name):
+            by_stem.setdefault(stem(name), name)
+    return files, by_stem
+
+
+def _note_unused(
+    where: str, what: str, folder: Path, names: dict[str, str], used: set[str], warnings: list[str]
+) -> None:
+    unused = sorted(names.keys() - used)
+    if unused:
+        warnings.append(f"{where}: {len(unused)} {what} in {folder} belong to no image ({names[unused[0]]}, ...)")
 
 
 def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[Source]:
@@ -151,7 +226,7 @@ def _from_metadata(subset: Subset, index: FileIndex, conditioning: ConditionKind
     file = subset.metadata_file
     assert file is not None
     base = subset.image_dir or file.parent
-    folders: dict[str, _Folder] = {}
+    folders: dict[str, _Listing] = {}
     found: list[Source] = []
     refused = refused_control_path(conditioning)
     for where, name, entry in _metadata_entries(file):
@@ -166,17 +241,18 @@ def _from_metadata(subset: Subset, index: FileIndex, conditioning: ConditionKind
 
 
 def _listed_file(
-    base: Path, name: str, what: str, where: str, folders: dict[str, _Folder], index: FileIndex
+    base: Path, name: str, what: str, where: str, folders: dict[str, _Listing], index: FileIndex
 ) -> SourceFile:
     """The record of an image that a metadata entry names; ``folders`` remembers what was listed."""
     folder, written = os.path.split(_inside(base, name, what, where))
     if folder not in folders:
-        folders[folder] = _Folder(folder)
-    file_name = folders[folder].find(written)
+        folders[folder] = _list_images(folder) if Path(folder).is_dir() else ({}, {})
+    files, by_stem = folders[folder]
+    file_name = written if written in files else by_stem.get(written)  # sd-scripts' tools write stems
     if file_name is None:
-        near = did_you_mean(written, folders[folder].files) or f"; it is looked for in {folder}"
+        near = did_you_mean(written, files) or f"; it is looked for in {folder}"
         raise UserError(f"{where}: {what} {name!r} does not exist{near}")
-    return index.image(f"{folder}{os.sep}{file_name}", folders[folder].files[file_name])
+    return index.image(f"{folder}{os.sep}{file_name}", files[file_name])
 
 
 def _control_paths(entry: dict[str, Any], refused: str | None, where: str) -> list[str]:
@@ -198,21 +274,6 @@ def _control_paths(entry: dict[str, Any], refused: str | None, where: str) -> li
     if missing is not None:
         raise UserError(f"{where}: no 'control_path_{missing}' but higher numbers; count from 0")
     return [named[number] for number in sorted(named)]
-
-
-class _Folder:
-    """A folder's files. Images are found with suffix or, as sd-scripts' tools write them, without."""
-
-    def __init__(self, path: str) -> None:
-        self.files = list_folder(path) if Path(path).is_dir() else {}
-        self._stems: dict[str, str] | None = None
-
-    def find(self, name: str) -> str | None:
-        if name in self.files:
-            return name
-        if self._stems is None:
-            self._stems = {stem(image): image for image in self.files if is_image(image)}
-        return self._stems.get(name)
 
 
 def _metadata_entries(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -258,3 +319,13 @@ def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> str:
     if not lines and caption is None and tags is None and subset.settings.class_tokens is None:
         raise UserError(f'{where}: neither "caption" nor "tags"; add one, or set class_tokens')
     return "\n".join(lines) or (subset.settings.class_tokens or "" if caption is None else "")
+
+
+def is_image(name: str) -> bool:
+    """Whether a file name has the suffix of a format that can be read."""
+    return f".{name.rpartition('.')[2].lower()}" in IMAGE_SUFFIXES  # pathlib takes seconds for 100,000 names
+
+
+def stem(name: str) -> str:
+    """Return a file name without its suffix."""
+    return name.rpartition(".")[0]

@@ -31,8 +31,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
+from library.data.batches import PlannedBatchSampler, TensorBatch
 from library.errors import UserError
 from library.files import parse_json, read_json_lines, read_text
 from library.llm.chat_templates import ChatTemplate, Message
@@ -270,7 +271,7 @@ def pack_examples(examples: Sequence[Example], max_length: int) -> list[Window]:
 
 
 @dataclass
-class ChatBatch:
+class ChatBatch(TensorBatch):
     """Windows side by side, padded on the right.
 
     Attributes:
@@ -295,18 +296,6 @@ class ChatBatch:
         size = len(self) // count
         rows = [slice(first, first + size) for first in range(0, len(self), size)]
         return [replace(self._map(operator.itemgetter(part)), microbatches=self.microbatches * count) for part in rows]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> ChatBatch:
-        """Return the batch on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> ChatBatch:
-        """Return the batch in page-locked memory (asked for by the data loader)."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def _map(self, move: Callable[[Tensor], Tensor]) -> ChatBatch:
-        documents = None if self.documents is None else move(self.documents)
-        return replace(self, tokens=move(self.tokens), targets=move(self.targets), documents=documents)
 
 
 Item = tuple[Window, int]  # a window, and the targets of its optimizer step
@@ -341,35 +330,20 @@ def collate_windows(items: Sequence[Item]) -> ChatBatch:
     return ChatBatch(tokens, targets, None if alone else documents, items[0][1])
 
 
-class ChatSampler(Sampler[list[tuple[int, int]]]):
-    """Batch sampler over :class:`Windows`, with the interface of ``library.data.batches.EpochBatchSampler``."""
+class ChatSampler(PlannedBatchSampler):
+    """Batch sampler over :class:`Windows`: yields lists of (index, targets of the step)."""
 
     def __init__(
         self, windows: Sequence[Window], batch_size: int, seed: int, num_processes: int = 1, accumulation: int = 1
     ) -> None:
+        super().__init__(num_processes)
         self._lengths = [sum(len(e.tokens) for e in window) for window in windows]
         self._targets = [sum(e.target_count for e in window) for window in windows]
-        self._size, self._seed, self._processes = batch_size, seed, num_processes
+        self._size, self._seed = batch_size, seed
         self._step_batches = num_processes * accumulation
-        self.drop_last = False  # accelerate asks
-        self.epoch, self.first_batch = 0, 0
-        self._plans: dict[int, list[list[int]]] = {}
-
-    def set_position(self, epoch: int, first_batch: int = 0) -> None:
-        """Start the next pass in ``epoch`` (from 0) at ``first_batch``, counted over all processes."""
-        assert first_batch % self._processes == 0, "processes would swap their batches"
-        self.epoch, self.first_batch = epoch, first_batch
-
-    def batches_per_epoch(self, epoch: int | None = None) -> int:
-        """Batches of a whole epoch over all processes, the same in every epoch."""
-        return len(self._plan(self.epoch if epoch is None else epoch))
-
-    def __len__(self) -> int:
-        """Batches of the next pass, over all processes."""
-        return max(0, self.batches_per_epoch() - self.first_batch)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch, plan = self.epoch, self._plan(self.epoch)
+        epoch, plan = self.epoch, self.planned(self.epoch)
         for place in range(self.first_batch, len(plan)):
             targets = self._step_targets(epoch * len(plan) + place)
             yield [(index, targets) for index in plan[place]]
@@ -378,17 +352,10 @@ class ChatSampler(Sampler[list[tuple[int, int]]]):
         """Return the targets of the optimizer step that batch ``number``, counted through all epochs, belongs to."""
         first = number // self._step_batches * self._step_batches
         per_epoch = self.batches_per_epoch()
-        batches = (self._plan(n // per_epoch)[n % per_epoch] for n in range(first, first + self._step_batches))
+        batches = (self.planned(n // per_epoch)[n % per_epoch] for n in range(first, first + self._step_batches))
         return sum(self._targets[index] for batch in batches for index in batch)
 
-    def _plan(self, epoch: int) -> list[list[int]]:
-        if epoch not in self._plans:
-            if len(self._plans) > 2:  # a step may reach from one epoch into the next
-                del self._plans[min(self._plans)]
-            self._plans[epoch] = self._planned(epoch)
-        return self._plans[epoch]
-
-    def _planned(self, epoch: int) -> list[list[int]]:
+    def plan_epoch(self, epoch: int) -> list[list[int]]:
         """Return the epoch's batches: shuffled, then sorted by length within pools, then the batches shuffled."""
         draws = torch.Generator().manual_seed(derive_seed("instruction order", self._seed, epoch))
         order: list[int] = torch.randperm(len(self._lengths), generator=draws).tolist()
@@ -396,5 +363,4 @@ class ChatSampler(Sampler[list[tuple[int, int]]]):
         for start in range(0, len(order), pool):
             part = sorted(order[start : start + pool], key=lambda index: -self._lengths[index])
             plan += [part[i : i + self._size] for i in range(0, len(part), self._size)]
-        plan = [plan[i] for i in torch.randperm(len(plan), generator=draws).tolist()]
-        return plan + [plan[i % len(plan)] for i in range(-len(plan) % self._processes)]
+        return [plan[i] for i in torch.randperm(len(plan), generator=draws).tolist()]

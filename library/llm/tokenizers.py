@@ -9,8 +9,7 @@
 ============================================  =====================================================================
 
 Special tokens (``<|eot_id|>``) are made from text only on request: text that a user typed must not be able to end its
-own turn. New ones get the numbers after the last token; ``added_tokens.json`` beside the file holds them, and
-:func:`extend_vocabulary` gives the model rows for them.
+own turn. New ones get the numbers after the last token; ``added_tokens.json`` beside the file holds them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import sentencepiece
@@ -31,7 +29,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from library.errors import UserError
 from library.files import atomic_path, write_text
-from library.models.llm.model import TransformerLM, resize_vocabulary
 
 # What counts as a word, from openai/gpt-2 encoder.py and meta-llama/llama3 tokenizer.py.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -391,22 +388,3 @@ def _gpt2_characters() -> dict[int, str]:
 def _whole(text: str) -> str:
     """Return ``text`` with halves of surrogate pairs, which JSON can hold, as U+FFFD; so does tiktoken."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def extend_vocabulary(tokenizer: Tokenizer, model: TransformerLM, names: Sequence[str]) -> list[int]:
-    """Add special tokens to both in place; return their numbers. Old rows of embedding and head stay bit for bit.
-
-    A model may have more rows than its tokenizer has tokens (published ones are often padded); they are used up before
-    new ones are made. Where the model's rows were padded to a multiple of 64, they are again.
-    """
-    config = model.config
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; use the model's own"
-        )
-    numbers = tokenizer.add_special_tokens(names)
-    if tokenizer.vocab_size > config.vocab_size:
-        grown = replace(config, vocab_size=tokenizer.vocab_size, padded_vocab_size=0)
-        padded = config.padded_vocab_size > config.vocab_size
-        resize_vocabulary(model, grown.padded(64) if padded else grown)
-    return numbers

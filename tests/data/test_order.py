@@ -10,11 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from library.data.batches import Bucket, EpochBatchSampler, plan_epoch
+from library.data.batches import Bucket, EpochBatchSampler
 
 SQUARE: Bucket = (0, (64, 64))
 WIDE: Bucket = (0, (96, 32))
 OTHER: Bucket = (1, (64, 64))
+
+
+def plan_epoch(
+    buckets: list[Bucket], batch_sizes: dict[Bucket, int], seed: int, epoch: int, num_processes: int = 1
+) -> list[list[int]]:
+    """Return the items of the batches that a sampler gives in an epoch."""
+    sampler = EpochBatchSampler(buckets, batch_sizes, seed, num_processes)
+    sampler.set_position(epoch)
+    return [[index for _, index in batch] for batch in sampler]
 
 
 def flat(plan: list[list[int]]) -> list[int]:

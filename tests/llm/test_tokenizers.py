@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
-import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
 from library.errors import UserError
 from library.llm.chat_templates import Message, built_in_template
-from library.llm.tokenizers import IncrementalDecoder, Tokenizer, extend_vocabulary, load_tokenizer, train_bpe
-from library.models.llm.files import load_lm
-from tests.models.llm.lms import VOCABULARY, write_reference
+from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer, train_bpe
 
 TEXT = [
     "The quick brown fox doesn't jump over 12345 lazy dogs; it's asleep.\n\n  Indented   code: x = y ** 2\t# why?\r\n",
@@ -215,30 +212,6 @@ def test_the_llama3_template_is_that_of_the_model_card(tmp_path: Path) -> None:
     )
     assert tokens.count(tokenizer.special["<|eot_id|>"]) == 3  # the one in the message is text
     assert tokenizer.decode([t for t, owner in zip(tokens, owners, strict=True) if owner == 2]) == "Hello!<|eot_id|>"
-
-
-@pytest.mark.parametrize("name", ["llama3", "llama3.2"], ids=["untied", "tied"])
-def test_a_vocabulary_grows_with_its_model(name: str, tmp_path: Path) -> None:
-    write_reference(tmp_path, name)
-    model = load_lm(tmp_path, torch.float32, pad_vocabulary_to=64)
-    before = model.embedding.weight.detach().clone()
-    tokenizer = train_bpe(TEXT, 256 + 1)
-    with pytest.raises(UserError, match="the tokenizer has 257 tokens, the model 131"):
-        extend_vocabulary(tokenizer, model, ["<|new|>"])
-
-    class Small(type(tokenizer)):  # 130 tokens: one row of the model is free
-        @property
-        def vocab_size(self) -> int:
-            return super().vocab_size - 127
-
-    small = Small(tokenizer.inner)
-    extend_vocabulary(small, model, ["<|one|>"])
-    assert model.config.vocab_size == VOCABULARY
-    extend_vocabulary(small, model, ["<|two|>", "<|three|>"])
-    assert (model.config.vocab_size, model.embedding.weight.shape[0]) == (VOCABULARY + 2, 192)
-    assert torch.equal(model.embedding.weight[:VOCABULARY], before[:VOCABULARY])
-    given = torch.tensor([[1, 2, VOCABULARY + 1]])
-    assert model(given).shape == (1, 3, 192)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from PIL import Image
 from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
+from library.data.buckets import ControlSizing, cover
 from library.data.cache import TextJob, binary_mask
 from library.data.dataset import TrainingData
 from library.data.file_index import SourceFile, content_hash, read_bytes
 from library.data.images import decode, decode_mask, fit_image, read_size, to_pixels
-from library.data.samples import check_mask_shape
-from library.data.sidecars import ControlImage, ControlSizing, cover
+from library.data.samples import ControlImage, check_mask_shape
 from library.errors import UserError
 from library.models.vae import ImageEncoder
 from library.training.sampling.prompts import SamplePrompt

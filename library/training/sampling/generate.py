@@ -13,8 +13,8 @@ import torch
 from PIL.Image import Image
 from rich.console import Console
 
+from library.data.buckets import ControlSizing
 from library.data.cache import TextJob, encode_text_batch
-from library.data.sidecars import ControlSizing
 from library.models.family import Family
 from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
-from library.data.sidecars import ControlSizing
+from library.data.buckets import ControlSizing
 from library.errors import UserError
 from library.training.sampling.conditions import (
     PromptImageRules,
