@@ -38,11 +38,19 @@ from dev.tiny_models.painting import to_image
 from dev.tiny_models.scenes import random_zorbo
 from library.config.schema import ModelConfig
 from library.models.vae import ImageEncoder
-from library.training.fidelity.calibration import CalibrationOptions, prepare_calibration
+from library.training.fidelity.calibration import CalibrationOptions
 from library.training.fidelity.causes import Differences, compare
-from library.training.fidelity.deployments import REFERENCE, EvalSet, Models, Outcome, Variant, parse_deployment
+from library.training.fidelity.deployments import (
+    REFERENCE,
+    EvalSet,
+    Models,
+    Outcome,
+    Variant,
+    parse_deployment,
+    run_variant,
+)
 from library.training.fidelity.fixes import FixOptions, try_fixes
-from library.training.fidelity.report import ReportRequest, prepare_eval_set, run_named
+from library.training.fidelity.report import prepare_eval_set
 from networks.files.adapters import load_lora
 from train_lora import train
 
@@ -109,13 +117,12 @@ def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, fold
     cache = str(folder / "held_out_cache")
     options = CalibrationOptions(str(held_out), images, SIGMAS, 0, GUIDANCE, cache_directory=cache)
     beside = Variant(weights=True)
-    request = ReportRequest(beside, options, STEPS, benefits=False)
-    calibration = prepare_calibration(models.family, options, models.dtype, models.device, console)
-    eval_set = prepare_eval_set(models, calibration, request)
-    reference = run_named(models, REFERENCE, eval_set, console, "reference")
+    calibration = models.plan(options).prepare(console)
+    eval_set = prepare_eval_set(models, calibration, beside, STEPS)
+    reference = run_variant(models, REFERENCE, eval_set, console, "reference")
 
     def figures(case: str, of: Models, variant: Variant) -> Differences:
-        return compare(reference, run_named(of, variant, eval_set, console, f"seed {seed}: {case}"), eval_set)
+        return compare(reference, run_variant(of, variant, eval_set, console, f"seed {seed}: {case}"), eval_set)
 
     found = {"plain cast, LoRA beside": figures("beside", models, beside)}
     for how in ("nearest", "stochastic"):
@@ -123,8 +130,8 @@ def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, fold
     compensated = Models(config, parse_deployment(str(merged), merged=True), models.loras, models.dtype, models.device)
     found["merged, compensated"] = figures("compensated", compensated, beside)
     fitted = replace(options, dataset_config=str(calibrating), images=CALIBRATION, cache_directory=fitting_cache)
-    fix_options = FixOptions(folder / "fixes", lora, fitted, train, minutes=60.0, target=0.2)
-    fixes = try_fixes(models, request, eval_set, reference, (), fix_options, console)
+    fix_options = FixOptions(folder / "fixes", lora, fitted, train, minutes=60.0)
+    fixes = try_fixes(models, beside, eval_set, reference, (), fix_options, console)
     found |= {fix.name: fix.differences for fix in fixes}
     encoder = models.image_encoder(REFERENCE)
     found["white noise of the last one's size"] = compare(

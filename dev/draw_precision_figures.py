@@ -7,7 +7,7 @@ Most are measured on layers made from a seed (``dev/precision_numbers.py``). Tho
 FLUX Fill with a LoRA, which ``make demo-fp8`` trains, in the ways that go wrong; without its file they are left as they
 are. Deployments, runs and metrics are those of ``tools/precision_report.py``, on the demo's images with generated
 masks. Where known pixels are pasted, they are pasted into the reference too: what is left is what fp8 did, without the
-tiny model's own way of repainting what it was told to keep. Everything is a function of the seeds and of that file.
+tiny model's own way of repainting what it is to keep. Everything is a function of the seeds and of that file.
 About a minute, two with the border.
 """
 
@@ -18,7 +18,7 @@ import io
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,6 +28,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
+from torch import Tensor
 
 import dev.precision_numbers as numbers
 import tools.quantize_model as quantize_model
@@ -36,10 +37,18 @@ from library.config.schema import ModelConfig
 from library.errors import exit_on_user_error
 from library.files import atomic_path
 from library.precision.quantize import E4M3FN
-from library.training.fidelity.calibration import CalibrationOptions, prepare_calibration
+from library.training.fidelity.calibration import CalibrationOptions
 from library.training.fidelity.causes import Differences, compare
-from library.training.fidelity.deployments import REFERENCE, EvalSet, Models, Outcome, Variant, parse_deployment
-from library.training.fidelity.report import run_named
+from library.training.fidelity.deployments import (
+    REFERENCE,
+    EvalSet,
+    Models,
+    Outcome,
+    Variant,
+    parse_deployment,
+    run_variant,
+)
+from library.training.fidelity.page import draw_border, draw_rings, show_error, show_image
 from library.training.sampling.generate import read_loras
 from tools.command import lora_source
 
@@ -118,7 +127,7 @@ def weight_error() -> Figure:
     left.set(xlabel="std of the weights", ylabel="error, % of the weights' size")
     left.set_ylim(bottom=0)
     left.legend()
-    shares = {name: [100 * s for s in line] for name, line in numbers.code_shares(stds).items()}
+    shares = {name: [100 * s for s in line] for name, line in numbers.cast_shares(stds).items()}
     right.stackplot(stds, shares["zero"], shares["subnormal"], colors=["#d62728", "#f4b6b6"],
                     labels=["rounded to zero", "below 2⁻⁶: fixed step"])  # fmt: skip
     right.set_xscale("log")
@@ -129,7 +138,7 @@ def weight_error() -> Figure:
     return figure
 
 
-def merge_survival() -> Figure:
+def merge_retention() -> Figure:
     """What is left of an update of 1 % after a merge into an fp8 file, and the error that the merge makes."""
     stds = [0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12]
     found = numbers.merges(stds)
@@ -213,7 +222,7 @@ FIGURES = {
     "number_lines": number_lines,
     "steps": step_sizes,
     "weight_error": weight_error,
-    "survival": merge_survival,
+    "retention": merge_retention,
     "saturation": saturation,
     "activations": activations,
 }
@@ -249,59 +258,42 @@ CASES: dict[str, Variant] = {
 _COLOURS = ("#1f77b4", "#9467bd", "#d62728", "#2ca02c")
 
 
-@dataclass(frozen=True)
-class BorderRuns:
-    """What was run: case -> its reference, its outcome and its figures."""
-
-    eval_set: EvalSet
-    references: Mapping[str, Outcome]
-    outcomes: Mapping[str, Outcome]
-    differences: Mapping[str, Differences]
-
-
 def run_cases(
-    model: str, deploy: Path, lora: Path, dataset: str, cache: Path, images: int, steps: int, console: Console
-) -> BorderRuns:
-    """Run the reference and all cases on the same images, in fp32 on the CPU.
+    lora: Path, images: int, steps: int, console: Console
+) -> tuple[EvalSet, dict[str, Outcome], dict[str, Outcome]]:
+    """Run the tiny fill model with ``lora``, its references and all cases on the same images, in fp32 on the CPU.
 
-    Args:
-        model: a fill model in bf16. deploy: the same in plain-cast fp8.
-        lora: trained on ``model``. dataset: its TOML. cache: for latents and text.
-        images, steps: how many images; sampling steps of each.
+    Returns:
+        The evaluation set; case -> its reference; case -> its outcome.
 
     Raises:
-        UserError: anything wrong with model, LoRA or dataset.
+        UserError: the LoRA is not one for this model.
     """
-    config = ModelConfig(pretrained_model_name_or_path=model, model_type="flux_fill")
-    models = Models(config, parse_deployment(str(deploy)), {}, torch.float32, torch.device("cpu"))
-    models.loras = read_loras([lora_source(str(lora))], models.family, console)
-    options = CalibrationOptions(dataset, images=images, guidance_scale=1.0, cache_directory=str(cache))
-    calibration = prepare_calibration(models.family, options, models.dtype, models.device, console)
-    eval_set = EvalSet([*calibration.fit, *calibration.check], [], (0.5,), steps, options.guidance_scale, options.seed)
-    plain = run_named(models, REFERENCE, eval_set, console, "reference")
-    pasted = run_named(models, replace(REFERENCE, paste="end"), eval_set, console, "reference, known pixels pasted")
-    references = {name: pasted if variant.paste else plain for name, variant in CASES.items()}
-    outcomes = {name: run_named(models, variant, eval_set, console, name) for name, variant in CASES.items()}
-    differences = {name: compare(references[name], outcome, eval_set) for name, outcome in outcomes.items()}
-    return BorderRuns(eval_set, references, outcomes, differences)
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--model", str(MODEL), "--layout", "plain", "--save_to", f"{folder}/cast"]
+        quantize_model.quantize(quantize_model.parse(words), console)
+        config = ModelConfig(pretrained_model_name_or_path=str(MODEL), model_type="flux_fill")
+        models = Models(config, parse_deployment(f"{folder}/cast"), {}, torch.float32, torch.device("cpu"))
+        models.loras = read_loras([lora_source(str(lora))], models.family, console)
+        options = CalibrationOptions(str(DATASET), images=images, guidance_scale=1.0, cache_directory=folder)
+        calibration = models.plan(options).prepare(console)
+        batches = [*calibration.fit, *calibration.check]
+        eval_set = EvalSet(batches, [], (0.5,), steps, options.guidance_scale, options.seed)
+        plain = run_variant(models, REFERENCE, eval_set, console, "reference")
+        paste = replace(REFERENCE, paste="end")
+        pasted = run_variant(models, paste, eval_set, console, "reference, known pixels pasted")
+        outcomes = {name: run_variant(models, variant, eval_set, console, name) for name, variant in CASES.items()}
+    return eval_set, {name: pasted if variant.paste else plain for name, variant in CASES.items()}, outcomes
 
 
-def border_rings(runs: BorderRuns) -> Figure:
+def border_rings(found: Mapping[str, Differences]) -> Figure:
     """Error of rings of pixels over the interior's, its signed difference, and its step across the border."""
     figure = Figure(figsize=(9.6, 4.0), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
-    for (name, each), colour in zip(runs.differences.items(), _COLOURS, strict=True):
-        inside, outside = each.image_seam["inside"], each.image_seam["outside"]
-        places = [-width for width in sorted(outside, reverse=True)] + sorted(inside)
-        values = [(outside[-place] if place < 0 else inside[place]) for place in places]
-        left.plot(range(len(places)), values, "o-", color=colour, markersize=4, label=name)
-        left.set_xticks(range(len(places)), [str(abs(place)) for place in places])
-    left.axvline(len(outside) - 0.5, color="#d62728", linewidth=1, linestyle="--")
-    left.axhline(1, color="#999999", linewidth=0.8, zorder=0)
-    left.set(xlabel="known side  ←  within so many pixels  →  filled side", ylabel="error ÷ the interior's")
-    left.set_ylim(bottom=0)
-    signed = [100 * each.image_seam["signed"][8] for each in runs.differences.values()]
-    steps = [each.image_seam["step"] for each in runs.differences.values()]
+    draw_rings(left, {name: each.image_seam for name, each in found.items()}, "pixels", _COLOURS)
+    left.set_ylabel("error ÷ the interior's")
+    signed = [100 * each.image_seam["signed"][8] for each in found.values()]
+    steps = [each.image_seam["step"] for each in found.values()]
     for axis, values, title, form in (
         (middle, signed, "ring less interior,\nwith its sign, %", "%+.2f"),
         (right, steps, "step of the error across the\nborder (1: as in the interior)", "%.1f"),
@@ -317,40 +309,32 @@ def border_rings(runs: BorderRuns) -> Figure:
     return figure
 
 
-def border_images(runs: BorderRuns) -> Figure:
+def border_images(eval_set: EvalSet, references: Mapping[str, Outcome], outcomes: Mapping[str, Outcome]) -> Figure:
     """One image of the reference, and every case's error on it, each on a scale of its own."""
-    number = _example(runs.eval_set)
+    number, mask = _example(eval_set)
     figure = Figure(figsize=(9.6, 2.6), layout="constrained")
-    axes = figure.subplots(1, 1 + len(runs.outcomes))
-    mask = runs.eval_set.mask(number)
-    assert mask is not None, "a fill model's samples have masks"
-    own = next(iter(runs.references.values())).images[number]
-    factor = own.shape[-1] // mask.shape[-1]
-    pixels = mask.repeat_interleave(factor, 0).repeat_interleave(factor, 1)
-    axes[0].imshow(((own.clamp(-1, 1) + 1) / 2).permute(1, 2, 0), interpolation="nearest")
+    axes = figure.subplots(1, 1 + len(outcomes))
+    show_image(axes[0], next(iter(references.values())).images[number])
     axes[0].set_title("reference;\nfilled inside the line", fontsize=8)
-    for axis, (name, outcome) in zip(axes[1:], runs.outcomes.items(), strict=True):
-        error = (outcome.images[number] - runs.references[name].images[number]).abs().mean(0)
+    for axis, (name, outcome) in zip(axes[1:], outcomes.items(), strict=True):
+        error = (outcome.images[number] - references[name].images[number]).abs().mean(0)
         largest = float(error.quantile(0.995))
-        axis.imshow(error, cmap="magma", vmin=0, vmax=largest, interpolation="nearest")
+        show_error(axis, error, largest)
         axis.set_title(f"{name.replace(', ', chr(10))}\nwhite: {largest / 2:.0%} of the range", fontsize=8)
     for axis in axes:
-        axis.contour(pixels.float(), levels=[0.5], colors="#00d5ff", linewidths=0.9)
-        axis.set_axis_off()
+        draw_border(axis, mask, error)
     return figure
 
 
-def _example(eval_set: EvalSet) -> int:
-    """Return the sample whose filled region is largest among those whose region leaves the image's rim alone."""
-    best, size = 0, 0.0
-    for number in range(len(eval_set.batches)):
-        mask = eval_set.mask(number)
-        if mask is None:
-            continue
-        inside = not (mask[0].any() or mask[-1].any() or mask[:, 0].any() or mask[:, -1].any())
-        if inside and float(mask.float().mean()) > size:
-            best, size = number, float(mask.float().mean())
-    return best
+def _example(eval_set: EvalSet) -> tuple[int, Tensor]:
+    """Return the sample, and its mask, that fills most of an image and leaves its rim alone."""
+
+    def filled(mask: Tensor) -> float:
+        rim = mask[0].any() or mask[-1].any() or mask[:, 0].any() or mask[:, -1].any()
+        return 0.0 if rim else float(mask.float().mean())
+
+    masks = [(i, mask) for i in range(len(eval_set.batches)) if (mask := eval_set.mask(i)) is not None]
+    return max(masks, key=lambda each: filled(each[1]))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -365,20 +349,11 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def draw_border(options: argparse.Namespace, console: Console) -> list[Path]:
-    """Run the tiny fill model and draw where it errs; return what was written.
-
-    Raises:
-        UserError: the LoRA is not one for this model.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        deploy = Path(folder) / "cast"
-        words = ["--model", str(MODEL), "--layout", "plain", "--save_to", str(deploy)]
-        quantize_model.quantize(quantize_model.parse(words), console)
-        runs = run_cases(
-            str(MODEL), deploy, options.lora, str(DATASET), Path(folder), options.images, options.steps, console
-        )
-    for name, each in runs.differences.items():
+def draw_fill_figures(options: argparse.Namespace, console: Console) -> list[Path]:
+    """Run the tiny fill model and draw where it errs; return what was written."""
+    eval_set, references, outcomes = run_cases(options.lora, options.images, options.steps, console)
+    found = {name: compare(references[name], outcome, eval_set) for name, outcome in outcomes.items()}
+    for name, each in found.items():
         seam = each.image_seam
         console.print(
             f"{name}: image {each.image:.2%} off; within 8 pixels: error over the interior's "
@@ -386,8 +361,8 @@ def draw_border(options: argparse.Namespace, console: Console) -> list[Path]:
             f"step {seam['step']:.2f}; latents {each.latents:.2%}, ring {each.seam['inside'][2]:.2f}"
         )
     return [
-        save(border_rings(runs), options.save_to / "precision_border.png"),
-        save(border_images(runs), options.save_to / "precision_border_pictures.png"),
+        save(border_rings(found), options.save_to / "precision_border.png"),
+        save(border_images(eval_set, references, outcomes), options.save_to / "precision_border_images.png"),
     ]
 
 
@@ -407,7 +382,7 @@ def main() -> None:
             f"{options.lora}: no such LoRA, so the border's figures were not drawn; `make demo-fp8` trains it"
         )
         return
-    console.print("\n".join(map(str, draw_border(options, console))))
+    console.print("\n".join(map(str, draw_fill_figures(options, console))))
 
 
 if __name__ == "__main__":

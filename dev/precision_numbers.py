@@ -113,7 +113,7 @@ def weight_errors(stds: Sequence[float], granularities: Sequence[Granularity]) -
     return lines
 
 
-def code_shares(stds: Sequence[float]) -> Lines:
+def cast_shares(stds: Sequence[float]) -> Lines:
     """Return the shares of weights that a plain cast makes zero and subnormal."""
     lines: Lines = {"zero": [], "subnormal": []}
     for std in stds:

@@ -49,7 +49,7 @@ from tools.command import (
 
 _OF_A_MODEL = ("transformer_only", "allow_partial")
 _OF_A_LORA = ("method", "new_rank", "save_format", "overwrite")
-_OF_FP8 = ("rounding", "correction_rank", "survival", "accept_loss", "dataset_config")
+_OF_FP8 = ("rounding", "correction_rank", "retention", "accept_loss", "dataset_config")
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
@@ -161,7 +161,7 @@ def merge_into_fp8(options: argparse.Namespace, targets: LoraTargets) -> None:
         accept_loss=options.accept_loss,
         transformer_only=options.transformer_only,
         allow_partial=options.allow_partial,
-        shown=None if options.survival else 10,
+        shown=None if options.retention else 10,
     )
 
 
@@ -198,7 +198,7 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--correction_rank", type=int, metavar="R", help="also write a LoRA of what rounding lost")
     group.add_argument(
-        "--survival", action="store_true", help="show what is left of every layer's update, not the worst"
+        "--retention", action="store_true", help="show what is left of every layer's update, not the worst"
     )
     group.add_argument("--accept_loss", action="store_true", help="write although layers keep less than 0.95 of theirs")
     add_calibration(parser, required=False, model_type=False)

@@ -8,7 +8,7 @@
 
 The reference is ``--model`` with the LoRA beside it, as it was trained. The deployment is described by the other flags;
 each of them is one cause, and each is also looked at alone. Both run on the same images, noise, noise levels and masks.
-``report.html`` holds words, images and tables, ``report.json`` every figure.
+``report.html`` holds words, images and tables, ``report.json`` every number.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from rich.console import Console
 
 from library.config.model_types import IMAGE_MODELS
 from library.errors import UserError, exit_on_user_error
-from library.training.fidelity.calibration import CalibrationOptions
 from library.training.fidelity.deployments import Models, Variant, parse_deployment
-from library.training.fidelity.fixes import FIXES, FixOptions, fix_table, recommend, recommendation, try_fixes
+from library.training.fidelity.fixes import FIXES, Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
 from library.training.fidelity.page import verdict_lines, write_report
-from library.training.fidelity.report import Fix, ReportRequest, measure
+from library.training.fidelity.report import measure
 from library.training.sampling.generate import read_loras
-from tools.command import add_model_parts, device_and_dtype, lora_source, model_config, tool_parser
+from tools.command import add_model_parts, calibration_plan, lora_source, tool_parser
 from train_lora import train
 
 _LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -62,8 +61,11 @@ def parser() -> argparse.ArgumentParser:
     deployment.add_argument("--paste", choices=["steps", "end"], help="known region put back each step, or at the end")
     eval_set = top.add_argument_group("what they run on")
     eval_set.add_argument("--dataset_config", required=True, metavar="TOML", help="dataset as in training")
-    eval_set.add_argument("--images", type=int, default=8, help="images (default: %(default)s)")
-    eval_set.add_argument("--sigmas", type=float, nargs="+", default=[0.95, 0.75, 0.5, 0.25], help="noise levels")
+    eval_set.add_argument("--images", dest="calibration_images", type=int, default=8, metavar="N",
+                          help="images (default: %(default)s)")  # fmt: skip
+    eval_set.add_argument("--sigmas", dest="calibration_sigmas", type=float, nargs="+", metavar="X",
+                          default=[0.95, 0.75, 0.5, 0.25], help="noise levels")  # fmt: skip
+    top.set_defaults(statistics_gb=4.0)
     eval_set.add_argument("--steps", type=int, default=12, help="of a sampling run; 0 for none (default: %(default)s)")
     eval_set.add_argument("--guidance_scale", type=float, default=3.5, help="guidance input (default: %(default)s)")
     eval_set.add_argument("--seed", type=int, default=0, help="chooses images and noise (default: %(default)s)")
@@ -135,39 +137,28 @@ def main() -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 120)
     variant = variant_of(options)
     deployed = parse_deployment(options.deploy, options.deploy_merged)
-    device, dtype = device_and_dtype(options.mixed_precision)
-    models = Models(model_config(options, options.model), deployed, {}, dtype, device)
+    plan = calibration_plan(options, options.model)
+    models = Models(plan.config, deployed, {}, plan.dtype, plan.device)
     models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
     _note_text(models, console)
-    calibration = CalibrationOptions(
-        options.dataset_config,
-        images=options.images,
-        sigmas=options.sigmas,
-        seed=options.seed,
-        guidance_scale=options.guidance_scale,
-        masked_loss=options.masked_loss,
-        cache_directory=options.cache_directory,
-    )
-    request = ReportRequest(variant, calibration, options.steps, not options.no_benefits)
     if options.fix is not None:
         _check_fix(options)
     if options.steps < 0:
         raise UserError(f"--steps {options.steps}: is negative; give 0 for no sampling run, or 4 and more")
-    report = measure(models, request, console)
+    report = measure(models, variant, plan.options, console, steps=options.steps, benefits=not options.no_benefits)
     fixes: list[Fix] = []
     if options.fix is not None:
         dataset = options.fix_dataset_config or options.dataset_config
         wanted = FixOptions(
             folder=options.save_to / "fixes",
             lora=lora_source(options.lora[0]).path,
-            calibration=replace(calibration, dataset_config=dataset, images=options.fix_images or options.images),
+            calibration=replace(plan.options, dataset_config=dataset, images=options.fix_images or plan.options.images),
             train=train,
             mixed_precision=options.mixed_precision,
             minutes=options.fix_minutes,
-            target=options.fix_target,
             names=tuple(options.fix or FIXES),
         )
-        fixes = try_fixes(models, request, report.eval_set, report.reference, report.layers, wanted, console)
+        fixes = try_fixes(models, variant, report.eval_set, report.reference, report.layers, wanted, console)
     best = recommend(fixes, report.full, options.fix_target) if fixes else None
     paths = write_report(report, options.save_to, fixes, best)
     console.print("\n".join(verdict_lines(report)))

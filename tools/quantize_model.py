@@ -62,7 +62,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
     """Write the fp8 model that ``options`` ask for."""
-    from library.training.fidelity.quantize import Calibrated, quantize_checkpoint
+    from library.training.fidelity.quantize import quantize_checkpoint
 
     by_activations = options.compensated or options.budget_mb is not None
     if by_activations != bool(options.dataset_config):
@@ -81,11 +81,16 @@ def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
     )
-    calibrated = None
-    if by_activations:
-        calibrated = Calibrated(calibration_plan(options, options.model), options.compensated, options.budget_mb)
     return quantize_checkpoint(
-        options.model, options.save_to, options.layout, recipe, console, calibrated, options.fp8_matmul
+        options.model,
+        options.save_to,
+        options.layout,
+        recipe,
+        console,
+        plan=calibration_plan(options, options.model) if by_activations else None,
+        compensated=options.compensated,
+        budget_mb=options.budget_mb,
+        fp8_matmul=options.fp8_matmul,
     )
 
 

@@ -41,15 +41,16 @@ if TYPE_CHECKING:
 
 def refit(options: argparse.Namespace, console: Console) -> dict[str, Refit]:
     """Run the tool; return the fits under their layers' names."""
-    from library.training.fidelity.deployments import parse_deployment
+    from library.training.fidelity.deployments import Models, parse_deployment
     from library.training.fidelity.refit import refit_lora
 
     check_lora_output(options.save_to, options.overwrite)
+    plan = calibration_plan(options, options.base)
     return refit_lora(
         options.lora,
-        parse_deployment(options.deploy),
+        Models(plan.config, parse_deployment(options.deploy), {}, plan.dtype, plan.device),
         options.save_to,
-        calibration_plan(options, options.base),
+        plan.options,
         console,
         correction_rank=options.correction_rank,
         layout=options.save_format,

@@ -22,6 +22,7 @@ point) is refused by name: leaving it out would train on wrong weights without a
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,25 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError, did_you_mean
-from library.precision.quantize import FORMATS, Granularity, Quantized, dequantize, holds_nan_or_inf
-from library.safetensors_io import RowRange, TensorEntry, read_entries, read_rows, read_tensor, weight_files
+from library.precision.quantize import (
+    FORMATS,
+    GRANULARITIES,
+    Granularity,
+    Quantized,
+    describe_scales,
+    format_of,
+    granularity_of,
+    holds_nan_or_inf,
+)
+from library.safetensors_io import (
+    DTYPE_NAMES,
+    RowRange,
+    TensorEntry,
+    read_entries,
+    read_rows,
+    read_tensor,
+    weight_files,
+)
 
 LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "musubi"]
 # --save_precision of a merge into fp8 -> layout and granularity that a bf16 model gets
@@ -47,16 +65,11 @@ FP8_PRECISIONS: dict[str, tuple[LayoutKind, Granularity]] = {
     "fp8_block128": ("musubi", "block128"),
 }
 
-_FP8 = {fp8.safetensors_name: fp8 for fp8 in FORMATS}
+_FP8 = {DTYPE_NAMES[fp8.dtype]: fp8 for fp8 in FORMATS}
 _COMFY_FORMATS = {f"float8_{fp8.name}": fp8 for fp8 in FORMATS}
 _WEIGHT_DTYPES = {"F64", "F32", "F16", "BF16", "U8", *_FP8}  # ComfyUI may keep fp8 in U8
 _QUANTISED_DTYPES = {*_FP8, "U8", "I8", "F8_E8M0", "F4"}
-_SCALE_LEAVES = {
-    "scale_weight": "weight",
-    "weight_scale": "weight",
-    "scale_input": "input",
-    "input_scale": "input",
-}
+_WEIGHT_SCALES, _INPUT_SCALES = ("scale_weight", "weight_scale"), ("scale_input", "input_scale")
 _TITLES = {
     "plain": "plain cast",
     "comfy_scaled": "ComfyUI scaled fp8",
@@ -135,8 +148,7 @@ class WeightFiles:
         quantized = self.read_quantized([rows])
         if quantized is None:
             return self.read([rows]).to(device).float()
-        scale = None if quantized.scale is None else quantized.scale.to(device)
-        return dequantize(quantized.values.to(device), scale, torch.float32)
+        return quantized.to(device).dequantize(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -148,7 +160,6 @@ class Fp8Layout:
         bookkeeping: names of scales and markers; no parameter of a model takes them.
         dtypes: weight name -> dtype of its values.
         scales: weight name -> name of its scale tensor.
-        ignored: names among ``bookkeeping`` that hold activation scales.
     """
 
     path: Path
@@ -156,20 +167,20 @@ class Fp8Layout:
     bookkeeping: frozenset[str]
     dtypes: Mapping[str, torch.dtype]
     scales: Mapping[str, str]
-    ignored: frozenset[str]
     _entries: Mapping[str, TensorEntry]
 
     def describe(self) -> str:
         """Return what the file holds, in a line."""
-        formats = Counter(_name(dtype) for dtype in self.dtypes.values())
+        formats = Counter(format_of(dtype).name for dtype in self.dtypes.values())
         held = ", ".join(f"{count} {name}" for name, count in formats.most_common())
-        shapes = Counter(self._granularity(weight) for weight in self.scales)
-        scaled = ", ".join(f"{count} with {what}" for what, count in shapes.most_common())
+        kinds = Counter(describe_scales(self._granularity(weight)) for weight in self.scales)
+        scaled = ", ".join(f"{count} with {what}" for what, count in kinds.most_common())
         others = len(self._entries) - len(self.bookkeeping) - len(self.dtypes)
         text = f"{self.path}: {_TITLES[self.kind]}: {held} tensors"
         text += f" ({scaled})" if scaled else ""
         text += f", {others} in higher precision"
-        return text + (f"; {len(self.ignored)} activation scales not used" if self.ignored else "")
+        ignored = sum(name.endswith(_INPUT_SCALES) for name in self.bookkeeping)
+        return text + (f"; {ignored} activation scales not used" if ignored else "")
 
     def holds(self, ranges: Sequence[RowRange]) -> bool:
         """Return whether all of ``ranges`` are fp8."""
@@ -203,17 +214,11 @@ class Fp8Layout:
         return torch.cat(wide)
 
     def granularity_of(self, weight: str) -> Granularity:
-        """Return the granularity of a weight's scales."""
-        if weight not in self.scales:
-            return "cast"
-        rows, blocks = self._scale_shape(weight)
-        if blocks == 1:
-            return "row" if rows > 1 else "tensor"
-        size = self._entries[weight].shape[1] // blocks
-        found: dict[int, Granularity] = {64: "block64", 128: "block128"}
-        if size not in found:
-            raise UserError(f"{self.path}: {weight!r} has scales per {size} inputs; 64 and 128 can be written")
-        return found[size]
+        """Return the granularity of a weight's scales, one that can be written."""
+        found = self._granularity(weight) if weight in self.scales else "cast"
+        if found not in GRANULARITIES:
+            raise UserError(f"{self.path}: {weight!r} has {describe_scales(found)}; 64 and 128 can be written")
+        return found
 
     def _rows_scale(self, rows: RowRange) -> tuple[Tensor | None, int]:
         """Return the scale of ``rows``, and how many they are."""
@@ -245,11 +250,8 @@ class Fp8Layout:
             f"{list(shape)}; use the bf16 file or one of the layouts {', '.join(_TITLES)}"
         )
 
-    def _granularity(self, weight: str) -> str:
-        rows, blocks = self._scale_shape(weight)
-        if blocks > 1:
-            return f"a scale per {self._entries[weight].shape[1] // blocks} inputs"
-        return "a scale a row" if rows > 1 else "one scale"
+    def _granularity(self, weight: str) -> Granularity:
+        return granularity_of(self._scale_shape(weight), math.prod(self._entries[weight].shape[1:]))
 
 
 class _Detector:
@@ -261,21 +263,18 @@ class _Detector:
 
     def layout(self) -> Fp8Layout | None:
         marked = self.layer_configs
-        dtypes, scales, ignored = self._weights(marked), {}, set()
+        dtypes, scales = self._weights(marked), {}
         companions: set[str] = set()
         for name in self.entries:
             layer, _, leaf = name.rpartition(".")
             weight = f"{layer}.weight"
-            role = _SCALE_LEAVES.get(leaf)
             if leaf == "comfy_quant" or name in self.markers:
                 companions.add(name)
-            elif role is not None:
+            elif leaf in (*_WEIGHT_SCALES, *_INPUT_SCALES):
                 if weight not in dtypes:
                     raise self._refuse(name, "is a scale without an fp8 weight")
                 companions.add(name)
-                if role == "input":
-                    ignored.add(name)
-                else:
+                if leaf in _WEIGHT_SCALES:
                     scales[weight] = name
             elif leaf not in ("weight", "bias") and self._dtype(weight) in _QUANTISED_DTYPES:
                 raise self._refuse(name, "belongs to a quantisation that is not known here")
@@ -286,7 +285,7 @@ class _Detector:
         if not dtypes:
             return None
         kind = self._kind(bool(marked), scales)
-        return Fp8Layout(self.path, kind, frozenset(companions), dtypes, scales, frozenset(ignored), self.entries)
+        return Fp8Layout(self.path, kind, frozenset(companions), dtypes, scales, self.entries)
 
     def _kind(self, marked: bool, scales: Mapping[str, str]) -> LayoutKind:
         newer = next((name for name in scales.values() if name.endswith("weight_scale")), None)
@@ -308,7 +307,7 @@ class _Detector:
                 raise self._refuse(f"{layer}.comfy_quant", f"names the format {config.get('format')!r}")
             if weight not in self.entries:
                 raise self._refuse(f"{layer}.comfy_quant", "marks a layer without a weight")
-            if self._dtype(weight) in ("U8", fp8.safetensors_name):
+            if self._dtype(weight) in ("U8", DTYPE_NAMES[fp8.dtype]):
                 found[weight] = fp8.dtype
             else:
                 raise self._refuse(weight, f"has dtype {self._dtype(weight)} where its marker says {fp8.name}")
@@ -348,7 +347,3 @@ class _Detector:
             f"{self.path}: {name!r} {why}; read are plain fp8, ComfyUI's scaled fp8 and musubi-tuner's: use such a "
             "file or the bf16 one"
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.float8_")

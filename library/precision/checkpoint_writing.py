@@ -63,13 +63,7 @@ class WrittenFp8:
         return f"{self.path}: {self.quantized} weights in fp8, {self.kept} kept high; {before:.1f} -> {after:.1f} MiB"
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A tensor to be written, and how it is made."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    make: Callable[[], Tensor]
+_Planned = tuple[torch.dtype, tuple[int, ...], Callable[[], Tensor]]  # a tensor to be written, and how it is made
 
 
 class WeightChanges(Protocol):
@@ -128,10 +122,10 @@ def write_fp8_checkpoint(
     for name, (dtype, shape) in specs.items():
         layer, read = name.removesuffix(".weight"), partial(read_tensor, weights.entries, name)
         if layer in chosen and name.endswith(".weight"):
-            quantized = _rounding(name, read, recipe, stored_scale_dtype(kind, dtype), merge)
+            quantized = partial(_rounded, name, read, recipe, stored_scale_dtype(kind, dtype), merge)
             plan |= _quantized_tensors(name, dtype, shape, quantized, kind, recipe, fp8_matmul)
         else:
-            plan[name] = _Planned(dtype, shape, read if merge is None else partial(merge.high, name, read))
+            plan[name] = dtype, shape, read if merge is None else partial(merge.high, name, read)
     if kind == "comfy_scaled":
         plan |= _marker(specs, fp8_matmul)
     strings = weights.metadata | {"fp8_recipe": recipe.describe(), **(metadata or {})}
@@ -140,9 +134,9 @@ def write_fp8_checkpoint(
     def make(name: str) -> Tensor:
         if progress is not None:
             progress(next(made), len(plan))
-        return plan[name].make()
+        return plan[name][2]()
 
-    written = {name: (planned.dtype, planned.shape) for name, planned in plan.items()}
+    written = {name: (dtype, shape) for name, (dtype, shape, _) in plan.items()}
     stream_safetensors(target, written, make, strings)
     before, after = (sum(tensor_bytes(*spec) for spec in tensors.values()) for tensors in (specs, written))
     return WrittenFp8(Path(target), len(chosen), len(linears) - len(chosen), before, after)
@@ -175,21 +169,12 @@ def linear_weights(weights: WeightFiles) -> list[str]:
     return [name.removesuffix(".weight") for name in weights.entries if is_linear(name)]
 
 
-def _rounding(
-    name: str,
-    read: Callable[[], Tensor],
-    recipe: Fp8Recipe,
-    scale_dtype: torch.dtype,
-    merge: WeightChanges | None,
-) -> Callable[[], Quantized]:
-    """Return what quantises the weight ``name``."""
-
-    def make() -> Quantized:
-        if merge is not None and (made := merge.rounded(name)) is not None:
-            return made
-        return recipe.quantize(name.removesuffix(".weight"), read(), scale_dtype)
-
-    return make
+def _rounded(
+    name: str, read: Callable[[], Tensor], recipe: Fp8Recipe, scale_dtype: torch.dtype, merge: WeightChanges | None
+) -> Quantized:
+    """Return the weight ``name`` as fp8: as the merge has rounded it, else by the recipe."""
+    made = None if merge is None else merge.rounded(name)
+    return made or recipe.quantize(name.removesuffix(".weight"), read(), scale_dtype)
 
 
 def stored_scale_dtype(kind: LayoutKind, weight: torch.dtype) -> torch.dtype:
@@ -215,7 +200,7 @@ def _quantized_tensors(
     """
     layer = name.removesuffix(".weight")
     scale_dtype = stored_scale_dtype(kind, dtype)
-    planned = {name: _Planned(recipe.fp8.dtype, weight_shape, lambda: quantized().values)}
+    planned: dict[str, _Planned] = {name: (recipe.fp8.dtype, weight_shape, lambda: quantized().values)}
     if kind != "plain":
         shape = _musubi_shape(weight_shape, recipe.granularity) if kind == "musubi" else ()
 
@@ -225,13 +210,13 @@ def _quantized_tensors(
             return found.to(scale_dtype).reshape(shape)
 
         leaf = "weight_scale" if kind == "comfy_quant" else "scale_weight"
-        planned[f"{layer}.{leaf}"] = _Planned(scale_dtype, shape, scale)
+        planned[f"{layer}.{leaf}"] = scale_dtype, shape, scale
     if kind == "comfy_quant":
         config: dict[str, object] = {"format": f"float8_{recipe.fp8.name}"}
         if not fp8_matmul:
             config["full_precision_matrix_mult"] = True
         marker = torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
-        planned[f"{layer}.comfy_quant"] = _Planned(marker.dtype, tuple(marker.shape), lambda: marker)
+        planned[f"{layer}.comfy_quant"] = marker.dtype, tuple(marker.shape), lambda: marker
     return planned
 
 
@@ -246,4 +231,4 @@ def _musubi_shape(weight: tuple[int, ...], granularity: Granularity) -> tuple[in
 def _marker(names: Iterable[str], fp8_matmul: bool) -> dict[str, _Planned]:
     prefix = _COMFY_PREFIX if any(name.startswith(_COMFY_PREFIX) for name in names) else ""
     marker = torch.zeros(0 if fp8_matmul else 2, dtype=E4M3FN.dtype)
-    return {f"{prefix}scaled_fp8": _Planned(marker.dtype, tuple(marker.shape), lambda: marker)}
+    return {f"{prefix}scaled_fp8": (marker.dtype, tuple(marker.shape), lambda: marker)}

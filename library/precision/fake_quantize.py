@@ -15,7 +15,7 @@ order of its fp32 sums, so any of these can be looked at, and trained against, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -114,18 +114,14 @@ def rounded_positions(model: nn.Module, kind: type[nn.Module], dtype: torch.dtyp
             handle.remove()
 
 
-def timestep_rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return what a trainer or server does to sigmas that carries timesteps in ``dtype``.
+def round_timesteps(sigmas: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a trainer or server makes of ``sigmas`` that carries timesteps in ``dtype``.
 
     The timestep is rounded, multiplied by 1000 and rounded again before its sines are taken: in bf16 0.711 becomes
     712 / 1000. In fp8, which ends at 448, it is rounded once, before. fp32 changes nothing.
     """
-
-    def rounded(sigmas: Tensor) -> Tensor:
-        if dtype == torch.float32:
-            return sigmas
-        if dtype.itemsize == 1:
-            return sigmas.to(dtype).to(sigmas.dtype)
-        return ((sigmas.to(dtype) * 1000).to(dtype).float() / 1000).to(sigmas.dtype)
-
-    return rounded
+    if dtype == torch.float32:
+        return sigmas
+    if dtype.itemsize == 1:
+        return sigmas.to(dtype).to(sigmas.dtype)
+    return ((sigmas.to(dtype) * 1000).to(dtype).float() / 1000).to(sigmas.dtype)

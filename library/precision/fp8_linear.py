@@ -46,7 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from library.errors import UserError
-from library.precision.quantize import E4M3FN, Quantized, dequantize, format_of
+from library.precision.quantize import E4M3FN, FP8_DTYPES, Quantized, dequantize, describe_scales
 
 _ALIGNMENT = 16  # rows and columns of the fp8 operands, a rule of cuBLASLt
 
@@ -155,7 +155,7 @@ class Fp8Linear(nn.Linear):
         """Wrap ``quantized`` and ``bias`` without copying."""
         nn.Module.__init__(self)  # not nn.Linear's: it would allocate a weight
         values, scale = quantized.values, quantized.scale
-        assert format_of(values.dtype) is not None, f"{values.dtype} is no fp8 dtype"
+        assert values.dtype in FP8_DTYPES, f"{values.dtype} is no fp8 dtype"
         self.out_features, self.in_features = values.shape
         # The bias first: diffusers takes the dtype of a model's first parameter for that of activations.
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
@@ -227,14 +227,8 @@ class Fp8Linear(nn.Linear):
         return self
 
     def _describe_weight(self) -> str:
-        fp8 = format_of(self._weight.dtype)
-        assert fp8 is not None
-        if self.scale is None:
-            return f"{fp8.name}, no scale"
-        rows, blocks = self.scale.shape
-        if blocks > 1:
-            return f"{fp8.name}, scale per block of {self.in_features // blocks}"
-        return f"{fp8.name}, scale per {'row' if rows > 1 else 'tensor'}"
+        quantized = self.quantized()
+        return f"{quantized.fp8.name}, {describe_scales(quantized.granularity)}"
 
     def extra_repr(self) -> str:
         """Show sizes and format in ``print(model)``."""

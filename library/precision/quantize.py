@@ -43,9 +43,9 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -65,8 +65,7 @@ class Fp8Format:
         mantissa_bits: bits after the leading one.
         max: largest finite number; casts saturate here.
         min_normal: smallest normal number; below it the step is fixed.
-        safetensors_name: the dtype in a safetensors header.
-        half_shift: bits by which a code is shifted to stand in the fields of an IEEE half ...
+        half_shift: bits by which a value is shifted to stand in the fields of an IEEE half ...
         half_factor: ... and the power of two by which that half is then too small.
     """
 
@@ -75,7 +74,6 @@ class Fp8Format:
     mantissa_bits: int
     max: float
     min_normal: float
-    safetensors_name: str
     half_shift: int
     half_factor: float
 
@@ -85,9 +83,10 @@ class Fp8Format:
         return self.min_normal * 2.0**-self.mantissa_bits
 
 
-E4M3FN = Fp8Format("e4m3fn", torch.float8_e4m3fn, 3, 448.0, 2.0**-6, "F8_E4M3", 7, 2.0**8)
-E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 2, 57344.0, 2.0**-14, "F8_E5M2", 8, 1.0)
+E4M3FN = Fp8Format("e4m3fn", torch.float8_e4m3fn, 3, 448.0, 2.0**-6, 7, 2.0**8)
+E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 2, 57344.0, 2.0**-14, 8, 1.0)
 FORMATS = (E4M3FN, E5M2)
+FP8_DTYPES = {fp8.dtype: fp8 for fp8 in FORMATS}
 
 
 def format_named(name: str) -> Fp8Format:
@@ -100,22 +99,21 @@ def format_named(name: str) -> Fp8Format:
     raise UserError(f"fp8 format {name!r} is none of {', '.join(names)}{did_you_mean(plain, names)}")
 
 
-def format_of(dtype: torch.dtype) -> Fp8Format | None:
-    """Return the format whose values ``dtype`` holds, or None."""
-    return next((fp8 for fp8 in FORMATS if fp8.dtype == dtype), None)
+def format_of(dtype: torch.dtype) -> Fp8Format:
+    """Return the format whose values ``dtype``, an fp8 one, holds."""
+    assert dtype in FP8_DTYPES, f"{dtype} is no fp8 dtype"
+    return FP8_DTYPES[dtype]
 
 
 def holds_nan_or_inf(values: Tensor) -> bool:
     """Return whether any of ``values`` (an fp8 tensor) stands for no finite number; such a weight is a broken file."""
-    fp8 = format_of(values.dtype)
-    assert fp8 is not None, f"{values.dtype} is no fp8 dtype"
+    first_bad = 0x7F if format_of(values.dtype) is E4M3FN else 0x7C
     magnitudes = values.view(torch.uint8).bitwise_and(0x7F)
-    first_bad = 0x7F if fp8 is E4M3FN else 0x7C
     return bool(magnitudes.ge(first_bad).any())
 
 
 def round_to_nearest(values: Tensor, fp8: Fp8Format) -> Tensor:
-    """Return ``values`` (any floating dtype) as fp8, nearest code, ties to the even one, saturating.
+    """Return ``values`` (any floating dtype) as the nearest fp8 number, ties to the even one, saturating.
 
     Raises:
         ValueError: a value is NaN.
@@ -162,17 +160,9 @@ _MOST_KERNELS = 64  # two formats, two dtypes, three kinds of scale, whole weigh
 Dequantize = Callable[[Tensor, Tensor | None, torch.dtype], Tensor]
 
 
-def dequantize_on_cpu(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``values * scale`` in ``dtype``; see ``quantize.dequantize``."""
-    if values.numel() < _LARGE or dtype not in _COMPILED_DTYPES:
-        return by_bits(values, scale, dtype)
-    return _faster()(values, scale, dtype)
-
-
 def by_bits(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return ``values * scale`` in ``dtype`` through the fields of IEEE halves."""
     fp8 = format_of(values.dtype)
-    assert fp8 is not None, f"{values.dtype} is no fp8 dtype"
     result = torch.empty(values.shape, dtype=dtype)
     rows = max(1, _CHUNK // max(1, values.shape[1]))
     for start in range(0, values.shape[0], rows):
@@ -246,14 +236,44 @@ GRANULARITIES: tuple[Granularity, ...] = ("cast", "tensor", "row", "block64", "b
 
 @dataclass(frozen=True)
 class Quantized:
-    """Codes ``[out, in]`` (an fp8 dtype) and their scale ``[1 or out, blocks]`` fp32, or None for a plain cast."""
+    """Values ``[out, in]`` (an fp8 dtype) and their scale ``[1 or out, blocks]`` fp32, or None for a plain cast."""
 
     values: Tensor
     scale: Tensor | None
 
+    @property
+    def fp8(self) -> Fp8Format:
+        """The format of the values."""
+        return format_of(self.values.dtype)
+
+    @property
+    def granularity(self) -> Granularity:
+        """What shares a scale; blocks may be of any size."""
+        return granularity_of(None if self.scale is None else self.scale.shape, self.values.shape[1])
+
+    def to(self, device: torch.device | str) -> Quantized:
+        """Return values and scale on ``device``."""
+        return Quantized(self.values.to(device), None if self.scale is None else self.scale.to(device))
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in ``dtype``."""
         return dequantize(self.values, self.scale, dtype)
+
+
+def granularity_of(scale: Sequence[int] | None, in_features: int) -> Granularity:
+    """Return the granularity of a scale of shape [rows, blocks] beside ``in_features`` inputs; None is a plain cast."""
+    if scale is None:
+        return "cast"
+    rows, blocks = scale
+    if blocks == 1:
+        return "row" if rows > 1 else "tensor"
+    return cast(Granularity, f"block{in_features // blocks}")
+
+
+def describe_scales(granularity: Granularity) -> str:
+    """Return a granularity in words."""
+    words = {"cast": "plain cast", "tensor": "one scale a tensor", "row": "a scale a row"}
+    return words.get(granularity) or f"a scale per {block_size(granularity)} inputs"
 
 
 def block_size(granularity: Granularity) -> int | None:
@@ -319,7 +339,7 @@ def quantize(
     scale = compute_scale(weight.detach(), granularity, fp8, scale_dtype)
     values = weight.detach().float()
     if scale is not None:
-        values = (_blocked(values, scale) / _per_block(scale)).view(weight.shape)
+        values = (_blocked(values, scale) / scale.unsqueeze(-1)).view(weight.shape)
     if stochastic:
         return Quantized(round_stochastically(values, fp8, generator), scale)
     return Quantized(round_to_nearest(values, fp8), scale)
@@ -329,24 +349,20 @@ def dequantize(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
     """Return ``values * scale`` in ``dtype``: the product in fp32, rounded once.
 
     Args:
-        values: [out, in], e4m3fn or e5m2, finite (see ``formats.holds_nan_or_inf``); may be a slice.
+        values: [out, in], e4m3fn or e5m2, finite (see :func:`holds_nan_or_inf`); may be a slice.
         scale: [1 or out, blocks] fp32, or None.
         dtype: fp32, bf16 or fp16.
     """
-    assert format_of(values.dtype) is not None, f"{values.dtype} is no fp8 dtype"
+    assert values.dtype in FP8_DTYPES, f"{values.dtype} is no fp8 dtype"
     if values.device.type == "cpu" and not torch.compiler.is_compiling():
-        return dequantize_on_cpu(values, scale, dtype)
+        small = values.numel() < _LARGE or dtype not in _COMPILED_DTYPES
+        return (by_bits if small else _faster())(values, scale, dtype)
     if scale is None:
         return values.to(dtype)
-    product = _blocked(values.to(torch.float32), scale) * _per_block(scale)
+    product = _blocked(values.to(torch.float32), scale) * scale.unsqueeze(-1)
     return product.to(dtype).view(values.shape)
 
 
 def _blocked(values: Tensor, scale: Tensor) -> Tensor:
-    """Return ``values`` [out, in] as [out, blocks, block]."""
+    """Return ``values`` [out, in] as [out, blocks, block], beside which ``scale.unsqueeze(-1)`` broadcasts."""
     return values.view(values.shape[0], scale.shape[1], -1)
-
-
-def _per_block(scale: Tensor) -> Tensor:
-    """Return ``scale`` [rows, blocks] so that it broadcasts over [out, blocks, block]."""
-    return scale.unsqueeze(-1)

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,13 @@ from library.precision.fake_quantize import ActivationRounding, fake_quantize_in
 from library.precision.fp8_linear import Fp8Compute, Fp8Linear, Fp8LinearOfHiddenDtype
 from library.precision.quantize import (
     E4M3FN,
+    FP8_DTYPES,
     Fp8Format,
     Granularity,
     Quantized,
-    compute_scale,
     dequantize,
+    describe_scales,
     fitting_granularity,
-    format_of,
     quantize,
 )
 from library.randomness import derive_seed
@@ -103,11 +104,6 @@ class Fp8Recipe:
             if not any(re.search(pattern, name) for name in names):
                 raise UserError(f"kept pattern {pattern!r} matches no linear layer; correct or remove it")
 
-    def scale(self, weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return the scale that :meth:`quantize` gives ``weight``."""
-        granularity = fitting_granularity(self.granularity, weight.shape[1])
-        return compute_scale(weight, granularity, self.fp8, scale_dtype)
-
     def quantize(self, name: str, weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> Quantized:
         """Return the weight of layer ``name`` as fp8."""
         if not torch.isfinite(weight).all():
@@ -117,110 +113,14 @@ class Fp8Recipe:
             generator = torch.Generator(weight.device).manual_seed(derive_seed(self.seed, "fp8", name))
         granularity = fitting_granularity(self.granularity, weight.shape[1])
         return quantize(
-            weight,
-            granularity,
-            self.fp8,
-            stochastic=self.stochastic,
-            generator=generator,
-            scale_dtype=scale_dtype,
+            weight, granularity, self.fp8, stochastic=self.stochastic, generator=generator, scale_dtype=scale_dtype
         )
 
     def describe(self) -> str:
         """Return the recipe in words."""
-        named = {"cast": "plain cast", "tensor": "one scale a tensor", "row": "a scale a row"}
-        scales = named.get(self.granularity)
-        scales = scales or f"a scale per {self.granularity.removeprefix('block')} inputs"
         kept = ", ".join((*self.exclude, *map(repr, self.exclude_patterns))) or "nothing"
         rounding = "stochastically" if self.stochastic else "to nearest"
-        return f"{self.fp8.name}, {scales}, rounded {rounding}; kept high: {kept}"
-
-
-@dataclass(frozen=True)
-class Fp8Report:
-    """What :func:`quantize_model` did: layers in fp8, layers kept by reason, bytes of all weights before and after."""
-
-    quantized: int
-    kept: dict[str, int]
-    bytes_before: int
-    bytes_after: int
-
-    def describe(self) -> str:
-        """Return the report as a line."""
-        kept = ", ".join(f"{count} {reason}" for reason, count in self.kept.items())
-        sizes = f"{self.bytes_before / 2**30:.2f} -> {self.bytes_after / 2**30:.2f} GiB"
-        return f"fp8: {self.quantized} linear layers{f', kept high: {kept}' if kept else ''}; weights {sizes}"
-
-
-def quantize_model(
-    model: nn.Module,
-    recipe: Fp8Recipe,
-    *,
-    compute: Fp8Compute = "auto",
-    fp8_input_gradient: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> Fp8Report:
-    """Replace the linear layers of ``model`` by :class:`Fp8Linear` in place, one after the other.
-
-    Works on diffusers' transformers and on transformers' text encoders (T5, CLIP, Qwen2.5-VL) alike. Each
-    weight becomes fp8 and is let go before the next, so the peak is the model and one layer. Weights that
-    are fp8 already (a plain-cast file read as it is) are taken over bit for bit. Call it before LoRA is put
-    in.
-
-    Args:
-        model: with weights, on any device.
-        recipe: format, scales, what is kept.
-        compute, fp8_input_gradient: see :class:`Fp8Linear`.
-        progress: called with (layers done, layers in all).
-    """
-    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    recipe.check_patterns(names)
-    before = _weight_bytes(model)
-    kept: Counter[str] = Counter()
-    for number, name in enumerate(names):
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        reason = "tied" if owners[id(linear.weight)] > 1 else recipe.excluded_as(name)
-        if reason is not None:
-            kept[reason] += 1
-            continue
-        weight, bias = linear.weight.detach(), linear.bias
-        quantized = Quantized(weight, None) if format_of(weight.dtype) else recipe.quantize(name, weight)
-        install(model, name, quantized, bias, compute=compute, fp8_input_gradient=fp8_input_gradient)
-        del linear, weight  # the last that hold the high weight
-        if progress is not None:
-            progress(number + 1, len(names))
-    done = len(names) - sum(kept.values())
-    return Fp8Report(done, dict(kept), before, _weight_bytes(model))
-
-
-def install(
-    model: nn.Module,
-    name: str,
-    quantized: Quantized,
-    bias: Tensor | None,
-    *,
-    compute: Fp8Compute = "auto",
-    fp8_input_gradient: bool = False,
-) -> Fp8Linear:
-    """Put an :class:`Fp8Linear` in the place of the module ``name``; returns it."""
-    parent_name, _, leaf = name.rpartition(".")
-    parent = model.get_submodule(parent_name)
-    # transformers' T5Dense*Dense read the dtype of wo's weight and cast the activations to it
-    hidden = leaf == "wo" and "T5Dense" in type(parent).__name__
-    kind = Fp8LinearOfHiddenDtype if hidden else Fp8Linear
-    try:
-        layer = kind(quantized, bias, compute=compute, fp8_input_gradient=fp8_input_gradient)
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from None
-    layer.train(parent.training)
-    setattr(parent, leaf, layer)
-    return layer
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return f"{self.fp8.name}, {describe_scales(self.granularity)}, rounded {rounding}; kept high: {kept}"
 
 
 @dataclass
@@ -275,12 +175,21 @@ class Fp8Loader:
             self.quantized += 1
         else:
             return value
-        scale = None if quantized.scale is None else quantized.scale.to(device)
-        on_device = Quantized(quantized.values.to(device), scale)
-        bias = module.get_submodule(layer).bias
-        install(module, layer, on_device, None, compute=self.compute, fp8_input_gradient=self.fp8_input_gradient)
-        module.get_submodule(layer).bias = bias  # the caller fills it next
+        self._install(module, layer, quantized.to(device))
         return None
+
+    def _install(self, model: nn.Module, name: str, quantized: Quantized) -> None:
+        """Put an :class:`Fp8Linear` in the place of the linear layer ``name``; a bias on meta is filled later."""
+        parent_name, _, leaf = name.rpartition(".")
+        parent, bias = model.get_submodule(parent_name), cast(nn.Linear, model.get_submodule(name)).bias
+        # transformers' T5Dense*Dense read the dtype of wo's weight and cast the activations to it
+        hidden = leaf == "wo" and "T5Dense" in type(parent).__name__
+        kind = Fp8LinearOfHiddenDtype if hidden else Fp8Linear
+        try:
+            layer = kind(quantized, bias, compute=self.compute, fp8_input_gradient=self.fp8_input_gradient)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        setattr(parent, leaf, layer.train(parent.training))
 
     def round_inputs(self, module: nn.Module) -> None:
         """Let the fp8 layers of a loaded ``module`` round their inputs, if they are to; before a LoRA is put in."""
@@ -302,9 +211,36 @@ class Fp8Loader:
         return ", ".join(parts)
 
 
+def quantize_model(
+    model: nn.Module, recipe: Fp8Recipe, *, compute: Fp8Compute = "auto", fp8_input_gradient: bool = False
+) -> Fp8Loader:
+    """Replace the linear layers of ``model`` by :class:`Fp8Linear` in place; return what counted them.
+
+    Works on diffusers' transformers and on transformers' text encoders (T5, CLIP, Qwen2.5-VL) alike. Each weight
+    becomes fp8 and is let go before the next, so the peak is the model and one layer. Weights that are fp8 already (a
+    plain-cast file read as it is) are taken over bit for bit; tied ones stay as they are. Call it before LoRA is put
+    in.
+
+    Args:
+        model: with weights, on any device.
+        recipe: format, scales, what is kept.
+        compute, fp8_input_gradient: see :class:`Fp8Linear`.
+    """
+    loader = Fp8Loader(recipe, compute, fp8_input_gradient)
+    loader.check(model)
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
+        weight = cast(nn.Linear, model.get_submodule(name)).weight.detach()
+        if owners[id(model.get_submodule(name).weight)] > 1:
+            loader.kept += 1
+        else:
+            stored = Quantized(weight, None) if weight.dtype in FP8_DTYPES else weight
+            loader.load(model, f"{name}.weight", stored, weight.device)
+    return loader
+
+
 def _upcast(quantized: Quantized) -> Tensor:
     """Return fp32 numbers of values of any shape; exact without a scale."""
-    values, scale = quantized.values, quantized.scale
-    assert format_of(values.dtype) is not None
+    values = quantized.values
     flat = values.reshape(values.shape[0] if values.ndim else 1, -1)
-    return dequantize(flat, scale, torch.float32).reshape(values.shape)
+    return dequantize(flat, quantized.scale, torch.float32).reshape(values.shape)

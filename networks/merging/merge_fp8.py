@@ -79,7 +79,7 @@ class Fp8Merge:
         return find_modules(self.base.weights, self.targets.keys, self.targets.family)
 
     def stored(self, name: str) -> Quantized:
-        """Return the codes and scale of an fp8 base."""
+        """Return the values and scale of an fp8 base."""
         quantized = self.base.weights.read_quantized([RowRange(name)])
         assert quantized is not None
         return quantized
@@ -101,7 +101,6 @@ class Fp8Merge:
         if self.layout is None:
             return self.recipe
         fp8 = format_of(self.layout.dtypes[name])
-        assert fp8 is not None
         return replace(self.recipe, granularity=self.layout.granularity_of(name), fp8=fp8)
 
     def compensate(self, name: str, inputs: LayerInputs) -> UpdateRetention | None:
@@ -140,7 +139,7 @@ class Fp8Merge:
         """Return a weight as it goes into the file; see ``checkpoint_writing.WeightChanges``."""
         if name in self._made:
             kept = load_file(self._made[name])
-            return Quantized(kept["codes"], kept.get("scale"))
+            return Quantized(kept["values"], kept.get("scale"))
         if self.layout is not None and name not in self.updates:
             return self.stored(name)
         if name not in self.updates:
@@ -155,7 +154,7 @@ class Fp8Merge:
 
     def _keep(self, name: str, made: Quantized) -> None:
         path = self.spool / f"{len(self._made)}.safetensors"
-        tensors = {"codes": made.values.cpu().contiguous()}
+        tensors = {"values": made.values.cpu().contiguous()}
         if made.scale is not None:
             tensors["scale"] = made.scale.cpu().contiguous()
         save_file(tensors, path)
@@ -167,7 +166,7 @@ def recipe_of_base(base: Base) -> tuple[LayoutKind, Fp8Recipe] | None:
     layout = base.weights.fp8
     if layout is None:
         return None
-    fp8 = [found for dtype in layout.dtypes.values() if (found := format_of(dtype))]
+    fp8 = [format_of(dtype) for dtype in layout.dtypes.values()]
     granularities = [layout.granularity_of(name) for name in layout.scales] or ["cast"]
     granularity = max(set(granularities), key=granularities.count)
     mixed = set(granularities) - {granularity, "row"}

@@ -40,7 +40,7 @@ def test_the_error_of_a_plain_cast_is_that_of_a_search_in_the_grid(std: float, f
 @pytest.mark.parametrize(
     ("std", "found_before", "within"), [(0.08, 0.47, 0.02), (0.04, 0.19, 0.06), (0.02, 0.0, 0.001)]
 )
-def test_survival_is_that_of_a_search_in_the_grid(std: float, found_before: float, within: float) -> None:
+def test_retention_is_that_of_a_search_in_the_grid(std: float, found_before: float, within: float) -> None:
     """The earlier layers' tails are not recorded and move the second one (``test_update_retention.py``): .11 to .19."""
     (share,) = numbers.merges([std], ["plain cast, nearest"]).anywhere["plain cast, nearest"]
     base = nearest(heavy_tailed_weight(std).double().numpy())
@@ -51,7 +51,7 @@ def test_survival_is_that_of_a_search_in_the_grid(std: float, found_before: floa
 
 
 def test_zeros_and_subnormals_are_counted_by_their_limits() -> None:
-    shares = numbers.code_shares([0.01])
+    shares = numbers.cast_shares([0.01])
     sizes = heavy_tailed_weight(0.01).abs().numpy()
     zero = (sizes <= 2.0**-10).mean()  # half of the smallest number; the tie goes to the even code, zero
     below = (sizes < 2.0**-6).mean()

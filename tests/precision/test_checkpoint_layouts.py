@@ -66,7 +66,7 @@ def test_comfyuis_marked_file_has_one_scale_a_tensor(tmp_path: Path) -> None:
     scale = found.scale_of([RowRange(f"{prefix}a.weight", 10, 20)])
     assert scale is not None
     assert scale.tolist() == [[0.25]]
-    assert "ComfyUI scaled fp8: 1 e4m3fn tensors (1 with one scale), 2 in higher" in found.describe()
+    assert "ComfyUI scaled fp8: 1 e4m3fn tensors (1 with one scale a tensor), 2 in higher" in found.describe()
     assert "1 activation scales not used" in found.describe()
 
 

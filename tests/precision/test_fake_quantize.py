@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from library.precision.fake_quantize import FakeQuantLinear, fake_quantize_inputs, round_activations, timestep_rounding
+from library.precision.fake_quantize import FakeQuantLinear, fake_quantize_inputs, round_activations, round_timesteps
 from library.precision.fp8_linear import Fp8Linear, scaled_linear
 from library.precision.quantize import quantize
 
@@ -68,6 +68,6 @@ def test_only_the_named_layers_are_served_and_static_ones_need_a_scale() -> None
 
 def test_bf16_timesteps_are_rounded_twice() -> None:
     sigmas = torch.tensor([0.7109, 1.0])
-    assert timestep_rounding(torch.bfloat16)(sigmas).tolist() == pytest.approx([0.712, 1.0])  # 711 -> 712: steps of 4
-    assert timestep_rounding(torch.float32)(sigmas) is sigmas
-    assert math.isclose(float(timestep_rounding(torch.float16)(sigmas)[0]), 0.711, abs_tol=5e-4)
+    assert round_timesteps(sigmas, torch.bfloat16).tolist() == pytest.approx([0.712, 1.0])  # 711 -> 712: steps of 4
+    assert round_timesteps(sigmas, torch.float32) is sigmas
+    assert math.isclose(float(round_timesteps(sigmas, torch.float16)[0]), 0.711, abs_tol=5e-4)

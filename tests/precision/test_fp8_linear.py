@@ -152,7 +152,7 @@ def test_it_is_a_linear_layer_to_others_and_survives_state_dicts_and_copies() ->
     x = random(2, IN, seed=5)
     assert torch.equal(other(x), layer(x))
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
-    assert "e4m3fn, scale per block of 64, compute=auto" in repr(layer)
+    assert "e4m3fn, a scale per 64 inputs, compute=auto" in repr(layer)
 
 
 def test_lora_on_top_trains_as_on_a_plain_layer() -> None:
@@ -180,9 +180,9 @@ def test_a_hidden_weight_reads_as_none_and_works_as_any_other() -> None:
 
 
 def test_scaled_mm_is_refused_where_the_weight_does_not_suit() -> None:
-    with pytest.raises(UserError, match="192 x 256 weight e4m3fn, scale per block of 64 cannot be multiplied in fp8"):
+    with pytest.raises(UserError, match="192 x 256 weight e4m3fn, a scale per 64 inputs cannot be multiplied in fp8"):
         fp8_layer("block64", compute="scaled_mm")
-    with pytest.raises(UserError, match="e5m2, scale per tensor cannot"):
+    with pytest.raises(UserError, match="e5m2, one scale a tensor cannot"):
         Fp8Linear(quantize(random(16, 16, seed=0), "tensor", E5M2), compute="scaled_mm")
 
 

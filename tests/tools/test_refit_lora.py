@@ -20,9 +20,8 @@ import tools.quantize_model as quantize_model
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.files import weights_fingerprint
-from library.models.family import model_family
 from library.models.flux.files import FLUX_TARGETS
-from library.training.fidelity.calibration import CalibrationOptions, prepare_calibration
+from library.training.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from networks.files.adapters import load_lora, save_adapter
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
@@ -42,11 +41,12 @@ class Case:
         self.base = ROOT / "assets" / "tiny-flux"
         shutil.copytree(ROOT / "assets" / "demo_dataset", folder / "data")
         self.dataset = folder / "data" / "dataset.toml"
-        family = model_family(ModelConfig(pretrained_model_name_or_path=str(self.base)))
+        config = ModelConfig(pretrained_model_name_or_path=str(self.base))
         options = CalibrationOptions(
             str(self.dataset), images=IMAGES + 3
         )  # the tool chooses the first of the very same ones
-        everything = prepare_calibration(family, options, torch.float32, torch.device("cpu"), Console(quiet=True))
+        plan = CalibrationPlan(config, options, torch.float32, torch.device("cpu"))
+        everything = plan.prepare(Console(quiet=True))
         self.unseen = [*everything.fit, *everything.check][IMAGES:]
         weights = self.base / "transformer" / "diffusion_pytorch_model.safetensors"
         save_file(bfl_state_dict(load_file(weights)), folder / "flux1.safetensors")
@@ -108,7 +108,7 @@ class Case:
         return before, after
 
     def served(self, kind: str) -> dict[str, Tensor]:
-        """Return diffusers' state dict with the numbers that the fp8 file's codes stand for, by a dozen lines."""
+        """Return diffusers' state dict with the numbers that the fp8 file's values stand for, by a dozen lines."""
         raw, state = load_file(self.files[kind]), self.model.state_dict()
         bfl = bfl_state_dict(state)
         for key, tensor in bfl.items():

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from library.randomness import generator
 
-Forward = Callable[[], object]
+Forward = Callable[[], Tensor]
 CHECK_ROWS = 512  # rows a layer kept of held-out batches: an rms over them is good to about 1/sqrt(2 * 512) = 3 %
 
 
@@ -190,14 +190,8 @@ def watched(model: nn.Module, shows: Mapping[str, Callable[[Tensor], None]]) -> 
     layers = {name: model.get_submodule(name) for name in shows}
     try:
         for name, layer in layers.items():
-            replace_module(model, name, _Watched(layer, shows[name]))
+            model.set_submodule(name, _Watched(layer, shows[name]))
         yield
     finally:
         for name, layer in layers.items():
-            replace_module(model, name, layer)
-
-
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put ``module`` in the place of the module ``name``."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+            model.set_submodule(name, layer)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from library.precision.parity.layer_errors import damped, update_retention
+from library.precision.parity.layer_errors import DAMPING, damped, update_retention
 from library.precision.quantize import (
     E4M3FN,
     Fp8Format,
@@ -36,11 +36,9 @@ from library.precision.quantize import (
     Quantized,
     compute_scale,
     fitting_granularity,
-    format_of,
     round_to_nearest,
 )
 
-DAMPING = 0.01
 _BLOCK = 128  # columns between two products over all later ones, as in GPTQ's code
 _DOUBLE = 1024  # inputs up to which U is computed in float64: 0.1 s
 ROOM = 1 / 64
@@ -112,13 +110,11 @@ def merge_into_fp8(
         granularity: of the base's scales.
         scale_dtype: dtype the scale will be stored in.
     """
-    fp8 = format_of(base.values.dtype)
-    assert fp8 is not None
     values = base.dequantize(torch.float32)
     strength = 1.0
     for last in (False, True):
         merged = quantize_compensated(
-            values + strength * update, moment, granularity, fp8, room=0.0, scale_dtype=scale_dtype
+            values + strength * update, moment, granularity, base.fp8, room=0.0, scale_dtype=scale_dtype
         )
         if not last:
             left = update_retention(merged.dequantize(torch.float32), values, update, moment).output_gain

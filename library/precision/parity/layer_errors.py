@@ -4,7 +4,7 @@
 
     |error|^2 = mean |x E^T|^2 = trace(E C E^T)        relative to mean |x W^T|^2 = trace(W C W^T)
 
-Rows that nothing was fitted to give an honest figure; the moment is what is minimised.
+Rows that nothing was fitted to give an honest measure; the moment is what is minimised.
 
 *Update retention*: how much of a LoRA's update D is left after a merge into fp8, with M the merged weight and B the
 weight without the update as it is served, both dequantised:
@@ -38,16 +38,15 @@ iteration, whose error is in directions that matter least: T C T^T is never form
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from library.nn.frozen_linear import FrozenLinear
-from library.precision.parity.activations import LayerInputs, replace_module
-from library.precision.quantize import Fp8Format, Quantized, format_of
-from library.precision.recipe import Fp8Recipe
+from library.precision.parity.activations import LayerInputs
+from library.precision.quantize import Quantized
 from library.randomness import generator
 
 
@@ -68,6 +67,9 @@ def relative_output_error(error: Tensor, weight: Tensor, inputs: LayerInputs) ->
     """Return the rms of ``x @ error.T`` over that of ``x @ weight.T``; 0 of 0 is 0."""
     energy = output_energy(error, inputs)
     return math.sqrt(energy / output_energy(weight, inputs)) if energy else 0.0
+
+
+DAMPING = 0.01
 
 
 def damped(moment: Tensor, damping: float, dtype: torch.dtype) -> Tensor:
@@ -129,24 +131,9 @@ def update_retention(merged: Tensor, base: Tensor, update: Tensor, moment: Tenso
     return UpdateRetention(inner / update_energy, cosine, seen / effect if effect > 0 else None)
 
 
-def retention_of_rounding(name: str, weight: Tensor, update: Tensor, recipe: Fp8Recipe) -> UpdateRetention:
-    """Return what would be left if ``weight + update`` were rounded into fp8 by ``recipe``, with fresh scales.
-
-    Args:
-        name: of the layer, which stochastic rounding is a function of.
-        weight: [out, in], of a file in high precision, or dequantised from one in fp8; the latter is its own rounding.
-        update: [out, in].
-    """
-    base = recipe.quantize(name, weight.float()).dequantize(torch.float32)
-    merged = recipe.quantize(name, weight.float() + update.float()).dequantize(torch.float32)
-    return update_retention(merged, base, update)
-
-
 def saturated(values: Tensor, quantized: Quantized) -> float:
     """Return the share of ``values`` [out, in] that lies outside of what the scales of ``quantized`` can hold."""
-    fp8: Fp8Format | None = format_of(quantized.values.dtype)
-    assert fp8 is not None
-    limit = fp8.max * (1 + 2.0**-20)  # amax / scale rounds to a hair above the largest number
+    limit = quantized.fp8.max * (1 + 2.0**-20)  # amax / scale rounds to a hair above the largest number
     scaled = values.float()
     if quantized.scale is not None:
         blocks = quantized.scale.shape[1]
@@ -185,32 +172,27 @@ def measure_contributions(
     layers: Sequence[Sequence[str]],
     high_weight: Callable[[str], Tensor],
     outputs: Callable[[], Tensor],
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[float]:
-    """Return for each group of layers its share of the squared output, changed by putting it back to high precision.
+) -> Iterator[float]:
+    """Yield for each group of layers its share of the squared output, changed by putting it back to high precision.
 
     Args:
         model: quantised; it is left as it was.
         layers: module names, those that are kept or rounded together in one group.
         high_weight: returns a layer's weight [out, in] in high precision, in the dtype to compute in.
         outputs: runs the model on the calibration and returns what it gives, in one tensor.
-        progress: called with (groups done, groups in all).
     """
     before = outputs().double()
     energy = float(before.square().sum())
-    shares = []
-    for number, names in enumerate(layers):
+    for names in layers:
         replaced = {name: model.get_submodule(name) for name in names}
         try:
             for name, layer in replaced.items():
-                replace_module(model, name, _with_weight(layer, high_weight(name)))
+                model.set_submodule(name, _with_weight(layer, high_weight(name)))
             change = outputs().double() - before
         finally:
             for name, layer in replaced.items():
-                replace_module(model, name, layer)
-        shares.append(float(change.square().sum()) / energy if energy else 0.0)
-        progress(number + 1, len(layers))
-    return shares
+                model.set_submodule(name, layer)
+        yield float(change.square().sum()) / energy if energy else 0.0
 
 
 def _with_weight(layer: nn.Module, weight: Tensor) -> nn.Module:
@@ -222,7 +204,6 @@ def _with_weight(layer: nn.Module, weight: Tensor) -> nn.Module:
     return FrozenLinear.adopt(linear)
 
 
-DAMPING = 0.01
 _EXACT = 256  # rows up to which all eigenvectors are computed, in 20 ms; 768 take 0.3 s, 3072 take 20 s
 _ITERATIONS, _OVERSAMPLING = 12, 32
 

@@ -4,9 +4,9 @@ Everything here looks at two images, a reference and a deployed one, as arrays [
 and at the mask of the filled region. Distances are counted in cells by the larger of the two offsets (Chebyshev), which
 is what dilating a mask with a 3 x 3 square counts.
 
-Three figures tell causes apart (found with a toy fill model; ``docs/precision.md`` shows them):
+Three metrics tell causes apart (found with a toy fill model; ``docs/precision.md`` shows them):
 
-- ``seam_ratio``, rms error of a ring over that of the interior: rounding noise is the same everywhere and gives 1; a
+- the seam ratio, rms error of a ring over that of the interior: rounding noise is the same everywhere and gives 1; a
   LoRA that lost its strength shows at the border first;
 - the *signed* difference of ring and interior: noise has none, a LoRA that became weaker darkens or brightens;
 - the error's step from a cell inside to its neighbour outside, over the steps within the interior: exact pixels
@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 RING_WIDTHS = (1, 2, 4, 8)
+SeamMetrics = dict[str, Any]  # metric -> number, or ring width -> number; see :func:`seam_metrics`
 
 
 @dataclass(frozen=True)
@@ -91,42 +93,20 @@ def edge_regions(image: Tensor, share: float = 0.1) -> tuple[Tensor, Tensor]:
     return edges, (steepness <= values.median()) & ~edges
 
 
-@dataclass(frozen=True)
-class SeamFigures:
-    """What an error does along a border; widths are keys.
-
-    Attributes:
-        inside, outside: rms error in the ring over that of the interior; ``inside[2]`` is the usual seam ratio.
-        high_pass: the same of the error's high-pass part, rings inside.
-        signed: mean error of the ring inside less that of the interior, over the rms of the reference's filled region.
-        step: mean absolute difference of the error across the border over that of neighbours in the interior.
-        jump_reference, jump_deployed: the images' own mean absolute difference across the border over that of
-            neighbours in the interior.
-        bend_reference, bend_deployed: the same of second differences, which see a kink where both sides meet.
-        error_filled, error_known, error_interior: rms error over the rms of the whole reference.
-    """
-
-    inside: dict[int, float]
-    outside: dict[int, float]
-    high_pass: dict[int, float]
-    signed: dict[int, float]
-    step: float
-    jump_reference: float
-    jump_deployed: float
-    bend_reference: float
-    bend_deployed: float
-    error_filled: float
-    error_known: float
-    error_interior: float
-
-    @property
-    def seam_ratio(self) -> float:
-        """rms error within two cells inside the border over that of the interior."""
-        return self.inside[2]
-
-
-def seam_figures(reference: Tensor, deployed: Tensor, mask: Tensor) -> SeamFigures:
+def seam_metrics(reference: Tensor, deployed: Tensor, mask: Tensor) -> SeamMetrics:
     """Measure the error ``deployed - reference``, both [C, H, W], by region of ``mask`` [H, W].
+
+    Returns:
+        - ``inside``, ``outside``: ring width -> rms error in the ring over that of the interior; ``inside[2]`` is the
+          usual seam ratio.
+        - ``high_pass``: the same of the error's high-pass part, rings inside.
+        - ``signed``: mean error of the ring inside less that of the interior, over the rms of the reference's filled
+          region.
+        - ``step``: mean absolute difference of the error across the border over that of neighbours in the interior.
+        - ``jump_reference``, ``jump_deployed``: the images' own mean absolute difference across the border over that
+          of neighbours in the interior.
+        - ``bend_reference``, ``bend_deployed``: the same of second differences, which see a kink where both sides meet.
+        - ``error_filled``, ``error_known``, ``error_interior``: rms error over the rms of the whole reference.
 
     Raises:
         ValueError: the mask has no border.
@@ -134,26 +114,27 @@ def seam_figures(reference: Tensor, deployed: Tensor, mask: Tensor) -> SeamFigur
     where = regions(mask)
     reference, deployed = reference.double(), deployed.double()
     error = deployed - reference
-    sharp = high_pass(error)
-    interior, size = _rms(error, where.interior), reference.square().mean().sqrt().item()
+    size = reference.square().mean().sqrt().item()
     filled_size = max(_rms(reference, where.filled), 1e-30)
     middle = _mean(error, where.interior)
-    return SeamFigures(
-        inside={width: _ratio(_rms(error, ring), interior) for width, ring in where.inside.items()},
-        outside={width: _ratio(_rms(error, ring), interior) for width, ring in where.outside.items()},
-        high_pass={
-            width: _ratio(_rms(sharp, ring), _rms(sharp, where.interior)) for width, ring in where.inside.items()
-        },
-        signed={width: (_mean(error, ring) - middle) / filled_size for width, ring in where.inside.items()},
-        step=_across(error, where, order=1),
-        jump_reference=_across(reference, where, order=1),
-        jump_deployed=_across(deployed, where, order=1),
-        bend_reference=_across(reference, where, order=2),
-        bend_deployed=_across(deployed, where, order=2),
-        error_filled=_ratio(_rms(error, where.filled), size),
-        error_known=_ratio(_rms(error, where.known), size),
-        error_interior=_ratio(interior, size),
-    )
+
+    def ratios(of: Tensor, rings: Mapping[int, Tensor]) -> dict[int, float]:
+        return {width: _ratio(_rms(of, ring), _rms(of, where.interior)) for width, ring in rings.items()}
+
+    return {
+        "inside": ratios(error, where.inside),
+        "outside": ratios(error, where.outside),
+        "high_pass": ratios(high_pass(error), where.inside),
+        "signed": {width: (_mean(error, ring) - middle) / filled_size for width, ring in where.inside.items()},
+        "step": _across(error, where, order=1),
+        "jump_reference": _across(reference, where, order=1),
+        "jump_deployed": _across(deployed, where, order=1),
+        "bend_reference": _across(reference, where, order=2),
+        "bend_deployed": _across(deployed, where, order=2),
+        "error_filled": _ratio(_rms(error, where.filled), size),
+        "error_known": _ratio(_rms(error, where.known), size),
+        "error_interior": _ratio(_rms(error, where.interior), size),
+    }
 
 
 def high_pass(image: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ and judged on these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -21,8 +21,10 @@ from library.config.schema import DatasetArguments, ModelConfig
 from library.data.batches import Batch, collate
 from library.data.dataset import TrainingData, build_dataset
 from library.errors import UserError
-from library.models.family import Family
+from library.models.family import Family, model_family
+from library.precision.fake_quantize import round_timesteps
 from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
+from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.randomness import generator
 from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
@@ -65,25 +67,63 @@ class CalibrationPlan:
     dtype: torch.dtype
     device: torch.device
 
-    def prepare(self, family: Family, console: Console) -> Calibration:
-        """Return the inputs, encoded by the family's encoders."""
-        return prepare_calibration(family, self.options, self.dtype, self.device, console)
+    def prepare(self, console: Console) -> Calibration:
+        """Cache what is not cached yet, with the family's encoders, each freed in turn, and choose the images.
+
+        Raises:
+            UserError: anything wrong with the dataset; a sigma outside of (0, 1]; too few images.
+        """
+        options, family = self.options, model_family(self.config)
+        if options.images < 1:
+            raise UserError(f"calibration_images: {options.images} is too few; give 1 or more, 8 are usual")
+        for sigma in options.sigmas:
+            if not 0 < sigma <= 1:
+                raise UserError(f"calibration_sigmas: {sigma:g} is no noise level; give numbers above 0 and up to 1")
+        image_encoder = family.load_image_encoder(self.dtype, self.device)
+        text_encoder = family.load_text_encoder(self.dtype, self.device)
+        arguments = DatasetArguments(dataset_config=options.dataset_config, cache_directory=options.cache_directory)
+        data = build_dataset(
+            arguments,
+            seed=options.seed,
+            pixel_multiple=image_encoder.pixel_multiple,
+            latent_factor=image_encoder.latent_factor,
+            prior_loss_weight=1.0,
+            masked_loss=options.masked_loss,
+            conditioning=family.conditioning,
+        )
+        with counting(console) as progress:
+            data.cache_latents(image_encoder, arguments.vae_batch_size, progress)
+            image_encoder.release()
+            data.cache_text(text_encoder, [], arguments.text_encoder_batch_size, progress)
+            text_encoder.release()
+        batches = _chosen(data, options)
+        held_out = len(batches) // 4
+        kept = len(batches) - held_out
+        fit = f"{kept} to fit to, {held_out} to judge by" if held_out else f"{kept}, judged by themselves"
+        console.print(f"calibration: {len(batches)} images ({fit}) at {len(options.sigmas)} noise levels")
+        return Calibration(self, family, batches[:kept], batches[kept:])
 
 
 @dataclass(frozen=True)
 class Calibration:
     """Inputs of the model, ready to be run: ``fit`` to fit to and ``check`` to judge by."""
 
+    plan: CalibrationPlan
     family: Family
-    options: CalibrationOptions
     fit: Sequence[Batch]
     check: Sequence[Batch]
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def load_fp8(self, recipe: Fp8Recipe | None) -> nn.Module:
+        """Load the transformer, in fp8 by ``recipe`` or as its file has it."""
+        fp8 = Fp8Loader(recipe, compute="dequant")
+        return self.family.load_transformer(self.plan.dtype, self.plan.device, fp8=fp8)
 
     def forwards(self, transformer: nn.Module, batches: Sequence[Batch]) -> list[Forward]:
         """Return calls that run ``transformer`` on each of ``batches`` at each noise level."""
         return [
-            partial(self._velocity, transformer, batch, sigma) for batch in batches for sigma in self.options.sigmas
+            partial(self._velocity, transformer, batch, sigma)
+            for batch in batches
+            for sigma in self.plan.options.sigmas
         ]
 
     def layer_inputs(
@@ -95,67 +135,48 @@ class Calibration:
         """
         fit = self.forwards(transformer, self.fit if held_out else [*self.fit, *self.check])
         check = self.forwards(transformer, self.check) if held_out else []
-        memory = int(self.options.statistics_gb * 2**30)
-        yield from collect_inputs(transformer, names, fit, check, memory_bytes=memory, seed=self.options.seed)
+        options = self.plan.options
+        memory = int(options.statistics_gb * 2**30)
+        yield from collect_inputs(transformer, names, fit, check, memory_bytes=memory, seed=options.seed)
 
     def velocities(self, transformer: nn.Module, batches: Sequence[Batch]) -> Tensor:
         """Return all predicted velocities on ``batches``, flat, fp32 on the CPU."""
         with torch.no_grad():
-            return torch.cat(
-                [self._velocity(transformer, b, s).flatten().cpu() for b in batches for s in self.options.sigmas]
-            )
+            return torch.cat([forward().flatten().cpu() for forward in self.forwards(transformer, batches)])
 
     def _velocity(self, transformer: nn.Module, batch: Batch, sigma: float) -> Tensor:
-        batch = batch.to(self.device)
-        noise = noise_for(batch.latents, batch.sample_ids, self.options.seed, "calibration", round(sigma * 1e6))
-        sigmas = torch.full((len(batch.sample_ids),), sigma)
-        noisy, _ = add_noise(batch.latents, noise, sigmas)
-        guidance = self.options.guidance_scale
-        return self.family.predict_velocity(
-            transformer, noisy, sigmas.to(self.device), batch.text, guidance, batch.conditions
+        options, batch = self.plan.options, batch.to(self.plan.device)
+        noise = noise_for(batch.latents, batch.sample_ids, options.seed, "calibration", round(sigma * 1e6))
+        noisy, _ = add_noise(batch.latents, noise, torch.full((len(batch.sample_ids),), sigma))
+        return predict(
+            self.family, transformer, batch, options.guidance_scale, self.plan.dtype, torch.float32, noisy, sigma
         )
 
 
-def prepare_calibration(
-    family: Family, options: CalibrationOptions, dtype: torch.dtype, device: torch.device, console: Console
-) -> Calibration:
-    """Cache what is not cached yet, with the family's encoders, and choose the images.
+def predict(
+    family: Family,
+    transformer: nn.Module,
+    batch: Batch,
+    guidance: float,
+    dtype: torch.dtype,
+    timestep: torch.dtype,
+    noisy: Tensor,
+    sigma: float,
+) -> Tensor:
+    """Return the velocity at ``noisy``, fp32; products in 16 bits are made under autocast, as in training.
 
     Args:
-        family: whose encoders are used; each is freed before this returns.
-        dtype, device: of encoders and model.
-
-    Raises:
-        UserError: anything wrong with the dataset; a sigma outside of (0, 1]; too few images.
+        family, transformer: that predict it.
+        batch: its text and conditions.
+        guidance: for models with a guidance input.
+        dtype: of the products.
+        timestep: dtype that timesteps are carried in.
+        noisy, sigma: latents, all of one noise level.
     """
-    if options.images < 1:
-        raise UserError(f"calibration_images: {options.images} is too few; give 1 or more, 8 are usual")
-    for sigma in options.sigmas:
-        if not 0 < sigma <= 1:
-            raise UserError(f"calibration_sigmas: {sigma:g} is no noise level; give numbers above 0 and up to 1")
-    image_encoder = family.load_image_encoder(dtype, device)
-    text_encoder = family.load_text_encoder(dtype, device)
-    arguments = DatasetArguments(dataset_config=options.dataset_config, cache_directory=options.cache_directory)
-    data = build_dataset(
-        arguments,
-        seed=options.seed,
-        pixel_multiple=image_encoder.pixel_multiple,
-        latent_factor=image_encoder.latent_factor,
-        prior_loss_weight=1.0,
-        masked_loss=options.masked_loss,
-        conditioning=family.conditioning,
-    )
-    with counting(console) as progress:
-        data.cache_latents(image_encoder, arguments.vae_batch_size, progress)
-        image_encoder.release()
-        data.cache_text(text_encoder, [], arguments.text_encoder_batch_size, progress)
-        text_encoder.release()
-    batches = _chosen(data, options)
-    held_out = len(batches) // 4
-    kept = len(batches) - held_out
-    fit = f"{kept} to fit to, {held_out} to judge by" if held_out else f"{kept}, judged by themselves"
-    console.print(f"calibration: {len(batches)} images ({fit}) at {len(options.sigmas)} noise levels")
-    return Calibration(family, options, batches[:kept], batches[kept:], device)
+    device = batch.latents.device
+    sigmas = round_timesteps(torch.full((len(batch.sample_ids),), sigma, device=device), timestep)
+    with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+        return family.predict_velocity(transformer, noisy, sigmas, batch.text, guidance, batch.conditions).float()
 
 
 def _chosen(data: TrainingData, options: CalibrationOptions) -> list[Batch]:

@@ -1,6 +1,6 @@
 """How far a variant is from the reference, and what makes the difference: one cause at a time, and rules that name it.
 
-Differences are told by noise level, by region, along the mask boundary, over a sampling run.
+Differences are measured by noise level, by region, along the mask boundary, over a sampling run.
 
 Two questions are kept apart. *What makes the error?* is answered by size: each cause alone, and all without it. *What
 puts it on the border?* is answered by the step of the error across the mask's border and the ring's error over the
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from library.precision.parity.layer_errors import FLAGGED
-from library.precision.parity.seam import edge_regions, seam_figures, spectrum
+from library.precision.parity.seam import SeamMetrics, edge_regions, seam_metrics, spectrum
 from library.training.fidelity.deployments import EvalSet, Outcome, Variant
 from library.training.fidelity.layers import LayerRow
 
@@ -35,7 +35,7 @@ class Differences:
 
     Attributes:
         velocity: over all noise levels.
-        velocity_by_sigma: sigma -> whole, filled, known and ring, those that there are.
+        velocity_by_sigma: sigma -> region (all, filled, known, ring; those that there are) -> error.
         latents_by_step: after each step of the sampling run.
         latents, image: of the finished ones; NaN where there was no sampling or no decoding.
         seam: metrics of the finished latents along the mask's border, medians over samples; empty without masks.
@@ -49,21 +49,28 @@ class Differences:
     latents_by_step: list[float]
     latents: float
     image: float
-    seam: dict[str, Any]
-    image_seam: dict[str, Any]
+    seam: SeamMetrics
+    image_seam: SeamMetrics
     edges: float
     spectrum: tuple[list[float], list[float]]
 
     @property
-    def ring_and_step(self) -> tuple[float, float]:
-        """Error of the ring inside the border over the interior's, and of the step across it: of the image, in 8
-        pixels, else of the latents, in 2 cells; NaN without masks."""
-        seam, width = (self.image_seam, 8) if self.image_seam else (self.seam, 2)
-        return (seam["inside"][width], seam["step"]) if seam else (math.nan, math.nan)
+    def error(self) -> float:
+        """The error people see: of the decoded image, else of the latents, else of the velocity."""
+        return next((size for size in (self.image, self.latents, self.velocity) if math.isfinite(size)), 0.0)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)
+    @property
+    def border_ring(self) -> float:
+        """Error of the ring inside the border over the interior's, 8 pixels wide or 2 latent cells; NaN without one."""
+        if self.image_seam:
+            return self.image_seam["inside"][8]
+        return self.seam["inside"][2] if self.seam else math.nan
+
+    @property
+    def border_step(self) -> float:
+        """Step of the error across the border over the interior's, of the image, else of the latents; NaN without."""
+        seam = self.image_seam or self.seam
+        return seam["step"] if seam else math.nan
 
 
 def compare(reference: Outcome, other: Outcome, eval_set: EvalSet) -> Differences:
@@ -72,23 +79,24 @@ def compare(reference: Outcome, other: Outcome, eval_set: EvalSet) -> Difference
     by_sigma = {
         sigma: _by_region(reference.velocities[sigma], other.velocities[sigma], masks) for sigma in eval_set.sigmas
     }
-    everything = [
-        (a, b)
-        for sigma in eval_set.sigmas
-        for a, b in zip(reference.velocities[sigma], other.velocities[sigma], strict=True)
+    velocities = [
+        [velocity for sigma in eval_set.sigmas for velocity in outcome.velocities[sigma]]
+        for outcome in (reference, other)
     ]
     steps = [relative_error(a, b) for a, b in zip(reference.path, other.path, strict=False)]
     sampled = bool(reference.path and other.path)
     finished = list(zip(reference.latents, other.latents, strict=True)) if sampled else []
     images = list(zip(reference.images, other.images, strict=True)) if other.images else []
     return Differences(
-        velocity=relative_error([a for a, _ in everything], [b for _, b in everything]),
+        velocity=relative_error(*velocities),
         velocity_by_sigma=by_sigma,
         latents_by_step=steps,
         latents=steps[-1] if steps else math.nan,
-        image=relative_error([a for a, _ in images], [b for _, b in images]) if images else math.nan,
+        image=relative_error(reference.images, other.images) if images else math.nan,
         seam=median_seam(finished, masks),
-        image_seam=median_seam(images, [_in_pixels(m, p) for m, p in zip(masks, images, strict=False)]),
+        image_seam=median_seam(
+            images, [None if m is None else mask_in_pixels(m, a) for m, (a, _) in zip(masks, images, strict=False)]
+        ),
         edges=_on_edges(finished),
         spectrum=_mean_spectrum([b - a for a, b in finished]),
     )
@@ -101,15 +109,13 @@ def relative_error(reference: Sequence[Tensor], other: Sequence[Tensor]) -> floa
     return math.sqrt(error / size) if error else 0.0
 
 
-def median_seam(pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor | None]) -> dict[str, Any]:
+def median_seam(pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor | None]) -> SeamMetrics:
     """Return the median of each seam metric over the samples that have a border; infinities are left out.
 
     Not the mean: where an interior of a few cells happens to have no error, a ratio has no bound.
     """
-    found = [asdict(seam_figures(a, b, m)) for (a, b), m in zip(pairs, masks, strict=False) if m is not None]
-    if not found:
-        return {}
-    return {name: _median_of([each[name] for each in found]) for name in found[0]}
+    found = [seam_metrics(a, b, m) for (a, b), m in zip(pairs, masks, strict=False) if m is not None]
+    return _median_of(found) if found else {}
 
 
 def _median_of(values: list[Any]) -> Any:
@@ -122,7 +128,7 @@ def _median_of(values: list[Any]) -> Any:
 def _by_region(
     reference: Sequence[Tensor], other: Sequence[Tensor], masks: Sequence[Tensor | None]
 ) -> dict[str, float]:
-    found = {"whole": relative_error(reference, other)}
+    found = {"all": relative_error(reference, other)}
     seams = median_seam(list(zip(reference, other, strict=True)), masks)
     if seams:
         found |= {"filled": seams["error_filled"], "known": seams["error_known"]}
@@ -130,10 +136,9 @@ def _by_region(
     return found
 
 
-def _in_pixels(mask: Tensor | None, images: tuple[Tensor, Tensor]) -> Tensor | None:
-    if mask is None:
-        return None
-    factor = images[0].shape[-1] // mask.shape[-1]
+def mask_in_pixels(mask: Tensor, image: Tensor) -> Tensor:
+    """Return ``mask`` [h, w] of latent cells as one of the pixels of ``image`` [3, H, W]."""
+    factor = image.shape[-1] // mask.shape[-1]
     return mask.repeat_interleave(factor, 0).repeat_interleave(factor, 1)
 
 
@@ -182,7 +187,7 @@ REMEDIES = {
     "ruined_layer": "make or download the file again; the named layers are not the reference's",
     "sensitive_layer": "keep the named layers in bf16 (tools/quantize_model.py --keep_pattern)",
     "delta_lost": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
-    "strength": "set the strength to the one it was trained for; one minute's test: 1 / survival",
+    "strength": "set the strength to the one it was trained for; one minute's test: 1 / retention",
     "merge": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
     "activations": "multiply in bf16 (in ComfyUI without --fast fp8_matrix_mult), or train with fp8_activations",
     "activation_scale": "use dynamic scales, or calibrate the input scales again on images like yours",
@@ -253,11 +258,6 @@ class Verdict:
         defects = (each for each in self.findings if each.cause != "weights" and each.share >= _WORTH_MENDING)
         return next(defects, self.findings[0]).cause
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        border = self.border.as_json() if self.border else None
-        return {"cause": self.cause, "border": border, "findings": [f.as_json() for f in self.findings]}
-
 
 def judge(
     variant: Variant,
@@ -281,7 +281,7 @@ def judge(
     for each in attributions:
         share = sizes[each.cause] / total
         if each.cause == "weights":
-            findings.append(_in_weights(share, layers, _error(each.alone), variant.merge is None))
+            findings.append(_in_weights(share, layers, each.alone.error, variant.merge is None))
         elif each.cause == "merge":
             findings.append(_in_merge(share, layers, math.sqrt(sizes["merge"])))
         elif each.cause == "activations":
@@ -294,7 +294,7 @@ def judge(
 
 def _own_sizes(attributions: Sequence[Attribution]) -> dict[str, float]:
     """Return each cause's squared error; a merge is rounded into fp8 weights, whose own error is not its doing."""
-    sizes = {each.cause: _error(each.alone) ** 2 for each in attributions}
+    sizes = {each.cause: each.alone.error**2 for each in attributions}
     if "merge" in sizes and "weights" in sizes:
         sizes["merge"] = max(0.0, sizes["merge"] - sizes["weights"])
     return sizes
@@ -304,7 +304,7 @@ def _in_weights(share: float, layers: Sequence[LayerRow], error: float, merged_f
     """Say what is wrong with the weights, by their layers; ``merged_file``: a LoRA in them came with the file."""
     rounded = [row for row in layers if row.expected_error > 0 or row.weight_error > 0]
     changed = [row for row in rounded if row.weight_error > _CHANGED_ERROR * row.expected_error + 1e-3]
-    merged = [row for row in layers if row.survival is not None] if merged_file else []
+    merged = [row for row in layers if row.retention is not None] if merged_file else []
     if merged and (found := _strength(share, merged)):
         return found
     scaled = [
@@ -342,7 +342,7 @@ def _rounding(share: float, layers: Sequence[LayerRow], error: float) -> Finding
 
 def _strength(share: float, merged: Sequence[LayerRow]) -> Finding | None:
     """A merge at another strength: the same share of the update in every layer, and not 1."""
-    gains = [row.survival for row in merged if row.survival is not None]
+    gains = [row.retention for row in merged if row.retention is not None]
     middle = median(gains)
     if abs(middle - 1) < 0.08 or pstdev(gains) > 0.04 * max(1.0, abs(middle)):
         return None
@@ -350,20 +350,20 @@ def _strength(share: float, merged: Sequence[LayerRow]) -> Finding | None:
 
 
 def _lost(share: float, merged: Sequence[LayerRow]) -> Finding | None:
-    lost = [row for row in merged if row.survival is not None and row.survival < FLAGGED]
+    lost = [row for row in merged if row.retention is not None and row.retention < FLAGGED]
     if not lost:
         return None
-    worst = min(lost, key=lambda row: row.survival or 0.0)
-    gains = sorted(row.survival for row in merged if row.survival is not None)
+    worst = min(lost, key=lambda row: row.retention or 0.0)
+    gains = sorted(row.retention for row in merged if row.retention is not None)
     text = (
         f"{len(lost)} of {len(merged)} layers hold less than {FLAGGED:.0%} of the update: "
-        f"{median(gains):.2f} in the median, {worst.survival:.2f} in the worst ({worst.name})"
+        f"{median(gains):.2f} in the median, {worst.retention:.2f} in the worst ({worst.name})"
     )
     return Finding("delta_lost", share, _names(lost), text)
 
 
 def _in_merge(share: float, layers: Sequence[LayerRow], error: float) -> Finding:
-    merged = [row for row in layers if row.survival is not None]
+    merged = [row for row in layers if row.retention is not None]
     lost = _lost(share, merged) if merged else None
     return lost or Finding("merge", share, (), f"beyond the weights' own rounding it puts the output {error:.1%} off")
 
@@ -395,10 +395,8 @@ def _in_activations(
 def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Finding | None:
     """Return the cause without which the border is no longer worse than the interior, if it is."""
     sharp = _border(full)
-    if not sharp > _SHARP:
-        return None
     others = [(each, _border(each.without)) for each in attributions if each.without is not None and each.without.seam]
-    if not others:
+    if not sharp > _SHARP or not others:
         return None
     best, left = min(others, key=lambda pair: pair[1])
     if not left < 1 + _MOST * (sharp - 1):
@@ -407,27 +405,16 @@ def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Fi
     return Finding(best.cause, 1.0, (), text)
 
 
-def _border(differences: Differences | None) -> float:
-    """How much worse the border is than the interior: steps of the error across it, of image or latents."""
-    seams = [] if differences is None else [seam for seam in (differences.image_seam, differences.seam) if seam]
-    if differences is None or not seams:
-        return math.nan
-    step = seams[0]["step"]
-    if math.isfinite(step):
+def _border(differences: Differences) -> float:
+    """Return the step across the border, infinite beside an interior without an error; NaN without masks."""
+    step = differences.border_step
+    if not differences.seam or math.isfinite(step):
         return step
-    return math.inf if _error(differences) else 1.0  # an interior without an error beside a border with one
-
-
-def _error(differences: Differences) -> float:
-    """The error people see: of the decoded image, else of the latents, else of the velocity."""
-    for value in (differences.image, differences.latents, differences.velocity):
-        if math.isfinite(value):
-            return value
-    return 0.0
+    return math.inf if differences.error else 1.0
 
 
 def _alone(each: Attribution) -> str:
-    return f"alone it puts the output {_error(each.alone):.2%} off"
+    return f"alone it puts the output {each.alone.error:.2%} off"
 
 
 def _names(rows: Sequence[LayerRow]) -> tuple[str, ...]:

@@ -24,11 +24,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -42,13 +44,15 @@ from library.precision.fake_quantize import (
     ActivationRounding,
     fake_quantize_inputs,
     rounded_positions,
-    timestep_rounding,
 )
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import E4M3FN, GRANULARITIES, Granularity, Quantized, format_named, format_of, quantize
+from library.precision.quantize import E4M3FN, GRANULARITIES, Quantized, format_named, quantize, round_to_nearest
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.randomness import derive_seed
+from library.training.fidelity.calibration import CalibrationOptions, CalibrationPlan, predict
 from library.training.flow import add_noise, flux_mu, noise_for, shift_sigmas
+from library.training.report.progress import counting
+from library.training.tasks.lora_plan import describe_base
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 
@@ -114,7 +118,10 @@ class DeployedWeights:
 
 
 def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
-    """Return what ``--deploy`` names: a path, or a recipe (:func:`recipe_named`).
+    """Return what ``--deploy`` names: a path, or a recipe, which is one of ``GRANULARITIES``.
+
+    ``:e5m2`` after a recipe names the format; ``+all`` at the end rounds embedders and the final layer too, as most
+    published plain casts do.
 
     Raises:
         UserError: there is no such file and no such recipe.
@@ -122,65 +129,55 @@ def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
     path = Path(text).expanduser()
     if path.exists():
         return DeployedWeights(path.name, path, None, merged)
-    recipe = recipe_named(text, "--deploy")
+    plain = text.removesuffix("+all")
+    name, _, fp8 = plain.partition(":")
+    granularity = next((each for each in GRANULARITIES if each == name), None)
+    if granularity is None:
+        known = ", ".join(GRANULARITIES)
+        raise UserError(f"--deploy {text}: no such file or folder, and none of {known}; check the path")
     if merged:
         raise UserError(f"--deploy_merged: {text} is a recipe for the base; name the merged file, or use --deploy_lora")
-    return DeployedWeights(text, None, recipe, merged)
-
-
-def recipe_named(text: str, option: str) -> Fp8Recipe:
-    """Return the recipe that ``cast``, ``tensor``, ``row``, ``block64``, ``block128`` stand for.
-
-    ``:e5m2`` after it names the format; ``+all`` at the end rounds embedders and the final layer too, as most published
-    plain casts do.
-
-    Raises:
-        UserError: it is none of them, nor a file.
-    """
-    plain = text.removesuffix("+all")
     keep = Fp8Recipe().exclude if plain == text else ()
-    name, _, fp8 = plain.partition(":")
-    for granularity in GRANULARITIES:
-        if name == granularity:
-            return Fp8Recipe(granularity, format_named(fp8) if fp8 else E4M3FN, keep)
-    raise UserError(f"{option} {text}: no such file or folder, and none of {', '.join(GRANULARITIES)}; check the path")
+    return DeployedWeights(text, None, Fp8Recipe(granularity, format_named(fp8) if fp8 else E4M3FN, keep), merged)
 
 
+@dataclass(eq=False)
 class Models:
     """Loads the transformer and the encoders of any variant.
 
     Attributes:
-        family: of the reference.
-        deployed_family: of the deployed file; the reference's where a recipe makes the weights.
+        config: of the reference.
+        deployed: the weights that are compared with it.
         loras: component -> module -> weights, of all LoRAs together.
-        kept: layers of the deployed model that run with the reference's weights.
+        base_precision: what was loaded as deployed weights, in words; empty before.
+        family, deployed_family: of the reference, of the deployed file; one where a recipe makes the weights.
+
+    Raises:
+        UserError: a path is missing, leads to another kind of model, or is deployed and not in fp8.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        deployed: DeployedWeights,
-        loras: Mapping[str, Mapping[str, LoraWeights]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Find and check all files; nothing is loaded.
+    config: ModelConfig
+    deployed: DeployedWeights
+    loras: Mapping[str, Mapping[str, LoraWeights]]
+    dtype: torch.dtype
+    device: torch.device
+    base_precision: str = field(default="", init=False)
+    _fp8_layers: list[str] = field(default_factory=list, init=False)
 
-        Raises:
-            UserError: a path is missing, leads to another kind of model, or is deployed and not in fp8.
-        """
-        self.config = config
-        self.family: Family = model_family(config)
-        self.deployed = deployed
-        self.deployed_config = with_transformer(config, deployed.path) if deployed.path else config
-        self.deployed_family = model_family(self.deployed_config) if deployed.path else self.family
-        if deployed.path is not None and self.deployed_family.fp8_layout() is None:
-            raise UserError(f"--deploy {deployed.path}: holds no fp8 weights; give the fp8 file that is served")
+    def __post_init__(self) -> None:
+        """Find and check all files; nothing is loaded."""
+        self.family: Family = model_family(self.config)
+        self.deployed_config, self.deployed_family = self.config, self.family
         self.targets = self.family.targets
-        self.loras = loras
-        self.dtype, self.device = dtype, device
-        self.kept: frozenset[str] = frozenset()
-        self._fp8_layers: frozenset[str] | None = None
+        if path := self.deployed.path:
+            self.deployed_config = with_transformer(self.config, path)
+            self.deployed_family = model_family(self.deployed_config)
+            if self.deployed_family.fp8_layout() is None:
+                raise UserError(f"--deploy {path}: holds no fp8 weights; give the fp8 file that is served")
+
+    def plan(self, options: CalibrationOptions) -> CalibrationPlan:
+        """Return how the reference is run on ``options``."""
+        return CalibrationPlan(self.config, options, self.dtype, self.device)
 
     @property
     def transformer_lora(self) -> Mapping[str, LoraWeights]:
@@ -190,19 +187,17 @@ class Models:
     @contextmanager
     def transformer(self, variant: Variant) -> Iterator[nn.Module]:
         """Yield the transformer of ``variant`` with its LoRA, in eval mode; it is let go of afterwards."""
-        if variant.activations is not None and self._fp8_layers is None:
+        if variant.activations is not None and not self._fp8_layers:
             self.base(deployed=True)  # which layers a server multiplies in fp8
         model = self.base(variant.weights)
         own = self.transformer_lora if not (variant.weights and self.deployed.merged) else {}
         if own and variant.merge is not None:
             self._merge(model, own, variant)
         if variant.activations is not None:
-            fake_quantize_inputs(model, self._served(variant.activations), variant.activations)
+            scales = self.input_scales() if variant.activations == "static" else {}
+            fake_quantize_inputs(model, {name: scales.get(name) for name in self._fp8_layers}, variant.activations)
         if own and variant.merge is None:
             attach_lora(model, own, self.targets, "the LoRAs").set_multiplier(variant.strength)
-        if variant.positions == torch.float32:
-            yield model.eval()
-            return
         with rounded_positions(model, MultiAxisRope, variant.positions):
             yield model.eval()
 
@@ -212,11 +207,8 @@ class Models:
             return self.family.load_transformer(self.dtype, self.device)
         fp8 = Fp8Loader(self.deployed.recipe, "dequant")
         model = self.deployed_family.load_transformer(self.dtype, self.device, fp8=fp8)
-        if self.kept:
-            high = self.family.load_transformer(self.dtype, self.device)
-            for name in self.kept:
-                model.set_submodule(name, high.get_submodule(name))
-        self._fp8_layers = frozenset(name for name, m in model.named_modules() if isinstance(m, Fp8Linear))
+        self.base_precision = describe_base(self.deployed_family.fp8_layout(), fp8, self.dtype)
+        self._fp8_layers = [name for name, m in model.named_modules() if isinstance(m, Fp8Linear)]
         return model
 
     def image_encoder(self, variant: Variant) -> ImageEncoder:
@@ -226,14 +218,13 @@ class Models:
             with torch.no_grad():
                 for parameter in encoder.vae.parameters():
                     if parameter.ndim > 1:
-                        rounded = parameter.clamp(-448, 448).to(torch.float8_e4m3fn)
-                        parameter.copy_(rounded.to(parameter.dtype))
+                        parameter.copy_(round_to_nearest(parameter, E4M3FN).to(parameter.dtype))
         return encoder
 
     def _merge(self, model: nn.Module, loras: Mapping[str, LoraWeights], variant: Variant) -> None:
         """Round the LoRA into ``model``'s weights.
 
-        A deployed file takes it as ComfyUI does: added to the numbers that the codes stand for, and rounded into the
+        A deployed file takes it as ComfyUI does: added to the numbers that its values stand for, and rounded into the
         same kind of fp8, with a fresh scale where there is one. Where a recipe makes the weights, it is added to the
         reference's, and the sum is rounded once.
         """
@@ -250,12 +241,6 @@ class Models:
             if made.scale is not None and layer.scale is not None:
                 layer.scale.copy_(made.scale)
 
-    def _served(self, how: ActivationRounding) -> dict[str, Tensor | None]:
-        """Return the layers whose input a server rounds, with their static scales."""
-        assert self._fp8_layers is not None
-        scales = self.input_scales() if how == "static" else {}
-        return {name: scales.get(name) for name in sorted(self._fp8_layers)}
-
     def merged_weights(self, variant: Variant) -> nn.Module:
         """Return the deployed transformer with the LoRA rounded into it as ``variant`` says, and none beside it."""
         model = self.base(deployed=True)
@@ -265,8 +250,8 @@ class Models:
     def input_scales(self) -> dict[str, Tensor]:
         """Return module -> calibrated scale of its input, of the deployed file."""
         scales: dict[str, Tensor] = {}
-        files = [self.deployed.path] if self.deployed.path and self.deployed.path.is_file() else []
-        for path in files:
+        path = self.deployed.path
+        if path and path.is_file():
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict)
                     layer, _, leaf = key.removeprefix("model.diffusion_model.").rpartition(".")
@@ -280,21 +265,14 @@ class Models:
 
 def round_like(kind: Quantized, weight: Tensor, how: Merge, seed: int) -> Quantized:
     """Return ``weight`` [out, in] in the fp8 format and granularity of ``kind``, with fresh scales."""
-    fp8 = format_of(kind.values.dtype)
-    assert fp8 is not None
     random = torch.Generator(weight.device).manual_seed(seed) if how == "stochastic" else None
-    return quantize(weight, granularity_of(kind), fp8, stochastic=how == "stochastic", generator=random)
+    return quantize(weight, kind.granularity, kind.fp8, stochastic=how == "stochastic", generator=random)
 
 
-def granularity_of(quantized: Quantized) -> Granularity:
-    """Return what shares a scale; runs of inputs other than 64 and 128 are told as rows."""
-    scale = quantized.scale
-    if scale is None:
-        return "cast"
-    if scale.shape[1] > 1:
-        size = quantized.values.shape[1] // scale.shape[1]
-        return "block64" if size == 64 else "block128" if size == 128 else "row"
-    return "row" if scale.shape[0] > 1 else "tensor"
+def base_layer(model: nn.Module, name: str) -> nn.Module:
+    """Return the linear layer ``name`` of ``model`` under its LoRA, if it has one."""
+    layer: Any = model.get_submodule(name)
+    return getattr(layer, "base", layer)
 
 
 def numbers(layer: Any) -> Tensor:
@@ -327,12 +305,8 @@ class EvalSet:
 
         A cell counts as filled if at least half of it is.
         """
-        batch = self.batches[number]
-        if batch.conditions.mask is not None:
-            mask = _to_cells(batch.conditions.mask, batch)
-        elif batch.masks is not None:
-            mask = batch.masks.float()
-        else:
+        mask = _fill_cells(self.batches[number])
+        if mask is None:
             return None
         cells = mask[0, 0] >= 0.5
         return cells.cpu() if bool(cells.any()) and not bool(cells.all()) else None
@@ -359,44 +333,31 @@ class Outcome:
 
 
 @torch.no_grad()
-def run_variant(
-    family: Family,
-    transformer: nn.Module,
-    variant: Variant,
-    eval_set: EvalSet,
-    dtype: torch.dtype,
-    image_encoder: ImageEncoder | None = None,
-    sample: bool = True,
-    advance: Callable[[], None] = lambda: None,
-    begin: Callable[[int], None] = lambda number: None,
-) -> Outcome:
-    """Run ``transformer`` on the evaluation set.
+def run_variant(models: Models, variant: Variant, eval_set: EvalSet, console: Console, title: str) -> Outcome:
+    """Load ``variant`` and run it on the evaluation set; its progress is shown under ``title``.
 
-    Args:
-        family, transformer: the variant's, with its LoRA.
-        variant: what else of it is rounded or pasted.
-        eval_set: the inputs.
-        dtype: of the products; 16-bit ones run under autocast.
-        image_encoder: decodes the finished latents; None for no images.
-        sample: whether to sample at all; velocities alone are cheaper.
-        advance: called after every evaluation.
-        begin: called with the number of the sample that comes next.
+    Without sampling steps there are velocities alone.
     """
-    outcome = Outcome({sigma: [] for sigma in eval_set.sigmas}, [[] for _ in range(eval_set.steps if sample else 0)])
-    for number, batch in enumerate(eval_set.batches):
-        begin(number)
-        text = eval_set.texts[number] if variant.text and eval_set.texts else batch.text
-        velocity = _velocity(family, transformer, variant, batch, text, eval_set, dtype, advance)
-        for sigma in eval_set.sigmas:
-            noise = noise_for(batch.latents, batch.sample_ids, eval_set.seed, round(sigma * 1e6))
-            noisy, _ = add_noise(batch.latents, noise, torch.tensor([sigma]))
-            outcome.velocities[sigma].append(velocity(noisy, sigma)[0].float().cpu())
-        if not sample:
-            continue
-        for step, latents in enumerate(_sample(velocity, batch, eval_set, variant.paste)):
-            outcome.path[step].append(latents[0].cpu())
-        if image_encoder is not None:
-            outcome.images.append(_decode(image_encoder, outcome.path[-1][-1], batch, variant.paste))
+    family = models.deployed_family if variant.weights else models.family
+    encoder = models.image_encoder(variant) if eval_set.steps else None
+    outcome = Outcome({sigma: [] for sigma in eval_set.sigmas}, [[] for _ in range(eval_set.steps)])
+    with models.transformer(variant) as transformer, counting(console) as progress:
+        advance = progress(title, len(eval_set.batches) * (len(eval_set.sigmas) + eval_set.steps))
+        for number, batch in enumerate(eval_set.batches):
+            text = eval_set.texts[number] if variant.text and eval_set.texts else batch.text
+            given = replace(batch, text=text)
+            velocity = partial(predict, family, transformer, given, eval_set.guidance, models.dtype, variant.timestep)
+            for sigma in eval_set.sigmas:
+                noise = noise_for(batch.latents, batch.sample_ids, eval_set.seed, round(sigma * 1e6))
+                noisy, _ = add_noise(batch.latents, noise, torch.tensor([sigma]))
+                outcome.velocities[sigma].append(velocity(noisy, sigma)[0].cpu())
+                advance(1)
+            if encoder is None:
+                continue
+            for step, latents in enumerate(_sample(velocity, batch, eval_set, variant.paste)):
+                outcome.path[step].append(latents[0].cpu())
+                advance(1)
+            outcome.images.append(_decode(encoder, outcome.path[-1][-1], batch, variant.paste))
     return outcome
 
 
@@ -409,43 +370,18 @@ def sampling_sigmas(steps: int, tokens: int) -> list[float]:
 Velocity = Callable[[Tensor, float], Tensor]
 
 
-def _velocity(
-    family: Family,
-    transformer: nn.Module,
-    variant: Variant,
-    batch: Batch,
-    text: dict[str, Tensor],
-    eval_set: EvalSet,
-    dtype: torch.dtype,
-    advance: Callable[[], None],
-) -> Velocity:
-    """Return ``velocity(noisy [1, C, h, w], sigma)`` of one sample."""
-    rounded = timestep_rounding(variant.timestep)
-    device = batch.latents.device
-
-    def velocity(noisy: Tensor, sigma: float) -> Tensor:
-        sigmas = rounded(torch.tensor([sigma], device=device))
-        with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
-            result = family.predict_velocity(transformer, noisy, sigmas, text, eval_set.guidance, batch.conditions)
-        advance()
-        return result.float()
-
-    return velocity
-
-
-def _sample(velocity: Velocity, batch: Batch, eval_set: EvalSet, paste: Paste | None) -> list[Tensor]:
-    """Return the latents after every step."""
+def _sample(velocity: Velocity, batch: Batch, eval_set: EvalSet, paste: Paste | None) -> Iterator[Tensor]:
+    """Yield the latents after every step."""
     tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // 4
     sigmas = sampling_sigmas(eval_set.steps, tokens)
     noise = noise_for(batch.latents, batch.sample_ids, eval_set.seed, "sampling")
-    latents, path = noise, []
+    latents = noise
     for now, following in itertools.pairwise(sigmas):
         latents = latents + (following - now) * velocity(latents, now)
         if paste == "steps" and (fill := _fill_cells(batch)) is not None:
             known, _ = add_noise(batch.latents, noise, torch.tensor([following]))
             latents = fill * latents + (1 - fill) * known
-        path.append(latents)
-    return path
+        yield latents
 
 
 def _decode(encoder: ImageEncoder, latents: Tensor, batch: Batch, paste: Paste | None) -> Tensor:
@@ -461,11 +397,5 @@ def _decode(encoder: ImageEncoder, latents: Tensor, batch: Batch, paste: Paste |
 def _fill_cells(batch: Batch) -> Tensor | None:
     """Return [1, 1, h, w] fp32, the share of each latent cell that is to be filled."""
     if batch.conditions.mask is not None:
-        return _to_cells(batch.conditions.mask, batch)
+        return F.adaptive_avg_pool2d(batch.conditions.mask.float(), batch.latents[0, 0].shape)  # type: ignore[arg-type]
     return None if batch.masks is None else batch.masks.float()
-
-
-def _to_cells(mask: Tensor, batch: Batch) -> Tensor:
-    """Return the share of each latent cell that ``mask`` [1, 1, H, W] covers, [1, 1, h, w]."""
-    height, width = batch.latents.shape[-2:]
-    return F.adaptive_avg_pool2d(mask.float(), (height, width))

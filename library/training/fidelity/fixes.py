@@ -19,6 +19,8 @@ keeps its layout. Files that a fix makes lie in ``fixes/`` beside the report, in
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 import time
 from collections import Counter
@@ -37,26 +39,33 @@ from library.config.schema import TrainConfig
 from library.errors import UserError
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import E4M3FN, Granularity, format_of
+from library.precision.quantize import E4M3FN
 from library.precision.recipe import Fp8Recipe
-from library.training.fidelity.calibration import CalibrationOptions, CalibrationPlan
+from library.training.fidelity.calibration import CalibrationOptions
 from library.training.fidelity.causes import Differences, compare
-from library.training.fidelity.deployments import REFERENCE, DeployedWeights, EvalSet, Models, Outcome, Variant
+from library.training.fidelity.deployments import (
+    REFERENCE,
+    DeployedWeights,
+    EvalSet,
+    Models,
+    Outcome,
+    Variant,
+    run_variant,
+)
 from library.training.fidelity.layers import LayerRow
-from library.training.fidelity.quantize import Calibrated, quantize_checkpoint
+from library.training.fidelity.quantize import quantize_checkpoint
 from library.training.fidelity.refit import refit_lora
-from library.training.fidelity.report import FIX_COLUMNS, Fix, ReportRequest, fix_rows, run_named
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
-from networks.files.weights import LoraWeights
 
 FIXES = ("settings", "strength", "refit", "correction", "rebuild", "keep", "teacher", "together")
+FIX_COLUMNS = ("", "velocity", "latents", "image", "of before", "ring/interior", "step", "seconds", "cost")
 CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, KEPT_SHARE = 32, 200, 3e-4, 0.1
 
 
 @dataclass(frozen=True)
 class FixOptions:
-    """What fixes are made of, how long they may take and how good they must be.
+    """What fixes are made of and how long they may take.
 
     Attributes:
         folder: for files. lora: the one LoRA, at strength 1.
@@ -64,7 +73,6 @@ class FixOptions:
         train: trains a LoRA as a configuration says.
         mixed_precision: of training, where the user chose it.
         minutes: no further fix is begun after these.
-        target: share of the deployment's error that is good enough.
         names: of the fixes to try.
     """
 
@@ -74,13 +82,43 @@ class FixOptions:
     train: Callable[[TrainConfig], object]
     mixed_precision: str | None = None
     minutes: float = 30.0
-    target: float = 0.3
     names: tuple[str, ...] = FIXES
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A fix that was tried.
+
+    Attributes:
+        name: one of the module's list. cost: in words. seconds: that finding it took. files: that it left.
+        differences, outcome: of the deployment with it.
+    """
+
+    name: str
+    cost: str
+    seconds: float
+    files: tuple[Path, ...]
+    differences: Differences
+    outcome: Outcome
+
+
+def fix_rows(fixes: Sequence[Fix], before: Differences) -> list[tuple[str, ...]]:
+    """Return the cells of the table of fixes: the deployment before and with each fix, under ``FIX_COLUMNS``."""
+    rows = []
+    for name, each, cost, seconds in [
+        ("as deployed", before, "", ""),
+        *((fix.name, fix.differences, fix.cost, f"{fix.seconds:.0f}") for fix in fixes),
+    ]:
+        errors = (f"{value:.2%}" for value in (each.velocity, each.latents, each.image))
+        share = f"{each.latents / before.latents:.2f}" if before.latents else ""
+        seam = ("" if math.isnan(value) else f"{value:.2f}" for value in (each.border_ring, each.border_step))
+        rows.append((name, *errors, share, *seam, seconds, cost))
+    return rows
 
 
 def try_fixes(
     models: Models,
-    request: ReportRequest,
+    deployment: Variant,
     eval_set: EvalSet,
     reference: Outcome,
     layers: Sequence[LayerRow],
@@ -92,9 +130,9 @@ def try_fixes(
     All are tried that the time allows, so that the table shows what more effort buys.
 
     Args:
-        models, request: of the deployment.
+        models, deployment: what is mended.
         eval_set, reference: what fixes are measured on, and what they are compared with.
-        layers: of the deployment, for the survival of its LoRA; may be empty.
+        layers: of the deployment, for the retention of its LoRA; may be empty.
         options: files, flags, limits.
     """
     begun = time.monotonic()
@@ -113,37 +151,37 @@ def try_fixes(
         except UserError as error:
             console.print(f"note: {name} not tried: {error}")
             return
-        outcome = run_named(changed, variant, eval_set, console, name)
+        outcome = run_variant(changed, variant, eval_set, console, name)
         differences = compare(reference, outcome, eval_set)
         fixes.append(Fix(name, cost, time.monotonic() - started, files, differences, outcome))
 
-    if set(request.variant.changes()) != {"weights"} and not models.deployed.merged:
+    if set(deployment.changes()) != {"weights"} and not models.deployed.merged:
         attempt("settings", "none: everything but the weights in high precision", lambda: (models, plain, ()))
-    gains = [row.survival for row in layers if row.survival is not None]
-    if gains and request.variant.merge is not None and 0 < median(gains) < 0.95:
-        stronger = replace(request.variant, strength=request.variant.strength / median(gains))
+    gains = [row.retention for row in layers if row.retention is not None]
+    if gains and deployment.merge is not None and 0 < median(gains) < 0.95:
+        stronger = replace(deployment, strength=deployment.strength / median(gains))
         attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
     builder = FixBuilder(models, options)
     ranks = f"{CORRECTION_RANK} ranks more in every fp8 layer"
     steps = f"{TEACHER_STEPS} training steps"
     larger = f"an fp8 file {KEPT_SHARE:.0%} larger, scaled and rounded anew"
 
-    def with_lora(lora: Path, of: Models = models) -> tuple[Models, Variant, tuple[Path, ...]]:
+    def fitted(of: Models, correction_rank: int = 0, taught: bool = False) -> tuple[Models, Variant, tuple[Path, ...]]:
+        lora = builder.refitted(of, correction_rank)
+        if taught:
+            lora = builder.taught(of, lora)
         own = (of.deployed.path,) if of is not models and of.deployed.path else ()
-        return _with_lora(of, lora), plain, (*own, lora)
-
-    def fitted(of: Models, correction_rank: int = 0) -> tuple[Models, Variant, tuple[Path, ...]]:
-        return with_lora(builder.refitted(of, correction_rank), of)
-
-    def taught(of: Models, correction_rank: int = 0) -> tuple[Models, Variant, tuple[Path, ...]]:
-        return with_lora(builder.taught(of, builder.refitted(of, correction_rank)), of)
+        weights = models.targets.by_component(load_lora(lora, models.targets).weights)
+        prefix = models.targets.file_prefix
+        return replace(of, loras={prefix: weights.get(prefix, {})}), plain, (*own, lora)
 
     attempt("refit", "a forward pass over the calibration; the same rank", lambda: fitted(models))
     attempt("correction", ranks, lambda: fitted(models, CORRECTION_RANK))
     attempt("rebuild", "an fp8 file of the same size, scaled and rounded anew", lambda: fitted(builder.rebuilt()))
     attempt("keep", larger, lambda: fitted(builder.rebuilt(KEPT_SHARE)))
-    attempt("teacher", f"{steps}, the same rank", lambda: taught(models))
-    attempt("together", f"{larger}, {ranks}, {steps}", lambda: taught(builder.rebuilt(KEPT_SHARE), CORRECTION_RANK))
+    attempt("teacher", f"{steps}, the same rank", lambda: fitted(models, taught=True))
+    everything = f"{larger}, {ranks}, {steps}"
+    attempt("together", everything, lambda: fitted(builder.rebuilt(KEPT_SHARE), CORRECTION_RANK, taught=True))
     return fixes
 
 
@@ -182,29 +220,47 @@ class FixBuilder:
 
     def __init__(self, models: Models, options: FixOptions) -> None:
         self.models, self.options = models, options
-        self._rebuilt: dict[float, Models] = {}
-        self._refitted: dict[tuple[str, int], Path] = {}
+        self.rebuilt, self.refitted = functools.cache(self._rebuild), functools.cache(self._refit)
 
-    def rebuilt(self, kept_share: float = 0.0) -> Models:
-        """Return the models with a new file deployed, ``kept_share`` of its size spent on layers in bf16."""
-        if kept_share not in self._rebuilt:
-            name = f"rebuilt_{kept_share:.0%}_larger".replace("%", "") if kept_share else "rebuilt"
-            self._rebuilt[kept_share] = rebuild(self.models, self.options.folder / name, kept_share, self._plan())
-        return self._rebuilt[kept_share]
+    def _rebuild(self, kept_share: float = 0.0) -> Models:
+        """Write the deployed model anew and return the models with it deployed.
 
-    def refitted(self, models: Models, correction_rank: int) -> Path:
+        ``kept_share``: of the fp8 file's size to spend on layers in bf16; 0 for none.
+        """
+        models = self.models
+        deployed = models.base(deployed=True)
+        fp8 = {name: layer.quantized() for name, layer in deployed.named_modules() if isinstance(layer, Fp8Linear)}
+        high = [name for name, m in deployed.named_modules() if isinstance(m, nn.Linear) and name not in fp8]
+        size = sum(weight.values.numel() for weight in fp8.values())
+        commonest = Counter(weight.granularity for weight in fp8.values()).most_common(1)[0][0]
+        granularity = "tensor" if commonest == "cast" else commonest  # a file without scales gets some
+        layout = models.deployed_family.fp8_layout() if models.deployed.path else None
+        usual: LayoutKind = "comfy_scaled" if granularity == "tensor" else "musubi"
+        kind = layout.kind if layout and layout.kind != "plain" else usual
+        # ComfyUI reads its scaled layout as e4m3fn; with scales nothing needs the range of e5m2
+        number_format = E4M3FN if kind == "comfy_scaled" else next(iter(fp8.values())).fp8
+        patterns = (f"^({'|'.join(map(re.escape, high))})$",) if high else ()
+        recipe = Fp8Recipe(granularity, number_format, (), patterns, seed=self.options.calibration.seed)
+        base = Path(models.config.pretrained_model_name_or_path)
+        name = f"rebuilt_{kept_share:.0%}_larger".replace("%", "") if kept_share else "rebuilt"
+        target = self.options.folder / (name if base.expanduser().is_dir() else f"{name}.safetensors")
+        del deployed, fp8
+        budget = kept_share * size / 2**20 if kept_share else None
+        plan = models.plan(self.options.calibration)
+        quantize_checkpoint(
+            base, target, kind, recipe, Console(quiet=True), plan=plan, compensated=True, budget_mb=budget
+        )
+        return replace(models, deployed=DeployedWeights(target.name, target, None))
+
+    def _refit(self, models: Models, correction_rank: int) -> Path:
         """Return the LoRA refitted to the weights that ``models`` deploy."""
-        path = models.deployed.path
-        new = "" if models is self.models or path is None else path.stem  # a rebuilt file
-        if (new, correction_rank) not in self._refitted:
-            name = "corrected" if correction_rank else "refitted"
-            save_to = self.options.folder / (f"{name}_for_{new}.safetensors" if new else f"{name}.safetensors")
-            quiet = Console(quiet=True)
-            refit_lora(
-                self.options.lora, models.deployed, save_to, self._plan(), quiet, correction_rank=correction_rank
-            )
-            self._refitted[new, correction_rank] = save_to
-        return self._refitted[new, correction_rank]
+        name = "corrected" if correction_rank else "refitted"
+        if models is not self.models and models.deployed.path:  # a rebuilt file
+            name += f"_for_{models.deployed.path.stem}"
+        save_to = self.options.folder / f"{name}.safetensors"
+        quiet, options = Console(quiet=True), self.options
+        refit_lora(options.lora, models, save_to, options.calibration, quiet, correction_rank=correction_rank)
+        return save_to
 
     def taught(self, models: Models, lora: Path) -> Path:
         """Train ``lora`` on the weights that ``models`` deploy, the reference being the teacher; return its file."""
@@ -232,9 +288,6 @@ class FixBuilder:
         options.train(validated(values, {key: f"--fix teacher: {key}" for key in values}))
         return output / "taught.safetensors"
 
-    def _plan(self) -> CalibrationPlan:
-        return CalibrationPlan(self.models.config, self.options.calibration, self.models.dtype, self.models.device)
-
 
 def _deployed_base(models: Models) -> dict[str, Any]:
     """Return the training options of the deployed base."""
@@ -247,64 +300,3 @@ def _deployed_base(models: Models) -> dict[str, Any]:
     if recipe.granularity == "cast":
         return values | {"fp8_base": True}
     return values | {"fp8_scaled": True, "fp8_granularity": recipe.granularity}
-
-
-_LAYOUT_OF_SCALES: dict[Granularity, LayoutKind] = {
-    "tensor": "comfy_scaled",
-    "row": "musubi",
-    "block64": "musubi",
-    "block128": "musubi",
-}
-
-
-def rebuild(models: Models, save_to: Path, kept_share: float, plan: CalibrationPlan) -> Models:
-    """Write the deployed model anew and return the models with it deployed.
-
-    Args:
-        models: what is deployed now, a file or a recipe.
-        save_to: where the result goes; a suffix is put on where the reference is a file.
-        kept_share: of the fp8 file's size to spend on layers in bf16; 0 for none.
-        plan: the reference, and what it runs on.
-    """
-    deployed = models.base(deployed=True)
-    fp8 = {name: layer for name, layer in deployed.named_modules() if isinstance(layer, Fp8Linear)}
-    high = [name for name, m in deployed.named_modules() if isinstance(m, nn.Linear) and name not in fp8]
-    size = sum(layer.weight.numel() for layer in fp8.values())
-    granularity = Counter(map(_granularity, fp8.values())).most_common(1)[0][0]
-    number_format = format_of(next(iter(fp8.values())).weight.dtype)
-    assert number_format is not None
-    layout = models.deployed_family.fp8_layout() if models.deployed.path else None
-    kind = layout.kind if layout and layout.kind != "plain" else _LAYOUT_OF_SCALES[granularity]
-    # ComfyUI reads its scaled layout as e4m3fn; with scales nothing needs the range of e5m2
-    number_format = E4M3FN if kind == "comfy_scaled" else number_format
-    patterns = (f"^({'|'.join(map(re.escape, high))})$",) if high else ()
-    recipe = Fp8Recipe(granularity, number_format, (), patterns, seed=plan.options.seed)
-    base = Path(models.config.pretrained_model_name_or_path)
-    target = save_to if base.expanduser().is_dir() else save_to.with_name(f"{save_to.name}.safetensors")
-    del deployed, fp8
-    calibrated = Calibrated(plan, compensated=True, budget_mb=kept_share * size / 2**20 if kept_share else None)
-    quantize_checkpoint(base, target, kind, recipe, Console(quiet=True), calibrated)
-    new = DeployedWeights(target.name, target, None)
-    return Models(models.config, new, models.loras, models.dtype, models.device)
-
-
-def _granularity(layer: Fp8Linear) -> Granularity:
-    """Return the kind of a layer's scales; that of the scales which a layer without any is to get."""
-    if layer.scale is None:
-        return "tensor"
-    rows, blocks = layer.scale.shape
-    if blocks == 1:
-        return "row" if rows > 1 else "tensor"
-    found: Granularity = "block64" if layer.in_features // blocks == 64 else "block128"
-    return found
-
-
-def _own(models: Models, path: Path) -> dict[str, LoraWeights]:
-    """Return the transformer's part of a LoRA file."""
-    return models.targets.by_component(load_lora(path, models.targets).weights).get(models.targets.file_prefix, {})
-
-
-def _with_lora(models: Models, path: Path) -> Models:
-    """Return the same models with another LoRA, at strength 1."""
-    loras = {models.targets.file_prefix: _own(models, path)}
-    return Models(models.config, models.deployed, loras, models.dtype, models.device)

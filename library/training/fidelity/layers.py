@@ -1,8 +1,8 @@
 """Every linear layer of the deployed model beside the reference's: weights, activations, outputs, update retention.
 
-Two passes. The reference runs on the evaluation set while its layers' inputs are added up: second moments, which give
-the output error of any weight error (``library.precision.parity``), and sizes by region of the mask. Then reference and
-deployed weights are compared, a layer at a time.
+The reference runs on the evaluation set while its layers' inputs are added up: second moments, which give the output
+error of any weight error (``library.precision.parity``), and once more, where there are masks, sizes by region. Then
+reference and deployed weights are compared, a layer at a time.
 
 What a format must cost is known: the reference's weight, rounded to nearest in the deployed layer's own format and
 granularity, has a certain error. A layer that errs much more than that was not just rounded.
@@ -11,9 +11,9 @@ granularity, has a certain error. A layer that errs much more than that was not 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.parity.activations import LayerInputs, watched
-from library.precision.parity.layer_errors import relative_output_error, update_retention
+from library.precision.parity.layer_errors import FLAGGED, relative_output_error, update_retention
 from library.precision.parity.seam import regions
-from library.precision.quantize import Quantized, format_of, holds_nan_or_inf
-from library.training.fidelity.deployments import EvalSet, granularity_of, numbers, round_like
+from library.precision.quantize import Quantized, holds_nan_or_inf
+from library.training.fidelity.calibration import Calibration
+from library.training.fidelity.deployments import EvalSet, numbers, round_like
+from library.training.report.progress import Advance
 from networks.files.weights import LoraWeights
 
 OUTLIER = 10.0  # a channel is one if its rms is over ten times the median channel's
@@ -50,10 +52,10 @@ class LayerRow:
         sqnr_db: reference over error, in decibels.
         gain: <deployed, reference> / |reference|^2; a wrong scale is far from 1.
         error_after_gain: what is left of the weight error when the gain is taken out.
-        zeros, subnormals, saturated: shares of the codes; zeros count where the reference is not zero.
+        zeros, subnormals, saturated: shares of the fp8 values; zeros count where the reference is not zero.
         output_error: of the layer's output on the evaluation set, without its LoRA.
         expected_output_error: the same of rounding to nearest.
-        survival, survival_cosine: of the LoRA's update where it is merged; None elsewhere.
+        retention, retention_cosine: of the LoRA's update where it is merged; None elsewhere.
         lora_effect: rms of the update's share of the output over the output's; None without a LoRA.
         benefit: share of the squared output of the model that comes back if the layer alone runs in high precision;
             None where it was not measured.
@@ -73,8 +75,8 @@ class LayerRow:
     saturated: float
     output_error: float
     expected_output_error: float
-    survival: float | None
-    survival_cosine: float | None
+    retention: float | None
+    retention_cosine: float | None
     lora_effect: float | None
     benefit: float | None
     activations: ActivationSizes
@@ -84,9 +86,11 @@ class LayerRow:
         """Benefit for each 2^20 bytes more in bf16."""
         return (self.benefit or 0.0) / (self.size / 2**20)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self) | {"benefit_per_megabyte": self.benefit_per_megabyte}
+    @property
+    def conspicuous(self) -> bool:
+        """Whether it lost some of the LoRA's update, or errs more than its format must."""
+        lost = self.retention is not None and self.retention < FLAGGED
+        return lost or self.weight_error > 1.5 * self.expected_error
 
 
 def layer_row(
@@ -95,7 +99,7 @@ def layer_row(
     deployed: nn.Module,
     served: nn.Module,
     inputs: LayerInputs,
-    sizes: ActivationSizes,
+    by_region: Mapping[str, float],
     update: LoraWeights | None,
     merged: Literal["no", "here", "in the file"],
 ) -> LayerRow:
@@ -104,9 +108,9 @@ def layer_row(
     Args:
         name: of the module.
         reference: [out, in] weight without the LoRA.
-        deployed: the layer as the file or the recipe has it: what its weight errors are told of.
+        deployed: the layer as the file or the recipe has it, whose weight errors are measured.
         served: the same with the LoRA rounded into it where that is done here; otherwise ``deployed``.
-        inputs, sizes: of the layer, from the evaluation set.
+        inputs, by_region: of the layer, from the evaluation set; see :func:`sizes_by_region`.
         update: the LoRA's, at full strength; None without one.
         merged: whether the LoRA is rounded into ``served`` here, or came with the file.
     """
@@ -131,14 +135,14 @@ def layer_row(
         sqnr_db=_decibels(_relative(error, size)),
         gain=gain,
         error_after_gain=_relative(weight / gain - wanted, size) if gain else 1.0,
-        **_codes(quantized, wanted),
+        **_shares(quantized, wanted),
         output_error=relative_output_error(numbers(served) - whole, whole, inputs),
         expected_output_error=relative_output_error(_rounded(whole, quantized) - whole, whole, inputs),
-        survival=kept.gain if kept else None,
-        survival_cosine=kept.cosine if kept else None,
+        retention=kept.gain if kept else None,
+        retention_cosine=kept.cosine if kept else None,
         lora_effect=relative_output_error(delta, whole, inputs) if delta is not None else None,
         benefit=None,
-        activations=sizes,
+        activations=_sizes(inputs, by_region),
     )
 
 
@@ -152,75 +156,55 @@ def linear_layers(model: nn.Module) -> list[str]:
     return names
 
 
-Collect = tuple[Callable[[int], None], Callable[[], dict[str, ActivationSizes]]]
+def sizes_by_region(
+    model: nn.Module, calibration: Calibration, eval_set: EvalSet, progress: Callable[[str, int], Advance]
+) -> dict[str, dict[str, float]]:
+    """Return layer -> region -> rms of its inputs, of the image's tokens of samples that have masks.
 
-
-@contextmanager
-def watched_sizes(model: nn.Module, eval_set: EvalSet) -> Iterator[Collect]:
-    """Collect the sizes of all linear layers' inputs while the block runs ``model`` on the samples, one by one.
-
-    Yields ``(begin, finish)``: ``begin(number)`` says which sample comes next, ``finish()`` returns layer -> sizes.
+    Args:
+        model: whose linear layers are meant.
+        calibration: runs it.
+        eval_set: the samples and their masks.
+        progress: see ``counting``.
     """
-    sums = {name: _RegionSums() for name in linear_layers(model)}
-    state = _Sample(0, 0, 0, {})
-
-    def begin(number: int) -> None:
-        batch, mask = eval_set.batches[number], eval_set.mask(number)
-        state.tokens = _tokens(batch.latents)
-        state.references = sum(_tokens(reference) for reference in batch.conditions.references)
-        state.text = batch.text["prompt_embeds"].shape[1]
-        state.masks = {} if mask is None else _token_regions(mask)
-
-    def show(name: str) -> Callable[[Tensor], None]:
-        return lambda x: sums[name].add(x.detach(), state)
-
-    with watched(model, {name: show(name) for name in sums}):
-        yield begin, lambda: {name: each.finish() for name, each in sums.items()}
-
-
-@dataclass
-class _Sample:
-    """The sample that is running: its image's tokens, those of references and of text, and regions of the first."""
-
-    tokens: int
-    references: int
-    text: int
-    masks: Mapping[str, Tensor]
+    advance = progress("activations", len(eval_set.batches))
+    sums: dict[str, dict[str, list[float]]] = {name: {} for name in linear_layers(model)}
+    for number, batch in enumerate(eval_set.batches):
+        mask = eval_set.mask(number)
+        parts = {} if mask is None else _token_regions(mask)
+        if parts:
+            # A stream holds the image's tokens, then those of references; blocks that join both have the text's first.
+            tokens, text = _tokens(batch.latents), batch.text["prompt_embeds"].shape[1]
+            own = tokens + sum(_tokens(reference) for reference in batch.conditions.references)
+            places = {length: slice(start, start + tokens) for length, start in ((own, 0), (own + text, text))}
+            shows = {name: partial(_add_regions, found, parts, places) for name, found in sums.items()}
+            with torch.no_grad(), watched(model, shows):
+                for run in calibration.forwards(model, [batch]):
+                    run()
+        advance(1)
+    return {
+        name: {region: math.sqrt(total / count) for region, (total, count) in found.items()}
+        for name, found in sums.items()
+    }
 
 
-class _RegionSums:
-    """Adds up squares of one layer's inputs, in all and by region."""
+def _add_regions(
+    sums: dict[str, list[float]], parts: Mapping[str, Tensor], places: Mapping[int, slice], x: Tensor
+) -> None:
+    """Add to region -> (sum of squares, their number) what one layer is given; ``places``: length -> image's tokens."""
+    if x.ndim != 3 or x.shape[1] not in places:
+        return
+    energy = x[0, places[x.shape[1]]].float().square().sum(-1).cpu()
+    for region, chosen in parts.items():
+        found = sums.setdefault(region, [0.0, 0.0])
+        found[0] += float(energy[chosen].sum())
+        found[1] += float(chosen.sum()) * x.shape[-1]
 
-    def __init__(self) -> None:
-        self.channels: Tensor | None = None
-        self.count, self.largest = 0, 0.0
-        self.regions: dict[str, list[float]] = {}
 
-    def add(self, x: Tensor, sample: _Sample) -> None:
-        rows = x.reshape(-1, x.shape[-1]).float()
-        squares = rows.square()
-        self.channels = squares.sum(0) + (self.channels if self.channels is not None else 0)
-        self.count += rows.shape[0]
-        self.largest = max(self.largest, float(rows.abs().max()))
-        # A stream holds the image's tokens, then those of references; blocks that join both have the text's first.
-        own = sample.tokens + sample.references
-        starts = {own: 0, own + sample.text: sample.text}
-        if x.ndim != 3 or x.shape[1] not in starts:
-            return
-        first = starts[x.shape[1]]
-        energy = squares.view(x.shape).sum(-1)[0, first : first + sample.tokens].cpu()
-        for region, chosen in sample.masks.items():
-            found = self.regions.setdefault(region, [0.0, 0.0])
-            found[0] += float(energy[chosen].sum())
-            found[1] += float(chosen.sum()) * x.shape[-1]
-
-    def finish(self) -> ActivationSizes:
-        if self.channels is None:
-            return ActivationSizes(0.0, {}, 0.0, ())
-        rms = (self.channels / self.count).sqrt()
-        outliers = (rms > OUTLIER * rms.median()).nonzero().flatten().tolist()
-        by_region = {name: math.sqrt(total / number) for name, (total, number) in self.regions.items() if number}
-        return ActivationSizes(float(rms.square().mean().sqrt()), by_region, self.largest, tuple(outliers))
+def _sizes(inputs: LayerInputs, by_region: Mapping[str, float]) -> ActivationSizes:
+    rms = inputs.rms
+    outliers = (rms > OUTLIER * rms.median()).nonzero().flatten().tolist()
+    return ActivationSizes(float(rms.square().mean().sqrt()), by_region, float(inputs.amax.max()), tuple(outliers))
 
 
 def _tokens(latents: Tensor) -> int:
@@ -248,17 +232,14 @@ def _kind(layer: Any) -> str:
     if not isinstance(layer, Fp8Linear):
         return str(layer.weight.dtype).removeprefix("torch.")
     quantized = layer.quantized()
-    fp8 = format_of(quantized.values.dtype)
-    assert fp8 is not None
-    return f"{fp8.name} {granularity_of(quantized)}"
+    return f"{quantized.fp8.name} {quantized.granularity}"
 
 
-def _codes(quantized: Quantized | None, wanted: Tensor) -> dict[str, float]:
-    """Return the shares of codes that are zero, subnormal and at the format's end."""
+def _shares(quantized: Quantized | None, wanted: Tensor) -> dict[str, float]:
+    """Return the shares of values that are zero, subnormal and at the format's end."""
     if quantized is None:
         return {"zeros": 0.0, "subnormals": 0.0, "saturated": 0.0}
-    fp8 = format_of(quantized.values.dtype)
-    assert fp8 is not None
+    fp8 = quantized.fp8
     assert not holds_nan_or_inf(quantized.values)
     values = quantized.values.float().abs()
     saturated = (values == fp8.max).double().mean()

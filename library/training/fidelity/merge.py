@@ -19,16 +19,15 @@ from rich.table import Table
 
 from library.errors import UserError
 from library.files import weights_fingerprint
-from library.models.family import model_family
 from library.models.layer_names import LoraTargets
 from library.precision.checkpoint_layouts import FP8_PRECISIONS, LayoutKind
 from library.precision.checkpoint_writing import write_fp8_checkpoint
 from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.recipe import Fp8Recipe
 from library.training.fidelity.calibration import CalibrationPlan
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_adapter, save_adapter
-from networks.files.base import Base, folder_copy, open_base
+from networks.files.base import Base, check_target, folder_copy, open_base
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
@@ -79,7 +78,7 @@ def merge_to_fp8(
     """
     base = open_base(model, fp8=True)
     kind, recipe = _what_is_written(base, precision, rounding, seed)
-    _check_target(base, save_to)
+    check_target(base, save_to, recipe.fp8.dtype)
     fits: Fits | None = {} if allow_partial else None
     files = [(source, load_adapter(source.path, targets, unknown_keys(fits, source))) for source in sources]
     here = weights_fingerprint(base.weights_path)
@@ -99,7 +98,7 @@ def merge_to_fp8(
         found = dict(rounding_retention(merge))
         if found:
             title = f"left by rounding {rounding.replace('compensated', 'to nearest')}"
-            console.print(survival_table(title, found, shown))
+            console.print(retention_table(title, found, shown))
         flagged = [name.removesuffix(".weight") for name, one in found.items() if one.flagged]
         if flagged and rounding == "nearest" and not accept_loss:
             _refuse_loss(model, merge, flagged, console)
@@ -108,16 +107,16 @@ def merge_to_fp8(
             left, correction = _calibrated(merge, plan, loras, rounding == "compensated", correction_rank, console)
             found |= left
             if rounding == "compensated" and found:
-                console.print(survival_table("left by compensated rounding", found, shown))
+                console.print(retention_table("left by compensated rounding", found, shown))
         _write(merge, save_to, sources, console)
     if correction:
         _write_correction(save_to, correction, targets, correction_rank, console)
     return found
 
 
-def survival_table(title: str, found: Mapping[str, UpdateRetention], shown: int | None) -> Table:
+def retention_table(title: str, found: Mapping[str, UpdateRetention], shown: int | None) -> Table:
     """Return layers by rising update retention; the worst ``shown`` of them, None for all."""
-    table = plain_table("layer", "survives", "cosine", "in outputs", "", left=[""], title=title)
+    table = plain_table("layer", "retained", "cosine", "in outputs", "", left=[""], title=title)
     order = sorted(found, key=lambda name: found[name].gain)
     for name in order[:shown]:
         one = found[name]
@@ -149,14 +148,6 @@ def _what_is_written(base: Base, precision: str | None, rounding: Rounding, seed
     return kind, Fp8Recipe(recipe.granularity, recipe.fp8, exclude=(), stochastic=stochastic, seed=seed)
 
 
-def _check_target(base: Base, save_to: Path) -> None:
-    if (base.folder is None) != (save_to.suffix == ".safetensors"):
-        ending = "end --save_to in .safetensors" if base.folder is None else "give --save_to a new folder"
-        raise UserError(f"{save_to}: does not suit {base.path}; {ending}")
-    if save_to.exists() and (base.folder is not None or save_to.samefile(base.path)):
-        raise UserError(f"{save_to}: exists; choose another --save_to")
-
-
 def _refuse_loss(model: Path, merge: Fp8Merge, flagged: Sequence[str], console: Console) -> None:
     """Refuse to round updates away; beside bf16 weights, where what is missing is the noise of rounding, say so."""
     if merge.layout is None:
@@ -177,10 +168,8 @@ def _calibrated(
     console: Console,
 ) -> tuple[dict[str, UpdateRetention], dict[str, LoraWeights]]:
     """Run the calibration, round and correct group by group; return what is left of updates, and the correction."""
-    family = model_family(plan.config)
-    calibration = plan.prepare(family, console)
-    recipe = None if merge.layout is not None else merge.recipe
-    transformer = family.load_transformer(plan.dtype, plan.device, fp8=Fp8Loader(recipe, compute="dequant"))
+    calibration = plan.prepare(console)
+    transformer = calibration.load_fp8(None if merge.layout is not None else merge.recipe)
     plain = [
         ({name: one for name, one in weights.items() if isinstance(one, LoraWeights)}, source.ratio)
         for source, weights in loras

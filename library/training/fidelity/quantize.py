@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,11 +23,10 @@ from rich.table import Table
 
 from library.errors import UserError
 from library.files import atomic_path
-from library.models.family import model_family
 from library.precision.checkpoint_layouts import LayoutKind, WeightFiles
 from library.precision.checkpoint_writing import WrittenFp8, write_fp8_checkpoint
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.recipe import Fp8Recipe
 from library.safetensors_io import weight_files
 from library.training.fidelity.calibration import IMAGES, CalibrationPlan
 from library.training.report.progress import plain_table
@@ -35,22 +34,6 @@ from networks.files.base import open_base
 from networks.merging.merge_fp8 import Fp8Merge
 
 _RANKED_ON = IMAGES  # of the calibration; ranking layers runs the model once more for each of them
-_FILE_IN_FOLDER = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """Rounding by activations.
-
-    Attributes:
-        plan: what is run.
-        compensated: round so that outputs change least.
-        budget_mb: MiB for weights that stay in bf16; None for none.
-    """
-
-    plan: CalibrationPlan
-    compensated: bool
-    budget_mb: float | None = None
 
 
 def quantize_checkpoint(
@@ -59,7 +42,10 @@ def quantize_checkpoint(
     kind: LayoutKind,
     recipe: Fp8Recipe,
     console: Console,
-    calibrated: Calibrated | None = None,
+    *,
+    plan: CalibrationPlan | None = None,
+    compensated: bool = False,
+    budget_mb: float | None = None,
     fp8_matmul: bool = False,
 ) -> WrittenFp8:
     """Write ``model`` in fp8.
@@ -69,7 +55,9 @@ def quantize_checkpoint(
         save_to: a .safetensors file, or a folder where ``model`` is one.
         kind, recipe: the layout, and how weights are rounded.
         console: for what the calibration says.
-        calibrated: None rounds by the recipe alone.
+        plan: what is run to round by activations; None rounds by the recipe alone.
+        compensated: round so that outputs change least.
+        budget_mb: MiB for weights that stay in bf16; None for none.
         fp8_matmul: let ComfyUI multiply in fp8.
     """
     given, model = model, model.expanduser()
@@ -86,8 +74,8 @@ def quantize_checkpoint(
     if target.resolve() in {file.resolve() for file in weight_files(model)}:
         raise UserError(f"--save_to {target}: is the model itself; choose another place")
     rounding: AbstractContextManager[tuple[Fp8Merge | None, Fp8Recipe]] = nullcontext((None, recipe))
-    if calibrated:
-        rounding = _calibrated(given, save_to, kind, recipe, calibrated, console)
+    if plan:
+        rounding = _calibrated(given, save_to, kind, recipe, plan, compensated, budget_mb, console)
     with rounding as (rounded, recipe), Progress(transient=True) as progress:
         task = progress.add_task("quantising", total=None)
         written = write_fp8_checkpoint(
@@ -112,24 +100,29 @@ def _file_in_folder(model: Path, folder: Path) -> Path:
             f"--save_to {folder}: {model} is a file, so the result is one; give a name that ends in .safetensors"
         )
     diffusers = '"_class_name"' in (model / "config.json").read_text(encoding="utf-8")
-    return folder / _FILE_IN_FOLDER["diffusers" if diffusers else "transformers"]
+    return folder / ("diffusion_pytorch_model.safetensors" if diffusers else "model.safetensors")
 
 
 @contextmanager
 def _calibrated(
-    model: Path, save_to: Path, kind: LayoutKind, recipe: Fp8Recipe, calibrated: Calibrated, console: Console
+    model: Path,
+    save_to: Path,
+    kind: LayoutKind,
+    recipe: Fp8Recipe,
+    plan: CalibrationPlan,
+    compensated: bool,
+    budget_mb: float | None,
+    console: Console,
 ) -> Iterator[tuple[Fp8Merge | None, Fp8Recipe]]:
     """Yield weights that are rounded already, if any, and the recipe with the layers that are worth keeping."""
-    plan = calibrated.plan
-    family = model_family(plan.config)
-    calibration = plan.prepare(family, console)
-    transformer = family.load_transformer(plan.dtype, plan.device, fp8=Fp8Loader(recipe, compute="dequant"))
+    calibration = plan.prepare(console)
+    transformer = calibration.load_fp8(recipe)
     base = open_base(model, fp8=True)
     save_to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save_to.parent, prefix=f".{save_to.name}.") as spool:
-        merge = Fp8Merge(base, {}, kind, recipe, family.targets, Path(spool))
+        merge = Fp8Merge(base, {}, kind, recipe, calibration.family.targets, Path(spool))
         modules = merge.modules()
-        if calibrated.budget_mb is not None:
+        if budget_mb is not None:
             batches = [*calibration.fit, *calibration.check][:_RANKED_ON]
             places = merge.places()
             shares = measure_contributions(
@@ -141,20 +134,20 @@ def _calibrated(
             sizes = [sum(places[m].shape[0] * places[m].shape[1] for m in names) for names in modules.values()]
             measured = zip(modules, shares, sizes, strict=True)
             candidates = [Candidate(name.removesuffix(".weight"), share, size) for name, share, size in measured]
-            kept = choose_kept(candidates, int(calibrated.budget_mb * 2**20))
+            kept = choose_kept(candidates, int(budget_mb * 2**20))
             console.print(_budget_table(candidates, {one.name for one in kept}))
-            console.print(f"kept: {len(kept)} of {len(candidates)} weights within {calibrated.budget_mb:g} MiB")
+            console.print(f"kept: {len(kept)} of {len(candidates)} weights within {budget_mb:g} MiB")
             kept_patterns = (f"^{re.escape(one.name)}$" for one in kept)
             recipe = replace(recipe, exclude_patterns=(*recipe.exclude_patterns, *kept_patterns))
             modules = {
                 name: of for name, of in modules.items() if recipe.excluded_as(name.removesuffix(".weight")) is None
             }
-        if calibrated.compensated:
+        if compensated:
             first = {names[0]: tensor for tensor, names in modules.items()}
             for group in calibration.layer_inputs(transformer, list(first)):
                 for name, inputs in group.items():
                     merge.compensate(first[name], inputs)
-        yield (merge if calibrated.compensated else None), recipe
+        yield (merge if compensated else None), recipe
 
 
 def _budget_table(candidates: list[Candidate], kept: set[str], shown: int = 20) -> Table:

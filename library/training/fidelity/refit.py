@@ -10,81 +10,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from library.errors import UserError
-from library.models.family import Family, model_family, with_transformer
 from library.models.layer_names import LoraTargets
-from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
-from library.precision.parity.activations import LayerInputs
-from library.precision.recipe import Fp8Loader, Fp8Recipe
-from library.training.fidelity.calibration import CalibrationPlan
-from library.training.fidelity.deployments import DeployedWeights
+from library.training.fidelity.calibration import CalibrationOptions
+from library.training.fidelity.deployments import Models, base_layer, numbers
 from library.training.report.progress import plain_table
-from library.training.tasks.lora_plan import describe_base
 from networks.files.adapters import PRECISIONS, LoraFile, load_lora, save_derived_lora, widest_precision
-from networks.files.base import BaseModule, find_modules, open_base
+from networks.files.base import find_modules, open_base
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
 from networks.merging.refit import Refit, refit_layer
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """The linear weights of a model on disk, read one at a time."""
-
-    places: Mapping[str, BaseModule]
-    weights: WeightFiles
-
-    @classmethod
-    def of(cls, path: Path, option: str, targets: LoraTargets) -> _Weights:
-        weights = open_base(path, option, fp8=True).weights
-        return cls(find_modules(weights, targets.keys, targets.family), weights)
-
-    def read(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """Return the weights of ``names``, one below the other, fp32."""
-        return torch.cat([self.places[name].read(self.weights, device) for name in names])
-
-
-@dataclass(frozen=True)
-class _Served:
-    """The model that is served: an fp8 file, or a recipe for the base's weights."""
-
-    family: Family
-    layout: Fp8Layout | None
-    recipe: Fp8Recipe | None
-    base: _Weights
-    file: _Weights | None
-
-    def weights(self, names: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the weights of ``names`` in high precision and as served, one below the other."""
-        high = self.base.read(names, device)
-        if self.file is not None:
-            return high, self.file.read(names, device)
-        assert self.recipe is not None
-        parts = high.split([self.base.places[name].shape[0] for name in names])
-        rounded = [self.recipe.quantize(name, part) for name, part in zip(names, parts, strict=True)]
-        return high, torch.cat([quantized.dequantize(torch.float32) for quantized in rounded])
-
-    def in_fp8(self, name: str) -> bool:
-        """Return whether the layer ``name`` is served in fp8."""
-        if self.file is not None:
-            return self.layout is not None and self.file.places[name].tensor in self.layout.dtypes
-        return self.recipe is not None and self.recipe.excluded_as(name) is None
-
-
 def refit_lora(
     lora: Path,
-    deployed: DeployedWeights,
+    models: Models,
     save_to: Path,
-    plan: CalibrationPlan,
+    options: CalibrationOptions,
     console: Console,
     *,
     correction_rank: int = 0,
@@ -92,13 +41,13 @@ def refit_lora(
     precision: str | None = None,
     shown: int = 20,
 ) -> dict[str, Refit]:
-    """Refit ``lora``, which was trained on the model of ``plan``, to ``deployed``; return the layers' fits by name.
+    """Refit ``lora``, which was trained on the reference, to the deployed model; return the layers' fits by name.
 
     Args:
         lora: of any layout.
-        deployed: the fp8 file that is served, or a recipe.
+        models: the bf16 model, and the fp8 file that is served, or a recipe.
         save_to: the file to write.
-        plan: the bf16 model, and what both run on.
+        options: what both run on.
         console: for tables and notes.
         correction_rank: is added to the rank of every fp8 layer; layers without a LoRA get one of that rank.
         layout, precision: of the file; the source's by default.
@@ -106,30 +55,29 @@ def refit_lora(
     """
     if correction_rank < 0:
         raise UserError(f"--correction_rank {correction_rank}: is negative; give 0 or more")
-    base = model_family(plan.config)
-    targets = base.targets
-    served = _open_served(base, plan, deployed, targets)
+    targets, deployed = models.targets, models.deployed
     source = load_lora(lora, targets)
+    base_path = models.config.pretrained_model_name_or_path
+    if models.family.fp8_layout() is not None:
+        raise UserError(f"--base {base_path}: is in fp8; give the bf16 model that the LoRA was trained on")
+    base = open_base(Path(base_path).expanduser(), "--base").weights
+    places = find_modules(base, targets.keys, targets.family)
     parts = targets.by_component(source.weights)
     trained = parts.pop(targets.file_prefix, {})
     text = {name: weights for part in parts.values() for name, weights in part.items()}  # stays as it is
-    base_path = plan.config.pretrained_model_name_or_path
-    if absent := sorted(trained.keys() - served.base.places.keys()):
+    if absent := sorted(trained.keys() - places.keys()):
         raise UserError(f"{lora}: {names_in_short(absent)} are not in {base_path}; wrong model?")
-    if remark := base_mismatch(source.metadata, base.fingerprint()):
+    if remark := base_mismatch(source.metadata, models.family.fingerprint()):
         console.print(f"note: {lora}: {remark}")
-    in_fp8 = [name for name in served.base.places if served.in_fp8(name)]
-    rounded = set(in_fp8)
-    fitted_loras = {name: weights for name, weights in trained.items() if name in rounded}
+    in_fp8 = _in_fp8(models, list(places))
+    fitted_loras = {name: weights for name, weights in trained.items() if name in in_fp8}
     units = _units(fitted_loras, in_fp8 if correction_rank else [], targets)
     if not units:
         raise UserError(f"{lora}: none of its layers is in fp8 in {deployed.name}; it fits as it is")
 
-    calibration = plan.prepare(base, console)
-    fp8 = Fp8Loader(served.recipe, compute="dequant")
-    transformer = served.family.load_transformer(plan.dtype, plan.device, fp8=fp8)
-    base_precision = describe_base(served.layout, fp8, plan.dtype)
-    console.print(f"deployed: {deployed.name}: {base_precision}")
+    calibration = models.plan(options).prepare(console)
+    transformer = models.base(deployed=True)
+    console.print(f"deployed: {deployed.name}: {models.base_precision}")
     if trained:
         attach_lora(transformer, trained, targets, str(lora))
     precision = precision or widest_precision(source.weights)
@@ -137,16 +85,23 @@ def refit_lora(
     fitted: dict[str, LoraWeights] = {}
     for group in calibration.layer_inputs(transformer, [name for unit in units for name in unit], held_out=True):
         for unit in (unit for unit in units if unit[0] in group):
-            done, weights = _fit_unit(unit, trained, served, group[unit[0]], correction_rank, PRECISIONS[precision])
+            device = group[unit[0]].moment.device
+            high = torch.cat([places[name].read(base, device) for name in unit])  # [out of all, in]
+            low = torch.cat([numbers(base_layer(transformer, name)).to(device) for name in unit])
+            joined = _joined([trained[name] for name in unit], device) if unit[0] in trained else None
+            done = refit_layer(
+                joined, high, low, group[unit[0]], correction_rank=correction_rank, dtype=PRECISIONS[precision]
+            )
             fits[" + ".join(unit)] = done
-            fitted |= weights
+            if done.weights is not None:
+                fitted |= _split(done.weights, {name: places[name].shape[0] for name in unit})
         console.print(f"{len(fits)} of {len(units)} layers fitted")
     console.print(refit_table(fits, shown))
     metadata = source.metadata | {
-        "tandem.base_fingerprint": served.family.fingerprint(),
-        "tandem.base_precision": base_precision,
+        "tandem.base_fingerprint": models.deployed_family.fingerprint(),
+        "tandem.base_precision": models.base_precision,
         "tandem.base_name": deployed.name,
-        "tandem.retargeted": json.dumps(_record(lora, source, correction_rank, plan, fits)),
+        "tandem.retargeted": json.dumps(_record(lora, source, correction_rank, options, fits)),
     }
     comment = f"refitted to {deployed.name}"
     save_derived_lora(save_to, trained | fitted | text, targets, metadata, comment, [source], layout, precision)
@@ -179,18 +134,14 @@ def refit_table(fits: Mapping[str, Refit], shown: int) -> Table:
     return table
 
 
-def _open_served(base: Family, plan: CalibrationPlan, deployed: DeployedWeights, targets: LoraTargets) -> _Served:
-    base_path = plan.config.pretrained_model_name_or_path
-    high = _Weights.of(Path(base_path).expanduser(), "--base", targets)
-    if base.fp8_layout() is not None:
-        raise UserError(f"--base {base_path}: is in fp8; give the bf16 model that the LoRA was trained on")
+def _in_fp8(models: Models, names: Sequence[str]) -> list[str]:
+    """Return those of the linear layers ``names`` that the deployed model has in fp8; nothing is loaded."""
+    deployed, targets = models.deployed, models.targets
     if deployed.path is None:
-        return _Served(base, None, deployed.recipe, high, None)
-    family = model_family(with_transformer(plan.config, deployed.path))
-    layout = family.fp8_layout()
-    if layout is None:
-        raise UserError(f"--deploy {deployed.path}: holds no fp8 weights; give the fp8 file that is served")
-    return _Served(family, layout, None, high, _Weights.of(deployed.path, "--deploy", targets))
+        return [name for name in names if deployed.recipe and deployed.recipe.excluded_as(name) is None]
+    weights = open_base(deployed.path, "--deploy", fp8=True).weights
+    places = find_modules(weights, targets.keys, targets.family)
+    return [name for name in names if weights.fp8 is not None and places[name].tensor in weights.fp8.dtypes]
 
 
 def _units(lora: Mapping[str, LoraWeights], extra: Sequence[str], targets: LoraTargets) -> list[list[str]]:
@@ -209,40 +160,29 @@ def _units(lora: Mapping[str, LoraWeights], extra: Sequence[str], targets: LoraT
     return [*found, *([name] for name in extra if name not in lora)]
 
 
-def _fit_unit(
-    names: Sequence[str],
-    lora: Mapping[str, LoraWeights],
-    served: _Served,
-    inputs: LayerInputs,
-    correction_rank: int,
-    dtype: torch.dtype,
-) -> tuple[Refit, dict[str, LoraWeights]]:
-    """Refit layers that share A; return the fit of all and the weights of each."""
-    high, low = served.weights(names, inputs.moment.device)  # [out of all, in]
-    joined = None
-    if names[0] in lora:
-        ups = torch.cat([lora[name].up for name in names])
-        joined = LoraWeights(lora[names[0]].down.to(high.device), ups.to(high.device), lora[names[0]].alpha)
-    done = refit_layer(joined, high, low, inputs, correction_rank=correction_rank, dtype=dtype)
-    if done.weights is None:
-        return done, {}
-    rows = [served.base.places[name].shape[0] for name in names]
-    down, ups_of = done.weights.down.cpu(), done.weights.up.cpu().split(rows)
-    alpha = done.weights.alpha
-    return done, {n: LoraWeights(down, up.contiguous(), alpha) for n, up in zip(names, ups_of, strict=True)}
+def _joined(loras: Sequence[LoraWeights], device: torch.device) -> LoraWeights:
+    """Return the update of layers that share A, one below the other."""
+    first = loras[0]
+    return LoraWeights(first.down.to(device), torch.cat([lora.up for lora in loras]).to(device), first.alpha)
+
+
+def _split(weights: LoraWeights, rows: Mapping[str, int]) -> dict[str, LoraWeights]:
+    """Return layer -> its part of an update of ``rows`` of each, with the same A."""
+    down, ups = weights.down.cpu(), weights.up.cpu().split(list(rows.values()))
+    return {name: LoraWeights(down, up.contiguous(), weights.alpha) for name, up in zip(rows, ups, strict=True)}
 
 
 def _record(
-    lora: Path, source: LoraFile, correction_rank: int, plan: CalibrationPlan, fits: Mapping[str, Refit]
+    lora: Path, source: LoraFile, correction_rank: int, options: CalibrationOptions, fits: Mapping[str, Refit]
 ) -> dict[str, object]:
     """Return what the file says about how it was made."""
     return {
         "lora": lora.name,
         "base_fingerprint": source.metadata.get("tandem.base_fingerprint"),
         "correction_rank": correction_rank,
-        "calibration_images": plan.options.images,
-        "calibration_sigmas": list(plan.options.sigmas),
-        "seed": plan.options.seed,
+        "calibration_images": options.images,
+        "calibration_sigmas": list(options.sigmas),
+        "seed": options.seed,
         "mean_error_before": sum(fit.before for fit in fits.values()) / len(fits),
         "mean_error_after": sum(fit.after for fit in fits.values()) / len(fits),
     }

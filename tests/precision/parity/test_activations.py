@@ -100,7 +100,7 @@ def test_contributions_of_single_layers_are_what_restoring_each_changes() -> Non
     model = optimise_forward(tiny_flux_transformer())
     quantize_model(model, Fp8Recipe("cast", exclude=("embedders", "final")), compute="dequant")
     groups = [[LAYERS[1], LAYERS[2]], [LAYERS[4]], [LAYERS[7]]]
-    shares = measure_contributions(model, groups, weights.__getitem__, lambda: call(model, 0).flatten())
+    shares = list(measure_contributions(model, groups, weights.__getitem__, lambda: call(model, 0).flatten()))
     before = call(model, 0).double()
     for names, share in zip(groups, shares, strict=True):
         by_hand = optimise_forward(tiny_flux_transformer())

@@ -74,7 +74,7 @@ def test_a_merge_keeps_the_update_and_a_third_of_the_error_goes(granularity: Gra
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_the_survival_of_a_merge_is_one_within_a_hundredth(granularity: Granularity) -> None:
+def test_the_retention_of_a_merge_is_one_within_a_hundredth(granularity: Granularity) -> None:
     kept = []
     for seed in range(4):  # the mean over four layers halves the spread above
         layer = make_layer(384, 384, seed=seed)

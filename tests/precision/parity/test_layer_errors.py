@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from library.precision.parity.layer_errors import retention_of_rounding, saturated, update_retention
+from library.precision.parity.layer_errors import UpdateRetention, saturated, update_retention
 from library.precision.quantize import GRANULARITIES, Granularity, Quantized, quantize
-from library.precision.recipe import Fp8Recipe
 from tests.precision.layers import make_layer
 from tests.precision.parity.users_merges import comfyui, musubi_base_weights, sd_scripts
 
@@ -19,6 +18,12 @@ def isotropic(weight: Tensor, share: float = 0.01, seed: int = 1) -> Tensor:
     """Return an update without a direction, ``share`` of the weight's size."""
     update = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     return update * (share * weight.norm() / update.norm())
+
+
+def retention_of_rounding(weight: Tensor, update: Tensor, granularity: Granularity) -> UpdateRetention:
+    """Return what is left of ``update`` where weight and sum are rounded to nearest with fresh scales."""
+    base, merged = (quantize(w, granularity).dequantize(torch.float32) for w in (weight, weight + update))
+    return update_retention(merged, base, update)
 
 
 def brute_force(merged: Tensor, base: Tensor, update: Tensor) -> tuple[float, float]:
@@ -44,9 +49,7 @@ def test_retention_is_the_sum_written_out(granularity: Granularity, monkeypatch:
     outputs = [layer.inputs.rows.double() @ m.double().t() for m in (merged - base, layer.update)]
     exact = float((outputs[0] * outputs[1]).sum() / outputs[1].square().sum())
     assert found.output_gain == pytest.approx(exact, abs=0.03)  # 512 other rows of the same kind
-    assert retention_of_rounding("layer", base, layer.update, Fp8Recipe(granularity)).gain == pytest.approx(
-        gain, abs=0.02
-    )
+    assert retention_of_rounding(base, layer.update, granularity).gain == pytest.approx(gain, abs=0.02)
 
 
 def heavy_tailed(std: float) -> Tensor:
@@ -63,7 +66,7 @@ def test_an_update_of_one_percent_falls_off_the_cliff_of_the_plain_cast(std: flo
     # shared/findings/fp8.md, "The cliff". How heavy the tails were is not recorded there and moves the first two: 3 to
     # 5 degrees of freedom give .40 to .52 and .13 to .19, normal weights .34 and .11. The last is .00 for all.
     base = quantize(heavy_tailed(std), "cast").dequantize(torch.float32)
-    found = retention_of_rounding("layer", base, isotropic(base), Fp8Recipe("cast"))
+    found = retention_of_rounding(base, isotropic(base), "cast")
     assert found.gain == pytest.approx(left, abs=within)
     assert found.flagged
 
@@ -72,7 +75,7 @@ def test_the_same_update_in_a_file_with_scales_keeps_half() -> None:
     weight = heavy_tailed(0.02)
     for granularity in ("tensor", "row", "block64"):
         base = quantize(weight, granularity).dequantize(torch.float32)
-        found = retention_of_rounding("layer", base, isotropic(base), Fp8Recipe(granularity))
+        found = retention_of_rounding(base, isotropic(base), granularity)
         assert found.gain == pytest.approx(0.49, abs=0.04)  # findings: about .49
 
 
@@ -98,7 +101,7 @@ def test_what_other_programs_merges_leave_of_an_update() -> None:
     # Stochastic rounding keeps all of it on average and buries it in noise of 3 % beside a change of 1 %.
     assert left(comfyui, scaled).gain == pytest.approx(1.0, abs=0.03)
     assert left(comfyui, scaled).cosine < 0.45
-    # A change of 2e-4 beside codes of up to 448 moves next to nothing, and what moves is then scaled down.
+    # A change of 2e-4 beside fp8 values of up to 448 moves next to nothing, and what moves is then scaled down.
     assert abs(left(musubi_base_weights, scaled).gain) < 0.01
     assert left(sd_scripts, plain).gain < 0.01
 
