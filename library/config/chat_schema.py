@@ -13,6 +13,7 @@ from pydantic import Field
 from library.config.markers import MUST_MATCH, Fraction, NotNegative, OnlyWith, Positive, Section
 from library.config.model_types import LANGUAGE_MODELS
 from library.config.schema import (
+    SAMPLED,
     AccelerateConfig,
     HubConfig,
     LoggingConfig,
@@ -20,11 +21,11 @@ from library.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    SamplingConfig,
     SavingConfig,
     TrainingConfig,
 )
 
-SAMPLED = OnlyWith(sample_prompts=True)
 _DRAWN = OnlyWith(", which is 0 (greedy)", sample_temperature=True)
 _HELD_OUT = OnlyWith(any_of=True, validation_data=True, validation_split=True)
 
@@ -77,16 +78,12 @@ class ChatDataConfig(Section):
     )
 
 
-class ChatSamplingConfig(Section):
+class ChatSamplingConfig(SamplingConfig):
     """Answers before, during and after training."""
 
-    sample_prompts: list[str] = Field([], description="user messages; the model's answers are written as text")
-    sample_every_n_steps: Annotated[Positive | None, SAMPLED] = Field(
-        None, description="sample every so many optimizer steps"
+    sample_prompts: list[str] = Field(  # type: ignore[assignment]
+        [], description="user messages; the model's answers are written as text"
     )
-    sample_every_n_epochs: Annotated[Positive | None, SAMPLED] = Field(None, description="sample every so many epochs")
-    sample_at_first: Annotated[bool, SAMPLED] = Field(False, description="sample before the first step")
-    sample_at_end: Annotated[bool, SAMPLED] = Field(True, description="sample after the last step")
     sample_tokens: Annotated[Positive, SAMPLED] = Field(128, description="tokens of an answer at most")
     sample_temperature: Annotated[NotNegative, SAMPLED] = Field(0.0, description="0 takes the most likely token")
     sample_top_p: Annotated[float, Field(gt=0, le=1), SAMPLED, _DRAWN] = Field(

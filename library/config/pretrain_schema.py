@@ -9,18 +9,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from library.config.chat_schema import SAMPLED, ChatSamplingConfig
+from library.config.chat_schema import ChatSamplingConfig
 from library.config.markers import MUST_MATCH, NotNegative, OnlyWith, Pairs, Positive, Section
 from library.config.schema import (
+    SAMPLED,
     AccelerateConfig,
     HubConfig,
     LeastRate,
     LoggingConfig,
     OptimizerConfig,
     ParallelConfig,
-    RecomputationKeys,
     SavingConfig,
     Scheduler,
+    SharedTrainingKeys,
     WarmUp,
 )
 
@@ -96,11 +97,10 @@ class LLMOptimizerConfig(OptimizerConfig):
         return self.model_copy(update=changes)
 
 
-class LLMTrainingConfig(RecomputationKeys):
+class LLMTrainingConfig(SharedTrainingKeys):
     """How long, in what precision, from which seed."""
 
     max_train_steps: Positive = Field(1000, description="optimizer steps")
-    max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
     mixed_precision: Literal["no", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     full_bf16: Annotated[bool, MUST_MATCH] = Field(
         False, description="weights in bf16 too, updated with stochastic rounding"
@@ -108,10 +108,6 @@ class LLMTrainingConfig(RecomputationKeys):
     allow_tf32: bool = Field(False, description="let a GPU multiply fp32 matrices in TF32")
     seed: Annotated[int, MUST_MATCH] = Field(
         0, description="initial weights, order of the data and samples follow from it"
-    )
-    resume: str | None = Field(
-        None,
-        description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",
     )
 
 

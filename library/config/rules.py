@@ -306,12 +306,6 @@ def _row(s: Settings) -> OptimizerType:
     return optimizer_named(s.optimizer_type) or OptimizerType("", "")
 
 
-def _learning_rate(s: Settings) -> float:
-    """As ``effective_learning_rate``: left out, it is 1 where the optimizer estimates its step size."""
-    given = "learning_rate" in s.given or not estimates_step_size(s.optimizer_type)
-    return s.learning_rate if given else 1.0
-
-
 def _has_its_own_rate(key: str) -> Rule:
     flags = {"relative_step=True", "warmup_init=True"}
     return Rule(
@@ -358,7 +352,11 @@ _OPTIMIZER = (
     *map(_has_its_own_rate, ("learning_rate", "text_encoder_lr", "lr_scheduler")),
     Rule(
         ("learning_rate", "optimizer_type"),
-        lambda s: estimates_step_size(s.optimizer_type) and 0 < _learning_rate(s) < SMALLEST_LR_FACTOR,
+        lambda s: (
+            "learning_rate" in s.given
+            and estimates_step_size(s.optimizer_type)
+            and 0 < s.learning_rate < SMALLEST_LR_FACTOR
+        ),
         "{learning_rate:g} multiplies the step size that {optimizer_type} estimates, nothing would be learned; set "
         "learning_rate = 1.0 or leave it out",
     ),

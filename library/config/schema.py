@@ -9,7 +9,6 @@ the matrix in ``library.config.rules``. Code that needs settings takes a section
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -46,7 +45,7 @@ Scheduler = Literal[("constant", "constant_with_warmup", *DECAYING)]  # type: ig
 WarmUp = Annotated[StepsOrShare, OnlyWith(lr_scheduler=("constant_with_warmup", *DECAYING))]
 LeastRate = Annotated[Fraction, OnlyWith(lr_scheduler=DECAYING)]
 _CHECKPOINTED = OnlyWith(gradient_checkpointing=True)
-_SAMPLED = OnlyWith(sample_prompts=True)
+SAMPLED = OnlyWith(sample_prompts=True)
 _QUANTISED = OnlyWith(any_of=True, fp8_base=True, fp8_scaled=True)
 _VALIDATED = OnlyWith(any_of=True, validate_every_n_steps=True, validate_every_n_epochs=True)
 _UPLOADED = OnlyWith(huggingface_repo_id=True)
@@ -275,9 +274,15 @@ def effective_learning_rate(config: OptimizerConfig) -> float:
     return config.learning_rate
 
 
-class RecomputationKeys(Section):
-    """Keys of the section ``training``; ``library.nn.checkpointing`` says what they do."""
+class SharedTrainingKeys(Section):
+    """Keys of the section ``training`` that pretraining has too; ``library.nn.checkpointing`` says what recomputes."""
 
+    max_train_steps: Positive = Field(1600, description="optimizer steps")
+    max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
+    resume: str | None = Field(
+        None,
+        description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",
+    )
     gradient_checkpointing: bool = Field(False, description="recompute blocks in backward: less memory, more time")
     checkpoint_every_n_blocks: Annotated[Positive, _CHECKPOINTED] = Field(
         1, description="recompute one of so many neighbouring blocks; 1: all"
@@ -292,11 +297,9 @@ class RecomputationKeys(Section):
     )
 
 
-class TrainingConfig(RecomputationKeys):
+class TrainingConfig(SharedTrainingKeys):
     """How long, in what precision, from which seed."""
 
-    max_train_steps: Positive = Field(1600, description="optimizer steps")
-    max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
     gradient_accumulation_steps: Positive = Field(1, description="batches per optimizer step")
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     attention: Annotated[Literal["auto", "flash", "efficient", "cudnn", "math"], IMAGES] = Field(
@@ -308,10 +311,6 @@ class TrainingConfig(RecomputationKeys):
         False, description="LoRA weights in bf16 too, updated with stochastic rounding"
     )
     seed: int = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
-    resume: str | None = Field(
-        None,
-        description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",
-    )
     prior_loss_weight: Annotated[NotNegative, IMAGES] = Field(
         1.0, description="weight of regularisation images (is_reg)"
     )
@@ -462,12 +461,12 @@ class SamplingConfig(Section):
     sample_prompts: str | None = Field(
         None, description="prompts: text (--n --w --h --d --l --s --g --ci --mi), TOML or JSON, as kohya's"
     )
-    sample_every_n_steps: Annotated[Positive | None, _SAMPLED] = Field(
+    sample_every_n_steps: Annotated[Positive | None, SAMPLED] = Field(
         None, description="sample every so many optimizer steps"
     )
-    sample_every_n_epochs: Annotated[Positive | None, _SAMPLED] = Field(None, description="sample every so many epochs")
-    sample_at_first: Annotated[bool, _SAMPLED] = Field(False, description="sample before the first step")
-    sample_at_end: Annotated[bool, _SAMPLED] = Field(True, description="sample after the last step")
+    sample_every_n_epochs: Annotated[Positive | None, SAMPLED] = Field(None, description="sample every so many epochs")
+    sample_at_first: Annotated[bool, SAMPLED] = Field(False, description="sample before the first step")
+    sample_at_end: Annotated[bool, SAMPLED] = Field(True, description="sample after the last step")
 
 
 class ValidationConfig(Section):
@@ -511,9 +510,6 @@ class AccelerateConfig(Section):
         Literal["default", "reduce-overhead", "max-autotune"],
         OnlyWith(torch_compile=True, dynamo_backend=("inductor",)),
     ] = Field("default", description="inductor mode")
-
-
-MESH_ORDER = ("pp", "dp", "shard", "tp")  # what travels most, travels between neighbours
 
 
 class ParallelConfig(Section):
@@ -565,29 +561,14 @@ class ParallelConfig(Section):
     ] = Field(None, description="one process drives several GPUs, each with a run of the blocks; one works at a time")
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether weights are split among processes."""
-        return self.shard > 1
-
-    @property
     def gathers_weights(self) -> bool:
-        """Whether they are gathered where they are used, by FSDP2 or DeepSpeed."""
-        return self.is_sharded or self.zero == 3
-
-    @property
-    def is_tensor_parallel(self) -> bool:
-        """Whether processes have layers together."""
-        return self.tp > 1
+        """Whether weights are gathered where they are used, by FSDP2 or DeepSpeed."""
+        return self.shard > 1 or self.zero == 3
 
     @property
     def accelerate_shards(self) -> bool:
         """Whether accelerate splits the weights; it does not know how where they are parts already."""
-        return self.is_sharded and not self.is_tensor_parallel
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Whether blocks are shared out among processes."""
-        return self.pp > 1
+        return self.shard > 1 and self.tp == 1
 
     @property
     def microbatch_count(self) -> int:
@@ -597,12 +578,7 @@ class ParallelConfig(Section):
     @property
     def splits_model(self) -> bool:
         """Whether a process gets a part of the model only, so that it must not go to its device in full."""
-        within_groups = self.gathers_weights or self.is_pipelined or self.is_tensor_parallel
-        return within_groups or self.device_map is not None
-
-    def _beside_dp(self) -> dict[str, int]:
-        """Return the processes along each dimension besides ``dp``: together they hold the weights once."""
-        return {"pp": self.pp, "shard": self.shard, "tp": self.tp}
+        return self.gathers_weights or self.pp > 1 or self.tp > 1 or self.device_map is not None
 
     def replicas(self, processes: int) -> int:
         """Return how often the weights are held by ``processes`` processes.
@@ -615,13 +591,13 @@ class ParallelConfig(Section):
             raise UserError(
                 f"zero = {self.zero} splits among several processes; start with torchrun --nproc-per-node 2"
             )
-        once = math.prod(self._beside_dp().values())
+        once = self.pp * self.shard * self.tp  # processes that hold the weights once
         if self.dp is None and processes % once == 0:
             return processes // once
         needed = once * (self.dp or max(1, processes // once))
         if self.dp is None or processes != needed:
-            sizes = self._beside_dp() if self.dp is None else {"dp": self.dp} | self._beside_dp()
-            asked = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1 or key == "dp")
+            sizes = {"dp": self.dp, "pp": self.pp, "shard": self.shard, "tp": self.tp}
+            asked = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size and (size > 1 or key == "dp"))
             raise UserError(
                 f"{asked} needs {needed} processes, this run has {processes}; "
                 f"start with torchrun --nproc-per-node {needed}"
@@ -629,12 +605,11 @@ class ParallelConfig(Section):
         return self.dp
 
     def mesh(self, processes: int) -> dict[str, int]:
-        """Return how many of ``processes`` lie along each dimension, in the mesh's order: (pp, dp, shard, tp).
+        """Return how many of ``processes`` lie along each dimension; what travels most, travels along the last.
 
         Neighbours lie along the last. Raises as :meth:`replicas`.
         """
-        sizes = {"dp": self.replicas(processes)} | self._beside_dp()
-        return {key: sizes[key] for key in MESH_ORDER if key in sizes}
+        return {"pp": self.pp, "dp": self.replicas(processes), "shard": self.shard, "tp": self.tp}
 
 
 class TrainConfig(Section):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from library.config.schema import RecomputationKeys
+from library.config.schema import SharedTrainingKeys
 from library.errors import UserError
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
 
@@ -122,7 +122,7 @@ def in_words(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 
 
-def recompute_blocks(model: Any, blocks: int, training: RecomputationKeys, device: torch.device) -> None:
+def recompute_blocks(model: Any, blocks: int, training: SharedTrainingKeys, device: torch.device) -> None:
     """Let ``model`` compute its blocks again in backward, if ``training`` says so.
 
     Args:

@@ -495,7 +495,7 @@ def _activations(
     if options.full and options.checkpointing and not layout.gathers_weights:
         casts = sum(count * part.matrices for count, part in local) * 2 / layout.tp / options.batch
     passing = max(passing, casts + model.outside.temporary)
-    count = layout.microbatch_count if layout.is_pipelined else 1
+    count = layout.microbatch_count if layout.pp > 1 else 1
     under_way = min(layout.pp, count) if layout.schedule == "1f1b" else count
     share = under_way / count  # of the batch whose activations wait at once
     unpacked = model.largest_matrix * 2 / layout.tp if options.fp8 else 0

@@ -97,7 +97,7 @@ class ChatLora(LoraTask):
                 f"model_type: {config.model.model_type}, but the folder holds a {self.sizes.family}; "
                 f'set "{self.sizes.family}"'
             )
-        if config.parallel.is_tensor_parallel:
+        if config.parallel.tp > 1:
             lm_split_plan(self.sizes, config.parallel.tp, separate=True)
         self.plan = plan_network(config.network, config.optimizer, config.training, lora_targets()[self.sizes.family])
         self.layout: Fp8Layout | None = weights.fp8

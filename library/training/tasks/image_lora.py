@@ -110,7 +110,7 @@ class ImageLora(LoraTask):
         for remark in check_steering(self.prompts, family.guidance_input, family.sample_guidance):
             self.console.print(f"note: {remark}")
         check_prompt_images(self.prompts, family.conditioning, family.most_references)
-        if config.parallel.is_tensor_parallel:
+        if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
         self.base_fingerprint = family.fingerprint()
         self.text_fingerprint = self.text_encoder.fingerprint if self.plan.text_encoders else None

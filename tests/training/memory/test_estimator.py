@@ -187,7 +187,7 @@ def test_only_layouts_that_can_be_had_are_named() -> None:
     assert all(one.replicas(16) == one.dp for one in found)
     assert {one.shard for one in found} == {1, 2, 4, 8, 16}
     assert {one.tp for one in found} == {1, 2, 4}  # of four heads, and within a machine
-    assert {(one.pp, one.microbatch_count) for one in found if one.is_pipelined} == {(2, 2), (4, 2)}  # of four blocks
+    assert {(one.pp, one.microbatch_count) for one in found if one.pp > 1} == {(2, 2), (4, 2)}  # of four blocks
     assert [one.dp for one in layouts(MODEL, 1, 1, 1)] == [1]
     assert [one.zero for one in found if one.zero] == [2, 3]
     assert [one.shard for one in found if one.shard_lora] == [16]

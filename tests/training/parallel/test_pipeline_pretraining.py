@@ -139,6 +139,6 @@ def test_models_and_states_of_other_optimizers_are_those_of_one_process(
 
 def test_the_ready_config_is_valid() -> None:
     config = load_for(LLM, ["--config_file", str(ROOT / "configs/parallel/pp.toml")])
-    assert config.parallel.is_pipelined
+    assert config.parallel.pp > 1
     assert config.data.train_batch_size % config.parallel.microbatch_count == 0
     assert accumulation_for(config.data, PRESETS[config.model.preset or ""].context, 1) >= 1

@@ -157,7 +157,7 @@ def free_weights(module: nn.Module) -> None:
 
 def check_microbatches(parallel: ParallelConfig, largest_batch: int) -> None:
     """Raise a UserError if ``microbatches`` was set to more than the samples of the largest batch."""
-    if parallel.is_pipelined and (parallel.microbatches or 1) > largest_batch:
+    if parallel.pp > 1 and (parallel.microbatches or 1) > largest_batch:
         raise UserError(
             f"microbatches: {parallel.microbatches}, but the dataset's batches have at most {largest_batch} images; "
             f"set batch_size = {parallel.microbatches} there, or lower microbatches"
