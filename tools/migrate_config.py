@@ -32,7 +32,7 @@ from library.files import read_toml, write_text
 from library.models.registry import lora_targets
 from networks.options import parse_network_args
 
-SOURCES = ("train_data_dir", "reg_data_dir", "in_json", "dataset_repeats")  # keys that say where images are
+SOURCES = ("train_data_dir", "reg_data_dir", "in_json", "dataset_repeats", "conditioning_data_dir")  # of files
 Tables = dict[str, Any]
 
 
@@ -119,14 +119,22 @@ def _move_dataset_keys(translation: Translation, save_to: Path) -> tuple[Path, s
     if not translation.dataset:
         return None
     given = _converted(translation.dataset)
-    base = translation.values.get("dataset_config")
-    tables = _with_general(Path(base), given) if base else _from_folders(given)
+    sources = {key: given.pop(key, None) for key in SOURCES}
+    if base := translation.values.get("dataset_config"):
+        tables, _ = read_toml(base, "check dataset_config")  # what it says itself counts more
+    else:
+        tables = {"datasets": [{"subsets": _from_folders(sources)}]}
+        if given.get("enable_bucket"):  # sd-scripts' defaults; a dataset TOML has no such limits unless it names them
+            given = {"min_bucket_reso": 256, "max_bucket_reso": 1024, **given}
+    general = {"general": given | tables.pop("general", {})}
+    if masks := sources["conditioning_data_dir"]:
+        for subset in [subset for dataset in tables.get("datasets", []) for subset in dataset.get("subsets", [])]:
+            subset.setdefault("conditioning_data_dir", masks)
     path = save_to.with_name(f"{save_to.stem}.dataset.toml")
     translation.values["dataset_config"] = str(path)
     translation.notes[:] = [note for note in translation.notes if note.outcome != "dataset"]
     for key in translation.dataset:
         translation.note(key, "dataset", f"in {path.name}")
-    general = {"general": tables.pop("general", {})}
     return path, toml.dumps(general) + "\n" + toml.dumps(tables)
 
 
@@ -151,52 +159,34 @@ def _converted(given: dict[str, Any]) -> dict[str, Any]:
     return converted
 
 
-def _with_general(path: Path, given: dict[str, Any]) -> Tables:
-    """Return the dataset TOML at ``path`` with keys added below [general], where what it says itself counts more."""
-    tables, _ = read_toml(path, "check dataset_config")
-    masks = given.get("conditioning_data_dir")
-    general = {key: value for key, value in given.items() if key not in (*SOURCES, "conditioning_data_dir")}
-    for dataset in tables.get("datasets", []) if masks else []:
-        for subset in dataset.get("subsets", []):
-            subset.setdefault("conditioning_data_dir", masks)
-    return {"general": general | tables.get("general", {}), **{k: v for k, v in tables.items() if k != "general"}}
-
-
-def _from_folders(given: dict[str, Any]) -> Tables:
-    """Return the dataset that ``train_data_dir`` is in sd-scripts.
+def _from_folders(sources: dict[str, Any]) -> list[Tables]:
+    """Return the subsets that ``train_data_dir`` is in sd-scripts.
 
     With ``in_json`` it is one folder described by a metadata file. Otherwise each folder in it that is called
     ``10_name class`` is a subset with 10 repeats and the caption "name class" for images without one.
     """
-    general = {key: value for key, value in given.items() if key not in (*SOURCES, "conditioning_data_dir")}
-    if general.get("enable_bucket"):  # sd-scripts' defaults; a dataset TOML has no such limits unless it names them
-        general = {"min_bucket_reso": 256, "max_bucket_reso": 1024, **general}
-    folder = given.get("train_data_dir")
+    folder, listed = sources["train_data_dir"], sources["in_json"]
     if folder is None:
         raise UserError("dataset_config: is missing, and train_data_dir too; give one of them")
-    if given.get("in_json"):
-        repeats = int(given.get("dataset_repeats", 1))
-        subsets = [{"image_dir": folder, "metadata_file": given["in_json"], "num_repeats": repeats}]
-    else:
-        subsets = _dreambooth_subsets(Path(folder), False)
-        if given.get("reg_data_dir"):
-            subsets += _dreambooth_subsets(Path(given["reg_data_dir"]), True)
-    if masks := given.get("conditioning_data_dir"):
-        subsets = [{**subset, "conditioning_data_dir": masks} for subset in subsets]
-    return {"general": general, "datasets": [{"subsets": subsets}]}
-
-
-def _dreambooth_subsets(folder: Path, is_reg: bool) -> list[Tables]:
-    key = "reg_data_dir" if is_reg else "train_data_dir"
-    if not folder.is_dir():
-        raise UserError(f"{key}: {folder} is no folder; run this where the images are")
+    if listed:
+        repeats = int(sources["dataset_repeats"] or 1)
+        return [{"image_dir": folder, "metadata_file": listed, "num_repeats": repeats}]
     subsets: list[Tables] = []
-    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+    for key, more in (("train_data_dir", {}), ("reg_data_dir", {"is_reg": True})):
+        if sources[key]:
+            subsets += [{**subset, **more} for subset in _dreambooth_subsets(key, sources[key])]
+    return subsets
+
+
+def _dreambooth_subsets(key: str, folder: str) -> list[Tables]:
+    if not Path(folder).is_dir():
+        raise UserError(f"{key}: {folder} is not a folder; run this where the images are")
+    subsets: list[Tables] = []
+    for path in sorted(path for path in Path(folder).iterdir() if path.is_dir()):
         repeats, _, name = path.name.partition("_")
         if repeats.isdigit() and int(repeats) > 0:
             subset: Tables = {"image_dir": str(path), "num_repeats": int(repeats)}
-            subset |= {"class_tokens": name} if name else {}
-            subsets.append(subset | ({"is_reg": True} if is_reg else {}))
+            subsets.append(subset | ({"class_tokens": name} if name else {}))
     if not subsets:
         raise UserError(f"{key}: {folder} holds no folder named like '10_name class'; rename the image folders so")
     return subsets

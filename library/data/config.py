@@ -57,11 +57,6 @@ def refused_condition_keys(conditioning: ConditionKind) -> dict[str, str]:
     return refused
 
 
-def refused_control_path(conditioning: ConditionKind) -> str | None:
-    """Return why ``control_path`` of a metadata file is not taken; None where it is."""
-    return refused_condition_keys(conditioning).get("control_directory")
-
-
 @dataclass(frozen=True)
 class InpaintMasks:
     """Where the masks of a subset's images come from, for a fill model."""

@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from library.conditions import ConditionKind
-from library.data.config import Subset, refused_control_path
+from library.data.config import Subset, refused_condition_keys
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.images import IMAGE_SUFFIXES
 from library.errors import UserError, did_you_mean
@@ -228,7 +228,7 @@ def _from_metadata(subset: Subset, index: FileIndex, conditioning: ConditionKind
     base = subset.image_dir or file.parent
     folders: dict[str, _Listing] = {}
     found: list[Source] = []
-    refused = refused_control_path(conditioning)
+    refused = refused_condition_keys(conditioning).get("control_directory")
     for where, name, entry in _metadata_entries(file):
         image = _listed_file(base, name, "image", where, folders, index)
         control_names = _control_paths(entry, refused, where)

@@ -220,7 +220,7 @@ def test_network_arguments_that_the_lora_refuses_are_not_written(tmp_path: Path)
         (["empty.sh"], "empty.sh: starts no trainer"),
         (["unset.sh"], "unset.sh: $WHERE is not set in this file; write its value into it"),
         ([], "give a TOML file, a script, or -- and a command"),
-        (["--", *FLAGS, "--train_data_dir", "none", "--resolution", "64"], "train_data_dir: none is no folder"),
+        (["--", *FLAGS, "--train_data_dir", "none", "--resolution", "64"], "train_data_dir: none is not a folder"),
         (["--", *FLAGS, "--train_data_dir", ".", "--resolution", "64"], "holds no folder named like '10_name class'"),
         (["--", *FLAGS, "--resolution", "64"], "dataset_config: is missing, and train_data_dir too"),
         (["--", *FLAGS, "--dataset_config", "none.toml", "--resolution", "64"], "none.toml: no such file"),
