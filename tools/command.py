@@ -13,11 +13,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from library.config.chat_schema import LANGUAGE_MODELS
+from library.config.markers import words_of
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.config.schema import ModelConfig, PrecisionConfig, SavingConfig
 from library.errors import UserError
@@ -60,9 +61,7 @@ def show_and_run(words: list[str], folder: Path | None = None) -> None:
 
 def choices(section: Any, key: str) -> list[str]:
     """Return the values that an option of the schema may have, None left out."""
-    annotation = section.model_fields[key].annotation
-    kinds = [annotation, *get_args(annotation)]
-    return [value for kind in kinds for value in get_args(kind) if isinstance(value, str)]
+    return list(words_of(section.model_fields[key].annotation))
 
 
 # ---- LoRA files

@@ -74,10 +74,10 @@ class Translation:
         """Remove ``key`` and return its value, None if it is not there."""
         return self.values.pop(key, None)
 
-    def leave_out(self, key: str, why: str) -> Any:
-        """Remove ``key``, which asks for nothing or has no effect, with a note; return its value."""
+    def leave_out(self, key: str, why: str) -> None:
+        """Remove ``key``, which asks for nothing or has no effect, with a note."""
         self.note(key, "left out", why)
-        return self.take(key)
+        self.take(key)
 
     def place(self, key: str, value: Any, source: str) -> None:
         """Set ``key`` to what ``source`` asked for; messages about it point there."""
@@ -221,12 +221,7 @@ def _note_differences(result: Translation, known: Known) -> None:
 
 def is_off(value: Any, off: Sequence[Any] = ()) -> bool:
     """Return whether a value asks for nothing: false, zero, empty, or one of ``off``."""
-    if is_nothing(value) or value in off:
-        return True
-    try:
-        return float(value) in (0.0, *(float(v) for v in off if isinstance(v, int | float)))
-    except (TypeError, ValueError):
-        return False
+    return is_nothing(value) or str(value) in map(str, off)  # a command line gives text
 
 
 def _learning_rate(result: Translation, known: Known) -> None:
