@@ -106,9 +106,3 @@ def kohya_model_type(network_module: str) -> str | None:
     """Return the ``model_type`` that a ``network_module`` of kohya's trainers stands for."""
     named = (name for name, row in MODEL_TYPES.items() if row.kohya_module and row.kohya_module == network_module)
     return next(named, None)
-
-
-def by_title(attribute: str) -> str:
-    """Return "35 of FLUX.1, 58 of Qwen-Image": the value of ``attribute`` for each architecture of images."""
-    values = {row.title: getattr(row, attribute) for name, row in MODEL_TYPES.items() if name in IMAGE_MODELS}
-    return ", ".join(f"{value} of {title}" for title, value in values.items())

@@ -27,7 +27,7 @@ from library.config.markers import (
     StepsOrShare,
     sorted_pairs,
 )
-from library.config.model_types import IMAGE_MODELS, MODEL_TYPES, by_title
+from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.optimizer_types import estimates_step_size
 from library.errors import UserError
 
@@ -51,6 +51,9 @@ _VALIDATED = OnlyWith(any_of=True, validate_every_n_steps=True, validate_every_n
 _UPLOADED = OnlyWith(huggingface_repo_id=True)
 _PIPELINED = OnlyWith(pp=Above(1))
 GUIDED = tuple(name for name, row in MODEL_TYPES.items() if row.takes_guidance)
+_SWAPPABLE = ", ".join(
+    dict.fromkeys(f"{row.swappable_blocks} of {row.title}" for row in MODEL_TYPES.values() if row.swappable_blocks)
+)
 _NOT_FROM_FILE = OnlyWith(", which takes layers, ranks and alphas from the file", dim_from_weights=False)
 
 
@@ -330,7 +333,7 @@ class TrainingConfig(SharedTrainingKeys):
     blocks_to_swap: Annotated[int, Field(ge=0), IMAGES] = Field(
         0,
         description="blocks whose frozen weights stay in host memory and are copied in as they run; at most "
-        + by_title("swappable_blocks"),
+        f"{_SWAPPABLE}",
     )
     memory: Annotated[Literal["manual", "auto"], IMAGES] = Field(
         "manual",
