@@ -37,10 +37,9 @@ from bench.measure import benchmark_parser, finish
 from dev.tiny_models.painting import to_image
 from dev.tiny_models.scenes import random_zorbo
 from library.config.schema import ModelConfig
-from library.models.vae import ImageEncoder
-from library.training.fidelity.calibration import CalibrationOptions
-from library.training.fidelity.causes import Differences, compare
-from library.training.fidelity.deployments import (
+from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.causes import Differences, compare
+from library.fidelity.deployments import (
     REFERENCE,
     EvalSet,
     Models,
@@ -49,8 +48,9 @@ from library.training.fidelity.deployments import (
     parse_deployment,
     run_variant,
 )
-from library.training.fidelity.fixes import FixOptions, try_fixes
-from library.training.fidelity.report import prepare_eval_set
+from library.fidelity.fixes import FixOptions, try_fixes
+from library.fidelity.report import prepare_eval_set
+from library.models.vae import ImageEncoder
 from networks.files.adapters import load_lora
 from train_lora import train
 

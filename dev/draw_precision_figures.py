@@ -35,11 +35,9 @@ import tools.quantize_model as quantize_model
 from dev.precision_numbers import heavy_tailed_weight
 from library.config.schema import ModelConfig
 from library.errors import exit_on_user_error
-from library.files import atomic_path
-from library.precision.quantize import E4M3FN
-from library.training.fidelity.calibration import CalibrationOptions
-from library.training.fidelity.causes import Differences, compare
-from library.training.fidelity.deployments import (
+from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.causes import Differences, compare
+from library.fidelity.deployments import (
     REFERENCE,
     EvalSet,
     Models,
@@ -48,7 +46,9 @@ from library.training.fidelity.deployments import (
     parse_deployment,
     run_variant,
 )
-from library.training.fidelity.page import draw_border, draw_rings, show_error, show_image
+from library.fidelity.page import draw_border, draw_rings, show_error, show_image
+from library.files import atomic_path
+from library.precision.quantize import E4M3FN
 from library.training.sampling.generate import read_loras
 from tools.command import lora_source
 
@@ -145,9 +145,9 @@ def merge_retention() -> Figure:
     figure = Figure(figsize=(9.6, 3.7), layout="constrained")
     axes = figure.subplots(1, 3)
     panels = (
-        (axes[0], found.anywhere, "left of an update\nwithout direction"),
-        (axes[1], found.along_inputs, "left of the effect of one\nalong the inputs"),
-        (axes[2], found.error, "output error ÷ the LoRA's effect\n(1: as if there were no LoRA)"),
+        (axes[0], found["anywhere"], "left of an update\nwithout direction"),
+        (axes[1], found["along_inputs"], "left of the effect of one\nalong the inputs"),
+        (axes[2], found["error"], "output error ÷ the LoRA's effect\n(1: as if there were no LoRA)"),
     )
     for axis, lines, title in panels:
         for name, values in lines.items():
@@ -178,9 +178,9 @@ def saturation() -> Figure:
     left.legend(loc="upper left")
     shares = [0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0]
     found = numbers.saturation(shares)
-    percent = [100 * share for share in found.shares]
-    right.loglog(percent, [100 * e for e in found.old_scale], "o-", color="#d62728", label="the file's scales")
-    right.loglog(percent, [100 * e for e in found.new_scale], "o-", color="#2ca02c", label="scales computed again")
+    percent = [100 * share for share in shares]
+    right.loglog(percent, [100 * e for e in found["old_scale"]], "o-", color="#d62728", label="the file's scales")
+    right.loglog(percent, [100 * e for e in found["new_scale"]], "o-", color="#2ca02c", label="scales computed again")
     right.set(xlabel="size of the update, % of the weights'", ylabel="error of the merged weight, %")
     right.set_xticks(percent, [f"{p:g}" for p in percent], minor=False)
     right.set_yticks([1, 3, 10, 30], ["1", "3", "10", "30"], minor=False)

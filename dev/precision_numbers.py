@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -88,9 +87,9 @@ def step_at(magnitude: float, dtype: torch.dtype) -> float:
 
     0 where the format has ended.
     """
-    code = torch.tensor([magnitude]).to(dtype)
-    following = (code.view(_INTEGERS[dtype.itemsize]) + 1).view(dtype)
-    step = following.double() - code.double()
+    number = torch.tensor([magnitude]).to(dtype)
+    following = (number.view(_INTEGERS[dtype.itemsize]) + 1).view(dtype)
+    step = following.double() - number.double()
     return step.item() if bool(torch.isfinite(step)) else 0.0
 
 
@@ -133,67 +132,52 @@ def merged(base: Quantized, update: Tensor, granularity: Granularity, how: Round
     return quantize(total, granularity, stochastic=how == "stochastic", generator=random).dequantize(torch.float32)
 
 
-@dataclass(frozen=True)
-class Merges:
-    """Merges into an fp8 file at each standard deviation, merge -> points.
+def merges(stds: Sequence[float]) -> dict[str, Lines]:
+    """Merge both kinds of update into an fp8 file, in each of the ways of ``MERGES``, at each standard deviation.
 
-    Attributes:
-        anywhere: share that is left of an update of 1 % without direction, entry by entry.
-        along_inputs: share that is left of the effect on outputs of an update of 1 % along the inputs.
-        error: of the output, over what that update does to it; 1 is as far off as no LoRA.
+    Returns, against the file with the LoRA beside it:
+        - ``anywhere``: share that is left of an update of 1 % without direction, entry by entry.
+        - ``along_inputs``: share that is left of the effect on outputs of an update of 1 % along the inputs.
+        - ``error``: of the output, over what that update does to it; 1 is as far off as no LoRA.
     """
-
-    anywhere: Lines
-    along_inputs: Lines
-    error: Lines
-
-
-def merges(stds: Sequence[float], names: Sequence[str] = tuple(MERGES)) -> Merges:
-    """Merge both kinds of update by each of ``names``, against the fp8 file with the LoRA beside it."""
     moment = input_moment()
-    result = Merges(*({name: [] for name in names} for _ in range(3)))
+    result: dict[str, Lines] = {what: {name: [] for name in MERGES} for what in ("anywhere", "along_inputs", "error")}
     for std in stds:
         weight = heavy_tailed_weight(std)
-        for name in names:
-            granularity, how = MERGES[name]
+        for name, (granularity, how) in MERGES.items():
             base = quantize(weight, granularity)
             served = base.dequantize(torch.float32)
             update = update_without_direction(served)
             found = update_retention(merged(base, update, granularity, how, moment), served, update)
-            result.anywhere[name].append(found.gain)
+            result["anywhere"][name].append(found.gain)
             update = update_along_inputs(served, moment)
             made = merged(base, update, granularity, how, moment)
             left = update_retention(made, served, update, moment).output_gain
-            result.along_inputs[name].append(math.nan if left is None else left)
+            result["along_inputs"][name].append(math.nan if left is None else left)
             error = moment_energy(made - served - update, moment) / moment_energy(update, moment)
-            result.error[name].append(math.sqrt(error))
+            result["error"][name].append(math.sqrt(error))
     return result
 
 
-@dataclass(frozen=True)
-class Saturation:
-    """Merges of growing updates: relative error of the weight and share of clamped entries with the old scales."""
+def saturation(shares: Sequence[float]) -> Lines:
+    """Merge updates of ``shares`` of the weight's size into a file with scales in blocks.
 
-    shares: list[float]
-    old_scale: list[float]
-    new_scale: list[float]
-    clamped: list[float]
-
-
-def saturation(shares: Sequence[float], granularity: Granularity = "block64") -> Saturation:
-    """Measure merges of updates of ``shares`` of the weight's size, with the file's scales and with fresh ones."""
-    result = Saturation(list(shares), [], [], [])
-    base = quantize(heavy_tailed_weight(0.02), granularity)
+    Returns:
+        Relative error of the weight with the file's scales (``old_scale``) and with fresh ones (``new_scale``), and the
+        share of entries that the old ones clamp (``clamped``).
+    """
+    result: Lines = {"old_scale": [], "new_scale": [], "clamped": []}
+    base = quantize(heavy_tailed_weight(0.02), "block64")
     served = base.dequantize(torch.float32)
     moment = input_moment()
     for share in shares:
         wanted = served + update_along_inputs(served, moment, share)
         assert base.scale is not None
         old = _with_scale(wanted, base.scale)
-        result.old_scale.append(float((old - wanted).norm() / wanted.norm()))
-        fresh = quantize(wanted, granularity).dequantize(torch.float32)
-        result.new_scale.append(float((fresh - wanted).norm() / wanted.norm()))
-        result.clamped.append(saturated(wanted, base))
+        result["old_scale"].append(float((old - wanted).norm() / wanted.norm()))
+        fresh = quantize(wanted, "block64").dequantize(torch.float32)
+        result["new_scale"].append(float((fresh - wanted).norm() / wanted.norm()))
+        result["clamped"].append(saturated(wanted, base))
     return result
 
 

@@ -26,9 +26,9 @@ from library.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from library.fidelity.calibration import CalibrationPlan
     from library.llm.generation import SamplingSettings
     from library.models.llm.model import TransformerLM
-    from library.training.fidelity.calibration import CalibrationPlan
     from networks.merging.merge import LoraSource
 
 SAMPLING_NAMES = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -166,7 +166,7 @@ def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_ty
 
 def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPlan:
     """Return what the flags of :func:`add_calibration` say for ``model``."""
-    from library.training.fidelity.calibration import CalibrationOptions, CalibrationPlan
+    from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 
     device, dtype = device_and_dtype(options.mixed_precision)
     calibration = CalibrationOptions(

@@ -135,7 +135,7 @@ def goes_into_fp8(options: argparse.Namespace) -> bool:
 
 def merge_into_fp8(options: argparse.Namespace, targets: LoraTargets) -> None:
     """Merge the LoRAs into ``--model``, which is in fp8 or becomes so."""
-    from library.training.fidelity.merge import merge_to_fp8
+    from library.fidelity.merge import merge_to_fp8
 
     if targets.own_names:
         raise UserError(

@@ -25,10 +25,10 @@ from rich.console import Console
 
 from library.config.model_types import IMAGE_MODELS
 from library.errors import UserError, exit_on_user_error
-from library.training.fidelity.deployments import Models, Variant, parse_deployment
-from library.training.fidelity.fixes import FIXES, Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
-from library.training.fidelity.page import verdict_lines, write_report
-from library.training.fidelity.report import measure
+from library.fidelity.deployments import Models, Variant, parse_deployment
+from library.fidelity.fixes import FIXES, Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
+from library.fidelity.page import verdict_lines, write_report
+from library.fidelity.report import measure
 from library.training.sampling.generate import read_loras
 from tools.command import add_model_parts, calibration_plan, lora_source, tool_parser
 from train_lora import train

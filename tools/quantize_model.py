@@ -43,9 +43,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--granularity", choices=GRANULARITIES, help="scales; default: the layout's usual ones")
     parser.add_argument("--format", choices=[fp8.name for fp8 in FORMATS], default="e4m3fn")
     parser.add_argument(
-        "--keep", default="embedders,final", help=f"kinds kept high, of {', '.join(KINDS)}; '' for none"
+        "--keep",
+        default="embedders,final",
+        help=f"kinds that stay in high precision, of {', '.join(KINDS)}; '' for none",
     )
-    parser.add_argument("--keep_pattern", action="append", default=[], metavar="REGEX", help="further layers kept high")
+    parser.add_argument(
+        "--keep_pattern", action="append", default=[], metavar="REGEX", help="further layers that stay so"
+    )
     parser.add_argument("--rounding", choices=("nearest", "stochastic"), default="nearest")
     parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding and calibration")
     parser.add_argument(
@@ -62,7 +66,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
     """Write the fp8 model that ``options`` ask for."""
-    from library.training.fidelity.quantize import quantize_checkpoint
+    from library.fidelity.quantize import quantize_checkpoint
 
     by_activations = options.compensated or options.budget_mb is not None
     if by_activations != bool(options.dataset_config):

@@ -49,18 +49,20 @@ def default_granularity(kind: LayoutKind) -> Granularity:
 
 @dataclass(frozen=True)
 class WrittenFp8:
-    """What was written: linear weights in fp8, linear weights kept by the recipe, bytes in and out."""
+    """What was written: linear weights in fp8, linear weights that the recipe excludes, bytes in and out."""
 
     path: Path
     quantized: int
-    kept: int
+    excluded: int
     bytes_before: int
     bytes_after: int
 
     def describe(self) -> str:
         """Return the outcome as a line."""
         before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
-        return f"{self.path}: {self.quantized} weights in fp8, {self.kept} kept high; {before:.1f} -> {after:.1f} MiB"
+        return (
+            f"{self.path}: {self.quantized} weights in fp8, {self.excluded} excluded; {before:.1f} -> {after:.1f} MiB"
+        )
 
 
 _Planned = tuple[torch.dtype, tuple[int, ...], Callable[[], Tensor]]  # a tensor to be written, and how it is made
@@ -93,7 +95,7 @@ def write_fp8_checkpoint(
         weights: the source.
         target: a ``.safetensors`` path.
         kind: layout.
-        recipe: format, scales, what is kept.
+        recipe: format, scales, what is excluded.
         fp8_matmul: let ComfyUI multiply in fp8.
         progress: called with (weights done, weights in all).
         merge: what changes on the way; a source in fp8 is taken only with it, and ``kind`` must be the source's.

@@ -81,12 +81,14 @@ class Fp8Recipe:
         """Check names and patterns."""
         for kind in self.exclude:
             if kind not in KINDS:
-                raise UserError(f"kept kind {kind!r} is none of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
+                raise UserError(f"excluded kind {kind!r} is none of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
         for pattern in self.exclude_patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise UserError(f"kept pattern {pattern!r} is no regular expression ({error}); correct it") from None
+                raise UserError(
+                    f"excluded pattern {pattern!r} is no regular expression ({error}); correct it"
+                ) from None
 
     def excluded_as(self, name: str) -> str | None:
         """Return why the layer ``name`` stays in high precision (its kind, pattern or ``table``), or None."""
@@ -102,7 +104,7 @@ class Fp8Recipe:
         names = list(names)
         for pattern in self.exclude_patterns:
             if not any(re.search(pattern, name) for name in names):
-                raise UserError(f"kept pattern {pattern!r} matches no linear layer; correct or remove it")
+                raise UserError(f"excluded pattern {pattern!r} matches no linear layer; correct or remove it")
 
     def quantize(self, name: str, weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> Quantized:
         """Return the weight of layer ``name`` as fp8."""
@@ -118,9 +120,9 @@ class Fp8Recipe:
 
     def describe(self) -> str:
         """Return the recipe in words."""
-        kept = ", ".join((*self.exclude, *map(repr, self.exclude_patterns))) or "nothing"
+        excluded = ", ".join((*self.exclude, *map(repr, self.exclude_patterns))) or "nothing"
         rounding = "stochastically" if self.stochastic else "to nearest"
-        return f"{self.fp8.name}, {describe_scales(self.granularity)}, rounded {rounding}; kept high: {kept}"
+        return f"{self.fp8.name}, {describe_scales(self.granularity)}, rounded {rounding}; excluded: {excluded}"
 
 
 @dataclass
@@ -139,7 +141,7 @@ class Fp8Loader:
     activations: ActivationRounding | None = None
     read: int = field(default=0, init=False)
     quantized: int = field(default=0, init=False)
-    kept: int = field(default=0, init=False)
+    excluded: int = field(default=0, init=False)
 
     def check(self, module: nn.Module) -> None:
         """Raise a UserError if the recipe has a pattern that no linear layer of ``module`` matches."""
@@ -169,7 +171,7 @@ class Fp8Loader:
             self.read += 1
         elif linear and self.recipe is not None and value.is_floating_point():
             if self.recipe.excluded_as(layer) is not None:
-                self.kept += 1
+                self.excluded += 1
                 return value
             quantized = self.recipe.quantize(layer, value)
             self.quantized += 1
@@ -204,8 +206,8 @@ class Fp8Loader:
             parts.append(f"{self.read} linear weights read as fp8")
         if self.quantized and self.recipe is not None:
             parts.append(f"{self.quantized} quantised ({self.recipe.describe()})")
-        if self.kept:
-            parts.append(f"{self.kept} kept high")
+        if self.excluded:
+            parts.append(f"{self.excluded} excluded")
         if self.activations is not None:
             parts.append(f"activations rounded to fp8 ({self.activations})")
         return ", ".join(parts)
@@ -223,7 +225,7 @@ def quantize_model(
 
     Args:
         model: with weights, on any device.
-        recipe: format, scales, what is kept.
+        recipe: format, scales, what is excluded.
         compute, fp8_input_gradient: see :class:`Fp8Linear`.
     """
     loader = Fp8Loader(recipe, compute, fp8_input_gradient)
@@ -232,7 +234,7 @@ def quantize_model(
     for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
         weight = cast(nn.Linear, model.get_submodule(name)).weight.detach()
         if owners[id(model.get_submodule(name).weight)] > 1:
-            loader.kept += 1
+            loader.excluded += 1
         else:
             stored = Quantized(weight, None) if weight.dtype in FP8_DTYPES else weight
             loader.load(model, f"{name}.weight", stored, weight.device)

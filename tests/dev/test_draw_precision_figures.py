@@ -42,7 +42,7 @@ def test_the_error_of_a_plain_cast_is_that_of_a_search_in_the_grid(std: float, f
 )
 def test_retention_is_that_of_a_search_in_the_grid(std: float, found_before: float, within: float) -> None:
     """The earlier layers' tails are not recorded and move the second one (``test_update_retention.py``): .11 to .19."""
-    (share,) = numbers.merges([std], ["plain cast, nearest"]).anywhere["plain cast, nearest"]
+    (share,) = numbers.merges([std])["anywhere"]["plain cast, nearest"]
     base = nearest(heavy_tailed_weight(std).double().numpy())
     update = update_without_direction(torch.from_numpy(base).float()).double().numpy()
     change = nearest(base + update) - base
@@ -61,9 +61,9 @@ def test_zeros_and_subnormals_are_counted_by_their_limits() -> None:
 
 def test_stochastic_rounding_keeps_the_update_and_errs_more_where_compensated_keeps_it_and_errs_less() -> None:
     found = numbers.merges([0.04])
-    assert found.anywhere["plain cast, stochastic"][0] == pytest.approx(1, abs=0.05)  # noise over 2^18 entries: 0.01
-    assert found.along_inputs["plain cast, compensated"][0] == pytest.approx(1, abs=0.01)
-    errors = [found.error[f"plain cast, {how}"][0] for how in ("compensated", "nearest", "stochastic")]
+    assert found["anywhere"]["plain cast, stochastic"][0] == pytest.approx(1, abs=0.05)  # noise over 2^18 entries: 0.01
+    assert found["along_inputs"]["plain cast, compensated"][0] == pytest.approx(1, abs=0.01)
+    errors = [found["error"][f"plain cast, {how}"][0] for how in ("compensated", "nearest", "stochastic")]
     assert errors == sorted(errors)
 
 
@@ -79,8 +79,8 @@ def test_steps_are_powers_of_two_and_end_with_the_format() -> None:
 
 def test_old_scales_clamp_large_updates_and_fresh_ones_do_not() -> None:
     found = numbers.saturation([0.01, 0.3])
-    assert found.clamped[1] > found.clamped[0]
-    assert found.old_scale[1] > 3 * found.new_scale[1]
+    assert found["clamped"][1] > found["clamped"][0]
+    assert found["old_scale"][1] > 3 * found["new_scale"][1]
     assert numbers.stored_with_scale([0.05, 0.2], 0.1) == pytest.approx([0.05, 0.1], rel=1 / 16)
 
 

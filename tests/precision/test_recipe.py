@@ -64,7 +64,7 @@ def test_embedders_and_final_layer_stay_high_unless_told_otherwise() -> None:
     embedders = {name for name in high if name.startswith(("x_embedder", "context_embedder", "time_text_embed."))}
     assert high - embedders == {"proj_out", "norm_out.linear"}
     assert len(embedders) == 8
-    assert report.kept == 10
+    assert report.excluded == 10
     assert "single_transformer_blocks.0.proj_out" in fp8_names(model)
     everything = tiny_flux_transformer()
     quantize_model(everything, Fp8Recipe(exclude=()))
@@ -79,7 +79,7 @@ def test_modulation_and_patterns_can_be_kept() -> None:
         name for name in left if name.endswith(("norm1.linear", "norm1_context.linear", ".norm.linear", "to_v"))
     ]
     assert {"x_embedder", "norm_out.linear", "transformer_blocks.0.attn.to_q"} <= left
-    assert report.kept == 4 + 3
+    assert report.excluded == 4 + 3
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_lora_layers_and_tied_weights_are_never_touched() -> None:
         {"lora_A": nn.Linear(64, 4), "a": nn.Linear(64, 64), "b": nn.Linear(64, 64), "c": nn.Linear(64, 64)}
     )
     model["b"].weight = model["a"].weight
-    assert quantize_model(model, Fp8Recipe()).kept == 3
+    assert quantize_model(model, Fp8Recipe()).excluded == 3
     assert fp8_names(model) == {"c"}
     assert model["b"].weight is model["a"].weight
 
@@ -187,11 +187,11 @@ def test_text_encoders_run_in_fp8_and_stay_near(name: str, dtype: torch.dtype) -
 
 def test_a_user_can_put_every_mistake_right() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
-    with pytest.raises(UserError, match="kept kind 'embeders' is none of .*; did you mean 'embedders'"):
+    with pytest.raises(UserError, match="excluded kind 'embeders' is none of .*; did you mean 'embedders'"):
         Fp8Recipe(exclude=("embeders",))
-    with pytest.raises(UserError, match=r"kept pattern '\(' is no regular expression"):
+    with pytest.raises(UserError, match=r"excluded pattern '\(' is no regular expression"):
         Fp8Recipe(exclude_patterns=("(",))
-    with pytest.raises(UserError, match="kept pattern 'atn' matches no linear layer; correct or remove it"):
+    with pytest.raises(UserError, match="excluded pattern 'atn' matches no linear layer; correct or remove it"):
         quantize_model(model, Fp8Recipe(exclude_patterns=("atn",)))
     with torch.no_grad():
         model[0].weight[0, 0] = torch.inf
@@ -212,9 +212,9 @@ def test_the_report_says_what_happened() -> None:
     # every block weight halved; scales and the embedders of this tiny model are the rest
     assert size() < 0.65 * before
     assert report.describe().startswith(f"{report.quantized} quantised (e4m3fn, a scale per 64 inputs")
-    assert report.describe().endswith(", 10 kept high")
+    assert report.describe().endswith(", 10 excluded")
     assert Fp8Recipe("block64", stochastic=True).describe() == (
-        "e4m3fn, a scale per 64 inputs, rounded stochastically; kept high: embedders, final"
+        "e4m3fn, a scale per 64 inputs, rounded stochastically; excluded: embedders, final"
     )
 
 

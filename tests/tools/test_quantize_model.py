@@ -124,7 +124,7 @@ def test_comfyui_files_carry_the_marks_comfyui_looks_for(tmp_path: Path, monkeyp
     with safe_open(tmp_path / "old.safetensors", "pt") as file:
         metadata = file.metadata()
     assert metadata["modelspec.title"] == "mine"
-    assert metadata["fp8_recipe"] == "e4m3fn, one scale a tensor, rounded to nearest; kept high: embedders, final"
+    assert metadata["fp8_recipe"] == "e4m3fn, one scale a tensor, rounded to nearest; excluded: embedders, final"
 
 
 def test_musubi_files_have_its_shapes_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +190,8 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
         "is in fp8 already; quantise the bf16 or fp16 file": (done,),
         "no linear weight is left to quantise": (tmp_path / "none.safetensors",),
         f"{NAMES[1]}.weight holds NaN or infinity": (tmp_path / "broken.safetensors",),
-        "kept pattern 'qvk' matches no linear layer": (source, "--keep_pattern", "qvk"),
-        "kept kind 'finall' is none of": (source, "--keep", "finall"),
+        "excluded pattern 'qvk' matches no linear layer": (source, "--keep_pattern", "qvk"),
+        "excluded kind 'finall' is none of": (source, "--keep", "finall"),
         "no such file or folder": (tmp_path / "absent",),
         "a pipeline without a transformer folder": (tmp_path / "pipeline",),
     }

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import tools.quantize_model as quantize_model
 from library.config.schema import ModelConfig
 from library.errors import UserError
+from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.files import weights_fingerprint
 from library.models.flux.files import FLUX_TARGETS
-from library.training.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from networks.files.adapters import load_lora, save_adapter
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights

@@ -60,7 +60,7 @@ def test_a_file_of_each_layout_trains_on_its_own_codes(
 def test_a_bf16_file_is_quantised_while_it_is_read(files: SingleFiles) -> None:
     loading = Fp8Loader(Fp8Recipe("block64"))
     FluxFamily(files.model_config()).load_transformer(torch.bfloat16, fp8=loading)
-    assert (loading.quantized, loading.kept, loading.read) == (26, 10, 0)
+    assert (loading.quantized, loading.excluded, loading.read) == (26, 10, 0)
 
 
 def test_a_scaled_t5_file_encodes_in_fp8(files: SingleFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

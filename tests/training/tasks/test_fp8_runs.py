@@ -113,10 +113,10 @@ def test_every_kind_of_base_trains_and_says_what_it_is(
         assert kept == f"{kind} fp8 file, {LINEARS} linear weights read as fp8, others bfloat16"
     else:
         recipe = {
-            "fp8_base": "26 quantised (e4m3fn, plain cast, rounded to nearest; kept high: embedders, final), 10",
-            "fp8_scaled": "34 quantised (e4m3fn, a scale a row, rounded stochastically; kept high: final), 2",
+            "fp8_base": "26 quantised (e4m3fn, plain cast, rounded to nearest; excluded: embedders, final), 10",
+            "fp8_scaled": "34 quantised (e4m3fn, a scale a row, rounded stochastically; excluded: final), 2",
         }
-        assert kept == f"{recipe[kind]} kept high, others bfloat16"
+        assert kept == f"{recipe[kind]} excluded, others bfloat16"
     assert kept in " ".join(said.split())
     assert (tmp_path / "out" / "samples" / "step000004_00.png").exists()
 
@@ -278,7 +278,7 @@ def test_a_t5_in_fp8_has_caches_of_its_own_and_can_be_trained_on(pipeline: Path,
         (
             None,
             {"fp8_base": True, "fp8_exclude_patterns": ["atn"]},
-            "kept pattern 'atn' matches no linear layer; correct",
+            "excluded pattern 'atn' matches no linear layer; correct",
         ),
         ("plain", {"fp8_scaled": True}, "is in fp8 already and is trained on as it is; remove fp8_scaled"),
         ("plain", {"fp8_base": True, "fp8_exclude": ["final"]}, "is trained on as it is; remove fp8_exclude"),

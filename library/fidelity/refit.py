@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from library.errors import UserError
+from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.deployments import Models, base_layer, numbers
 from library.models.layer_names import LoraTargets
-from library.training.fidelity.calibration import CalibrationOptions
-from library.training.fidelity.deployments import Models, base_layer, numbers
 from library.training.report.progress import plain_table
 from networks.files.adapters import PRECISIONS, LoraFile, load_lora, save_derived_lora, widest_precision
 from networks.files.base import find_modules, open_base

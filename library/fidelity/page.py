@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from library.fidelity.causes import CAUSES, Attribution, Differences, mask_in_pixels
+from library.fidelity.deployments import EvalSet, Outcome
+from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
+from library.fidelity.layers import LayerRow
+from library.fidelity.report import Report
 from library.files import atomic_path, write_text
 from library.precision.parity.seam import SeamMetrics
-from library.training.fidelity.causes import CAUSES, Attribution, Differences, mask_in_pixels
-from library.training.fidelity.deployments import EvalSet, Outcome
-from library.training.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
-from library.training.fidelity.layers import LayerRow
-from library.training.fidelity.report import Report
 
 _LAYERS_SHOWN, _IMAGES_SHOWN = 60, 4
 

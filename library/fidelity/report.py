@@ -10,11 +10,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from library.errors import UserError
-from library.precision.parity.layer_errors import measure_contributions
-from library.precision.recipe import Fp8Recipe
-from library.training.fidelity.calibration import Calibration, CalibrationOptions
-from library.training.fidelity.causes import Attribution, Differences, Verdict, compare, judge
-from library.training.fidelity.deployments import (
+from library.fidelity.calibration import Calibration, CalibrationOptions
+from library.fidelity.causes import Attribution, Differences, Verdict, compare, judge
+from library.fidelity.deployments import (
     REFERENCE,
     EvalSet,
     Models,
@@ -24,7 +22,9 @@ from library.training.fidelity.deployments import (
     numbers,
     run_variant,
 )
-from library.training.fidelity.layers import LayerRow, layer_row, sizes_by_region
+from library.fidelity.layers import LayerRow, layer_row, sizes_by_region
+from library.precision.parity.layer_errors import measure_contributions
+from library.precision.recipe import Fp8Recipe
 from library.training.report.progress import counting
 
 
@@ -58,7 +58,7 @@ def measure(
     steps: int,
     benefits: bool = True,
 ) -> Report:
-    """Return the whole report.
+    """Return the report.
 
     Args:
         models, variant: the deployment.

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from library.errors import UserError
+from library.fidelity.calibration import CalibrationPlan
 from library.files import weights_fingerprint
 from library.models.layer_names import LoraTargets
 from library.precision.checkpoint_layouts import FP8_PRECISIONS, LayoutKind
 from library.precision.checkpoint_writing import write_fp8_checkpoint
 from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
 from library.precision.recipe import Fp8Recipe
-from library.training.fidelity.calibration import CalibrationPlan
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_adapter, save_adapter
 from networks.files.base import Base, check_target, folder_copy, open_base

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from library.fidelity.deployments import EvalSet, Outcome, Variant
+from library.fidelity.layers import LayerRow
 from library.precision.parity.layer_errors import FLAGGED
 from library.precision.parity.seam import SeamMetrics, edge_regions, seam_metrics, spectrum
-from library.training.fidelity.deployments import EvalSet, Outcome, Variant
-from library.training.fidelity.layers import LayerRow
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from library.config.schema import ModelConfig
 from library.data.batches import Batch
 from library.errors import UserError
+from library.fidelity.calibration import CalibrationOptions, CalibrationPlan, predict
 from library.models.family import Family, model_family, with_transformer
 from library.models.vae import ImageEncoder
 from library.nn.rope import MultiAxisRope
@@ -49,7 +50,6 @@ from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import E4M3FN, GRANULARITIES, Quantized, format_named, quantize, round_to_nearest
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.randomness import derive_seed
-from library.training.fidelity.calibration import CalibrationOptions, CalibrationPlan, predict
 from library.training.flow import add_noise, flux_mu, noise_for, shift_sigmas
 from library.training.report.progress import counting
 from library.training.tasks.lora_plan import describe_base
@@ -389,8 +389,8 @@ def _decode(encoder: ImageEncoder, latents: Tensor, batch: Batch, paste: Paste |
     image = encoder.decode(latents[None].to(batch.latents.device)).float()
     fill = _fill_cells(batch)
     if paste == "end" and fill is not None:
-        whole = F.interpolate(fill, image.shape[-2:], mode="nearest")
-        image = whole * image + (1 - whole) * encoder.decode(batch.latents).float()
+        pixels = F.interpolate(fill, image.shape[-2:], mode="nearest")
+        image = pixels * image + (1 - pixels) * encoder.decode(batch.latents).float()
     return image[0].cpu()
 
 

@@ -22,13 +22,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from library.errors import UserError
+from library.fidelity.calibration import IMAGES, CalibrationPlan
 from library.files import atomic_path
 from library.precision.checkpoint_layouts import LayoutKind, WeightFiles
 from library.precision.checkpoint_writing import WrittenFp8, write_fp8_checkpoint
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
 from library.precision.recipe import Fp8Recipe
 from library.safetensors_io import weight_files
-from library.training.fidelity.calibration import IMAGES, CalibrationPlan
 from library.training.report.progress import plain_table
 from networks.files.base import open_base
 from networks.merging.merge_fp8 import Fp8Merge

@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from library.fidelity.calibration import Calibration
+from library.fidelity.deployments import EvalSet, numbers, round_like
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.parity.activations import LayerInputs, watched
 from library.precision.parity.layer_errors import FLAGGED, relative_output_error, update_retention
 from library.precision.parity.seam import regions
 from library.precision.quantize import Quantized, holds_nan_or_inf
-from library.training.fidelity.calibration import Calibration
-from library.training.fidelity.deployments import EvalSet, numbers, round_like
 from library.training.report.progress import Advance
 from networks.files.weights import LoraWeights
 
@@ -117,15 +117,15 @@ def layer_row(
     reference = reference.float()
     delta = None if update is None else update.delta().to(reference.device)
     inside = delta is not None and merged != "no"
-    whole = reference + delta if delta is not None and inside else reference  # what is served should be this
-    wanted = whole if merged == "in the file" else reference
+    target = reference + delta if delta is not None and inside else reference  # what is served should be this
+    wanted = target if merged == "in the file" else reference
     quantized = deployed.quantized() if isinstance(deployed, Fp8Linear) else None
     weight = numbers(deployed)
     error, expected = weight - wanted, _rounded(wanted, quantized) - wanted
     size = float(wanted.double().square().sum())
     gain = float((weight.double() * wanted).sum()) / size if size else 1.0
     base = _rounded(reference, quantized) if merged == "in the file" else weight
-    kept = update_retention(numbers(served), base, delta) if delta is not None and inside else None
+    retained = update_retention(numbers(served), base, delta) if delta is not None and inside else None
     return LayerRow(
         name=name,
         kind=_kind(deployed),
@@ -136,11 +136,11 @@ def layer_row(
         gain=gain,
         error_after_gain=_relative(weight / gain - wanted, size) if gain else 1.0,
         **_shares(quantized, wanted),
-        output_error=relative_output_error(numbers(served) - whole, whole, inputs),
-        expected_output_error=relative_output_error(_rounded(whole, quantized) - whole, whole, inputs),
-        retention=kept.gain if kept else None,
-        retention_cosine=kept.cosine if kept else None,
-        lora_effect=relative_output_error(delta, whole, inputs) if delta is not None else None,
+        output_error=relative_output_error(numbers(served) - target, target, inputs),
+        expected_output_error=relative_output_error(_rounded(target, quantized) - target, target, inputs),
+        retention=retained.gain if retained else None,
+        retention_cosine=retained.cosine if retained else None,
+        lora_effect=relative_output_error(delta, target, inputs) if delta is not None else None,
         benefit=None,
         activations=_sizes(inputs, by_region),
     )

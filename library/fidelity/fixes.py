@@ -37,13 +37,9 @@ from torch import nn
 from library.config.load import validated
 from library.config.schema import TrainConfig
 from library.errors import UserError
-from library.precision.checkpoint_layouts import LayoutKind
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import E4M3FN
-from library.precision.recipe import Fp8Recipe
-from library.training.fidelity.calibration import CalibrationOptions
-from library.training.fidelity.causes import Differences, compare
-from library.training.fidelity.deployments import (
+from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.causes import Differences, compare
+from library.fidelity.deployments import (
     REFERENCE,
     DeployedWeights,
     EvalSet,
@@ -52,9 +48,13 @@ from library.training.fidelity.deployments import (
     Variant,
     run_variant,
 )
-from library.training.fidelity.layers import LayerRow
-from library.training.fidelity.quantize import quantize_checkpoint
-from library.training.fidelity.refit import refit_lora
+from library.fidelity.layers import LayerRow
+from library.fidelity.quantize import quantize_checkpoint
+from library.fidelity.refit import refit_lora
+from library.precision.checkpoint_layouts import LayoutKind
+from library.precision.fp8_linear import Fp8Linear
+from library.precision.quantize import E4M3FN
+from library.precision.recipe import Fp8Recipe
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
 
