@@ -26,6 +26,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from library.conditions import ConditionKind
 from library.config.kohya.flags import FLAGS
+from library.config.markers import Fraction
 from library.config.schema import DatasetArguments
 from library.data.masks import MASK_KINDS, MaskKind
 from library.errors import UserError, did_you_mean
@@ -35,15 +36,10 @@ DEFAULT_VARIANTS = 4  # generated masks of an image: each costs as much cache an
 INPAINT_KEYS = ("inpaint_mask_directory", "inpaint_alpha_mask", "inpaint_masks", "inpaint_mask_variants")
 REFERENCE_KEYS = ("control_directory", "control_resolution", "no_resize_control")
 
-_TAKES: dict[ConditionKind, str] = {
-    "none": "this model generates images from text alone",
-    "fill": "this model fills a region of an image",
-    "references": "this model edits reference images",
-}
-_INSTEAD: dict[ConditionKind, str] = {
-    "none": "remove it, or choose {wanted} model",
-    "fill": "use inpaint_mask_directory, inpaint_alpha_mask or inpaint_masks",
-    "references": "use control_directory",
+_NOT_TAKEN: dict[ConditionKind, str] = {
+    "none": "this model generates images from text alone; remove it, or choose {wanted} model",
+    "fill": "this model fills a region of an image; use inpaint_mask_directory, inpaint_alpha_mask or inpaint_masks",
+    "references": "this model edits reference images; use control_directory",
 }
 
 
@@ -52,8 +48,7 @@ def refused_condition_keys(conditioning: ConditionKind) -> dict[str, str]:
     refused: dict[str, str] = {}
     for kind, keys, wanted in (("fill", INPAINT_KEYS, "a fill"), ("references", REFERENCE_KEYS, "an edit")):
         if conditioning != kind:
-            reason = f"{_TAKES[conditioning]}; {_INSTEAD[conditioning].format(wanted=wanted)}"
-            refused |= dict.fromkeys(keys, reason)
+            refused |= dict.fromkeys(keys, _NOT_TAKEN[conditioning].format(wanted=wanted))
     return refused
 
 
@@ -75,7 +70,6 @@ class InpaintMasks:
 
 
 Interpolation = Literal["lanczos", "area", "box", "bicubic", "cubic", "bilinear", "linear", "nearest"]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Side = Annotated[int, Field(ge=1)]
 _AsTuple = BeforeValidator(lambda value: tuple(value) if type(value) is list else value)
 Sides = Annotated[int | tuple[Side, Side], _AsTuple]
