@@ -1,4 +1,4 @@
-"""Draw the picture of ``docs/distributed.md``: what each process holds under each layout.
+"""Make the drawing of ``docs/distributed.md``: what each process holds under each layout.
 
     python dev/draw_distributed.py
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.files import write_text
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "distributed.svg"
+DRAWING = Path(__file__).resolve().parent.parent / "docs" / "images" / "distributed.svg"
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")  # of the four pieces
 ROWS = ("weights", "gradients", "optimizer")
 _PIECE, _HEIGHT, _GAP, _ROW = 16, 22, 18, 34
@@ -28,7 +28,7 @@ PANELS: tuple[tuple[str, int, Callable[[int], set[int] | tuple[set[int], ...]], 
     ("one process", 1, lambda i: _ALL, "nothing"),
     ("DDP: dp = 4", 4, lambda i: _ALL, "all gradients, once a step, among all"),
     ("ZeRO: zero = 2 (1: gradients whole; 3: as FSDP2)", 4, lambda i: (_ALL, {i}, {i}),
-     "gradients to their owner, once a step; what it has made of the weights to all"),
+     "gradients to their owner, after every backward pass; then the updated LoRA to all"),
     ("FSDP2: shard = 4", 4, lambda i: {i}, "weights, a block at a time, twice a pass; gradients to their owner"),
     ("HSDP: dp = 2, shard = 2", 4, lambda i: {0, 1} if i % 2 == 0 else {2, 3},
      "within 0-1 and 2-3 as FSDP2; between the pairs gradients, as DDP"),
@@ -46,10 +46,10 @@ def text(x: float, y: float, words: str, size: int = 12, anchor: str = "start", 
     return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}">{words}</text>'
 
 
-def column(left: float, top: float, kept: set[int] | tuple[set[int], ...]) -> list[str]:
+def column(left: float, top: float, held: set[int] | tuple[set[int], ...]) -> list[str]:
     """Return what one process holds: three rows of four pieces."""
     shapes = []
-    for row, own in enumerate(kept if isinstance(kept, tuple) else [kept] * len(ROWS)):
+    for row, own in enumerate(held if isinstance(held, tuple) else [held] * len(ROWS)):
         for piece, colour in enumerate(COLOURS):
             fill = colour if piece in own else "none"
             x, y = left + piece * _PIECE, top + row * _ROW
@@ -103,17 +103,17 @@ def pipeline_step(top: float) -> list[str]:
     return [*shapes, text(_LEFT, top + 14 + STAGES * _LINE + 14, words, 11)]
 
 
-def picture() -> str:
+def drawing() -> str:
     """Return the drawing as SVG."""
     parts = []
-    for number, (title, processes, kept, travels) in enumerate(PANELS):
+    for number, (title, processes, held, travels) in enumerate(PANELS):
         top = 30 + number * (_PANEL + _GAP)
         parts.append(text(10, top, title, 15, weight="bold"))
         for row, name in enumerate(ROWS):
             parts.append(text(_LEFT - 10, top + 46 + row * _ROW, name, anchor="end"))
         for i in range(processes):
             left, unit = _LEFT + i * _COLUMN, "GPU" if title.startswith("device map") else "process"
-            parts += [text(left + 2 * _PIECE, top + 22, f"{unit} {i}", 11, "middle"), *column(left, top + 30, kept(i))]
+            parts += [text(left + 2 * _PIECE, top + 22, f"{unit} {i}", 11, "middle"), *column(left, top + 30, held(i))]
         parts.append(text(_LEFT, top + _PANEL - 8, f"travels: {travels}"))
     top = 30 + len(PANELS) * (_PANEL + _GAP)
     parts += pipeline_step(top)
@@ -123,4 +123,4 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    write_text(PICTURE, picture())
+    write_text(DRAWING, drawing())

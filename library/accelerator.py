@@ -36,6 +36,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    is_wandb_available,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -72,7 +73,12 @@ def build_accelerator(
     parallel, world = parallel or ParallelConfig(), int(os.environ.get("WORLD_SIZE", "1"))
     replicas, timeout = parallel.replicas(world), timedelta(minutes=accelerate.ddp_timeout)
     on_cpu = not torch.cuda.is_available()
-    _refuse_foreign_engines()
+    for variable in _FOREIGN_ENGINES:
+        if os.environ.get(variable, "false").lower() in ("1", "true"):
+            raise UserError(
+                f"{variable}: accelerate's configuration asks for an engine that the training file does not name; "
+                "start with torchrun, or with accelerate launch --multi_gpu"
+            )
     if training.mixed_precision == "fp16" and on_cpu:
         raise UserError('mixed_precision: fp16 needs a GPU; on a CPU use "bf16" or "no"')
     if parallel.accelerate_shards and on_cpu:
@@ -89,7 +95,9 @@ def build_accelerator(
             sync_with_dataloader=False,  # an optimizer step may span two epochs
         ),
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=not on_cpu),
-        project_config=_project(saving, logging),
+        project_config=ProjectConfiguration(
+            saving.output_dir, logging_dir=logging.logging_dir or str(Path(saving.output_dir) / "logs")
+        ),
         log_with=_trackers(logging),
         dynamo_plugin=_dynamo(accelerate),
         step_scheduler_with_optimizer=False,
@@ -163,47 +171,24 @@ def _let_accelerate_shard_on_a_cpu(timeout: timedelta) -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def _refuse_foreign_engines() -> None:
-    for variable in _FOREIGN_ENGINES:
-        if os.environ.get(variable, "false").lower() in ("1", "true"):
-            raise UserError(
-                f"{variable}: accelerate's configuration asks for an engine that the training file does not name; "
-                "start with torchrun, or with accelerate launch --multi_gpu"
-            )
-
-
-def _project(saving: SavingConfig, logging: LoggingConfig) -> ProjectConfiguration:
-    return ProjectConfiguration(
-        project_dir=saving.output_dir,
-        logging_dir=logging.logging_dir or str(Path(saving.output_dir) / "logs"),
-    )
-
-
 def _trackers(logging: LoggingConfig) -> list[str] | None:
     """Return the trackers to start, or None.
 
     Raises:
         UserError: wandb is asked for and not installed.
     """
-    wanted = {"tensorboard": ["tensorboard"], "wandb": ["wandb"], "all": ["tensorboard", "wandb"]}
-    names = wanted[logging.log_with] if logging.log_with else None
-    if names and "wandb" in names:
-        from accelerate.utils import is_wandb_available
-
-        if not is_wandb_available():
-            raise UserError("log_with: wandb is not installed; pip install wandb, or use tensorboard")
-    return names
+    if logging.log_with is None:
+        return None
+    if logging.log_with != "tensorboard" and not is_wandb_available():
+        raise UserError("log_with: wandb is not installed; pip install wandb, or use tensorboard")
+    return ["tensorboard", "wandb"] if logging.log_with == "all" else [logging.log_with]
 
 
 def _dynamo(accelerate: AccelerateConfig) -> TorchDynamoPlugin:
     """Return the compilation plugin; blocks are compiled once each kind (regional), not the whole model."""
     if not accelerate.torch_compile:
         return TorchDynamoPlugin(backend="no")
-    return TorchDynamoPlugin(
-        backend=accelerate.dynamo_backend,
-        mode=accelerate.dynamo_mode,
-        use_regional_compilation=True,
-    )
+    return TorchDynamoPlugin(accelerate.dynamo_backend, accelerate.dynamo_mode, use_regional_compilation=True)
 
 
 def expect_many_shapes(accelerator: Accelerator) -> None:
@@ -222,11 +207,6 @@ def zero_stage(accelerator: Accelerator) -> int:
     return 0 if plugin is None else plugin.zero_stage
 
 
-def accelerate_shards(accelerator: Accelerator) -> bool:
-    """Return whether it is accelerate that splits them."""
-    return accelerator.distributed_type == DistributedType.FSDP
-
-
 def is_tensor_parallel(accelerator: Accelerator) -> bool:
     """Return whether processes share layers."""
     return mesh_sizes(accelerator).get("tp", 1) > 1
@@ -235,11 +215,6 @@ def is_tensor_parallel(accelerator: Accelerator) -> bool:
 def mesh_sizes(accelerator: Accelerator) -> dict[str, int]:
     """Return how many processes lie along each dimension of the run's mesh, in its order."""
     return getattr(accelerator, "mesh_sizes", {"dp": accelerator.num_processes})
-
-
-def is_pipelined(accelerator: Accelerator) -> bool:
-    """Return whether the model's blocks are shared among processes."""
-    return mesh_sizes(accelerator).get("pp", 1) > 1
 
 
 def is_model_parallel(accelerator: Accelerator) -> bool:
@@ -265,10 +240,11 @@ def model_parallel_rank_and_size(accelerator: Accelerator) -> tuple[int, int]:
 
 
 def prepare_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return ``loader`` as accelerate runs it, giving this process its share of the batches."""
+    """Return ``loader`` as accelerate runs it, giving this process its share of the batches.
+
+    accelerate's own method knows of no processes that compute a batch together.
+    """
     rank, count = dp_rank_and_size(accelerator)
-    if count == accelerator.num_processes:
-        return accelerator.prepare_data_loader(loader)
     prepared = prepare_data_loader(
         loader,
         accelerator.device,
@@ -296,7 +272,7 @@ def _verify(accelerator: Accelerator, mixed_precision: str, parallel: ParallelCo
     plain = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     fits, wanted = accelerator.distributed_type in plain, ""
     if parallel.accelerate_shards:
-        fits = accelerate_shards(accelerator) and accelerator.is_fsdp2
+        fits = accelerator.is_fsdp2
         wanted = f", shard = {parallel.shard} asks for FSDP2"
     elif parallel.zero is not None:
         fits = accelerator.distributed_type == DistributedType.DEEPSPEED and zero_stage(accelerator) == parallel.zero

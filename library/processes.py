@@ -118,48 +118,35 @@ def watched(accelerator: Accelerator) -> Iterator[None]:
     from accelerate.utils import gather_object
 
     machine, own = _machine(), (accelerator.process_index, os.getpid())
-    everyone = gather_object([(machine, *own)])
-    others = {rank: pid for where, rank, pid in everyone if where == machine and (rank, pid) != own}
-    watch = _Watch(others)
+    ranks: dict[int, int] = {}  # by a file of which the kernel tells when the process has ended
+    for where, rank, pid in gather_object([(machine, *own)]):
+        if where == machine and (rank, pid) != own:
+            with suppress(ProcessLookupError):  # gone already: its connections tell
+                ranks[os.pidfd_open(pid)] = rank
+    stopped, (wake, woken) = threading.Event(), os.pipe()
+
+    def wait() -> None:
+        ready, _, _ = select.select([wake, *ranks], [], [])
+        gone = [ranks[file] for file in ready if file in ranks]
+        if not gone or stopped.wait(GRACE):
+            return
+        print(f"error: process {gone[0]} has ended in the middle of the run; its own error is the one to read",
+              file=sys.stderr, flush=True)  # fmt: skip
+        os._exit(1)  # the main thread waits for what will not come
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        watch.stop()
+        stopped.set()
+        os.write(woken, b"x")
+        thread.join()
+        for file in (wake, woken, *ranks):
+            os.close(file)
 
 
 def _machine() -> tuple[str, str]:
     """What processes that see each other's numbers have in common."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return boot, str(Path("/proc/self/ns/pid").readlink())
-
-
-class _Watch:
-    """A thread that waits for the end of other processes, of which the kernel tells."""
-
-    def __init__(self, others: dict[int, int]) -> None:
-        """``others``: rank -> process number."""
-        self._stopped = threading.Event()
-        self._wake, self._woken = os.pipe()
-        self._ranks: dict[int, int] = {}
-        for rank, pid in others.items():
-            with suppress(ProcessLookupError):  # gone already: its connections tell
-                self._ranks[os.pidfd_open(pid)] = rank
-        self._thread = threading.Thread(target=self._wait, daemon=True)
-        self._thread.start()
-
-    def _wait(self) -> None:
-        ready, _, _ = select.select([self._wake, *self._ranks], [], [])
-        gone = [self._ranks[file] for file in ready if file in self._ranks]
-        if not gone or self._stopped.wait(GRACE):
-            return
-        print(f"error: process {gone[0]} has ended in the middle of the run; its own error is the one to read",
-              file=sys.stderr, flush=True)  # fmt: skip
-        os._exit(1)  # the main thread waits for what will not come
-
-    def stop(self) -> None:
-        """Watch no more."""
-        self._stopped.set()
-        os.write(self._woken, b"x")
-        self._thread.join()
-        for file in (self._wake, self._woken, *self._ranks):
-            os.close(file)

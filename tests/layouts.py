@@ -1,4 +1,4 @@
-"""Runs under another layout, and what they are held to: the figures of the run on one process, step by step."""
+"""Runs under another layout, and what they are held to: the metrics of the run on one process, step by step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GRADIENTS: dict[str, object] = {
 Lines = Sequence[dict[str, Any]]
 
 
-def assert_same_figures(one: Lines, other: Lines, keys: Sequence[str], rel: float) -> None:
+def assert_same_metrics(one: Lines, other: Lines, keys: Sequence[str], rel: float) -> None:
     """Compare two runs' ``metrics.jsonl``: the same steps, and ``keys`` in the same of them, equal to ``rel``."""
     assert [line["step"] for line in one] == [line["step"] for line in other]
     for expected, found in zip(one, other, strict=True):

@@ -35,12 +35,12 @@ from library.training.memory.estimator import (
     RESERVE,
     ModelMemory,
     StepOptions,
-    describe,
     estimate,
     fits,
     layouts,
     model_memory,
     published_shapes,
+    settings_of,
     shape_of,
 )
 from tools.command import tool_parser
@@ -72,21 +72,20 @@ def plan(model: ModelMemory, gpus: int, in_machine: int, limit: int, full: bool 
     return rows
 
 
-def recommended(rows: list[Row]) -> Row | None:
-    """Return the first row that fits, or None."""
-    return next((row for row in rows if row.fits), None)
-
-
 def settings(row: Row) -> Iterator[str]:
     """Yield the lines of the training file that make ``row``."""
-    sizes = {key: getattr(row.layout, key) for key in ("dp", "shard", "tp", "pp", "microbatches", "zero")}
-    if chosen := [f"{key} = {size}" for key, size in sizes.items() if size and size > 1]:
-        placement = ["shard_lora = true"] if row.layout.shard_lora else []
-        yield from ("[parallel]", *chosen, *placement, "")
+    if chosen := settings_of(row.layout):
+        yield from ("[parallel]", *(f"{key} = {value}" for key, value in chosen.items()), "")
     if row.options.checkpointing:
         yield from ("[training]", "gradient_checkpointing = true", "")
     if row.options.fp8:
         yield from ("[precision]", "fp8_scaled = true", "")
+
+
+def describe(layout: ParallelConfig) -> str:
+    """Return a layout as the keys that make it."""
+    keys = (f"{key} = {value}" for key, value in settings_of(layout).items() if key != "microbatches")
+    return ", ".join(keys) or "one process"
 
 
 def table(rows: list[Row], best: Row | None) -> Table:
@@ -133,7 +132,7 @@ def main() -> None:
     options = arguments()
     gpus, within = options.gpus, options.gpus_per_machine or options.gpus
     shape, full = shape_of(options.model), options.train == "all"
-    language = shape.name in ("gpt2", "llama")
+    language = shape.is_language_model
     if full and not language:
         raise UserError("--train all: Tandem trains LoRAs on image models; leave it out")
     tokens = options.tokens or 2048 if language else (options.resolution // _TOKEN_SIDE) ** 2
@@ -141,7 +140,7 @@ def main() -> None:
     model = model_memory(shape, tokens, options.text_tokens, 0 if full else options.network_dim, dtype)
     limit = round(options.gpu_memory * GIB)
     rows = plan(model, gpus, within, limit, full, options.batch_size)
-    best = recommended(rows)
+    best = next((row for row in rows if row.fits), None)
     console = Console(markup=False, highlight=False, width=140)
     weights = sum(part.count * part.weights for part in model.parts)
     seen = f"{tokens} tokens" if language else f"{options.resolution} x {options.resolution} pixels"

@@ -36,34 +36,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from library.config.schema import TrainingConfig
 from library.errors import UserError
 from library.nn.frozen_linear import FrozenLinear
+from library.training.memory.budget import GIB
 
-SWAP_OPTION = "blocks_to_swap"
 RING = 2  # slots: the block that runs and the one that arrives
 _ALIGNMENT = 256  # bytes; what the CUDA allocator gives, and more than any kernel asks for
 _SMALLEST = 1 << 16  # bytes; smaller tensors (biases, norms) stay on the device
 
 
-class BlockSwap:
-    """The rings of a model whose blocks are swapped; made by :func:`swap_blocks`."""
-
-    def __init__(self, rings: list[Ring]) -> None:
-        self.rings = rings
-
-    def describe(self) -> str:
-        """Say how many blocks and bytes lie in host memory."""
-        blocks = sum(len(ring.homes) for ring in self.rings)
-        host = sum(home.nbytes for ring in self.rings for home in ring.homes)
-        slots = sum(slot.nbytes for ring in self.rings for slot in ring.slots)
-        return (
-            f"block swap: {blocks} blocks ({host / 2**30:.1f} GiB) in host memory, ring of {slots / 2**30:.1f} GiB "
-            f"on the device"
-        )
-
-
-def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, device: torch.device) -> BlockSwap:
+def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, device: torch.device) -> list[Ring]:
     """Place ``model``, which lies on the CPU, on ``device``, but for the frozen weights of ``swapped`` blocks.
 
     Call it after LoRA injection and before anything wraps the model; do not move the model afterwards.
@@ -74,6 +56,9 @@ def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, dev
         swapped: N, in kohya's counting.
         device: where the model computes.
 
+    Returns:
+        A ring of each kind of block that is swapped.
+
     Raises:
         UserError: ``swapped`` is more than the model allows.
     """
@@ -83,14 +68,19 @@ def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, dev
     for block in (block for ring in chosen for block in ring):
         _keep_weights_from_autograd(block)
     tensors = [[_movable(block) for block in ring] for ring in chosen]
-    _place_rest(model, {id(t) for ring in tensors for block in ring for t in block}, device)
-    rings = [Ring(ring, weights, device) for ring, weights in zip(chosen, tensors, strict=True) if ring]
-    return BlockSwap(rings)
+    movable = {id(tensor) for ring in tensors for block in ring for tensor in block}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in movable:
+            tensor.data = tensor.data.to(device)
+    return [Ring(ring, weights, device) for ring, weights in zip(chosen, tensors, strict=True) if ring]
 
 
-def swapped_blocks(training: TrainingConfig) -> int:
-    """Return how many blocks are to wait in host memory: ``SWAP_OPTION``'s value."""
-    return training.blocks_to_swap
+def describe_rings(rings: Sequence[Ring]) -> str:
+    """Say how many blocks and bytes lie in host memory."""
+    homes = [home.nbytes for ring in rings for home in ring.homes]
+    slots = sum(slot.nbytes for ring in rings for slot in ring.slots)
+    host = f"{len(homes)} blocks ({sum(homes) / GIB:.1f} GiB) in host memory"
+    return f"block swap: {host}, ring of {slots / GIB:.1f} GiB on the device"
 
 
 def swapped_per_kind(sizes: Sequence[tuple[int, int]], swapped: int) -> list[int]:
@@ -147,21 +137,21 @@ class Ring:
 
     def __init__(self, blocks: Sequence[nn.Module], tensors: list[list[Tensor]], device: torch.device) -> None:
         """Move ``tensors`` (those of each block) into homes and set the hooks that follow the run."""
-        layout = [_layout(block) for block in tensors]
-        size = layout[0][-1][1]
-        assert all(each == layout[0] for each in layout), "blocks of a kind have the same tensors"
+        layout, *others = (_layout(block) for block in tensors)
+        assert all(each == layout for each in others), "blocks of a kind have the same tensors"
         self._tensors = tensors
         self._device, self._on_gpu = device, device.type == "cuda"
-        self.homes: list[Tensor] = []
-        self._at_home: list[list[Tensor]] = []
-        for block in range(len(blocks)):  # one after the other: the memory a block came in is free before the next
-            self.homes.append(_home(tensors[block], layout[0], size))
-            self._at_home.append(_views(self.homes[block], tensors[block], layout[0]))
+        self.homes, self._at_home = list[Tensor](), list[list[Tensor]]()
+        for block, own in enumerate(tensors):  # one after the other: a block's memory is free before the next's home
+            self.homes.append(torch.empty(layout[-1][1], dtype=torch.uint8))
+            self._at_home.append(_views(self.homes[block], own, layout))
+            for view, tensor in zip(self._at_home[block], own, strict=True):
+                view.copy_(tensor.data)
             self._point(block, self._at_home[block])
         if self._on_gpu:
             _lock_pages(self, self.homes)
-        self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(RING)]
-        self._in_slot = [_views(slot, tensors[0], layout[0]) for slot in self.slots]
+        self.slots = [torch.empty_like(self.homes[0], device=device) for _ in range(RING)]
+        self._in_slot = [_views(slot, tensors[0], layout) for slot in self.slots]
         self.held: list[int | None] = [None] * RING
         self.copies = 0
         self._last, self._step = 0, 1  # the block that ran last, and the direction of the run
@@ -284,13 +274,6 @@ def _movable(block: nn.Module) -> list[Tensor]:
     return [tensor for tensor in matrices if tensor.nbytes >= _SMALLEST] or matrices
 
 
-def _place_rest(model: nn.Module, movable: set[int], device: torch.device) -> None:
-    """Move every tensor of ``model`` that stays on the device there."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in movable:
-            tensor.data = tensor.data.to(device)
-
-
 def _layout(tensors: list[Tensor]) -> list[tuple[int, int]]:
     """Return (start, end) in bytes of each tensor in its block's buffer."""
     places, at = [], 0
@@ -303,14 +286,6 @@ def _layout(tensors: list[Tensor]) -> list[tuple[int, int]]:
 def _views(buffer: Tensor, tensors: list[Tensor], layout: list[tuple[int, int]]) -> list[Tensor]:
     pairs = zip(tensors, layout, strict=True)
     return [buffer[start:end].view(tensor.dtype).view(tensor.shape) for tensor, (start, end) in pairs]
-
-
-def _home(tensors: list[Tensor], layout: list[tuple[int, int]], size: int) -> Tensor:
-    """Return a host buffer with the values of ``tensors``."""
-    buffer = torch.empty(size, dtype=torch.uint8)
-    for view, tensor in zip(_views(buffer, tensors, layout), tensors, strict=True):
-        view.copy_(tensor.data)
-    return buffer
 
 
 def _lock_pages(owner: object, buffers: list[Tensor]) -> None:
@@ -326,7 +301,7 @@ def _lock_pages(owner: object, buffers: list[Tensor]) -> None:
         if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) != 0:
             total = sum(each.nbytes for each in buffers)
             raise UserError(
-                f"blocks_to_swap: {total / 2**30:.1f} GiB of host memory cannot be page-locked; swap fewer blocks or "
+                f"blocks_to_swap: {total / GIB:.1f} GiB of host memory cannot be page-locked; swap fewer blocks or "
                 "raise the limit (ulimit -l)"
             )
         weakref.finalize(owner, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False

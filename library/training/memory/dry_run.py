@@ -34,7 +34,7 @@ from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import ParallelConfig, TrainConfig, TrainingConfig
-from library.data.batches import Batch, Bucket
+from library.data.batches import Batch
 from library.data.cache import TextJob
 from library.data.dataset import TrainingData
 from library.data.samples import Sample
@@ -44,7 +44,7 @@ from library.models.text import TextEncoder
 from library.randomness import generator
 from library.training.checkpoint.state import Position
 from library.training.guard.update_guard import UpdateGuard
-from library.training.memory.block_swap import SWAP_OPTION, kind_sizes, most_swapped, swapped_blocks
+from library.training.memory.block_swap import kind_sizes, most_swapped
 from library.training.memory.budget import (
     MemoryEstimate,
     available_bytes,
@@ -53,7 +53,7 @@ from library.training.memory.budget import (
     release,
     tensor_bytes,
 )
-from library.training.memory.estimator import ModelMemory, ModelShape, StepOptions, estimate, model_memory, suggestions
+from library.training.memory.estimator import ModelMemory, ModelShape, StepOptions, estimate, model_memory
 from library.training.optim.factory import unwrapped
 from library.training.tasks.task import Task
 
@@ -65,6 +65,7 @@ _CLEARLY_FITS, _CLEARLY_TOO_MUCH = 0.75, 1.5
 _ROOM = 0.95  # of the memory there is
 _WORTH_KEEPING = 64 * 2**20  # bytes; less buys no time
 _SWAP_TRIES = 3
+_CHOICES = ("gradient_checkpointing", "activation_budget_mb", "cpu_offload_checkpointing", "blocks_to_swap")
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class MemoryProbe:
     @cached_property
     def bucket(self) -> tuple[Sample, int]:
         """A sample of the largest bucket, and the batch size there."""
-        return largest(self.task.data, self.task.family)
+        return largest(self.task.data)
 
     @property
     def what(self) -> str:
@@ -128,16 +129,26 @@ class MemoryProbe:
 
     @cached_property
     def _text(self) -> dict[str, Tensor]:
-        return _text(self.task.text_encoder, self.task.data, self.bucket[0])
+        """The embeddings of the longest caption: from the cache where they are, else encoded."""
+        encoder, data = self.task.text_encoder, self.task.data
+        caption = max(data.captions(), key=len)
+        path = TextJob(caption).path(data.text_folder, encoder.fingerprint)
+        if path.exists() and not encoder.sees_references:
+            data.missing_text(encoder.fingerprint)
+            return data.text_embeddings(caption)
+        images = [Image.new("RGB", control.fit.encoded) for control in self.bucket[0].control_images]
+        (embeddings,) = encoder.encode([caption], [images] if encoder.sees_references else None)
+        encoder.release()
+        return embeddings
 
     @cached_property
     def model(self) -> ModelMemory | None:
         """The model's numbers from its files' headers; None where the estimate does not know what is trained."""
-        config, family, (sample, _) = self.task.config, self.task.family, self.bucket
+        config, family = self.task.config, self.task.family
         if config.optimizer.text_encoder_lr or config.network.network_type != "lora" or config.network.dim_from_weights:
             return None
-        height, width = _sides(self.task.data, family, sample.fit.bucket, 1)
-        if _area(self.task.data, family, sample, 1) > 2 * height * width:  # the estimate has one reference of its size
+        (height, width), *references = self._sides(1)
+        if sum(h * w for h, w in references) > height * width:  # the estimate has one reference of the image's size
             return None
         tokens = height * width // family.patch_size**2
         shape = ModelShape(family.name, family.files.transformer_config)
@@ -160,7 +171,7 @@ class MemoryProbe:
             base_bytes=self.task.dtype.itemsize,
             lora_bytes=2 if training.full_bf16 else 4,
             optimizer_bytes=2 if eight_bit else 8,
-            swapped=swapped_blocks(training),
+            swapped=training.blocks_to_swap,
             inputs_on_host=training.cpu_offload_checkpointing,
         )
 
@@ -170,39 +181,72 @@ class MemoryProbe:
 
     def measure(self, training: TrainingConfig) -> Measured:
         """Take real steps under the memory policy of ``training``; everything is freed again."""
-        family, data, accelerator = self.task.family, self.task.data, self.task.accelerator
-        device, (sample, size) = accelerator.device, self.bucket
+        family, accelerator = self.task.family, self.task.accelerator
         memory: MemoryEstimate | None = None
         with _restored(accelerator):
             try:
-                text = self._text
                 task = self.task.trial(training)
-                small, memory = (_steps(task, _batch(data, family, sample, text, size, share)) for share in _SHARES)
-                memory = replace(memory, activations=_extrapolated(data, family, sample, small, memory))
+                small, memory = (_steps(task, self._batch(share)) for share in _SHARES)
+                memory = replace(memory, activations=self._extrapolated(small, memory))
                 # a GPU says itself when it is full
-                fits = memory.total <= self.limit * (1.2 if device.type == "cuda" else 1.0)
+                fits = memory.total <= self.limit * (1.2 if accelerator.device.type == "cuda" else 1.0)
                 if fits:
-                    memory = _steps(task, _batch(data, family, sample, text, size, 1))
+                    memory = _steps(task, self._batch(1))
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 fits = False
             blocks = family.blocks(task.transformer) if memory is not None else []
-            swappable = most_swapped(kind_sizes(blocks)) if device.type != "cpu" else 0
+            swappable = most_swapped(kind_sizes(blocks)) if accelerator.device.type != "cpu" else 0
             frozen = [p for p in (blocks[0].parameters() if blocks else ()) if not p.requires_grad]
             measured = Measured(memory, fits, swappable, tensor_bytes(frozen))
             task = blocks = frozen = None  # type: ignore[assignment]
         return measured
 
+    def takes(self, memory: MemoryEstimate) -> str:
+        """Return in words what a step takes, and of how much."""
+        return f"a step of {self.what} takes {memory.describe()}, of {in_words(self.limit)}"
+
     def refuse(self, memory: MemoryEstimate | None, remedy: str) -> UserError:
         """Return the error with which a run ends whose step does not fit."""
+        room = in_words(self.limit)
         if memory is None:
-            return UserError(
-                f"preflight: not even the model fits into {in_words(self.limit)}; set fp8_scaled = true or "
-                f"{SWAP_OPTION}"
-            )
-        needed = in_words(memory.total)
-        return UserError(f"preflight: a step of {self.what} needs about {needed} of {in_words(self.limit)}; {remedy}")
+            return UserError(f"preflight: not even the model fits into {room}; set fp8_scaled = true or blocks_to_swap")
+        return UserError(f"preflight: a step of {self.what} needs about {in_words(memory.total)} of {room}; {remedy}")
+
+    def _sides(self, share: int) -> list[tuple[int, int]]:
+        """Height and width in latents of the image and its references, sides ``share`` times shorter, whole patches."""
+        (sample, _), unit, factor = self.bucket, self.task.family.patch_size, self.task.data.latent_factor
+        sizes = [sample.fit.bucket, *(control.fit.encoded for control in sample.control_images)]
+        cut = [[max(1, side // factor // unit // share) * unit for side in size] for size in sizes]
+        return [(height, width) for width, height in cut]
+
+    def _extrapolated(self, small: MemoryEstimate, middle: MemoryEstimate) -> int:
+        """The activations of the full area, on the line through those of two smaller ones; the text's are constant."""
+        areas = [sum(h * w for h, w in self._sides(share)) for share in (*_SHARES, 1)]
+        if areas[1] == areas[0]:
+            return middle.activations
+        slope = (middle.activations - small.activations) / (areas[1] - areas[0])
+        return round(middle.activations + max(slope, 0.0) * (areas[2] - areas[1]))
+
+    def _batch(self, share: int) -> Batch:
+        """A batch as the data loader gives it, of noise."""
+        data, (_, size), noise = self.task.data, self.bucket, generator("memory dry run")
+        channels, factor = self.task.family.latent_channels, data.latent_factor
+        (height, width), *references = self._sides(share)
+
+        def latents(h: int, w: int) -> Tensor:
+            return torch.randn(size, channels, h, w, generator=noise)
+
+        conditions = NO_CONDITIONS
+        if data.conditioning == "fill":
+            conditions = Conditions(latents(height, width), torch.ones(size, 1, height * factor, width * factor))
+        elif data.conditioning == "references":
+            conditions = Conditions(references=tuple(latents(*side) for side in references))
+        masks = torch.ones(size, 1, height, width) if data.has_regions else None
+        text = {name: tensor[None].expand(size, *tensor.shape).contiguous() for name, tensor in self._text.items()}
+        captions = [max(data.captions(), key=len)] * size
+        return Batch(latents(height, width), text, torch.ones(size), masks, torch.arange(size), captions, conditions)
 
 
 def fit_memory(probe: MemoryProbe, console: Console) -> TrainingConfig:
@@ -215,9 +259,9 @@ def fit_memory(probe: MemoryProbe, console: Console) -> TrainingConfig:
     if config.training.memory == "auto":
         chosen, measured = choose(probe)
         assert measured.memory is not None
-        said = ", ".join(f"{key} = {_toml(value)}" for key, value in _changes(chosen).items()) or "nothing recomputed"
-        takes = f"{measured.memory.describe()}, of {in_words(probe.limit)}"
-        console.print(f"memory: {said}; a step of {probe.what} takes {takes}", soft_wrap=True)
+        values = ((key, getattr(chosen, key)) for key in _CHOICES)
+        said = ", ".join(f"{key} = {str(value).lower()}" for key, value in values if value) or "nothing recomputed"
+        console.print(f"memory: {said}; {probe.takes(measured.memory)}", soft_wrap=True)
         return chosen
     asked, on_gpu = config.training.preflight, probe.task.accelerator.device.type == "cuda"
     if asked or (asked is None and on_gpu and not config.parallel.splits_model and _in_doubt(probe, console)):
@@ -252,8 +296,7 @@ def _check_fits(probe: MemoryProbe, console: Console) -> None:
     measured = probe.measure(probe.task.config.training)
     if measured.memory is None:
         raise probe.refuse(None, "")
-    takes = f"{measured.memory.describe()}, of {in_words(probe.limit)}"
-    console.print(f"preflight: a step of {probe.what} takes {takes}", soft_wrap=True)
+    console.print(f"preflight: {probe.takes(measured.memory)}", soft_wrap=True)
     if not measured.within(_ROOM, probe.limit):
         error = _too_much(probe, measured.memory, measured.swappable, console)
         if not measured.fits:
@@ -269,79 +312,46 @@ def _too_much(probe: MemoryProbe, memory: MemoryEstimate, swappable: int, consol
     return probe.refuse(memory, f"set {fitting[0]}" if fitting else "lower resolution, or use a larger device")
 
 
-def largest(data: TrainingData, family: Family) -> tuple[Sample, int]:
+def suggestions(
+    measured: MemoryEstimate, model: ModelMemory, options: StepOptions, limit: int, swappable: int
+) -> list[tuple[str, int, bool]]:
+    """Return settings that take less than a step that was measured, each with its total and whether that fits.
+
+    A setting's total is the measured one and the difference of two estimates. ``swappable``: blocks that may be.
+    """
+
+    def total(**change: Any) -> int:
+        return measured.total + estimate(model, ParallelConfig(), replace(options, **change)).total - now.total
+
+    now = estimate(model, ParallelConfig(), options)
+    block = now.weights - estimate(model, ParallelConfig(), replace(options, swapped=1)).weights
+    changes: dict[str, dict[str, Any]] = {"gradient_checkpointing = true": {"checkpointing": True}}
+    swaps = bool(swappable and not options.swapped and block)
+    if swaps:
+        needed = min(swappable, max(1, -(-(measured.total - limit) // block)))
+        changes[f"blocks_to_swap = {needed}"] = {"swapped": needed}
+    changes["fp8_scaled = true"] = {"fp8": True}
+    changes["batch_size = 1"] = {"batch": 1}
+    changes['optimizer_type = "AdamW8bit"'] = {"optimizer_bytes": 2}
+    changes = {name: change for name, change in changes.items() if replace(options, **change) != options}
+    if len(changes) > 1:
+        together = {key: value for change in changes.values() for key, value in change.items()}
+        together |= {"swapped": swappable} if swaps else {}
+        changes["all of these" + (", and every block swapped" if swaps else "")] = together
+    totals = {name: total(**change) for name, change in changes.items()}
+    return [(name, total, total <= limit) for name, total in totals.items() if total < measured.total]
+
+
+def largest(data: TrainingData) -> tuple[Sample, int]:
     """Return a sample of the bucket whose batches have most tokens, and the batch size."""
-    sizes = data.train.batch_sizes
-    counts = {bucket: data.train.buckets.count(bucket) for bucket in sizes}
-
-    def tokens(bucket: Bucket) -> int:
-        return min(sizes[bucket], counts[bucket]) * sum(width * height for width, height in bucket[1:])
-
-    bucket = max(sizes, key=tokens)
+    sizes = {bucket: min(size, data.train.buckets.count(bucket)) for bucket, size in data.train.batch_sizes.items()}
+    bucket = max(sizes, key=lambda bucket: sizes[bucket] * sum(width * height for width, height in bucket[1:]))
     sample = next(
         one
         for one in data.train.samples
         if (one.group.dataset, one.fit.bucket, *(c.fit.encoded for c in one.control_images)) == bucket
     )
-    return sample, min(sizes[bucket], counts[bucket])
-
-
-def _sides(data: TrainingData, family: Family, size: tuple[int, int], share: int) -> tuple[int, int]:
-    """Height and width in latents of an image with ``share`` times shorter sides, in whole patches."""
-    unit = family.patch_size
-    width, height = (max(1, side // data.latent_factor // unit // share) * unit for side in size)
-    return height, width
-
-
-def _area(data: TrainingData, family: Family, sample: Sample, share: int) -> float:
-    sizes = [sample.fit.bucket, *(control.fit.encoded for control in sample.control_images)]
-    return float(sum(h * w for h, w in (_sides(data, family, size, share) for size in sizes)))
-
-
-def _extrapolated(
-    data: TrainingData, family: Family, sample: Sample, small: MemoryEstimate, middle: MemoryEstimate
-) -> int:
-    """The activations of the full area, on the line through those of two smaller ones; the text's part is constant."""
-    areas = [_area(data, family, sample, share) for share in (*_SHARES, 1)]
-    if areas[1] == areas[0]:
-        return middle.activations
-    slope = (middle.activations - small.activations) / (areas[1] - areas[0])
-    return round(middle.activations + max(slope, 0.0) * (areas[2] - areas[1]))
-
-
-def _text(text_encoder: TextEncoder, data: TrainingData, sample: Sample) -> dict[str, Tensor]:
-    """The embeddings of the longest caption: from the cache where they are, else encoded."""
-    caption = max(data.captions(), key=len)
-    path = TextJob(caption).path(data.text_folder, text_encoder.fingerprint)
-    if path.exists() and not text_encoder.sees_references:
-        data.missing_text(text_encoder.fingerprint)
-        return data.text_embeddings(caption)
-    images = [Image.new("RGB", control.fit.encoded) for control in sample.control_images]
-    (embeddings,) = text_encoder.encode([caption], [images] if text_encoder.sees_references else None)
-    text_encoder.release()
-    return embeddings
-
-
-def _batch(data: TrainingData, family: Family, sample: Sample, text: dict[str, Tensor], size: int, share: int) -> Batch:
-    """A batch as the data loader gives it, of noise."""
-    noise = generator("memory dry run")
-    height, width = _sides(data, family, sample.fit.bucket, share)
-
-    def latents(h: int, w: int) -> Tensor:
-        return torch.randn(size, family.latent_channels, h, w, generator=noise)
-
-    conditions = NO_CONDITIONS
-    factor = data.latent_factor
-    if data.conditioning == "fill":
-        conditions = Conditions(latents(height, width), torch.ones(size, 1, height * factor, width * factor))
-    elif data.conditioning == "references":
-        sides = [_sides(data, family, control.fit.encoded, share) for control in sample.control_images]
-        conditions = Conditions(references=tuple(latents(*side) for side in sides))
-    masks = torch.ones(size, 1, height, width) if data.has_regions else None
-    batched = {name: tensor[None].expand(size, *tensor.shape).contiguous() for name, tensor in text.items()}
-    ids = torch.arange(size)
-    captions = [max(data.captions(), key=len)] * size
-    return Batch(latents(height, width), batched, torch.ones(size), masks, ids, captions, conditions)
+    return sample, sizes[bucket]
 
 
 def _steps(task: Task, batch: Batch) -> MemoryEstimate:
@@ -355,12 +365,9 @@ def _steps(task: Task, batch: Batch) -> MemoryEstimate:
         guard.begin(position, None)
         for _ in range(min(2, task.accelerator.gradient_accumulation_steps)):
             with _peak_bytes(device) as peak:
-                loss, _ = task.loss(task.models[0], batch, position.step)
-                task.accelerator.backward(guard.nan_if_bad(loss))
+                task.forward_backward(batch, position.step, guard.nan_if_bad)
             activations = max(activations, peak())
-            del loss
-        limit = task.config.optimizer.max_grad_norm or float("inf")
-        guard.update(task.accelerator.clip_grad_norm_(task.parameters(), limit), lambda _: task.optimizer.step())
+        guard.update(task.clip_gradients(position.step), lambda _: task.optimizer.step())
         task.optimizer.zero_grad()
         position.step += 1
         guard.end(position)
@@ -393,20 +400,18 @@ def _peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
 @contextlib.contextmanager
 def _restored(accelerator: Accelerator) -> Iterator[None]:
     """Put back what the block changed of the process: generators, loss scaler, accelerate's lists and counts."""
-    cpu, on_gpu = torch.get_rng_state(), torch.cuda.is_available()
-    gpu = torch.cuda.get_rng_state_all() if on_gpu else []
-    scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
-    try:
-        yield
-    finally:
-        accelerator.free_memory()
-        release()
-        if scaler is not None:
-            accelerator.scaler.load_state_dict(scaler)
-        torch.set_rng_state(cpu)
-        if on_gpu:
-            torch.cuda.set_rng_state_all(gpu)
-            torch.cuda.reset_peak_memory_stats()
+    scaler, gpus = accelerator.scaler, torch.cuda.device_count()
+    before = None if scaler is None else scaler.state_dict()
+    with torch.random.fork_rng(range(gpus)):
+        try:
+            yield
+        finally:
+            accelerator.free_memory()
+            release()
+            if scaler is not None:
+                scaler.load_state_dict(before)
+            if gpus:
+                torch.cuda.reset_peak_memory_stats()
 
 
 def choose(probe: MemoryProbe) -> tuple[TrainingConfig, Measured]:
@@ -461,24 +466,13 @@ def _on_the_host(probe: MemoryProbe, recomputing: TrainingConfig, least: Measure
     swapped = max(1, -(-int(over) // least.block))
     for attempt in range(_SWAP_TRIES):
         swapped = min(most, swapped + attempt * max(1, swapped // 4))
-        yield _with(offloading, **{SWAP_OPTION: swapped})
+        yield _with(offloading, blocks_to_swap=swapped)
         if swapped == most:
             return
 
 
 def _with(training: TrainingConfig, **changes: Any) -> TrainingConfig:
     return training.model_copy(update=changes)
-
-
-def _changes(chosen: TrainingConfig) -> dict[str, Any]:
-    """Return the keys of the choice that are not at their defaults, as they are written."""
-    keys = ("gradient_checkpointing", "activation_budget_mb", "cpu_offload_checkpointing", SWAP_OPTION)
-    values = {key: getattr(chosen, key) for key in keys}
-    return {key: value for key, value in values.items() if value}
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower()
 
 
 def measured_memory(task: Task, activations: int, device: torch.device) -> MemoryEstimate:

@@ -21,8 +21,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,9 @@ from library.models.llm.model import TransformerLM, separate_projections
 from library.models.llm.spec import PRESETS, LMConfig
 from library.models.registry import family_class, lora_targets
 from library.precision.recipe import Fp8Recipe
-from library.training.memory.block_swap import SWAP_OPTION
 from library.training.memory.budget import GIB, MemoryEstimate
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
-
-Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -78,14 +74,12 @@ class ModelMemory:
     """A model and its step on a batch of one.
 
     Attributes:
-        name: of the family.
         blocks, outside: its parts; without a LoRA where all weights are trained.
         largest_matrix: numbers of the largest in a block.
         heads: that ``tp`` must divide; 1 where the family has no plan for it.
         has_stages: whether ``pp`` can cut it.
     """
 
-    name: str
     blocks: tuple[BlockMemory, ...]
     outside: BlockMemory
     largest_matrix: int
@@ -104,6 +98,11 @@ class ModelShape:
 
     name: str  # of the family
     arguments: Mapping[str, Any] | LMConfig
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether it reads text alone."""
+        return isinstance(self.arguments, LMConfig)
 
 
 def published_shapes() -> list[str]:
@@ -146,26 +145,29 @@ def model_memory(
         base: dtype of the weights.
         autocast: to 16 bits; without it the weights' dtype is computed in, which must be fp32.
     """
-    (full, lora), (shallow, _) = (_model(shape, base, rank, shallow=only_two) for only_two in (False, True))
-    linear = {f"{name}.weight" for name, module in full.named_modules() if isinstance(module, nn.Linear)}
-    held = _step_bytes(
-        shallow, _blocks(shape, shallow), lambda device: _inputs(shape, shallow, tokens, text, device), autocast
-    )
-    blocks, kinds = _blocks(shape, full), dict[str, list[nn.Module]]()
-    for block in blocks:
-        kinds.setdefault(type(block).__name__, []).append(block)
-    inside = {id(p) for block in blocks for p in block.parameters()}
-    rest = {n: p for n, p in full.named_parameters() if id(p) not in inside}
-    names = {id(p): n for n, p in full.named_parameters()}
-    parts = []
-    for kind, members in kinds.items():
-        numbers = _numbers({names[id(p)]: p for block in members for p in block.parameters()}, lora, linear)
-        each = {key: round(value / len(members)) for key, value in numbers.items()}
-        parts.append(BlockMemory(len(members), **each, **held[kind]))
-    outside = BlockMemory(1, **_numbers(rest, lora, linear), **held[""])
-    largest = max(p.numel() for n, p in full.named_parameters() if p.ndim == 2 and id(p) in inside)
-    heads, has_stages = _cuts(shape, full)
-    return ModelMemory(shape.name, tuple(parts), outside, largest, heads, has_stages)
+    with torch.device("meta"):
+        model, blocks, lora = _model(shape, base, rank)
+        shallow, few, _ = _model(shape, base, rank, most_blocks=2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _as_fake(shallow)
+        held = _step_bytes(shallow, few, _inputs(shape, shallow, tokens, text), autocast)
+    recipe, linear = Fp8Recipe(), (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    fp8 = {f"{name}.weight" for name in linear if not recipe.excluded_as(name.removesuffix(".base"))}
+    kind_of = {id(p): type(block).__name__ for block in blocks for p in block.parameters()}
+    counts = Counter(type(block).__name__ for block in blocks)
+    totals = {kind: Counter[str]() for kind in (*counts, "")}
+    for name, parameter in model.named_parameters():
+        total = totals[kind_of.get(id(parameter), "")]
+        total["lora" if name in lora else "weights"] += parameter.numel()
+        total["matrices"] += parameter.numel() * (name in fp8 and name not in lora)
+
+    def part(kind: str, count: int) -> BlockMemory:
+        each = {key: round(totals[kind][key] / count) for key in ("weights", "matrices", "lora")}
+        return BlockMemory(count, **each, **held[kind])
+
+    largest = max(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) in kind_of)
+    parts = tuple(part(kind, count) for kind, count in counts.items())
+    return ModelMemory(parts, part("", 1), largest, *_cuts(shape, model))
 
 
 def _cuts(shape: ModelShape, model: Any) -> tuple[int, bool]:
@@ -177,46 +179,51 @@ def _cuts(shape: ModelShape, model: Any) -> tuple[int, bool]:
     return heads, bool(family.behind_blocks)
 
 
-def _model(shape: ModelShape, base: torch.dtype, rank: int, shallow: bool) -> tuple[nn.Module, set[str]]:
-    """Return the model on the meta device, two blocks deep if ``shallow``, and the names of its LoRA's weights."""
+def _model(
+    shape: ModelShape, base: torch.dtype, rank: int, most_blocks: int | None = None
+) -> tuple[nn.Module, list[nn.Module], set[str]]:
+    """Return the model, of ``most_blocks`` of each kind, its blocks, and the names of its LoRA's weights."""
+    arguments, model = shape.arguments, nn.Module()
     torch.set_default_dtype(base)
     try:
-        with torch.device("meta"):
-            arguments = shape.arguments
-            if isinstance(arguments, LMConfig):
-                layers = min(2, arguments.layers) if shallow else arguments.layers
-                model: nn.Module = TransformerLM(replace(arguments, layers=layers))
-            else:
-                model = family_class(shape.name).build(arguments, 2 if shallow else None)
+        if isinstance(arguments, LMConfig):
+            model = TransformerLM(replace(arguments, layers=min(most_blocks or arguments.layers, arguments.layers)))
+            blocks = list(model.blocks)
+        else:
+            model = family_class(shape.name).build(arguments, most_blocks)
+            blocks = family_class(shape.name).blocks(model)
     finally:
         torch.set_default_dtype(torch.float32)
     if not rank:
-        return model, set()
+        return model, blocks, set()
     if isinstance(model, TransformerLM):
         separate_projections(model)
     targets = lora_targets()[shape.name]
     options = parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), targets)
     trained = {id(p) for p in inject_adapter(model, options, targets, seed=0).parameters()}
-    return model, {name for name, p in model.named_parameters() if id(p) in trained}
+    return model, blocks, {name for name, p in model.named_parameters() if id(p) in trained}
 
 
-def _blocks(shape: ModelShape, model: nn.Module) -> list[nn.Module]:
-    if isinstance(model, TransformerLM):
-        return list(model.blocks)
-    return family_class(shape.name).blocks(model)
+def _as_fake(model: nn.Module) -> None:
+    """Put fake tensors of the CPU in the place of meta ones, which know no autocast."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        own: Any
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    trained = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
+                own[name] = made.get(id(tensor))
 
 
-def _numbers(parameters: Mapping[str, Tensor], lora: set[str], linear: set[str]) -> dict[str, int]:
-    """Return how many weights there are, how many fp8 takes and how many belong to a LoRA."""
-    recipe, counts = Fp8Recipe(), {"weights": 0, "matrices": 0, "lora": 0}
-    for name, parameter in parameters.items():
-        if name in lora:
-            counts["lora"] += parameter.numel()
-            continue
-        counts["weights"] += parameter.numel()
-        if name in linear and not recipe.excluded_as(name.removesuffix(".weight").removesuffix(".base")):
-            counts["matrices"] += parameter.numel()
-    return counts
+def _inputs(shape: ModelShape, model: Any, tokens: int, text: int) -> dict[str, Any]:
+    """Return what ``model`` is called with, for a batch of one."""
+    if isinstance(shape.arguments, LMConfig):
+        words = torch.zeros(1, min(tokens, shape.arguments.context), dtype=torch.long)
+        return {"tokens": words, "targets": words}
+    return family_class(shape.name).example_inputs(model.config, tokens, text)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -242,14 +249,14 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _step_bytes(
-    model: nn.Module, blocks: list[nn.Module], inputs: Callable[[str], Inputs], autocast: bool
+    model: nn.Module, blocks: list[nn.Module], inputs: dict[str, Any], autocast: bool
 ) -> dict[str, dict[str, int]]:
     """Return ``activations``, ``inputs`` and ``temporary`` of a :class:`BlockMemory` by kind of block, "" for the rest.
 
     A forward and a backward pass on fake tensors; gradients of weights are there already, as in every step but the
     first.
     """
-    device, found, marks = "cpu", {"": Counter[str]()}, list[tuple[str, int]]()  # kind of a block, bytes before it
+    found, marks = {"": Counter[str]()}, list[tuple[str, int]]()  # kind of a block, bytes before it
 
     def passed(kind: str, lasting: int) -> None:
         """Note what was there besides ``lasting`` since the last call."""
@@ -276,55 +283,23 @@ def _step_bytes(
         passed(*running.pop())
         running.append((kind, live.now))
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _as_fake(model, device)
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        for block in blocks:
-            block.register_forward_pre_hook(enter, with_kwargs=True)
-            block.register_forward_hook(leave)
-        given = inputs(device)
-        gradients = (p.grad for p in model.parameters() if p.grad is not None)
-        with _LiveBytes((*model.parameters(), *model.buffers(), *gradients)) as live:
-            with torch.autocast(device, torch.bfloat16, enabled=autocast):
-                output = tree_leaves(model.train()(**given))[0]
-            loss, kept = output.float().square().mean(), live.now
-            passed("", kept)
-            running[0] = ("", kept)
-            del output
-            loss.backward()
-            backward_begins("")
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    for block in blocks:
+        block.register_forward_pre_hook(enter, with_kwargs=True)
+        block.register_forward_hook(leave)
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    with _LiveBytes((*model.parameters(), *model.buffers(), *gradients)) as live:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = tree_leaves(model.train()(**inputs))[0]
+        loss, kept = output.float().square().mean(), live.now
+        passed("", kept)
+        running[0] = ("", kept)
+        del output
+        loss.backward()
+        backward_begins("")
     found[""]["activations"] = max(0, kept - sum(found[kind]["activations"] for kind, _ in marks))
     return {kind: {key: one[key] for key in ("activations", "inputs", "temporary")} for kind, one in found.items()}
-
-
-def _as_fake(model: nn.Module, device: str) -> None:
-    """Put fake tensors in the place of meta ones, which know no autocast."""
-    shared: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                fake = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                made = shared.setdefault(id(parameter), nn.Parameter(fake, requires_grad=parameter.requires_grad))
-                module._parameters[name] = made
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-
-
-@contextmanager
-def _on(device: str) -> Iterator[None]:
-    with torch.device(device):
-        yield
-
-
-def _inputs(shape: ModelShape, model: Any, tokens: int, text: int, device: str) -> Inputs:
-    """Return what ``model`` is called with, for a batch of one."""
-    with _on(device):
-        if isinstance(shape.arguments, LMConfig):
-            words = torch.zeros(1, min(tokens, shape.arguments.context), dtype=torch.long)
-            return {"tokens": words, "targets": words}
-        return family_class(shape.name).example_inputs(model.config, tokens, text)
 
 
 RESERVE = int(1.5 * GIB)  # CUDA context, cuBLAS workspaces, NCCL channels: 0.5 to 1.5 GiB on the cards that were seen
@@ -333,7 +308,6 @@ RESERVE = int(1.5 * GIB)  # CUDA context, cuBLAS workspaces, NCCL channels: 0.5 
 _FULL_UNDER_TP = 10 / 34
 _ZERO_BUCKET = 32 * 2**20  # of gradients under way (library/training/parallel/zero.py)
 _ZERO_LIVE = 10**9  # weights that stage 3 keeps gathered, DeepSpeed's stage3_max_live_parameters
-_ADAM = 8  # bytes of state for each trained number: two moments in fp32
 
 
 @dataclass(frozen=True)
@@ -346,7 +320,7 @@ class StepOptions:
     batch: int = 1  # of a process that has data of its own
     base_bytes: int = 2  # of a frozen weight
     lora_bytes: int = 4  # of a LoRA's weight
-    optimizer_bytes: int = _ADAM  # of state for each trained number
+    optimizer_bytes: int = 8  # of state for each trained number; AdamW's two moments in fp32
     swapped: int = 0  # blocks whose weights wait in host memory
     inputs_on_host: bool = False  # of recomputed blocks
 
@@ -386,11 +360,10 @@ def layouts(model: ModelMemory, gpus: int, in_machine: int, batch: int, full: bo
         yield from (ParallelConfig(dp=gpus, zero=stage) for stage in (2, 3))
 
 
-def describe(layout: ParallelConfig) -> str:
-    """Return a layout as the keys that make it."""
-    sizes = {"dp": layout.dp, "shard": layout.shard, "tp": layout.tp, "pp": layout.pp, "zero": layout.zero}
-    said = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size and size > 1) or "one process"
-    return f"{said}, LoRA too" if layout.shard_lora else said
+def settings_of(layout: ParallelConfig) -> dict[str, str]:
+    """Return the keys of ``[parallel]`` that make a layout, as they are written."""
+    values = {key: getattr(layout, key) for key in ("dp", "shard", "shard_lora", "tp", "pp", "microbatches", "zero")}
+    return {key: str(value).lower() for key, value in values.items() if value is True or (value or 0) > 1}
 
 
 def estimate(model: ModelMemory, layout: ParallelConfig, options: StepOptions) -> MemoryEstimate:
@@ -437,36 +410,6 @@ def estimate(model: ModelMemory, layout: ParallelConfig, options: StepOptions) -
         update=round(update),
         activations=round(activations),
     )
-
-
-def suggestions(
-    measured: MemoryEstimate, model: ModelMemory, options: StepOptions, limit: int, swappable: int
-) -> list[tuple[str, int, bool]]:
-    """Return settings that take less than a step that was measured, each with its total and whether that fits.
-
-    A setting's total is the measured one and the difference of two estimates. ``swappable``: blocks that may be.
-    """
-    layout = ParallelConfig()
-    block = estimate(model, layout, options).weights - estimate(model, layout, replace(options, swapped=1)).weights
-    changes: dict[str, dict[str, Any]] = {"gradient_checkpointing = true": {"checkpointing": True}}
-    if swappable and not options.swapped and block:
-        needed = min(swappable, max(1, -(-(measured.total - limit) // block)))
-        changes[f"{SWAP_OPTION} = {needed}"] = {"swapped": needed}
-    changes["fp8_scaled = true"] = {"fp8": True}
-    changes["batch_size = 1"] = {"batch": 1}
-    if options.optimizer_bytes == _ADAM:
-        changes['optimizer_type = "AdamW8bit"'] = {"optimizer_bytes": 2}
-    changes = {name: change for name, change in changes.items() if replace(options, **change) != options}
-    if len(changes) > 1:
-        together = {key: value for change in changes.values() for key, value in change.items()}
-        swaps = "swapped" in together
-        together |= {"swapped": swappable} if swaps else {}
-        changes["all of these" + (", and every block swapped" if swaps else "")] = together
-    now, found = estimate(model, layout, options).total, []
-    for name, change in changes.items():
-        total = measured.total + estimate(model, layout, replace(options, **change)).total - now
-        found += [(name, total, total <= limit)] if total < measured.total else []
-    return found
 
 
 def _local_blocks(model: ModelMemory, stages: int) -> list[tuple[int, BlockMemory]]:

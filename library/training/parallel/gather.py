@@ -1,9 +1,12 @@
 """The way back: full tensors of what a layout split, for files, and shards of full tensors that were read.
 
 What is written is the same for every layout, so a run goes on under another. Three layouts split tensors, the second
-within what the first left: a pipeline keeps some of the parameters (``pipeline.full_training``), tensor parallelism
-some heads' rows or columns of a weight (``library.nn.tensor_split``), FSDP2 some rows of that (a ``DTensor``, whose
-shape is the full one). ZeRO's optimizer (``zero``) gathers by itself, in the same words.
+within what the first left: a pipeline keeps some of the parameters (``pipeline.stages``), tensor parallelism some
+heads' rows or columns of a weight (``library.nn.tensor_split``), FSDP2 some rows of that (a ``DTensor``, whose shape is
+the full one). ZeRO's optimizer (``zero``) gathers by itself, in the same words.
+
+torch's own way back (``torch.distributed.checkpoint.state_dict``) knows FSDP2 alone, names what torch's optimizers
+number, and takes a step without gradients where there is no state yet, which not every optimizer survives.
 
 Gathering is collective: every process of the run calls it; the main process alone gets the full tensors, in host
 memory.
@@ -11,31 +14,20 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from library.nn.tensor_split import Split
-from library.training.parallel.pipeline.full_training import (
-    gather_stage_state,
-    gather_stage_weights,
-    scatter_stage_state,
-    staged,
-)
-from library.training.parallel.zero import ZeroOptimizer
-
-
-class _Cut(NamedTuple):
-    """How tensor parallelism split a parameter, and along which of its dimensions."""
-
-    split: Split
-    dim: int
+from library.training.parallel.pipeline.stages import staged
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -61,152 +53,201 @@ def all_reduce_and(flag: Tensor, accelerator: Accelerator) -> Tensor:
     return accelerator.reduce(torch.where(flag, 0.0, 1.0), reduction="sum") == 0
 
 
-def split_parameters(model: nn.Module) -> dict[str, _Cut]:
-    """Return the parameters of ``model`` of which this process has the part of a layer, by name."""
+def split_parameters(model: nn.Module) -> dict[str, Split]:
+    """Return how tensor parallelism split parameters of ``model``, by name; a bias is split along with outputs."""
     found = {}
     for name, module in model.named_modules():
         split = getattr(module, "split", None)
         if isinstance(split, Split) and isinstance(module, (nn.Linear, nn.Embedding)):
-            found[f"{name}.weight"] = _Cut(split, split.dim)
+            found[f"{name}.weight"] = split
             if split.dim == 0 and getattr(module, "bias", None) is not None:
-                found[f"{name}.bias"] = _Cut(split, 0)
+                found[f"{name}.bias"] = split
     return found
+
+
+def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of which something lies here, under their names in the full model."""
+    stage = staged(model)
+    return dict(model.named_parameters()) if stage is None else stage.local
 
 
 def full_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """Return the shape that every parameter of the model has in full."""
     if (stage := staged(model)) is not None:
-        return {name: shape for name, (shape, _) in stage.full.items()}
+        return stage.full
     cuts = split_parameters(model)
     return {name: _full_shape(parameter, cuts.get(name)) for name, parameter in model.named_parameters()}
 
 
 def gather_weights(model: nn.Module, accelerator: Accelerator) -> dict[str, Tensor]:
     """Return every parameter in full on the main process, something empty on others."""
-    if (stage := staged(model)) is not None:
-        return gather_stage_weights(stage, accelerator)
-    cuts = split_parameters(model)
-    return {name: _gather(tensor, cuts.get(name), accelerator) for name, tensor in model.named_parameters()}
+    held = local_parameters(model)
+    return _gather_each(model, accelerator, held, full_shapes(model), held.__getitem__)
 
 
 @torch.no_grad()
 def scatter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Put this process's shards of full ``weights`` into the model; all that it has must be there."""
-    cuts, stage = split_parameters(model), staged(model)
-    for name, parameter in (stage.local if stage is not None else dict(model.named_parameters())).items():
+    cuts = split_parameters(model)
+    for name, parameter in local_parameters(model).items():
         parameter.copy_(_scatter(parameter, cuts.get(name), weights[name]))
 
 
-def gathered(optimizer: Any, with_state: bool = True) -> AbstractContextManager[None]:
-    """Inside the block the main process sees a LoRA in full and, ``with_state``, the optimizer's ``state_dict``."""
-    return optimizer.gathered(with_state) if isinstance(optimizer, ShardedOptimizer | ZeroOptimizer) else nullcontext()
-
-
-class ShardedOptimizer(AcceleratedOptimizer):
+class SplitOptimizer(AcceleratedOptimizer):
     """The optimizer of weights that are split; its state dict is that of one process, which holds all of them."""
 
-    def __init__(self, optimizer: Any, model: nn.Module, accelerator: Accelerator, gathers_lora: bool) -> None:
+    def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False)
-        self._model, self._accelerator, self._gathers_lora = model, accelerator, gathers_lora
-        self._state: dict[str, Any] | None = None
+        self._full_state: dict[str, Any] | None = None
 
     @contextmanager
     def gathered(self, with_state: bool) -> Iterator[None]:
         """As :func:`gathered`; collective."""
-        self._state = self._gather_state() if with_state else None
-        split = list(_lora_shards(self._model)) if self._gathers_lora else []
-        for module, name, parameter in split:
-            module._parameters[name] = nn.Parameter(to_full(parameter.detach()))
+        self._full_state = self.gather_state() if with_state else None
         try:
             yield
         finally:
-            self._state = None
-            for module, name, parameter in split:
-                module._parameters[name] = parameter
+            self._full_state = None
+
+    def gather_state(self) -> dict[str, Any]:
+        """Return the full state on the main process; collective."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state; within :meth:`gathered`, on the main process."""
-        assert self._state is not None, "all processes gather the state first"
-        return self._state
+        assert self._full_state is not None, "all processes gather the state first"
+        return self._full_state
+
+
+def gathered(optimizer: Any, with_state: bool = True) -> AbstractContextManager[None]:
+    """Inside the block the main process sees a LoRA in full and, ``with_state``, the optimizer's ``state_dict``."""
+    return optimizer.gathered(with_state) if isinstance(optimizer, SplitOptimizer) else nullcontext()
+
+
+class ShardedOptimizer(SplitOptimizer):
+    """The optimizer of a model whose parameters are split."""
+
+    def __init__(self, optimizer: Any, model: nn.Module, accelerator: Accelerator, gathers_lora: bool) -> None:
+        super().__init__(optimizer)
+        self._model, self._accelerator, self._gathers_lora = model, accelerator, gathers_lora
+        # noted here, since a forward pass may leave FSDP2's full ones in the model
+        self._parameters, stage = local_parameters(model), staged(model)
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        groups = [group["params"] for group in optimizer.param_groups]
+        self._order = [[names[id(p)] for p in group] for group in groups] if stage is None else stage.order
+
+    @contextmanager
+    def gathered(self, with_state: bool) -> Iterator[None]:
+        """As :func:`gathered`; collective."""
+        with super().gathered(with_state):
+            modules = self._model.modules() if self._gathers_lora else ()
+            own = ((module, *pair) for module in modules for pair in module.named_parameters(recurse=False))
+            split = [each for each in own if each[2].requires_grad and isinstance(each[2], DTensor)]
+            for module, name, parameter in split:
+                module._parameters[name] = nn.Parameter(to_full(parameter.detach()))
+            try:
+                yield
+            finally:
+                for module, name, parameter in split:
+                    module._parameters[name] = parameter
+
+    def gather_state(self) -> dict[str, Any]:
+        return self._gather(self.optimizer.state_dict(), self._order)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this process's shards of a full state."""
-        self.optimizer.load_state_dict(self._scatter_state(state_dict))
+        self.optimizer.load_state_dict(self._scatter(state_dict, self._order))
 
-    def _gather_state(self) -> dict[str, Any]:
-        state = self.optimizer.state_dict()
-        if (stage := staged(self._model)) is not None:
-            return gather_stage_state(stage, state, self._accelerator)
-        if "state" not in state:  # several optimizers joined, which take full weights alone
-            return state
-        pairs = list(self._parameters())
-
-        def gather(index: int, value: Any) -> Any:
-            parameter, cut = pairs[index]
-            if not isinstance(value, Tensor):
-                return value
-            return _gather(value, cut if value.shape == parameter.shape else None, self._accelerator)
-
-        states = {i: {k: gather(i, v) for k, v in values.items()} for i, values in state["state"].items()}
-        return {**state, "state": states}
-
-    def _scatter_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        if (stage := staged(self._model)) is not None:
-            return scatter_stage_state(stage, state)
+    def _gather(self, state: dict[str, Any], order: Sequence[list[str]]) -> dict[str, Any]:
         if "state" not in state:
-            return state
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        pairs = dict(zip(numbers, self._parameters(), strict=True))
+            return {key: self._gather(own, names) for key, own, names in _joined(state, order)}
+        full, here = _numbers(order), _numbers(order, self._parameters)
 
-        def scatter(index: int, value: Any) -> Any:
-            parameter, cut = pairs[index]
-            is_like = isinstance(value, Tensor) and value.shape == _full_shape(parameter, cut)
-            return _scatter(parameter, cut, value) if is_like else value
+        def entry(name: str) -> Any:
+            return state["state"].get(here[name], {})
 
-        states = {i: {k: scatter(i, v) for k, v in values.items()} for i, values in state["state"].items()}
-        return {**state, "state": states}
+        entries = _gather_each(self._model, self._accelerator, self._parameters, full, entry)
+        states = {full[name]: entry for name, entry in entries.items() if entry}
+        return {**state, "state": states, "param_groups": _renumbered(state["param_groups"], order, full)}
 
-    def _parameters(self) -> Iterator[tuple[Tensor, _Cut | None]]:
-        """Yield the parameters as the optimizer numbers them, each with how it was split."""
-        cuts = split_parameters(self._model)
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter, cuts.get(names.get(id(parameter), ""))
+    def _scatter(self, state: dict[str, Any], order: Sequence[list[str]]) -> dict[str, Any]:
+        if "state" not in state:
+            return {key: self._scatter(own, names) for key, own, names in _joined(state, order)}
+        cuts, full, here = split_parameters(self._model), _numbers(order), _numbers(order, self._parameters)
+
+        def scatter(name: str) -> Any:
+            parameter, cut = self._parameters[name], cuts.get(name)
+            shape = _full_shape(parameter, cut)
+            entry = state["state"][full[name]]
+            return tree_map_only(Tensor, lambda t: _scatter(parameter, cut, t) if t.shape == shape else t, entry)
+
+        states = {number: scatter(name) for name, number in here.items() if full[name] in state["state"]}
+        return {**state, "state": states, "param_groups": _renumbered(state["param_groups"], order, here)}
 
 
-def shard_optimizer(
-    accelerator: Accelerator, optimizer: Any, model: nn.Module, gathers_lora: bool = False
-) -> ShardedOptimizer:
+def shard_optimizer(accelerator: Accelerator, optimizer: Any, model: nn.Module, gathers_lora: bool) -> ShardedOptimizer:
     """Return ``optimizer``, which accelerate has prepared, as one that gathers and scatters its state."""
     wrapped = ShardedOptimizer(optimizer.optimizer, model, accelerator, gathers_lora)
     accelerator._optimizers[accelerator._optimizers.index(optimizer)] = wrapped
     return wrapped
 
 
-def _full_shape(parameter: Tensor, cut: _Cut | None) -> torch.Size:
+def _joined(
+    state: dict[str, Any], order: Sequence[list[str]]
+) -> Iterator[tuple[str, dict[str, Any], Sequence[list[str]]]]:
+    """Yield the states of optimizers that are joined into one (Muon and AdamW), each with the groups that are its."""
+    begin = 0
+    for key, own in state.items():
+        end = begin + len(own["param_groups"])
+        yield key, own, order[begin:end]
+        begin = end
+
+
+def _numbers(order: Iterable[list[str]], held: Mapping[str, Any] | None = None) -> dict[str, int]:
+    """Return by which number torch's optimizer knows each of the parameters in ``order``, or of those ``held``."""
+    return {name: i for i, name in enumerate(n for n in chain(*order) if held is None or n in held)}
+
+
+def _renumbered(groups: Any, order: Iterable[list[str]], numbers: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return ``groups`` with the parameters of ``order`` that have a number."""
+    pairs = zip(groups, order, strict=True)
+    return [{**group, "params": [numbers[name] for name in names if name in numbers]} for group, names in pairs]
+
+
+def _full_shape(parameter: Tensor, cut: Split | None) -> torch.Size:
     shape = list(parameter.shape)  # of a DTensor the full one
     if cut is not None:
-        shape[cut.dim] *= cut.split.size
+        shape[cut.dim] *= cut.size
     return torch.Size(shape)
 
 
 @torch.no_grad()
-def _gather(tensor: Tensor, cut: _Cut | None, accelerator: Accelerator) -> Tensor:
-    if cut is None and not isinstance(tensor, DTensor):
-        return tensor.detach()
-    full = to_full(tensor.detach())
-    full = full if cut is None else cut.split.gather(full, cut.dim)
-    return full.cpu() if accelerator.is_main_process else full.new_empty(0)
+def _gather_each(
+    model: nn.Module,
+    accelerator: Accelerator,
+    parameters: Mapping[str, Tensor],
+    names: Iterable[str],
+    value_of: Callable[[str], Any],
+) -> dict[str, Any]:
+    """Return by name, in full on the main process, what processes have of parameters: tensors, or dicts of them.
+
+    ``value_of`` a name is what this process has; it is asked for those of ``parameters``, which lie here.
+    """
+    cuts, stage = split_parameters(model), staged(model)
+
+    def full(name: str, tensor: Tensor) -> Tensor:
+        cut = cuts.get(name) if tensor.shape == parameters[name].shape else None
+        if cut is None and not isinstance(tensor, DTensor):
+            return tensor.detach()
+        gathered = to_full(tensor.detach())
+        gathered = gathered if cut is None else cut.gather(gathered, cut.dim)
+        return gathered.cpu() if accelerator.is_main_process else gathered.new_empty(0)
+
+    def gather(name: str) -> Any:
+        return tree_map_only(Tensor, lambda tensor: full(name, tensor), value_of(name))
+
+    return {name: gather(name) for name in names} if stage is None else stage.collect(accelerator, names, gather)
 
 
-def _scatter(parameter: Tensor, cut: _Cut | None, tensor: Tensor) -> Tensor:
-    return scatter_like(parameter, tensor if cut is None else cut.split.local(tensor, cut.dim).contiguous())
-
-
-def _lora_shards(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield what is trained and split: the module that has it, its name there, and itself."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and isinstance(parameter, DTensor):
-                yield module, name, parameter
+def _scatter(parameter: Tensor, cut: Split | None, tensor: Tensor) -> Tensor:
+    return scatter_like(parameter, tensor if cut is None else cut.local(tensor, cut.dim).contiguous())

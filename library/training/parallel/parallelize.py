@@ -23,14 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from library.accelerator import (
-    accelerate_shards,
-    is_pipelined,
-    is_sharded,
-    is_tensor_parallel,
-    prepare_loader,
-    zero_stage,
-)
+from library.accelerator import prepare_loader
 from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.models.llm.model import TransformerLM, shard_heads
@@ -73,66 +66,54 @@ def parallelize(
     Raises:
         UserError: the model cannot be shared so, or an engine did something else than it was asked for.
     """
-    if zero_stage(accelerator):
-        return Parallelized(*prepare_zero(accelerator, spec.model, spec.lora, max_grad_norm, optimizer, loader))
-    plan = spec.tp_plan(parallel.tp) if is_tensor_parallel(accelerator) else {}
-    pipeline, text_encoders = None, None
-    if is_pipelined(accelerator):
-        pipeline, model, optimizer = prepare_stage(accelerator, parallel, spec, plan, optimizer)
-    elif is_tensor_parallel(accelerator):
+    plan = spec.tp_plan(parallel.tp) if parallel.tp > 1 else {}
+    text_encoders, pipeline = None, None
+    if parallel.splits_model and not (parallel.zero or parallel.shard_lora or parallel.device_map):
+        for parameter in spec.lora:  # full on every process, whatever becomes of the base
+            parameter.data = parameter.data.to(accelerator.device)
+    if parallel.zero:
+        model, optimizer = prepare_zero(accelerator, spec, optimizer, max_grad_norm)
+    elif parallel.pp > 1:
+        model, optimizer, pipeline = prepare_stage(accelerator, parallel, spec, plan, optimizer)
+    elif parallel.tp > 1:
         model, optimizer = prepare_tensor_parallel(accelerator, spec, plan, optimizer)
-    elif is_sharded(accelerator):
-        model, optimizer, loader = _prepare_fsdp(accelerator, parallel, spec, optimizer, loader)
+    elif parallel.shard > 1:
+        model, optimizer = _prepare_fsdp(accelerator, parallel, spec, optimizer)
     else:
-        model, optimizer, loader, text_encoders = _prepare_full(accelerator, spec, optimizer, loader)
+        trains = any(parameter.requires_grad for parameter in spec.model.parameters())  # else DDP would refuse it
+        # the model stays where it was put: with swapped blocks that is not the device alone
+        model = accelerator.prepare_model(spec.model, device_placement=False, evaluation_mode=not trains)
+        if spec.text_encoders is not None:
+            text_encoders = accelerator.prepare_model(spec.text_encoders)
+        optimizer = accelerator.prepare_optimizer(optimizer)
     if plan and isinstance(spec.model, TransformerLM):
         shard_heads(spec.model, parallel.tp)
-    if (is_pipelined(accelerator) or is_tensor_parallel(accelerator)) and loader is not None:
-        loader = prepare_loader(accelerator, loader)
     for method in spec.methods:
         register_fsdp_forward_method(spec.model, method)  # nothing happens to a model that is not FSDP2's
-    if spec.network is None and (is_sharded(accelerator) or plan or pipeline):
-        optimizer = shard_optimizer(accelerator, optimizer, spec.model)
-    elif parallel.shard_lora:
-        optimizer = shard_optimizer(accelerator, optimizer, spec.model, gathers_lora=True)
+    if parallel.shard_lora or (spec.network is None and (parallel.shard > 1 or plan or pipeline)):
+        optimizer = shard_optimizer(accelerator, optimizer, spec.model, gathers_lora=parallel.shard_lora)
+    loader = None if loader is None else prepare_loader(accelerator, loader)
     return Parallelized(model, optimizer, loader, text_encoders, pipeline)
 
 
-def _prepare_full(accelerator: Accelerator, spec: ParallelSpec, optimizer: Any, loader: Any) -> list[Any]:
-    """Every process has the full model; DDP refuses one with nothing to train.
-
-    The model lies where it was put: with swapped blocks that is not the device alone.
-    """
-    trained = spec.model if any(parameter.requires_grad for parameter in spec.model.parameters()) else None
-    model, optimizer, loader, text_encoders = accelerator.prepare(
-        trained, optimizer, loader, spec.text_encoders, device_placement=[False, True, True, True]
-    )
-    if model is None:
-        model = accelerator.prepare_model(spec.model, device_placement=False, evaluation_mode=True)
-    return [model, optimizer, loader, text_encoders]
-
-
 def _prepare_fsdp(
-    accelerator: Accelerator, parallel: ParallelConfig, spec: ParallelSpec, optimizer: Any, loader: Any
-) -> list[Any]:
+    accelerator: Accelerator, parallel: ParallelConfig, spec: ParallelSpec, optimizer: Any
+) -> tuple[nn.Module, Any]:
     """Rows of every weight are split, and gathered with their block; a LoRA's only if asked."""
     full = [] if parallel.shard_lora else spec.lora
-    for parameter in full:
-        parameter.data = parameter.data.to(accelerator.device)
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = list(spec.blocks)
     plugin.ignored_modules = [nn.ParameterList(full)] if full else []
-    model, optimizer, *loaders = accelerator.prepare(spec.model, optimizer, *([] if loader is None else [loader]))
+    model, optimizer = accelerator.prepare(spec.model, optimizer)
     check_sharding(accelerator, spec.model, spec.blocks)
-    return [model, optimizer, *(loaders or [None])]
+    return model, optimizer
 
 
 def check_sharding(accelerator: Accelerator, model: nn.Module, blocks: Sequence[str]) -> None:
-    """Raise a UserError unless ``prepare`` split the model's blocks and weights as was asked, and nothing else."""
-    asked = accelerate_shards(accelerator)
+    """Raise a UserError unless ``prepare`` split the model's blocks and weights but for those to be left full."""
     found = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in blocks]
-    ignored = {id(p) for m in accelerator.state.fsdp_plugin.ignored_modules for p in m.parameters()} if asked else set()
-    wrong = [n for n, p in model.named_parameters() if isinstance(p, DTensor) != (asked and id(p) not in ignored)]
-    if wrong or (asked and not (found and all(isinstance(module, FSDPModule) for module in found))):
+    full = {id(p) for module in accelerator.state.fsdp_plugin.ignored_modules for p in module.parameters()}
+    wrong = [name for name, p in model.named_parameters() if isinstance(p, DTensor) == (id(p) in full)]
+    if wrong or not found or not all(isinstance(module, FSDPModule) for module in found):
         where = wrong[0] if wrong else "a block"
         raise UserError(f"shard: accelerate left {where} in another layout than asked; install constraints.txt")

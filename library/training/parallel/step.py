@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from library.accelerator import (
     device_mesh,
@@ -27,7 +27,7 @@ from library.accelerator import (
 )
 from library.training.optim.factory import unwrapped
 from library.training.parallel.gather import split_parameters, to_full, to_local
-from library.training.parallel.pipeline.full_training import clip_stages, staged
+from library.training.parallel.pipeline.stages import Staged, staged
 from library.training.parallel.zero import ZeroOptimizer
 
 Item = TypeVar("Item")
@@ -48,16 +48,16 @@ def lockstep_batches(batches: Iterator[Item], accelerator: Accelerator) -> Itera
 
 @contextmanager
 def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Inside the block gradients are added up where they are made: processes exchange them in a step's last pass."""
-    if not is_tensor_parallel(accelerator):
-        with accelerator.no_sync(model):
-            yield
-        return
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(False)
+    """Inside the block, a batch, FSDP2 within ``tp`` exchanges gradients only if it is a step's last.
+
+    accelerate sees to the other layouts.
+    """
+    within_tp = model if is_tensor_parallel(accelerator) and isinstance(model, FSDPModule) else None
+    if within_tp is not None:
+        within_tp.set_requires_gradient_sync(accelerator.sync_gradients)
     yield
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(True)
+    if within_tp is not None:
+        within_tp.set_requires_gradient_sync(True)
 
 
 def clip_gradients(accelerator: Accelerator, model: nn.Module, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
@@ -66,7 +66,7 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, trained: Sequence
     ``model`` is the one that ``parallelize`` was given, ``trained`` its LoRA's parameters or all.
     """
     if (stage := staged(model)) is not None:
-        return clip_stages(accelerator, stage, limit)
+        return _clip_stages(accelerator, stage, limit)
     if is_tensor_parallel(accelerator):
         ids, cuts = {id(parameter) for parameter in trained}, split_parameters(model)
         if any(id(p) in ids for name, p in model.named_parameters() if name in cuts):
@@ -90,11 +90,38 @@ def average_gradients(accelerator: Accelerator, lora: Sequence[nn.Parameter]) ->
         return
     if isinstance(lora[0], DTensor):  # FSDP2 has averaged them
         return
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in lora]
-    total = accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="sum")
-    mean = total / dp_rank_and_size(accelerator)[1]
-    for parameter, gradient, part in zip(lora, gradients, mean.split([g.numel() for g in gradients]), strict=True):
-        parameter.grad = gradient.copy_(part.view_as(gradient))
+    for parameter in lora:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    _average([p.grad for p in lora if p.grad is not None], None, dp_rank_and_size(accelerator)[1])
+
+
+def _clip_stages(accelerator: Accelerator, stage: Staged, limit: float) -> Tensor:
+    """Average the gradients over replicas and clip them to the norm of all stages'; return the norm before that."""
+    comm, (_, replicas) = stage.comm, dp_rank_and_size(accelerator)
+    counted = []
+    for name, parameter in stage.local.items():
+        gradient = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if replicas > 1:
+            dist.all_reduce(gradient, group=device_mesh(accelerator)["dp"].get_group())
+            gradient /= replicas
+        first, *others = stage.owners[name]
+        if others:
+            _add_other(gradient, comm.rank(others[0] if comm.index == first else first), comm.group)
+        if comm.index == first:
+            counted.append(gradient)
+    norm = _sum_of_squares(counted, comm.group).sqrt()
+    clip_grads_with_norm_(list(stage.local.values()), limit, norm)
+    return norm
+
+
+def _add_other(gradient: Tensor, there: int, group: dist.ProcessGroup) -> None:
+    """Add the gradient that process ``there`` has of a tied weight; both get the same sum, bit for bit."""
+    other = torch.empty_like(gradient)
+    exchange = [dist.P2POp(dist.isend, gradient, there, group), dist.P2POp(dist.irecv, other, there, group)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    gradient += other
 
 
 def _clip_tensor_parallel(accelerator: Accelerator, model: nn.Module, split: set[str], limit: float) -> Tensor:
@@ -102,20 +129,26 @@ def _clip_tensor_parallel(accelerator: Accelerator, model: nn.Module, split: set
     group = device_mesh(accelerator)["tp"].get_group()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     full = [gradient for name, gradient in gradients.items() if name not in split]
-    _average(list(map(to_local, full)), group)  # equal but for kernels that add in any order: so copies never part
-    square = to_full(get_total_norm([gradient for name, gradient in gradients.items() if name in split])).square()
-    dist.all_reduce(square, group=group)
+    if full:  # they are equal but for kernels that add in any order: so copies never part
+        _average(list(map(to_local, full)), group, group.size())
+    square = _sum_of_squares([gradient for name, gradient in gradients.items() if name in split], group)
     norm = (square + to_full(get_total_norm(full)).square()).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     torch._foreach_mul_([to_local(gradient) for gradient in gradients.values()], scale)
     return norm
 
 
-def _average(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Give every process of ``group`` the mean of each gradient."""
-    if not gradients:
-        return
-    mean = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(group.size())
+def _sum_of_squares(gradients: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Return it of the gradients of all processes of ``group``, []."""
+    square = to_full(get_total_norm(gradients)).square()
+    dist.all_reduce(square, group=group)
+    return square
+
+
+def _average(gradients: list[Tensor], group: dist.ProcessGroup | None, count: int) -> None:
+    """Add each gradient up over ``group``, or all processes, and divide it by ``count``."""
+    mean = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(mean, group=group)
+    mean /= count
     for gradient, part in zip(gradients, mean.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))

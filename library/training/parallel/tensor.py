@@ -13,8 +13,8 @@ any optimizer can train it, clipping sees the norm of all of it, and files and s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,12 +40,10 @@ class Part(ParallelStyle):
 
     Attributes:
         name, parts: of the layer, and how it is split.
-        done: names of the layers that were; ``parallelize_module`` passes over those it does not find.
     """
 
     name: str
     parts: Parts
-    done: set[str] = field(default_factory=set)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split = Split(*self.parts, device_mesh.get_group())
@@ -62,7 +60,6 @@ class Part(ParallelStyle):
         else:
             module.register_forward_pre_hook(lambda _, inputs: (entering(inputs[0], split), *inputs[1:]))
             module.register_forward_hook(lambda _, inputs, output: leaving(output, split))
-        self.done.add(self.name)
         return module
 
 
@@ -96,10 +93,9 @@ def split_layers(model: nn.Module, plan: Mapping[str, Parts], mesh: DeviceMesh) 
     Raises:
         UserError: a layer of the plan is not there, or its part cannot be had.
     """
-    done: set[str] = set()
-    parallelize_module(model, mesh, {name: Part(name, parts, done) for name, parts in plan.items()})
-    if missing := sorted(plan.keys() - done):
+    if missing := sorted(plan.keys() - dict(model.named_modules()).keys()):  # parallelize_module would pass over it
         raise UserError(f"tp: the model has no layer {missing[0]}, which its plan splits; install constraints.txt")
+    parallelize_module(model, mesh, {name: Part(name, parts) for name, parts in plan.items()})
     _count_once(model, mesh.size())
 
 
@@ -111,15 +107,17 @@ def prepare_tensor_parallel(
     The parts of trained weights are plain parameters of their own, with their own optimizer state; norms, learned
     positions and the biases behind a sum are full on every process, as a LoRA is.
     """
-    model, mesh, lora = spec.model, device_mesh(accelerator), spec.lora
-    for parameter in lora:
-        parameter.data = parameter.data.to(accelerator.device)
+    model, mesh = spec.model, device_mesh(accelerator)
     split_layers(model, plan, mesh["tp"])
     # of a frozen base replicas have copies; the gradients of trained weights FSDP2 averages over them, too
     shared = mesh["shard"] if spec.network is not None else mesh["dp", "shard"]
     if shared.size() > 1:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        shard_blocks(model, spec.blocks, shared, set(lora))
+        policy, ignored = MixedPrecisionPolicy(cast_forward_inputs=False), set(spec.lora)
+        blocks = [module for module in model.modules() if type(module).__name__ in spec.blocks]
+        assert blocks, f"the model has no {' or '.join(spec.blocks)}"
+        for module in (*blocks, model):  # FSDP2 gathers a block at a time
+            fully_shard(module, mesh=shared, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
         now = dict(model.named_parameters())  # FSDP2 has made new parameters of those that it splits
         for group in optimizer.param_groups:
             group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
@@ -135,17 +133,6 @@ def _count_once(model: nn.Module, processes: int) -> None:
         if isinstance(layer, LoRALinear) and layer.split is None:
             for parameter in layer.trained().values():
                 parameter.register_hook(lambda gradient: gradient / processes)
-
-
-def shard_blocks(
-    model: nn.Module, blocks: Sequence[str], mesh: DeviceMesh, ignored: set[nn.Parameter] | None = None
-) -> None:
-    """Split what this process has of ``model`` again along ``mesh``, gathered a block at a time (FSDP2)."""
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    found = [module for module in model.modules() if type(module).__name__ in blocks]
-    assert found, f"the model has no {' or '.join(blocks)}"
-    for module in (*found, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
 
 
 @torch.no_grad()

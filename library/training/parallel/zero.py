@@ -7,41 +7,42 @@ told to keep gathered what is as small as a LoRA), so that averages, samples and
 
 accelerate sets the engine up; its wrapper would also take the optimizer's step within ``backward``. Here backward ends
 with the gradients, so that the guard of ``library.training.guard.update_guard`` can stand between them and the weights.
+DeepSpeed's own access to full states (``safe_get_full_optimizer_state``) takes a collective a tensor, and knows a state
+only after a step: here a group is gathered at once, and a state can be loaded before the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from library.accelerator import prepare_loader, zero_stage
+from library.accelerator import zero_stage
 from library.config.rules import FP8_NOT_GATHERED
 from library.errors import UserError
+from library.training.parallel.gather import SplitOptimizer
+from library.training.parallel.spec import ParallelSpec
 
 _BUCKET = 2**23  # numbers that are reduced at once, 32 MiB, about as many as DDP's; a buffer of DeepSpeed's is as large
 
 
-class ZeroOptimizer(AcceleratedOptimizer):
-    """The optimizer of a run under ZeRO; its state dict is that of one process, which holds all weights.
-
-    ``optimizer`` is torch's, which has this process's shards.
-    """
+class ZeroOptimizer(SplitOptimizer):
+    """The optimizer of a run under ZeRO; ``optimizer`` is torch's, which has this process's shards."""
 
     def __init__(self, engine: Any, optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        super().__init__(optimizer, device_placement=False)
+        super().__init__(optimizer)
         self._engine, self._zero, self._groups = engine, engine.optimizer, groups
+        ends = accumulate(len(group) for group in groups)
+        self._numbers = [range(end - len(group), end) for end, group in zip(ends, groups, strict=True)]
         self._splits_weights = engine.zero_optimization_stage() == 3
         self._norm = torch.zeros(())
         self._skipped = False
-        self._gathered: dict[str, Any] | None = None
 
     @property
     def shards(self) -> list[Tensor]:
@@ -91,48 +92,29 @@ class ZeroOptimizer(AcceleratedOptimizer):
         for i, (part, group) in enumerate(zip(self.shards, self._groups, strict=True)):
             part.copy_(self._scatter(i, [parameter.detach() for parameter in group]))
 
-    @contextmanager
-    def gathered(self, with_state: bool) -> Iterator[None]:
-        """Inside the block the state dict can be had if ``with_state``, on the main process; entering is collective."""
-        if with_state:
-            self._gathered = self._gather_state()
-        try:
-            yield
-        finally:
-            self._gathered = None
-
-    def _gather_state(self) -> dict[str, Any]:
+    def gather_state(self) -> dict[str, Any]:
         main = self.accelerator_state.process_index == 0
         state: dict[int, dict[str, Any]] = {}
-        first = 0
-        for i, (part, group) in enumerate(zip(self.shards, self._groups, strict=True)):
+        for i, (part, numbers) in enumerate(zip(self.shards, self._numbers, strict=True)):
             for key, value in self.optimizer.state.get(part, {}).items():
                 split = isinstance(value, Tensor) and value.shape == part.shape
-                values = self.gather(i, value) if split else [value] * len(group)
-                for j, full in enumerate(values if main else ()):
-                    state.setdefault(first + j, {})[key] = full.cpu() if split else full
-            first += len(group)
-        return {"state": state, "param_groups": self._described_groups()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of one process that holds all weights; within :meth:`gathered`, on the main process."""
-        assert self._gathered is not None, "all processes gather the state first"
-        return self._gathered
+                values = self.gather(i, value) if split else [value] * len(numbers)
+                for number, full in zip(numbers, values, strict=True) if main else ():
+                    state.setdefault(number, {})[key] = full.cpu() if split else full
+        groups = zip(self.optimizer.param_groups, self._numbers, strict=True)
+        return {"state": state, "param_groups": [{**group, "params": list(numbers)} for group, numbers in groups]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this process's parts of such a state, and of the LoRA as it is now."""
+        """Take this process's parts of a full state, and of the LoRA as it is now."""
         self.take_weights()
-        groups, states = self.optimizer.param_groups, state_dict["state"]
-        own: dict[int, dict[str, Any]] = {}
-        first = 0
-        for i, group in enumerate(self._groups):
-            saved = [states.get(first + j, {}) for j in range(len(group))]
+        states, own = state_dict["state"], dict[int, dict[str, Any]]()
+        for i, numbers in enumerate(self._numbers):
+            saved = [states.get(number, {}) for number in numbers]
             if any(saved):
                 own[i] = self._scatter_state(i, saved)
-            first += len(group)
-        described = [{**g, "params": [i]} for i, g in enumerate(state_dict["param_groups"])]
-        params_before = [group["params"] for group in groups]
-        for group, part in zip(groups, self.shards, strict=True):
+        described = [{**group, "params": [i]} for i, group in enumerate(state_dict["param_groups"])]
+        params_before = [group["params"] for group in self.optimizer.param_groups]
+        for group, part in zip(self.optimizer.param_groups, self.shards, strict=True):
             group["params"] = [part]
         self.optimizer.load_state_dict({"state": own, "param_groups": described})
         for group, params in zip(self.optimizer.param_groups, params_before, strict=True):
@@ -148,13 +130,6 @@ class ZeroOptimizer(AcceleratedOptimizer):
             else:
                 own[key] = value
         return own
-
-    def _described_groups(self) -> list[dict[str, Any]]:
-        described, first = [], 0
-        for settings, group in zip(self.optimizer.param_groups, self._groups, strict=True):
-            described.append({**settings, "params": list(range(first, first + len(group)))})
-            first += len(group)
-        return described
 
     def gather(self, group: int, part: Tensor) -> list[Tensor]:
         """Return a group's tensors in full, from all processes' shards of them; collective."""
@@ -199,26 +174,20 @@ class _Engine(DeepSpeedEngineWrapper):
 
 
 def prepare_zero(
-    accelerator: Accelerator,
-    model: nn.Module,
-    trained: Sequence[nn.Parameter],
-    max_grad_norm: float,
-    optimizer: Optimizer,
-    loader: Any,
-) -> tuple[nn.Module, ZeroOptimizer, Any]:
-    """Return model, optimizer and loader as DeepSpeed and accelerate run them.
+    accelerator: Accelerator, spec: ParallelSpec, optimizer: Optimizer, max_grad_norm: float
+) -> tuple[nn.Module, ZeroOptimizer]:
+    """Return model and optimizer as DeepSpeed and accelerate run them.
 
     Args:
         accelerator: set up for ZeRO.
-        model: with its LoRA; in stage 3 in host memory.
-        trained: the LoRA's parameters.
+        spec: a model with its LoRA; in stage 3 in host memory.
+        optimizer: of the LoRA, one that treats every number by itself.
         max_grad_norm: to clip to, 0 for none.
-        optimizer: of ``trained``, one that treats every number by itself.
-        loader: not yet prepared.
 
     Raises:
         UserError: stage 3 with an fp8 base; what was set up is not what was asked.
     """
+    model, trained = spec.model, spec.lora
     splits_weights = zero_stage(accelerator) == 3
     if splits_weights and any(parameter.dtype.itemsize == 1 for parameter in model.parameters()):
         raise UserError(f"pretrained_model_name_or_path: an fp8 base; {FP8_NOT_GATHERED}")
@@ -231,28 +200,19 @@ def prepare_zero(
         "stage3_param_persistence_threshold": max(parameter.numel() for parameter in trained),
     }
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast, as without DeepSpeed
-    with _without_casts(settings):
-        if splits_weights:
-            _split(model, settings, accelerator.device)
-        engine, _ = accelerator.prepare(model, optimizer)
+    # DeepSpeed would cast weights where it finds bf16 on, from which accelerate knows the precision
+    precision, settings["bf16"]["enabled"] = settings["bf16"]["enabled"], False
+    if splits_weights:
+        _split(model, settings, accelerator.device)
+    engine, _ = accelerator.prepare(model, optimizer)
+    settings["bf16"]["enabled"] = precision
     if splits_weights:
         trained[0].all_gather(list(trained))  # type: ignore[attr-defined]  # DeepSpeed's
     wrapped = ZeroOptimizer(engine, optimizer, groups)
     accelerator._optimizers[-1] = wrapped
     accelerator.deepspeed_engine_wrapped = _Engine(engine, wrapped)
     _verify(accelerator, engine, wrapped, groups, dtypes)
-    return engine, wrapped, None if loader is None else prepare_loader(accelerator, loader)
-
-
-@contextmanager
-def _without_casts(settings: dict[str, Any]) -> Iterator[None]:
-    """Let DeepSpeed cast no weights: it would where it finds bf16 on, from which accelerate knows the precision."""
-    precision = settings["bf16"]["enabled"]
-    settings["bf16"]["enabled"] = False
-    try:
-        yield
-    finally:
-        settings["bf16"]["enabled"] = precision
+    return engine, wrapped
 
 
 def _split(model: nn.Module, settings: dict[str, Any], device: torch.device) -> None:

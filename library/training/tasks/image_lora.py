@@ -40,7 +40,7 @@ from library.training.checkpoint.state import tidy
 from library.training.flow import resolve_sampling
 from library.training.guard.signals import ignore_signals
 from library.training.memory.attention_choice import attention_of_run
-from library.training.memory.block_swap import SWAP_OPTION, swap_blocks, swapped_blocks
+from library.training.memory.block_swap import describe_rings, swap_blocks
 from library.training.memory.budget import recompute_blocks
 from library.training.memory.dry_run import MemoryProbe, fit_memory
 from library.training.parallel.device_map import devices_to_fill, place_blocks
@@ -161,7 +161,7 @@ class ImageLora(LoraTask):
         lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
         layout = family.fp8_layout()
         fp8 = plan_fp8(config.precision, layout, training.seed, device)
-        loaded_to = torch.device("cpu") if swapped_blocks(training) else self.loaded_to()
+        loaded_to = torch.device("cpu") if training.blocks_to_swap else self.loaded_to()
         self.transformer = transformer = family.load_transformer(self.dtype, loaded_to, training.attention, fp8=fp8)
         fp8.round_inputs(transformer)
         if device.type == "cpu":
@@ -186,8 +186,8 @@ class ImageLora(LoraTask):
         recompute_blocks(transformer, len(blocks), training, device)
         if training.gradient_checkpointing and self.text_encoders is not None:
             self.text_encoders.enable_gradient_checkpointing()  # type: ignore[operator]
-        if swapped := swapped_blocks(training):
-            self.console.print(swap_blocks(transformer, blocks, swapped, device).describe())
+        if swapped := training.blocks_to_swap:
+            self.console.print(describe_rings(swap_blocks(transformer, blocks, swapped, device)))
         if self.devices:
             self.console.print(place_blocks(transformer, blocks, self.devices))
         for module in filter(None, (transformer, self.text_encoders)):
@@ -274,8 +274,8 @@ class ImageLora(LoraTask):
         }
 
     def memory_advice(self) -> str:
-        swapped = swapped_blocks(self.config.training)
-        swap = f"raise {SWAP_OPTION} from {swapped}" if swapped else f"set {SWAP_OPTION}"
+        swapped = self.config.training.blocks_to_swap
+        swap = f"raise blocks_to_swap from {swapped}" if swapped else "set blocks_to_swap"
         return ", or ".join([*super().memory_advice().split(", or "), swap][:3])
 
     def describe_batch(self, batch: Batch) -> str:

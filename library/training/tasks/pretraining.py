@@ -57,9 +57,14 @@ from library.training.optim.factory import (
 )
 from library.training.optim.muon import MuonWithAdamW
 from library.training.optim.schedules import build_schedule, resolve_steps
-from library.training.parallel.gather import full_shapes, gather_weights, gathered, scatter_weights
+from library.training.parallel.gather import (
+    full_shapes,
+    gather_weights,
+    gathered,
+    local_parameters,
+    scatter_weights,
+)
 from library.training.parallel.parallelize import parallelize
-from library.training.parallel.pipeline.full_training import staged
 from library.training.parallel.spec import ParallelSpec, lm_split_points
 from library.training.parallel.step import lockstep_batches
 from library.training.tasks.task import Task
@@ -191,8 +196,7 @@ class Pretraining(Task):
         )
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        stage = staged(self.transformer)
-        return dict(self.transformer.named_parameters() if stage is None else stage.local)
+        return local_parameters(self.transformer)
 
     def next_epoch(self, position: Position) -> None:
         """Move on; a batch may have reached over the epoch's end, as every window is seen once."""
@@ -224,8 +228,8 @@ class Pretraining(Task):
     @contextmanager
     def gathered(self, with_state: bool) -> Iterator[None]:
         self._weights = self._deployed = gather_weights(self.transformer, self.accelerator)
-        if staged(self.transformer) is not None and has_averaged_weights(self.optimizer):
-            with self.deployed_weights():  # what is gathered of stages are copies, which do not change with the model
+        if has_averaged_weights(self.optimizer):
+            with self.deployed_weights():  # what is gathered may be copies, which do not change with the model
                 self._deployed = gather_weights(self.transformer, self.accelerator)
         with gathered(self.optimizer, with_state):
             yield

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor, nn
 
-from library.accelerator import build_accelerator, is_tensor_parallel
+from library.accelerator import build_accelerator
 from library.training.checkpoint.state import AUTO, OutputNames, Position, Stateful, refuse_finished, resolve_resume
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import averaged_weights
@@ -149,10 +149,7 @@ class Task(ABC):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside the block, a batch: gradients are added up, and exchanged by processes in a step's last batch."""
-        accelerator = self.accelerator
-        with accelerator.accumulate(*self.models), ExitStack() as stack:
-            if not accelerator.sync_gradients and is_tensor_parallel(accelerator):
-                stack.enter_context(no_sync(accelerator, self.models[0]))
+        with self.accelerator.accumulate(*self.models), no_sync(self.accelerator, self.models[0]):
             yield
 
     def gradient_limit(self, step: int) -> float:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from library.errors import UserError
 from library.models.family import Family
 from library.models.flux.files import FLUX_TARGETS
-from library.training.memory.attention_choice import AttentionShape, choose_attention
+from library.training.memory.attention_choice import choose_attention
 from networks.files.metadata import build_metadata
 from tests.runs import run
 from tests.tiny import tiny_flux_transformer
@@ -23,7 +23,7 @@ from tests.tiny_qwen import tiny_qwen_transformer
 from tests.tiny_z_image import tiny_z_transformer
 
 CPU = torch.device("cpu")
-SHAPE = AttentionShape(heads=2, head_dim=64, tokens=32, padded=True)
+SHAPE = (1, 32, 2, 64)
 
 
 def kernels(dtype: torch.dtype, masked: bool) -> set[str]:
@@ -49,20 +49,21 @@ def test_a_kernel_is_taken_or_refused_as_pytorch_can(asked: str) -> None:
     assert "math" in can
     assert can != {"flash", "efficient", "cudnn", "math"} or torch.cuda.is_available()
     if asked in can:
-        assert choose_attention(asked, SHAPE, torch.bfloat16, CPU) == f"{asked}, as asked"  # type: ignore[arg-type]
+        assert choose_attention(asked, SHAPE, True, torch.bfloat16, CPU) == f"{asked}, as asked"  # type: ignore[arg-type]
         return
     with pytest.raises(UserError, match=re.escape(f"attention: {asked} cannot compute bfloat16 heads of 64 on cpu")):
-        choose_attention(asked, SHAPE, torch.bfloat16, CPU)  # type: ignore[arg-type]
+        choose_attention(asked, SHAPE, True, torch.bfloat16, CPU)  # type: ignore[arg-type]
 
 
 def test_padded_texts_are_told_where_they_change_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SHAPE.padded
-    assert choose_attention("auto", SHAPE, torch.float32, CPU) in kernels(torch.float32, True)  # one for both, here
+    assert choose_attention("auto", SHAPE, True, torch.float32, CPU) in kernels(
+        torch.float32, True
+    )  # one for both, here
     monkeypatch.setattr(
         "library.training.memory.attention_choice.chosen_backend",
         lambda query, key, value, mask: "flash" if mask is None else "efficient",
     )
-    assert choose_attention("auto", SHAPE, torch.float32, CPU) == "flash; efficient where texts are padded"
+    assert choose_attention("auto", SHAPE, True, torch.float32, CPU) == "flash; efficient where texts are padded"
 
 
 def test_a_run_computes_with_the_kernel_it_was_asked_for(base: Path, dataset: Path, tmp_path: Path) -> None:

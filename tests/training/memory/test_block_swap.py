@@ -22,7 +22,6 @@ from library.models.registry import family_class
 from library.precision.recipe import Fp8Recipe, quantize_model
 from library.training.memory.block_swap import (
     RING,
-    BlockSwap,
     Ring,
     kind_sizes,
     most_swapped,
@@ -63,7 +62,7 @@ def _with_lora(fp8: bool = False, *network_args: str) -> tuple[Any, AdapterNetwo
     return transformer, network
 
 
-def _swap(transformer: Any, swapped: int = SWAPPED) -> BlockSwap:
+def _swap(transformer: Any, swapped: int = SWAPPED) -> list[Ring]:
     blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
     return swap_blocks(transformer, blocks, swapped, CPU)
 
@@ -108,7 +107,7 @@ def test_output_and_gradients_equal_those_of_the_whole_model_bit_for_bit(
 ) -> None:
     whole, swapped = _with_lora(fp8, *network_args), _with_lora(fp8, *network_args)
     swap = _swap(swapped[0])
-    for ring in swap.rings:
+    for ring in swap:
         _poison(ring)
     if checkpointing:
         whole[0].enable_gradient_checkpointing()
@@ -124,7 +123,7 @@ def test_output_and_gradients_equal_those_of_the_whole_model_bit_for_bit(
 
 def test_dropout_which_takes_another_way_through_the_layers_is_the_same_too() -> None:
     whole, swapped = (_with_lora(False, "rank_dropout=0.3") for _ in range(2))
-    for ring in _swap(swapped[0]).rings:
+    for ring in _swap(swapped[0]):
         _poison(ring)
     torch.manual_seed(0)
     expected = _step(whole[0].train(), whole[1])
@@ -135,8 +134,8 @@ def test_dropout_which_takes_another_way_through_the_layers_is_the_same_too() ->
 def test_every_weight_is_read_from_the_ring_or_from_where_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     transformer, network = _with_lora()
     swap = _swap(transformer)
-    homes = {home.untyped_storage().data_ptr() for ring in swap.rings for home in ring.homes}
-    slots = {slot.untyped_storage().data_ptr() for ring in swap.rings for slot in ring.slots}
+    homes = {home.untyped_storage().data_ptr() for ring in swap for home in ring.homes}
+    slots = {slot.untyped_storage().data_ptr() for ring in swap for slot in ring.slots}
     read: list[int] = []
     plain = frozen_linear.product
 
@@ -152,7 +151,7 @@ def test_every_weight_is_read_from_the_ring_or_from_where_it_stays(monkeypatch: 
 
 def test_a_step_copies_each_swapped_block_once_up_and_once_down_but_for_the_turns() -> None:
     transformer, network = _with_lora()
-    rings = _swap(transformer).rings
+    rings = _swap(transformer)
     assert [len(ring.homes) for ring in rings] == [1 + RING, 4 + RING]
     assert [ring.copies for ring in rings] == [RING, RING]
     for step in (1, 2):
@@ -164,7 +163,7 @@ def test_a_step_copies_each_swapped_block_once_up_and_once_down_but_for_the_turn
 def test_nothing_is_ever_copied_back_and_the_device_holds_what_was_planned() -> None:
     transformer, network = _with_lora()
     bytes_whole = sum(p.nbytes for p in transformer.transformer_blocks[0].parameters() if not p.requires_grad)
-    rings = _swap(transformer).rings
+    rings = _swap(transformer)
     versions = [[home._version for home in ring.homes] for ring in rings]
     for _ in range(2):
         _step(transformer, network)

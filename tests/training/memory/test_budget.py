@@ -80,16 +80,16 @@ def test_a_run_chooses_by_real_steps_and_trains_the_same_lora(
     settings = {"max_train_steps": 2, "network_dropout": 0.1}
     run(base, two_sizes(tmp_path), tmp_path / "plain", **settings)
     monkeypatch.setattr(dry_run, "_WORTH_KEEPING", 1)
-    told = {}
+    printed = {}
     for name, size in (("much", 2**40), ("little", 4 * MIB)):
         monkeypatch.setattr(dry_run, "available_bytes", lambda device, size=size: size)
         run(base, two_sizes(tmp_path), tmp_path / name, memory="auto", **settings)
-        told[name] = " ".join(capsys.readouterr().out.split())
+        printed[name] = " ".join(capsys.readouterr().out.split())
         found, expected = lora(tmp_path / name), lora(tmp_path / "plain")
         assert all(torch.equal(found[key], expected[key]) for key in expected)
-    assert "memory: nothing recomputed; a step of 1 at 256x256 takes" in told["much"]
+    assert "memory: nothing recomputed; a step of 1 at 256x256 takes" in printed["much"]
     assert (
-        "memory: gradient_checkpointing = true, activation_budget_mb = 1; " in told["little"]
+        "memory: gradient_checkpointing = true, activation_budget_mb = 1; " in printed["little"]
     )  # of 4 MiB 2.3 are taken
 
 

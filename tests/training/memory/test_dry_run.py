@@ -14,8 +14,8 @@ import library.training.memory.dry_run as dry_run
 from library.config.schema import ParallelConfig, TrainingConfig
 from library.errors import UserError
 from library.training.memory.budget import MemoryEstimate, available_bytes
-from library.training.memory.dry_run import MemoryProbe
-from library.training.memory.estimator import BlockMemory, ModelMemory, StepOptions, estimate, suggestions
+from library.training.memory.dry_run import MemoryProbe, suggestions
+from library.training.memory.estimator import BlockMemory, ModelMemory, StepOptions, estimate
 from tests.forked import run_script
 from tests.processes import run_command
 from tests.runs import ROOT, arguments, lora, run, write_dataset
@@ -58,11 +58,11 @@ def test_a_run_is_the_same_with_and_without(base: Path, tmp_path: Path, optimize
 
 def test_it_tells_what_the_largest_batch_takes(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = run(base, two_sizes(tmp_path), tmp_path / "out", preflight=True, max_train_steps=1)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "preflight: a step of 1 at 256x256 takes " in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "preflight: a step of 1 at 256x256 takes " in printed
     # what the LoRA takes is known from its shapes
     mib = sum(p.numel() for p in events.task.network.parameters()) * 4 / 2**20
-    assert f"LoRA {mib:.0f} MiB, gradients {mib:.0f} MiB, optimizer {2 * mib:.0f} MiB" in told
+    assert f"LoRA {mib:.0f} MiB, gradients {mib:.0f} MiB, optimizer {2 * mib:.0f} MiB" in printed
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_cached(
@@ -87,15 +87,15 @@ def test_the_full_step_is_what_was_estimated_and_recomputing_takes_less(base: Pa
         return measured(run, activations, device)  # type: ignore[arg-type]
 
     guesses: list[int] = []
-    guess = dry_run._extrapolated
+    guess = MemoryProbe._extrapolated
 
-    def keep_guess(*arguments: object) -> int:
-        guesses.append(guess(*arguments))  # type: ignore[arg-type]
+    def keep_guess(probe: MemoryProbe, *steps: MemoryEstimate) -> int:
+        guesses.append(guess(probe, *steps))
         return guesses[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dry_run, "measured_memory", keep)
-        patch.setattr(dry_run, "_extrapolated", keep_guess)
+        patch.setattr(MemoryProbe, "_extrapolated", keep_guess)
         for recompute in (False, True):
             run(
                 base, two_sizes(tmp_path / str(recompute)), tmp_path / "out", preflight=True, max_train_steps=1,
@@ -163,22 +163,20 @@ print(is_out_of_memory(RuntimeError("could not create a primitive")), is_out_of_
 def test_suggestions_add_up() -> None:
     """By hand: ten blocks of 50 weights, 40 of them matrices, and 200 weights outside; a batch of two."""
     block = BlockMemory(10, weights=50, matrices=40, lora=1, activations=200, inputs=3, temporary=20)
-    model = ModelMemory(
-        "flux", (block,), BlockMemory(1, 200, 0, 0, 30, 0, 0), largest_matrix=40, heads=1, has_stages=True
-    )
+    model = ModelMemory((block,), BlockMemory(1, 200, 0, 0, 30, 0, 0), largest_matrix=40, heads=1, has_stages=True)
     options = StepOptions(batch=2)
     activations = 2 * (10 * 200 + 20 + 30)
     assert vars(estimate(model, ParallelConfig(), options)) == vars(MemoryEstimate(1400, 40, 40, 80, 120, activations))
     measured = MemoryEstimate(1400, 40, 40, 80, 120, activations - 100)  # what is measured goes in front
     assert measured.total == 1400 + 160 + 4000
-    told = {name: total for name, total, _ in suggestions(measured, model, options, 5360, 8)}
-    assert told["gradient_checkpointing = true"] == 5560 - activations + 2 * (10 * 3 + 200 + 20 + 30)
-    assert told["blocks_to_swap = 2"] == 5560 - 2 * 100  # 200 too much, 100 a block
-    assert told["fp8_scaled = true"] == 5560 - 400 + 80  # and a matrix is unpacked
-    assert told["batch_size = 1"] == 5560 - activations // 2
-    assert told['optimizer_type = "AdamW8bit"'] == 5560 - 80 + 2 * 10
+    totals = {name: total for name, total, _ in suggestions(measured, model, options, 5360, 8)}
+    assert totals["gradient_checkpointing = true"] == 5560 - activations + 2 * (10 * 3 + 200 + 20 + 30)
+    assert totals["blocks_to_swap = 2"] == 5560 - 2 * 100  # 200 too much, 100 a block
+    assert totals["fp8_scaled = true"] == 5560 - 400 + 80  # and a matrix is unpacked
+    assert totals["batch_size = 1"] == 5560 - activations // 2
+    assert totals['optimizer_type = "AdamW8bit"'] == 5560 - 80 + 2 * 10
     least = 200 * 2 + 2 * (40 + 10 * 2) + 40 + 40 + 20 + (10 * 3 + 200 + 20 + 30) + 80
-    assert told["all of these, and every block swapped"] == measured.total - 5660 + least
+    assert totals["all of these, and every block swapped"] == measured.total - 5660 + least
     assert available_bytes(torch.device("cpu")) > 0
 
 

@@ -144,9 +144,7 @@ def test_the_parts_are_those_of_a_prepared_run(base: Path, dataset: Path, tmp_pa
 
 
 BLOCK = BlockMemory(4, weights=1000, matrices=800, lora=50, activations=3400, inputs=100, temporary=1000)
-MODEL = ModelMemory(
-    "flux", (BLOCK,), BlockMemory(1, 400, 0, 0, 500, 0, 0), largest_matrix=300, heads=4, has_stages=True
-)
+MODEL = ModelMemory((BLOCK,), BlockMemory(1, 400, 0, 0, 500, 0, 0), largest_matrix=300, heads=4, has_stages=True)
 
 
 def test_each_layout_splits_what_the_page_says() -> None:

@@ -46,8 +46,8 @@ def test_a_dispatched_run_gives_the_same_lora(base: Path, tmp_path: Path, monkey
     assert all(hasattr(two.task.transformer.get_submodule(name), "_hf_hook") for name in ("norm_out", "proj_out"))
     assert two.val_loss == one.val_loss
     assert all(torch.equal(a, b) for a, b in zip(lora(tmp_path / "one").values(), lora(tmp_path / "two").values()))
-    picture = "samples/step000003_00.png"
-    assert (tmp_path / "two" / picture).read_bytes() == (tmp_path / "one" / picture).read_bytes()
+    image = "samples/step000003_00.png"
+    assert (tmp_path / "two" / image).read_bytes() == (tmp_path / "one" / image).read_bytes()
     state = tmp_path / "two/lora-step00000002-state"
     run(base, images, tmp_path / "back", **settings, resume=state)
     assert all(torch.equal(a, b) for a, b in zip(lora(tmp_path / "one").values(), lora(tmp_path / "back").values()))

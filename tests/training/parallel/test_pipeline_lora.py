@@ -12,7 +12,7 @@ from PIL import Image
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
-from tests.layouts import assert_same_figures, chat_one, lines, train_one
+from tests.layouts import assert_same_metrics, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.training.guard.test_nonfinite import BAD, spoilt
@@ -37,8 +37,8 @@ CHAT: dict[str, object] = {"max_train_steps": 3, "network_dropout": 0.0, "gradie
 CHAT |= {"train_batch_size": 4, "packing": True, "max_length": 20, "sample_prompts": ["say 1"], "sample_tokens": 6}
 
 
-def write_pictures(folder: Path, wide: tuple[int, ...] = (1, 4, 6), held_out: float = 0.25) -> Path:
-    """Write a dataset of two sizes; batches of two and, where a size has an odd number of pictures, of one."""
+def write_images(folder: Path, wide: tuple[int, ...] = (1, 4, 6), held_out: float = 0.25) -> Path:
+    """Write a dataset of two sizes; batches of two and, where a size has an odd number of images, of one."""
     text = "batch_size = 2\nenable_bucket = true\nmin_bucket_reso = 32\nbucket_reso_steps = 16\n"
     dataset = write_dataset(folder, text=text + f"validation_split = {held_out}\nvalidation_seed = 1")
     for i in wide:
@@ -51,7 +51,7 @@ def write_pictures(folder: Path, wide: tuple[int, ...] = (1, 4, 6), held_out: fl
 def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
     """The same runs on one process and on two stages."""
     folder = tmp_path_factory.mktemp("pipeline")
-    images, qwen = write_pictures(folder / "images"), tiny_qwen_pipeline(folder / "qwen", blocks=3)
+    images, qwen = write_images(folder / "images"), tiny_qwen_pipeline(folder / "qwen", blocks=3)
     prompts = folder / "prompts.txt"
     prompts.write_text("a red disc --w 64 --h 64 --s 2 --d 1\n")
     one, captions = SETTINGS | {"sample_prompts": prompts}, write_dataset(folder / "captions", 4, text="batch_size = 2")
@@ -79,7 +79,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_two_stages_equal_one_process(runs: Path) -> None:
     one, two = lines(runs / "one"), lines(runs / "two")
-    assert_same_figures(one, two, ("loss", "val_loss", "grad_norm", "sigma_mean"), rel=1e-5)
+    assert_same_metrics(one, two, ("loss", "val_loss", "grad_norm", "sigma_mean"), rel=1e-5)
     assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
 
 
@@ -145,7 +145,7 @@ def test_what_is_not_finite_is_found_whichever_stage_meets_it(base: Path, tmp_pa
 
 @pytest.mark.slow
 def test_two_pipelines_share_the_batches(base: Path, runs: Path, tmp_path: Path) -> None:
-    images = write_pictures(tmp_path / "images", (1, 3, 4, 6), 0.0)  # an even number of batches, two to a step
+    images = write_images(tmp_path / "images", (1, 3, 4, 6), 0.0)  # an even number of batches, two to a step
     one = SETTINGS | {"sample_prompts": runs / "prompts.txt"}
     run(base, images, tmp_path / "one", **one)
     four = one | {"pp": 2, "dp": 2, "gradient_accumulation_steps": 1}

@@ -14,7 +14,7 @@ from library.config.rules import find_conflicts
 from library.config.scripts import LLM
 from library.models.llm.spec import PRESETS
 from library.training.tasks.pretraining import accumulation_for
-from tests.layouts import assert_same_figures
+from tests.layouts import assert_same_metrics
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.training.parallel.test_sharded_pretraining import SAME_IN_FP32, SETTINGS, difference, train_one
 from tests.worker_group import run_in_group
@@ -50,7 +50,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("whole", "staged"), [("one", "two"), ("llama_one", "llama_two")])
 def test_two_stages_equal_one_process(whole: str, staged: str, runs: Path) -> None:
     one, two = lines(runs / whole), lines(runs / staged)
-    assert_same_figures(one, two, ("loss", "grad_norm", "tokens", "val_loss"), rel=1e-4)
+    assert_same_metrics(one, two, ("loss", "grad_norm", "tokens", "val_loss"), rel=1e-4)
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-6)  # the same weights still
     assert difference(weights(runs / whole), weights(runs / staged)) < SAME_IN_FP32
 

@@ -88,7 +88,7 @@ def whole_model() -> tuple[nn.Module, Any]:
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a loss of some rows of the inputs, and these as figures."""
+    """Return a loss of some rows of the inputs, and these as metrics."""
     inputs = {key: value[rows] for key, value in tiny_flux_inputs(batch=4).items()}
     text = {"prompt_embeds": inputs["prompt_embeds"], "pooled_prompt_embeds": inputs["pooled_prompt_embeds"]}
     return pipeline_forward(model, inputs["latents"], inputs["sigmas"], text).square().mean(), rows.float()
@@ -117,9 +117,9 @@ def compare(folder: Path, schedule: str) -> None:
     drawn, _ = loss_of(stage, torch.arange(4))  # a plain call, of both stages together
     assert torch.equal(drawn.detach(), expected.detach())
     for _ in range(2):  # the second time with buffers that are there
-        loss, figure = pipeline.forward_backward(torch.arange(4), lambda rows: loss_of(stage, rows))
+        loss, metric = pipeline.forward_backward(torch.arange(4), lambda rows: loss_of(stage, rows))
         torch.testing.assert_close(loss, expected.detach())
-        assert figure.tolist() == [1.5]
+        assert metric.tolist() == [1.5]
         gradients = [None if p.grad is None else p.grad.clone() for p in network.parameters()]
         optimizer.zero_grad()
     with_gradient = [i for i, gradient in enumerate(gradients) if gradient is not None]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from library.config.rules import find_conflicts
-from tests.layouts import SETTINGS, assert_same_figures, chat_one, lines, train_one
+from tests.layouts import SETTINGS, assert_same_metrics, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.tasks.test_chat_lora_runs import flags as chat_flags
@@ -57,7 +57,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_two_processes_that_split_the_base_equal_one(runs: Path) -> None:
     one, two = lines(runs / "one"), lines(runs / "two")
-    assert_same_figures(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-4)
+    assert_same_metrics(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-4)
     assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
     names = sorted(path.name for path in (runs / "one/samples").iterdir())
     assert sorted(path.name for path in (runs / "two/samples").iterdir()) == names

@@ -20,7 +20,7 @@ from library.models.llm.spec import PRESETS
 from library.nn.rope import RopeTables
 from library.training.parallel.parallelize import check_sharding
 from library.training.tasks.pretraining import accumulation_for
-from tests.layouts import assert_same_figures
+from tests.layouts import assert_same_metrics
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.worker_group import run_in_group
 from train_llm import train
@@ -86,7 +86,7 @@ def test_two_processes_that_split_the_weights_equal_one(runs: tuple[Path, dict[s
     folder, said = runs
     assert said["two"] == ""
     one, two = lines(folder / "one"), lines(folder / "two")
-    assert_same_figures(one, two, ("loss", "grad_norm", "tokens", "val_loss"), rel=1e-4)
+    assert_same_metrics(one, two, ("loss", "grad_norm", "tokens", "val_loss"), rel=1e-4)
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-6)  # the same weights still
     assert difference(weights(folder / "one"), weights(folder / "two")) < SAME_IN_FP32
     assert (folder / "two/samples/00000004.txt").read_text() == (folder / "one/samples/00000004.txt").read_text()
@@ -164,4 +164,4 @@ def test_the_ready_config_is_valid_and_the_picture_is_the_scripts() -> None:
     context = PRESETS[config.model.preset or ""].context
     assert accumulation_for(config.data, context, config.parallel.shard) >= 1
     assert (path.parent / path.read_text().splitlines()[0].removeprefix("#:schema ")).is_file()
-    assert draw_distributed.PICTURE.read_text() == draw_distributed.picture()
+    assert draw_distributed.DRAWING.read_text() == draw_distributed.drawing()

@@ -14,7 +14,7 @@ from library.config.rules import find_conflicts
 from tests.chat_runs import adapter, write_place
 from tests.chat_runs import flags as chat_flags
 from tests.chat_runs import run as chat_run
-from tests.layouts import GRADIENTS, SETTINGS, assert_same_figures, chat_one, lines, train_one
+from tests.layouts import GRADIENTS, SETTINGS, assert_same_metrics, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.guard.test_nonfinite import clean, spoilt  # noqa: F401  # the fixture
 from tests.training.parallel.test_sharded_lora import CHAT
@@ -74,7 +74,7 @@ def runs(base: Path, clean: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_two_processes_equal_one(runs: Path) -> None:
     one, two = lines(runs / "one"), lines(runs / "two")
-    assert_same_figures(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-4)
+    assert_same_metrics(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-4)
     assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
     names = sorted(path.name for path in (runs / "one/samples").iterdir())
     assert sorted(path.name for path in (runs / "two/samples").iterdir()) == names

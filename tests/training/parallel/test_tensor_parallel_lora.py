@@ -9,9 +9,9 @@ import pytest
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
-from tests.layouts import assert_same_figures, chat_one, lines, train_one
+from tests.layouts import assert_same_metrics, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
-from tests.training.parallel.test_pipeline_lora import write_pictures
+from tests.training.parallel.test_pipeline_lora import write_images
 from tests.training.parallel.test_sharded_lora import CHAT
 from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.tasks.test_chat_lora_runs import flags as chat_flags
@@ -39,7 +39,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     prompts.write_text("a red disc --w 64 --h 64 --s 2 --d 1\n")
     one = SETTINGS | {"sample_prompts": prompts}
     run(base, images, folder / "one", **one)
-    sizes = write_pictures(folder / "sizes")  # an epoch of at most four batches has both sizes
+    sizes = write_images(folder / "sizes")  # an epoch of at most four batches has both sizes
     run(base, sizes, folder / "fp8_one", **FP8)
     chat = CHAT | {"optimizer_args": ["eps=1e-4"]}  # as above, with ten times the learning rate
     chat_run(place, folder / "chat_one", "gpt2", **chat)
@@ -57,7 +57,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_two_processes_that_have_the_layers_together_equal_one(runs: Path) -> None:
     one, two = lines(runs / "one"), lines(runs / "two")
-    assert_same_figures(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-5)
+    assert_same_metrics(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-5)
     assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
     names = sorted(path.name for path in (runs / "one/samples").iterdir())
     assert sorted(path.name for path in (runs / "two/samples").iterdir()) == names

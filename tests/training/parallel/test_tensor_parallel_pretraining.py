@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layouts import assert_same_figures
+from tests.layouts import assert_same_metrics
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.training.parallel.test_sharded_pretraining import SETTINGS, difference, train_one
 from tests.worker_group import run_in_group
@@ -40,7 +40,7 @@ def test_two_processes_that_have_the_layers_together_equal_one(runs: tuple[Path,
     folder, said = runs
     assert said["two"] == ""
     one, two = lines(folder / "one"), lines(folder / "two")
-    assert_same_figures(one, two, ("loss", "grad_norm", "tokens", "val_loss"), rel=1e-4)
+    assert_same_metrics(one, two, ("loss", "grad_norm", "tokens", "val_loss"), rel=1e-4)
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-6)  # the same weights still
     assert difference(weights(folder / "one"), weights(folder / "two")) < SAME_IN_FP32
     assert (folder / "two/samples/00000004.txt").read_text() == (folder / "one/samples/00000004.txt").read_text()

@@ -17,12 +17,12 @@ from library.config.rules import find_conflicts
 from library.config.schema import ParallelConfig, TrainConfig
 from library.errors import UserError
 from library.training.memory.estimator import StepOptions, estimate, model_memory, shape_of
-from tests.layouts import GRADIENTS, assert_same_figures, chat_one, lines, train_one
+from tests.layouts import GRADIENTS, assert_same_metrics, chat_one, lines, train_one
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.training.guard.test_nonfinite import clean, finite, spoilt  # noqa: F401  # the fixture
-from tests.training.parallel.test_pipeline_lora import QWEN, write_pictures
+from tests.training.parallel.test_pipeline_lora import QWEN, write_images
 from tests.training.parallel.test_sharded_lora import CHAT
 from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.tasks.test_chat_lora_runs import flags as chat_flags
@@ -81,7 +81,7 @@ def runs(base: Path, place: Path, clean: Path, tmp_path_factory: pytest.TempPath
     for n in STAGES:
         keys = arguments(base, images, folder / f"weighed{n}", max_train_steps=1, mixed_precision="bf16", zero=n)
         jobs.append((f"weighed{n}", train_and_weigh, (keys, folder / f"weighed{n}.json")))
-    sizes, qwen = write_pictures(folder / "sizes"), tiny_qwen_pipeline(folder / "qwen", blocks=3)
+    sizes, qwen = write_images(folder / "sizes"), tiny_qwen_pipeline(folder / "qwen", blocks=3)
     for name, keys in OTHERS.items():
         model = qwen if name == "qwen" else base
         plain = {key: value for key, value in keys.items() if key != "zero"}
@@ -108,7 +108,7 @@ def runs(base: Path, place: Path, clean: Path, tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_processes_equal_one(runs: Path, stage: int) -> None:
     one, two = lines(runs / "one"), lines(runs / f"zero{stage}")
-    assert_same_figures(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-4)
+    assert_same_metrics(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-4)
     assert largest_difference(lora(runs / f"zero{stage}"), lora(runs / "one")) < SAME_IN_FP32
     names = sorted(path.name for path in (runs / "one/samples").iterdir())
     assert sorted(path.name for path in (runs / f"zero{stage}/samples").iterdir()) == names

@@ -18,11 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-
-from library.accelerator import device_mesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Streams = tuple[Tensor, ...]
 
@@ -71,9 +68,27 @@ class StageComm:
         """Return the process that runs ``stage`` of the same pipeline."""
         return dist.get_global_rank(self.group, stage)
 
+    def of_all_stages(self, value: Any) -> list[Any]:
+        """Return every stage's ``value``, in their order; collective."""
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, self.group)
+        return values
+
     def recv(self) -> Streams:
         """Return what the stage begins with; waits for the previous stage unless a schedule has."""
-        return self.inbox if self.scheduled else self._receive()
+        if self.scheduled:
+            return self.inbox
+        there, described = self.rank(self.index - 1), [None]
+        dist.recv_object_list(described, there, self.group, self.device)
+        streams = self._empty(described[0])
+        for stream in streams:
+            dist.recv(stream, there, self.group)
+        return tuple(streams)
+
+    def keep(self, streams: Streams) -> Streams:
+        """Put what the stage ends with into the outbox; return it."""
+        self.outbox = tuple(stream.contiguous() for stream in streams)
+        return streams
 
     def send(self) -> None:
         """Give the outbox to the next stage."""
@@ -83,27 +98,18 @@ class StageComm:
             dist.send(stream, there, self.group)
         self.outbox = ()
 
-    def _receive(self) -> Streams:
-        there, described = self.rank(self.index - 1), [None]
-        dist.recv_object_list(described, there, self.group, self.device)
-        streams = self._empty(described[0])
-        for stream in streams:
-            dist.recv(stream, there, self.group)
-        return tuple(streams)
-
     def from_last(self, output: Any) -> Any:
         """Return to every stage the ``output`` of the last: a tensor, or tensors in a tuple or a list."""
-        one = isinstance(output, Tensor)
-        tensors = [output] if one else list(output or ())
-        described = [(one, type(output), _described(tensors)) if self.is_last else None]
+        tensors, structure = tree_flatten(output)
+        described = [(structure, _described(tensors)) if self.is_last else None]
         source = self.rank(self.count - 1)
         dist.broadcast_object_list(described, source, self.group, self.device)
         assert described[0] is not None
-        one, kind, shapes = described[0]
+        structure, shapes = described[0]
         tensors = [t.detach().contiguous() for t in tensors] if self.is_last else self._empty(shapes)
         for tensor in tensors:
             dist.broadcast(tensor, source, self.group)
-        return tensors[0] if one else kind(tensors)
+        return tree_unflatten(tensors, structure)
 
     def _empty(self, shapes: Any) -> list[Tensor]:
         return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
@@ -111,12 +117,6 @@ class StageComm:
 
 def _described(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
-
-
-def join_pipeline(accelerator: Accelerator) -> StageComm:
-    """Return this process's place in its pipeline; collective."""
-    mesh = device_mesh(accelerator)["pp"]
-    return StageComm(mesh.get_local_rank(), mesh.size(), accelerator.device, mesh.get_group())
 
 
 def broadcast_from_last(model: nn.Module, comm: StageComm, methods: Sequence[str]) -> None:
@@ -140,47 +140,21 @@ def _of_all(method: Callable[..., Any], comm: StageComm) -> Callable[..., Any]:
     return call
 
 
-class Identity(nn.Module):
-    """Stands for a block of another stage: what comes in goes out.
+class Placeholder(nn.Module):
+    """Stands for a block of another stage: ``change`` says what goes out of what comes in.
 
     Its arguments are a block's: of models with two streams image and text, which blocks return as (text, image); of
     others one stream. The rest is not used.
     """
 
-    def __init__(self, two_streams: bool) -> None:
+    def __init__(self, two_streams: bool, change: Callable[[Streams], Streams]) -> None:
         super().__init__()
-        self.two_streams = two_streams
+        self.two_streams, self.change = two_streams, change
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Any = None, *_: Any, **__: Any) -> Any:
         """Return the streams as a block does."""
-        given = (encoder_hidden_states, hidden_states) if self.two_streams else (hidden_states,)
-        streams = self.changed(given)
+        streams = self.change((encoder_hidden_states, hidden_states) if self.two_streams else (hidden_states,))
         return streams if self.two_streams else streams[0]
-
-    def changed(self, streams: Streams) -> Streams:
-        """Return what goes out."""
-        return streams
-
-
-class RecvStage(Identity):
-    """The last before the stage's own blocks: puts in what the previous stage has sent."""
-
-    def __init__(self, two_streams: bool, comm: StageComm) -> None:
-        super().__init__(two_streams)
-        self.comm = comm
-
-    def changed(self, streams: Streams) -> Streams:
-        """Return what the stage begins with."""
-        return self.comm.recv()
-
-
-class SendStage(RecvStage):
-    """The first behind the stage's own blocks: keeps what goes to the next stage."""
-
-    def changed(self, streams: Streams) -> Streams:
-        """Keep the streams."""
-        self.comm.outbox = tuple(stream.contiguous() for stream in streams)
-        return streams
 
 
 class AfterLastBlock(nn.Module):
@@ -204,14 +178,9 @@ class NoEmbedding(nn.Module):
         return self.weight[0].expand(*indices.shape, -1)
 
 
-class ContiguousGradient(torch.autograd.Function):
-    """The identity; its gradient lies in memory in one piece, as sending needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, stream: Tensor) -> Tensor:
-        return stream.view_as(stream)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].contiguous()
+def contiguous_gradient(stream: Tensor) -> Tensor:
+    """Return ``stream``, whose gradient then lies in memory in one piece, as sending needs it."""
+    alias = stream.view_as(stream)
+    if alias.requires_grad:
+        alias.register_hook(Tensor.contiguous)
+    return alias

@@ -13,8 +13,8 @@ are seen from a pass that ends in front of the blocks.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from library.randomness import derive_seed
-from library.training.parallel.pipeline.p2p import ContiguousGradient, ProbeDone, StageComm, StageDone, Streams
+from library.training.parallel.pipeline.p2p import ProbeDone, StageComm, StageDone, Streams, contiguous_gradient
 
 Compute = Callable[[Any], tuple[Tensor, Tensor]]  # a microbatch -> its loss [], metrics [n]
 _MOST_SCHEDULES = 4  # whose buffers are kept
@@ -47,7 +47,7 @@ class _Stage(nn.Module):
         """Return the streams, or on the last stage the microbatch's share of the loss; ``number`` is [1] on the CPU."""
         assert self.compute is not None
         i = int(number)
-        self.comm.inbox = tuple(ContiguousGradient.apply(stream) for stream in received)
+        self.comm.inbox = tuple(map(contiguous_gradient, received))
         try:
             loss, metrics = self.compute(self.microbatches[i])
             self.seen[i] = torch.stack([loss.detach().float(), metrics.to(loss.device, torch.float32).mean()])
@@ -74,7 +74,7 @@ class Pipeline:
         self.comm = comm
         self._stage = _Stage(model, comm)
         self._count, self._kind, self._accumulation = microbatches, schedule, accumulation
-        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._schedules: dict[Any, Any] = {}
 
     def forward_backward(
         self, batch: Any, compute: Compute, checked: Callable[[Tensor], Tensor] = lambda loss: loss
@@ -108,19 +108,15 @@ class Pipeline:
 
     def gathered(self, values: list[Any]) -> list[Any]:
         """Return all stages' ``values``, in the stages' order."""
-        of_stages: list[Any] = [None] * self.comm.count
-        dist.all_gather_object(of_stages, values, self.comm.group)
-        return [value for values in of_stages for value in values]
+        return [value for values in self.comm.of_all_stages(values) for value in values]
 
     def _schedule(self, count: int) -> Any:
         """Return the schedule for the present microbatches; all stages come to the same."""
         key = count, _shapes(self._stage.microbatches[0])
-        if key not in self._schedules:
-            if len(self._schedules) == _MOST_SCHEDULES:
-                self._schedules.popitem(last=False)
-            self._schedules[key] = self._new_schedule(count)
-        self._schedules.move_to_end(key)
-        return self._schedules[key]
+        schedule = self._schedules[key] = self._schedules.pop(key, None) or self._new_schedule(count)
+        if len(self._schedules) > _MOST_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]  # used longest ago
+        return schedule
 
     def _new_schedule(self, count: int) -> Any:
         comm = self.comm
@@ -137,12 +133,9 @@ class Pipeline:
         assert stage.compute is not None
         assert stage.kinds is not None
         comm.probing = True
-        try:
+        with suppress(ProbeDone):
             stage.compute(stage.microbatches[0])
-        except ProbeDone:
-            pass
-        finally:
-            comm.probing = False
+        comm.probing = False
         shapes, comm.probed = [stream.shape for stream in comm.probed], ()
         incoming, outgoing = stage.kinds
         taken = _like([] if comm.is_first else shapes, incoming)
@@ -167,10 +160,6 @@ def _shapes(value: Any) -> Any:
     """Return the shapes of all tensors in a batch."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
-    if isinstance(value, dict):
-        return tuple((key, _shapes(value[key])) for key in sorted(value))
-    if isinstance(value, (list, tuple)):
-        return tuple(_shapes(item) for item in value)
-    if dataclasses.is_dataclass(value):
-        return tuple(_shapes(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return ()
+    parts = vars(value) if dataclasses.is_dataclass(value) else value
+    parts = parts.values() if isinstance(parts, dict) else parts
+    return tuple(map(_shapes, parts)) if isinstance(parts, Iterable) and not isinstance(parts, str) else ()

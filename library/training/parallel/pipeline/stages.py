@@ -11,40 +11,94 @@ and the modulation, a third, is applied to a single vector.
 
 A LoRA in a frozen model stays full on every stage. A stage computes the gradients of its own layers;
 ``library.training.parallel.step.average_gradients`` adds them up over the stages, and so completes those of layers
-that several stages use (embedders, conditioning). Where all weights are trained, each stage has those of its part.
+that several stages use (embedders, conditioning). Where all weights are trained, each stage has weights, gradients and
+optimizer state of its part alone (:class:`Staged`); files are one model's, and states that of one process.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
-from library.accelerator import device_mesh
+from library.accelerator import device_mesh, dp_rank_and_size
 from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.nn.tensor_split import Parts
-from library.training.parallel.pipeline.full_training import staged_model
 from library.training.parallel.pipeline.p2p import (
     AfterLastBlock,
-    Identity,
     NoEmbedding,
+    Placeholder,
     ProbeDone,
-    RecvStage,
-    SendStage,
     StageComm,
     broadcast_from_last,
-    join_pipeline,
 )
 from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.spec import ParallelSpec, SplitPoints
 from library.training.parallel.tensor import split_layers
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What a stage whose weights are all trained knows of the full model.
+
+    Attributes:
+        comm: the stage's place.
+        full: name -> shape of every parameter, in the full model's order.
+        order: the names of each optimizer group, as a single process numbers them.
+        local: this stage's parameters by name.
+        owners: name -> stages that have it.
+    """
+
+    comm: StageComm
+    full: dict[str, torch.Size]
+    order: list[list[str]]
+    local: dict[str, nn.Parameter]
+    owners: dict[str, list[int]]
+
+    def collect(self, accelerator: Accelerator, names: Iterable[str], value_of: Callable[[str], Any]) -> dict[str, Any]:
+        """Return on the main process, in host memory, ``value_of`` each parameter from the stage that has it.
+
+        One at a time; the stages of the first pipeline send. Collective.
+        """
+        comm, found = self.comm, dict[str, Any]()
+        for name in names if dp_rank_and_size(accelerator)[0] == 0 else ():
+            owner = self.owners[name][0]
+            value = [tree_map_only(Tensor, Tensor.cpu, value_of(name)) if owner == comm.index else None]
+            if comm.is_first and owner != 0:
+                dist.recv_object_list(value, comm.rank(owner), comm.group, comm.device)
+            elif owner == comm.index and not comm.is_first:
+                dist.send_object_list(value, comm.rank(0), comm.group, comm.device)
+            if comm.is_first:
+                found[name] = value[0]
+        return found
+
+
+def staged(model: nn.Module) -> Staged | None:
+    """Return what a model's stage knows of the full one; None for a model that is not cut, or has a LoRA."""
+    return getattr(model, "staged", None)
+
+
+def _staged_model(model: nn.Module, full: dict[str, nn.Parameter], optimizer: Optimizer, comm: StageComm) -> Staged:
+    """Leave ``optimizer`` with the parameters of ``full`` that ``model``, which has been cut, still has; collective."""
+    names = {id(parameter): name for name, parameter in full.items()}
+    order = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    local = {names[id(parameter)]: parameter for parameter in model.parameters()}
+    for group, held in zip(optimizer.param_groups, order, strict=True):
+        group["params"] = [local[name] for name in held if name in local]
+    for name in full.keys() - local.keys():
+        optimizer.state.pop(full[name], None)  # schedule-free optimizers have one, if empty, before the first step
+    of_stages = comm.of_all_stages(list(local))
+    owners = {name: [stage for stage, held in enumerate(of_stages) if name in held] for name in full}
+    return Staged(comm, {name: parameter.shape for name, parameter in full.items()}, order, local, owners)
 
 
 def partition(sizes: Sequence[float], stages: int) -> list[range]:
@@ -120,9 +174,10 @@ def cut(model: nn.Module, points: SplitPoints, comm: StageComm, balance: str) ->
 
 
 def _placeholder(number: int, local: range, two_streams: bool, comm: StageComm) -> nn.Module:
+    """Return what stands for a block of another stage: the neighbours of this stage's blocks receive and send."""
     if number == local.start - 1:
-        return RecvStage(two_streams, comm)
-    return SendStage(two_streams, comm) if number == local.stop else Identity(two_streams)
+        return Placeholder(two_streams, lambda _: comm.recv())
+    return Placeholder(two_streams, comm.keep if number == local.stop else lambda streams: streams)
 
 
 def _probe(comm: StageComm, two_streams: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -137,8 +192,7 @@ def _probe(comm: StageComm, two_streams: bool, _: nn.Module, args: tuple[Any, ..
 
 def _compare(local: int, full: int, comm: StageComm) -> None:
     """Raise a UserError unless the stages hold each block once."""
-    held: list[Any] = [None] * comm.count
-    dist.all_gather_object(held, (local, full), comm.group)
+    held = comm.of_all_stages((local, full))
     if any(there != full for _, there in held) or sum(there for there, _ in held) != full:
         raise UserError("pp: the stages do not make up the model; give every process the same files and settings")
 
@@ -170,8 +224,8 @@ def prepare_stage(
     spec: ParallelSpec,
     plan: Mapping[str, Parts],
     optimizer: Optimizer,
-) -> tuple[Pipeline, nn.Module, Any]:
-    """Leave ``spec``'s model with this process's stage, on its device; return pipeline, model and optimizer.
+) -> tuple[nn.Module, Any, Pipeline]:
+    """Leave ``spec``'s model with this process's stage, on its device; return model, optimizer and pipeline.
 
     Every call of the model's ``forward`` and methods then gives all stages what the last one has computed.
 
@@ -185,25 +239,24 @@ def prepare_stage(
     Raises:
         UserError: there are fewer blocks than stages, or the processes have read different models.
     """
-    comm, model, full = join_pipeline(accelerator), spec.model, dict(spec.model.named_parameters())
+    mesh, model, full = device_mesh(accelerator), spec.model, dict(spec.model.named_parameters())
+    comm = StageComm(mesh["pp"].get_local_rank(), mesh["pp"].size(), accelerator.device, mesh["pp"].get_group())
     cut(model, spec.split_points(), comm, parallel.pp_balance)
     if spec.network is not None:
         held = set(model.modules())
         for layer in spec.network.modules.values():
             if layer not in held:
                 free_weights(layer.base)
-        for parameter in spec.lora:
-            parameter.data = parameter.data.to(accelerator.device)
     else:
-        model.staged = staged_model(model, full, optimizer, comm)  # type: ignore[assignment]
+        model.staged = _staged_model(model, full, optimizer, comm)  # type: ignore[assignment]
     if plan:
         here = {name for name, _ in model.named_modules()}
         local = {name: parts for name, parts in plan.items() if name in here}
-        split_layers(model, local, device_mesh(accelerator)["tp"])
+        split_layers(model, local, mesh["tp"])
     model.to(accelerator.device)
     prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # no DDP around a stage
     broadcast_from_last(model, comm, ["forward", *spec.methods])
     pipeline = Pipeline(
         prepared, comm, parallel.microbatch_count, parallel.schedule, accelerator.gradient_accumulation_steps
     )
-    return pipeline, prepared, accelerator.prepare_optimizer(optimizer)
+    return prepared, accelerator.prepare_optimizer(optimizer), pipeline
