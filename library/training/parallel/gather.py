@@ -185,13 +185,6 @@ class ShardedOptimizer(SplitOptimizer):
         return {**state, "state": states, "param_groups": _renumbered(state["param_groups"], order, here)}
 
 
-def shard_optimizer(accelerator: Accelerator, optimizer: Any, model: nn.Module, gathers_lora: bool) -> ShardedOptimizer:
-    """Return ``optimizer``, which accelerate has prepared, as one that gathers and scatters its state."""
-    wrapped = ShardedOptimizer(optimizer.optimizer, model, accelerator, gathers_lora)
-    accelerator._optimizers[accelerator._optimizers.index(optimizer)] = wrapped
-    return wrapped
-
-
 def _joined(
     state: dict[str, Any], order: Sequence[list[str]]
 ) -> Iterator[tuple[str, dict[str, Any], Sequence[list[str]]]]:

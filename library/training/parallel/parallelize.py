@@ -27,7 +27,7 @@ from library.accelerator import prepare_loader
 from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.models.llm.model import TransformerLM, shard_heads
-from library.training.parallel.gather import shard_optimizer
+from library.training.parallel.gather import ShardedOptimizer
 from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.pipeline.stages import prepare_stage
 from library.training.parallel.spec import ParallelSpec
@@ -91,7 +91,8 @@ def parallelize(
     for method in spec.methods:
         register_fsdp_forward_method(spec.model, method)  # nothing happens to a model that is not FSDP2's
     if parallel.shard_lora or (spec.network is None and (parallel.shard > 1 or plan or pipeline)):
-        optimizer = shard_optimizer(accelerator, optimizer, spec.model, gathers_lora=parallel.shard_lora)
+        optimizer = ShardedOptimizer(optimizer.optimizer, spec.model, accelerator, parallel.shard_lora)
+    accelerator._optimizers[-1] = optimizer  # in the place of the one that it has prepared
     loader = None if loader is None else prepare_loader(accelerator, loader)
     return Parallelized(model, optimizer, loader, text_encoders, pipeline)
 

@@ -209,7 +209,6 @@ def prepare_zero(
     if splits_weights:
         trained[0].all_gather(list(trained))  # type: ignore[attr-defined]  # DeepSpeed's
     wrapped = ZeroOptimizer(engine, optimizer, groups)
-    accelerator._optimizers[-1] = wrapped
     accelerator.deepspeed_engine_wrapped = _Engine(engine, wrapped)
     _verify(accelerator, engine, wrapped, groups, dtypes)
     return engine, wrapped

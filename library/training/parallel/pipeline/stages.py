@@ -151,7 +151,7 @@ def cut(model: nn.Module, points: SplitPoints, comm: StageComm, balance: str) ->
     """Leave ``model`` with what its stage needs; return the numbers of the stage's blocks.
 
     ``balance`` is "time" or "weights". Modules that are taken out stay with whatever else holds them (an adapter
-    network, say); see :func:`free_weights`.
+    network, say).
 
     Raises:
         UserError: there are fewer blocks than stages, or the stages do not make up the model.
@@ -197,18 +197,6 @@ def _compare(local: int, full: int, comm: StageComm) -> None:
         raise UserError("pp: the stages do not make up the model; give every process the same files and settings")
 
 
-@torch.no_grad()
-def free_weights(module: nn.Module) -> None:
-    """Drop the memory of a module's frozen weights; shapes and dtypes stay."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                part._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = buffer.to("meta")
-
-
 def check_microbatches(parallel: ParallelConfig, largest_batch: int) -> None:
     """Raise a UserError if ``microbatches`` was set to more than the samples of the largest batch."""
     if parallel.pp > 1 and (parallel.microbatches or 1) > largest_batch:
@@ -246,7 +234,7 @@ def prepare_stage(
         held = set(model.modules())
         for layer in spec.network.modules.values():
             if layer not in held:
-                free_weights(layer.base)
+                layer.base.to("meta")  # shapes and dtypes stay
     else:
         model.staged = _staged_model(model, full, optimizer, comm)  # type: ignore[assignment]
     if plan:
