@@ -47,23 +47,6 @@ _WORDS = tomllib.loads(Path(__file__).with_name("demo_stories.toml").read_text(e
 Run = Callable[[list[str]], None]
 
 
-def preparation() -> list[str]:
-    """Return the command that makes a corpus of the stories."""
-    prepare = ["tools/prepare_text.py", str(STORIES), "--train_tokenizer", "1024", "--validation_share", "0.02"]
-    return [*prepare, "--workers", "0", "--save_to", str(CORPUS), "--overwrite"]
-
-
-def training(steps: int | None) -> list[str]:
-    """Return the command that trains; ``steps`` replaces the configuration's number."""
-    return ["train_llm.py", "--config_file", CONFIG, *(["--max_train_steps", str(steps)] if steps else [])]
-
-
-def evaluation(model: Path) -> list[str]:
-    """Return the command that measures ``model`` on the held-out stories and lets it write."""
-    what = ["--perplexity", str(CORPUS), "--prompt", *PROMPTS, "--max_new_tokens", "110", "--top_p", "0.9"]
-    return ["tools/evaluate_llm.py", "--model", str(model), *what, "--save_to", f"{model}.json"]
-
-
 def write_untrained() -> None:
     """Write the model that training begins with."""
     import torch
@@ -87,11 +70,13 @@ def demo(run: Run, steps: int | None = None, stories: int = 10_000) -> None:
     """Run everything in the working folder, which holds ``configs``; print what came of it."""
     lines = (json.dumps({"text": story(number)}) + "\n" for number in range(stories))
     write_text(STORIES, "".join(lines))
-    run(preparation())
+    prepare = ["tools/prepare_text.py", str(STORIES), "--train_tokenizer", "1024", "--validation_share", "0.02"]
+    run([*prepare, "--workers", "0", "--save_to", str(CORPUS), "--overwrite"])
     write_untrained()
-    run(training(steps))
-    for model in (UNTRAINED, TRAINED):
-        run(evaluation(model))
+    run(["train_llm.py", "--config_file", CONFIG, *(["--max_train_steps", str(steps)] if steps else [])])
+    what = ["--perplexity", str(CORPUS), "--prompt", *PROMPTS, "--max_new_tokens", "110", "--top_p", "0.9"]
+    for model in (UNTRAINED, TRAINED):  # measured on the held-out stories, and let write
+        run(["tools/evaluate_llm.py", "--model", str(model), *what, "--save_to", f"{model}.json"])
     summary()
 
 

@@ -50,16 +50,10 @@ _PERPLEXITY_ROWS = {
     "byte_perplexity": "perplexity of a byte",
     "word_perplexity": "perplexity of a word",
 }
-_NEEDS = {
-    "stride": "perplexity",
-    "text_key": "perplexity",
-    "separator": "perplexity",
-    "split": "perplexity",
-    "max_new_tokens": "prompt",
-    "temperature": "prompt",
-    "top_p": "prompt",
-    "num_fewshot": "tasks",
-    "include_path": "tasks",
+_ONLY_WITH = {
+    "perplexity": ("stride", "text_key", "separator", "split"),
+    "prompt": ("max_new_tokens", "temperature", "top_p"),
+    "tasks": ("num_fewshot", "include_path"),
 }
 
 
@@ -128,9 +122,10 @@ def check(options: argparse.Namespace) -> None:
     """Raise a UserError if nothing is asked for, an option would have no effect, or a number has no meaning."""
     if not (options.perplexity or options.choices or options.tasks or options.prompt):
         raise UserError("nothing to evaluate; give --perplexity, --choices, --tasks or --prompt")
-    for name, needed in _NEEDS.items():
-        if getattr(options, name) is not None and not getattr(options, needed):
-            raise UserError(f"--{name}: has no effect without --{needed}; add it or remove --{name}")
+    for needed, names in _ONLY_WITH.items():
+        for name in names if not getattr(options, needed) else ():
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name}: has no effect without --{needed}; add it or remove --{name}")
     for name in ("limit", "context"):
         if getattr(options, name) is not None and not (options.perplexity or options.choices or options.tasks):
             raise UserError(f"--{name}: has no effect without --perplexity, --choices or --tasks; remove it")

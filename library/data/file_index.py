@@ -2,7 +2,7 @@
 
 Opening 100,000 images at every start to learn their size takes minutes on a network disk, hashing their
 content longer. Each cache folder therefore keeps an ``index.json``: per file its bytes and modification
-time, and what was learnt while it had them (width and height, a hash of the content, a caption's text). A
+time, and what was read while it had them (width and height, a hash of the content, a caption's text). A
 start lists each folder once and opens only what is new or changed.
 
 A file modified within two seconds of being read is not remembered: with a coarse file clock a second change
@@ -31,7 +31,7 @@ _THREADS = 8  # waiting for the disk, not for the processor
 
 @dataclass(slots=True)
 class SourceFile:
-    """An image or mask on disk; ``size`` is (width, height), ``content`` 32 hex digits, both once learnt."""
+    """An image or mask on disk; ``size`` is (width, height), ``content`` 32 hex digits, both once read."""
 
     path: str
     bytes: int
@@ -77,7 +77,7 @@ class FileIndex:
             if stored["version"] == _VERSION:
                 self._images, self._captions = dict(stored["images"]), dict(stored["captions"])
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # absent or damaged: everything is learnt again
+            pass  # absent or damaged: everything is read again
 
     def image(self, path: str, stat: tuple[int, int]) -> SourceFile:
         """Return the record of an image, with what is remembered of it; the same object for the same path."""
@@ -91,27 +91,20 @@ class FileIndex:
 
     def measure(self, files: Iterable[SourceFile]) -> None:
         """Read the width and height of those whose size is not known yet."""
-
-        def measure_one(file: SourceFile) -> None:
-            file.size = read_size(file.path)
-
-        self._learn([file for file in files if file.size is None], measure_one)
+        self._read([file for file in files if file.size is None], "size", read_size)
 
     def hash_contents(self, files: Iterable[SourceFile]) -> None:
         """Hash the content of those whose content is not known yet."""
+        unknown = [file for file in files if file.content is None]
+        self._read(unknown, "content", lambda path: content_hash(read_bytes(path)))
 
-        def hash_one(file: SourceFile) -> None:
-            file.content = content_hash(read_bytes(file.path))
-
-        self._learn([file for file in files if file.content is None], hash_one)
-
-    def _learn(self, files: list[SourceFile], learn_one: Callable[[SourceFile], None]) -> None:
+    def _read(self, files: list[SourceFile], attribute: str, read: Callable[[str], object]) -> None:
         if not files:
             return
         started = time.time_ns()
         with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(learn_one, files, chunksize=64):
-                pass
+            for file, value in zip(files, pool.map(read, [file.path for file in files], chunksize=64), strict=True):
+                setattr(file, attribute, value)
         for file in files:
             if file.size is not None and started - file.mtime_ns > _RACY_NS:
                 self._images[self._key(file.path)] = [file.bytes, file.mtime_ns, *file.size, file.content]
@@ -135,7 +128,7 @@ class FileIndex:
         return self._files.get(file.path) is file
 
     def save(self) -> None:
-        """Write what was learnt since the last save."""
+        """Write what was read since the last save."""
         if not self._changed:
             return
         stored = {"version": _VERSION, "images": self._images, "captions": self._captions}

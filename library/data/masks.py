@@ -33,7 +33,7 @@ MASKS_VERSION = 1  # part of the key of everything cached with a mask: raise it 
 SMALLEST_SHARE, LARGEST_SHARE = 0.05, 0.9  # of the image that is filled
 
 Mask = NDArray[np.uint8]  # [H, W], 1 where the image is to be filled
-_LAMA_SIDE = 256  # the side that LaMa's pixel figures are of
+_LAMA_SIDE = 256  # the side that LaMa's numbers of pixels are of
 _MOST_DRAWS = 200  # at 8 : 1, where one draw in nine is right, one mask in 10^10 runs out of them
 
 

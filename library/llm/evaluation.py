@@ -9,7 +9,7 @@ span float64.
 fixed-length models: a document is the token that begins a text, which is only given, and its own tokens, each predicted
 once. A window reads at most ``context`` tokens; the next one begins ``stride`` further and scores only what no window
 before it did, so a token has at least ``context - stride`` tokens before it (fewer at a document's beginning).
-Documents never see each other, as in lm-evaluation-harness. Only the figures per byte (of UTF-8) and per word (divided
+Documents never see each other, as in lm-evaluation-harness. Only the metrics per byte (of UTF-8) and per word (divided
 by blanks) can be compared between tokenizers:
 
     perplexity = exp(sum / tokens)    bits per byte = sum / (bytes * log 2)    word perplexity = exp(sum / words)

@@ -54,19 +54,16 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
-        ranges = {
-            "max_new_tokens": self.max_new_tokens >= 1,
-            "temperature": self.temperature >= 0,
-            "top_k": self.top_k is None or self.top_k >= 1,
-            "top_p": self.top_p is None or 0 < self.top_p <= 1,
-            "min_p": self.min_p is None or 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty > 0,
-        }
-        limits = {"max_new_tokens": "at least 1", "temperature": "0 or more", "top_k": "at least 1"}
-        limits |= {"top_p": "above 0 and at most 1", "min_p": "between 0 and 1", "repetition_penalty": "above 0"}
-        for name, fits in ranges.items():
+        for name, fits, limit in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "0 or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+        ):
             if not fits:
-                raise UserError(f"{name}: {getattr(self, name)} does not fit; it must be {limits[name]}")
+                raise UserError(f"{name}: {getattr(self, name)} does not fit; it must be {limit}")
         filters = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
         if self.temperature == 0 and filters:
             raise UserError(f"{filters[0]}: has no effect at temperature 0 (greedy); remove it or raise temperature")

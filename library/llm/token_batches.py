@@ -315,10 +315,6 @@ class TokenBatches:
         batch = torch.from_numpy(np.stack([self._window(first + i) for i in range(self._size)]))
         return batch.pin_memory() if self._pinned else batch
 
-    def batch(self, index: int) -> Tensor:
-        """Return this process's batch ``index`` (from 0), counted through all epochs."""
-        return self.batch_at(index * self._world * self._size)
-
     def _window(self, sample: int) -> np.ndarray:
         epoch, place = divmod(sample, self.windows)
         order, offset = self._order(epoch)

@@ -19,7 +19,8 @@ import json
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import sentencepiece
@@ -176,7 +177,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the tokens of ``text``; see :class:`Tokenizer`."""
         self.inner.encode_special_tokens = not special
-        return self.inner.encode(_whole(text), add_special_tokens=False).ids
+        return self.inner.encode(_whole_characters(text), add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
         """Return the text of ``tokens``; see :class:`Tokenizer`."""
@@ -200,14 +201,35 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos, self.eos = bos if bos is not None else self.bos, eos if eos is not None else self.eos
 
 
-class TiktokenTokenizer(Tokenizer):
+class _PublishedTokenizer(Tokenizer):
+    """A tokenizer that is saved as the files it came from, beside which lie the special tokens that were added."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._added: dict[str, int] = {}
+
+    def save(self, folder: str | Path) -> None:
+        """Copy the files it came from, and write the special tokens that were added."""
+        for file in self._files:
+            with atomic_path(Path(folder) / file.name) as temporary:
+                shutil.copyfile(file, temporary)
+        if self._added:
+            write_text(Path(folder) / _ADDED, json.dumps(self._added, indent=2) + "\n")
+
+    def _extend(self, names: Sequence[str]) -> None:
+        numbers = range(self.vocab_size, self.vocab_size + len(names))
+        self._added.update(zip(names, numbers, strict=True))
+        self.special.update(zip(names, numbers, strict=True))
+
+
+class TiktokenTokenizer(_PublishedTokenizer):
     """Byte-level BPE by ranks, run by ``tiktoken``."""
 
     def __init__(
         self, ranks: dict[bytes, int], pattern: str, special: Mapping[str, int], files: Sequence[Path]
     ) -> None:
-        self._ranks, self._pattern, self._files = ranks, pattern, list(files)
-        self._added: dict[str, int] = {}
+        super().__init__(files)
+        self._ranks, self._pattern = ranks, pattern
         self.special = dict(special)
         self._build()
 
@@ -230,7 +252,9 @@ class TiktokenTokenizer(Tokenizer):
         vocabulary = merges.with_name("encoder.json" if merges.name == "vocab.bpe" else "vocab.json")
         if not vocabulary.is_file():
             raise UserError(f"{vocabulary}: missing, {merges.name} is of no use without it; download it too")
-        characters = {character: byte for byte, character in _gpt2_characters().items()}
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        characters = {character: byte for byte, character in bytes_to_unicode().items()}
         numbers: dict[str, int] = json.loads(vocabulary.read_text(encoding="utf-8"))
         special = {name: number for name, number in numbers.items() if name == "<|endoftext|>"}
         ranks = {
@@ -260,25 +284,19 @@ class TiktokenTokenizer(Tokenizer):
         numbers = set(self.special.values()) if skip_special else set()
         return self._encoding.decode([token for token in tokens if token not in numbers], errors="replace")
 
-    def save(self, folder: str | Path) -> None:
-        """Copy the files it came from, and write the special tokens that were added."""
-        _copy(self._files, self._added, Path(folder))
-
     def _extend(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._added[name] = self.special[name] = self._encoding.n_vocab
-            self._build()
+        super()._extend(names)
+        self._build()
 
 
-class SentencePieceTokenizer(Tokenizer):
+class SentencePieceTokenizer(_PublishedTokenizer):
     """A SentencePiece model; special tokens that are added lie outside of it."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
+        super().__init__([file])
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
         control = [i for i in range(self._model.vocab_size()) if self._model.is_control(i) or self._model.is_unknown(i)]
         self.special = {self._model.id_to_piece(i): i for i in control}
-        self._added: dict[str, int] = {}
         self._find_ends()
 
     @property
@@ -289,32 +307,22 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the tokens of ``text``; see :class:`Tokenizer`."""
         if not special:
-            return self._model.encode(_whole(text))
+            return self._model.encode(_whole_characters(text))
         tokens: list[int] = []
         for part in re.split("(" + "|".join(map(re.escape, self.special)) + ")", text):
-            tokens += [self.special[part]] if part in self.special else self._model.encode(_whole(part))
+            tokens += [self.special[part]] if part in self.special else self._model.encode(_whole_characters(part))
         return tokens
 
     def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
         """Return the text of ``tokens``; see :class:`Tokenizer`."""
         names = {number: name for name, number in self.special.items()}
-        text, run = "", []
-        for token in [*tokens, None]:
-            if token is not None and token not in names:
-                run.append(token)
-                continue
-            text, run = text + self._model.decode(run), []
-            if token is not None and not skip_special:
-                text += names[token]
+        text = ""
+        for special, run in groupby(tokens, names.__contains__):
+            if not special:
+                text += self._model.decode(list(run))
+            elif not skip_special:
+                text += "".join(map(names.__getitem__, run))
         return text
-
-    def save(self, folder: str | Path) -> None:
-        """Copy the model, and write the special tokens that were added."""
-        _copy([self._file], self._added, Path(folder))
-
-    def _extend(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._added[name] = self.special[name] = self.vocab_size
 
 
 def train_bpe(
@@ -370,21 +378,6 @@ class IncrementalDecoder:
         return self._tokenizer.decode(self._tokens, skip_special=True)[len(before) :]
 
 
-def _copy(files: Iterable[Path], added: Mapping[str, int], folder: Path) -> None:
-    for file in files:
-        with atomic_path(folder / file.name) as temporary:
-            shutil.copyfile(file, temporary)
-    if added:
-        write_text(folder / _ADDED, json.dumps(added, indent=2) + "\n")
-
-
-def _gpt2_characters() -> dict[int, str]:
-    """Return byte -> the printable character that stands for it in GPT-2's files (``bytes_to_unicode``)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others: Iterator[int] = (byte for byte in range(256) if byte not in printable)
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def _whole(text: str) -> str:
+def _whole_characters(text: str) -> str:
     """Return ``text`` with halves of surrogate pairs, which JSON can hold, as U+FFFD; so does tiktoken."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

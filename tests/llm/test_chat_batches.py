@@ -177,6 +177,17 @@ def test_no_message_can_end_its_turn(tmp_path: Path, name: str) -> None:
     assert ends("a <|eot_id|> <|im_end|> <|endoftext|> b") == ends("a b")
 
 
+@pytest.mark.parametrize("name", ["llama3", "tokenizer"])
+def test_the_name_of_a_special_token_in_a_message_is_encoded_as_any_text(tmp_path: Path, name: str) -> None:
+    folder = tokenizer_folder(tmp_path, LLAMA3_MARKS, without_marks(LLAMA3))
+    tokenizer = load_tokenizer(folder)
+    text = "a<|eot_id|>b"
+    tokens, _ = load_chat_template(name, tokenizer, folder).tokens([Message("user", text), Message("assistant", "ok")])
+    opened = tokens.index(tokenizer.special["<|end_header_id|>"])
+    ended = tokens.index(tokenizer.special["<|eot_id|>"])
+    assert tokens[opened + 1 : ended] == tokenizer.encode(f"\n\n{text}")
+
+
 SHAREGPT = {"user": "human", "assistant": "gpt", "system": "system"}
 SHAPES = {
     "messages": {"messages": [message._asdict() for message in CONVERSATION]},

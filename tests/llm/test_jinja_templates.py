@@ -50,6 +50,6 @@ def test_a_model_with_the_file_talks_in_it(tmp_path: Path, name: str) -> None:
     write_jinja_template(name, folder)
     tokenizer = load_tokenizer(folder)
     own, built_in = load_chat_template("auto", tokenizer, folder), load_chat_template(name, tokenizer, folder)
-    assert own.name == "own"
+    assert own.name == "tokenizer"
     messages: Sequence[Message] = CONVERSATION
     assert own.tokens(messages) == built_in.tokens(messages)

@@ -287,20 +287,20 @@ class Session:
     def remarks(self) -> list[str]:
         """Return what should be told about the last answer or choice, and forget it."""
         notes, self._notes = [*self._notes, *self.conversation.remarks], []
-        effort = self.conversation.stats
-        if effort is not None and effort.ending == "max_new_tokens":
-            notes.append(f"the answer was cut off after {effort.tokens} tokens (max_new_tokens)")
+        stats = self.conversation.stats
+        if stats is not None and stats.ending == "max_new_tokens":
+            notes.append(f"the answer was cut off after {stats.tokens} tokens (max_new_tokens)")
         return notes
 
     def report(self) -> str:
         """Return a line about what the last answer took."""
-        effort = self.conversation.stats
-        if effort is None:
+        stats = self.conversation.stats
+        if stats is None:
             return ""
-        rate = effort.tokens / max(effort.seconds, 1e-9)
+        rate = stats.tokens / max(stats.seconds, 1e-9)
         return (
-            f"{effort.tokens} tokens in {effort.seconds:.1f} s ({rate:.1f}/s); of the prompt {effort.computed} tokens "
-            f"were new, {effort.cached} known"
+            f"{stats.tokens} tokens in {stats.seconds:.1f} s ({rate:.1f}/s); of the prompt {stats.computed} tokens "
+            f"were new, {stats.cached} known"
         )
 
     def record(self) -> dict[str, Any]:
