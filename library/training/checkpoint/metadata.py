@@ -31,6 +31,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
+from library.config.model_types import MODEL_FILE_KEYS
 from library.config.schema import effective_learning_rate
 from library.data.buckets import Bucketing
 from library.data.config import Dataset, Subset
@@ -155,14 +156,7 @@ def without_folders(sections: dict[str, dict[str, object]]) -> dict[str, dict[st
 
 _PATHS = {  # may be relative; what is absolute is known by itself
     "pretrained_model_name_or_path",
-    "ae",
-    "vae",
-    "text_encoder",
-    "qwen_tokenizer",
-    "clip_l",
-    "t5xxl",
-    "clip_l_tokenizer",
-    "t5xxl_tokenizer",
+    *MODEL_FILE_KEYS,
     "dataset_config",
     "cache_directory",
     "network_weights",

@@ -73,7 +73,7 @@ def check_prompt_images(
             wrong = f"{count} images to fill" if count > 1 else "no image to fill" if not count else "no mask"
             raise UserError(f"{where}: {wrong}; write --ci image.png --mi mask.png, the mask white where to fill")
         if conditioning == "fill" and prompt.cfg != 1.0:
-            raise UserError(f"{where}: --l is not taken: FLUX.1 Fill is guided by --g and has no negative prompt")
+            raise UserError(f"{where}: --l is not taken: this model is guided by --g and has no negative prompt")
         if most_references is not None and count > most_references:
             raise UserError(f"{where}: {count} images; this model takes {most_references}, remove the others")
         for path in prompt.control_images:

@@ -200,5 +200,5 @@ def test_more_images_than_the_model_takes_are_refused(folder: Path) -> None:
 
 
 def test_a_negative_prompt_of_a_fill_model_is_refused_at_start(folder: Path) -> None:
-    with pytest.raises(UserError, match="--l is not taken: FLUX.1 Fill is guided by --g"):
+    with pytest.raises(UserError, match="--l is not taken: this model is guided by --g"):
         check_prompt_images(read(folder, "x --ci a.png --mi m.png --n bad --l 3"), "fill")
