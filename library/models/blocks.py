@@ -11,6 +11,7 @@ of their input under autocast, so that q and k stay bf16 beside v (:func:`adopt_
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from library.nn.attention import Backend, attend_jointly
 from library.nn.frozen_linear import project_recomputed, project_together
-from library.nn.norms import ModulationCache, RMSNorm, gelu, memoise
+from library.nn.norms import ModulationCache, RMSNorm, gelu, memoise, slice_tokens
 from library.nn.rope import Table
 
 
@@ -111,6 +112,31 @@ class AttentionProcessor:
         if text_mask is not None:
             mask = torch.cat([text_mask, text_mask.new_ones(image[0].shape[:2])], dim=1)
         return attend_jointly(streams, rope, mask=mask, backend=self.backend).flatten(2)
+
+
+Stream = tuple[Tensor, Callable[..., Tensor], Sequence[Tensor]]  # tokens, their norm, its shift and scale and more
+
+
+def joint_attention(
+    attn: Any, image: Stream, text: Stream, rope: Table | None, text_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return what attention among one another gives for the image [B, S, W] and for the text [B, L, W].
+
+    Args:
+        attn: diffusers' attention, with an :class:`AttentionProcessor`.
+        image, text: the streams.
+        rope: (cos, sin), each [L + S, D/2].
+        text_mask: boolean [B, L], true for real text tokens; None: all are.
+    """
+    (pixels, image_norm, image_mod), (words, text_norm, text_mod) = image, text
+    image_qkv = project_recomputed([attn.to_q, attn.to_k, attn.to_v], image_norm, pixels, *image_mod[:2])
+    text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
+    text_qkv = project_recomputed(text_layers, text_norm, words, *text_mod[:2])
+    attended = attn.processor.attend(attn, image_qkv, text_qkv, rope, text_mask=text_mask)  # [B, L + S, W]
+    length = words.shape[1]
+    (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(slice_tokens, start=length), attended)
+    (text_update,) = project_recomputed([attn.to_add_out], functools.partial(slice_tokens, end=length), attended)
+    return image_update, text_update
 
 
 class ExactTimeEmbedding(nn.Module):

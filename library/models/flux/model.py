@@ -31,12 +31,13 @@ from library.models.blocks import (
     adopt_classes,
     adopt_norms,
     feedforward,
+    joint_attention,
     modulation,
 )
 from library.models.latents import pack_latents
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
-from library.nn.norms import ModulationCache, clamp_fp16, gelu, modulated, slice_tokens
+from library.nn.norms import ModulationCache, clamp_fp16, gelu, modulated
 from library.nn.rope import MultiAxisRope, Table
 
 
@@ -97,18 +98,14 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
         """
         if joint_attention_kwargs:
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
-        attn: Any = self.attn
         image, text = hidden_states, encoder_hidden_states
         image_mod = modulation(self.norm1.silu, self.norm1.linear, temb, 6, modulation_cache, "image")
         text_mod = modulation(self.norm1_context.silu, self.norm1_context.linear, temb, 6, modulation_cache, "text")
-        norm, text_norm = modulated(self.norm1.norm), modulated(self.norm1_context.norm)
-        image_qkv = project_recomputed([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
-        text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
-        text_qkv = project_recomputed(text_layers, text_norm, text, *text_mod[:2])
-        attended = attn.processor.attend(attn, image_qkv, text_qkv, image_rotary_emb)  # [B, L + S, W]
-        length = text.shape[1]
-        (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(slice_tokens, start=length), attended)
-        (text_update,) = project_recomputed([attn.to_add_out], functools.partial(slice_tokens, end=length), attended)
+        streams = (
+            (image, modulated(self.norm1.norm), image_mod),
+            (text, modulated(self.norm1_context.norm), text_mod),
+        )
+        image_update, text_update = joint_attention(self.attn, *streams, image_rotary_emb)
         image = feedforward(image + image_mod[2] * image_update, modulated(self.norm2), self.ff, image_mod[3:])
         text = text + text_mod[2] * text_update
         text = feedforward(text, modulated(self.norm2_context), self.ff_context, text_mod[3:])

@@ -31,11 +31,11 @@ from library.models.blocks import (
     adopt_classes,
     adopt_norms,
     feedforward,
+    joint_attention,
     modulation,
 )
 from library.nn.attention import Backend
-from library.nn.frozen_linear import project_recomputed
-from library.nn.norms import ModulationCache, clamp_fp16, modulated, modulated_norm, slice_tokens
+from library.nn.norms import ModulationCache, clamp_fp16, modulated, modulated_norm
 from library.nn.rope import Table, make_room
 
 
@@ -77,21 +77,15 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
                 joint_attention_kwargs,
                 modulate_index,
             )
-        attn: Any = self.attn
         image, text = hidden_states, encoder_hidden_states
         image_mod = modulation(self.img_mod[0], self.img_mod[1], temb, 6, modulation_cache, "image")
         text_temb = temb.chunk(2)[0] if self.zero_cond_t else temb
         text_mod = modulation(self.txt_mod[0], self.txt_mod[1], text_temb, 6, modulation_cache, "text")
-        norm = _modulated(self.img_norm1, modulate_index)
-        image_qkv = project_recomputed([attn.to_q, attn.to_k, attn.to_v], norm, image, *image_mod[:2])
-        text_layers = [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
-        text_qkv = project_recomputed(text_layers, modulated(self.txt_norm1), text, *text_mod[:2])
-        attended = attn.processor.attend(
-            attn, image_qkv, text_qkv, image_rotary_emb, text_mask=encoder_hidden_states_mask
+        streams = (
+            (image, _modulated(self.img_norm1, modulate_index), image_mod),
+            (text, modulated(self.txt_norm1), text_mod),
         )
-        length = text.shape[1]
-        (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(slice_tokens, start=length), attended)
-        (text_update,) = project_recomputed([attn.to_add_out], functools.partial(slice_tokens, end=length), attended)
+        image_update, text_update = joint_attention(self.attn, *streams, image_rotary_emb, encoder_hidden_states_mask)
         image = image + _chosen(image_mod[2], modulate_index) * image_update
         image_mod = (*image_mod[3:5], _chosen(image_mod[5], modulate_index))
         image = feedforward(image, _modulated(self.img_norm2, modulate_index), self.img_mlp, image_mod)
