@@ -33,7 +33,7 @@ from library.config.rules import model_conflicts
 from library.config.schema import ModelConfig, PrecisionConfig
 from library.errors import UserError, error_prefix, exit_on_user_error
 from library.files import read_text, write_text
-from library.llm.chat_templates import CHAT_TEMPLATES, ChatTemplate, Message, load_chat_template
+from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTemplate, load_chat_template
 from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer
 from library.models.llm.model import TransformerLM
@@ -134,31 +134,31 @@ def text(options: argparse.Namespace) -> list[str]:
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     lora = lora_source(options.lora) if options.lora else None
     template = read_template(options, tokenizer, lora)
-    turn_ends = template.ends if template else ()
-    settings = replace(sampling_settings(options), stop_tokens=(*tokenizer.stop_tokens, *turn_ends, *ends))
-    given = [prompt_tokens(tokenizer, prompt, options.system, template) for prompt in prompts]
+    settings = replace(sampling_settings(options), stop_tokens=(*tokenizer.stop_tokens, *template.ends, *ends))
+    given = [template.prompt(options.system or "", [], prompt) for prompt in prompts]
     model = load_language_model(options.model, options.dtype, options.fp8_scaled)
     if lora is not None:
         put_lora_on(model, lora.path, lora.ratio)
     if len(prompts) == 1:
-        texts = [_streamed(model, tokenizer, given[0], settings, "" if options.chat else prompts[0])]
+        print("" if options.chat else prompts[0], end="", flush=True)
+        written = [_streamed(model, tokenizer, given[0], settings)]
     else:
         written = generate_tokens(model, given, settings)
-        texts = [tokenizer.decode(tokens, skip_special=True) for tokens in written]
-        for prompt, made in zip(prompts, texts, strict=True):
-            print(f"--- {prompt}\n{made}\n")
+    texts = [tokenizer.decode(tokens, skip_special=True) for tokens in written]
+    for prompt, made in zip(prompts, texts, strict=True) if len(prompts) > 1 else ():
+        print(f"--- {prompt}\n{made}\n")
     if options.save_to is not None:
         lines = [json.dumps({"prompt": p, "text": t}, ensure_ascii=False) for p, t in zip(prompts, texts, strict=True)]
         write_text(options.save_to, "\n".join(lines) + "\n")
     return texts
 
 
-def read_template(options: argparse.Namespace, tokenizer: Tokenizer, lora: LoraSource | None) -> ChatTemplate | None:
-    """Return the template of --chat: as asked, as the LoRA was trained with, or what fits; None without --chat."""
+def read_template(options: argparse.Namespace, tokenizer: Tokenizer, lora: LoraSource | None) -> PromptTemplate:
+    """Return the template of --chat: as asked, as the LoRA was trained with, or what fits; of text without --chat."""
     if not options.chat:
         if options.chat_template:
             raise UserError("--chat_template: has no effect without --chat; add it")
-        return None
+        return TextTemplate(tokenizer)
     from library.training.tasks.chat_lora import template_of
 
     name = options.chat_template or (template_of(lora.path) if lora else None) or "auto"
@@ -180,29 +180,15 @@ def read_text_prompts(options: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str, system: str | None, template: ChatTemplate | None) -> list[int]:
-    """Return the tokens of a prompt: a message in ``template``, or a text's beginning where there is none."""
-    if template is not None:
-        messages = [Message("system", system)] if system else []
-        return template.tokens([*messages, Message("user", prompt)], answer_next=True)[0]
-    first = [] if tokenizer.bos is None else [tokenizer.bos]
-    return first + tokenizer.encode(prompt)
-
-
-def _streamed(
-    model: TransformerLM, tokenizer: Tokenizer, tokens: Sequence[int], settings: SamplingSettings, beginning: str
-) -> str:
-    """Print the text while it is made; return it."""
-    decoder, made = IncrementalDecoder(tokenizer), ""
-    print(beginning, end="", flush=True)
-    for (token,) in stream_tokens(model, [tokens], settings):
-        if token is not None:
-            part = decoder.add(token)
-            made += part
-            print(part, end="", flush=True)
-    rest = decoder.rest()
-    print(rest)
-    return made + rest
+def _streamed(model: TransformerLM, tokenizer: Tokenizer, prompt: list[int], how: SamplingSettings) -> list[int]:
+    """Print the text while it is made; return its tokens."""
+    decoder, tokens = IncrementalDecoder(tokenizer), list[int]()
+    for (token,) in stream_tokens(model, [prompt], how):
+        assert token is not None
+        tokens.append(token)
+        print(decoder.add(token), end="", flush=True)
+    print(decoder.rest())
+    return tokens
 
 
 def parser() -> argparse.ArgumentParser:
