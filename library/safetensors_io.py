@@ -179,6 +179,8 @@ def weight_files(path: Path) -> list[Path]:
     for name in ("diffusion_pytorch_model.safetensors", "model.safetensors"):
         if (path / name).is_file():
             return [path / name]
+    if several := len(list(path.glob("*.safetensors"))):
+        raise UserError(f"{path}: {several} safetensors files and no index; give one of the files")
     raise UserError(f"{path}: no .safetensors weights in this folder; download the model with its safetensors files")
 
 

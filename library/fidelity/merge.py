@@ -26,13 +26,12 @@ from library.precision.checkpoint_writing import write_fp8_checkpoint
 from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
 from library.precision.recipe import Fp8Recipe
 from library.training.report.progress import plain_table
-from networks.files.adapters import load_adapter, save_adapter
+from networks.files.adapters import save_adapter
 from networks.files.base import Base, check_target, folder_copy, open_base
-from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
-from networks.merging.merge import Fits, LoraSource, partial_notes, plan_updates, unknown_keys
+from networks.merging.merge import LoraSource, base_notes, partial_notes, plan_updates, read_sources
 from networks.merging.merge_fp8 import Fp8Merge, recipe_of_base, rounding_retention
 
 Rounding = Literal["nearest", "stochastic", "compensated"]
@@ -79,12 +78,9 @@ def merge_to_fp8(
     base = open_base(model, fp8=True)
     kind, recipe = _what_is_written(base, precision, rounding, seed)
     check_target(base, save_to, recipe.fp8.dtype)
-    fits: Fits | None = {} if allow_partial else None
-    files = [(source, load_adapter(source.path, targets, unknown_keys(fits, source))) for source in sources]
-    here = weights_fingerprint(base.weights_path)
-    for source, file in files:
-        if remark := base_mismatch(file.metadata, here):
-            console.print(f"note: {source.path}: {remark}")
+    files, fits = read_sources(sources, targets, allow_partial)
+    for note in base_notes(base.weights_path, files):
+        console.print(f"note: {note}")
     read = [(source, targets.by_component(file.weights)) for source, file in files]
     if any(set(parts) - {targets.file_prefix} for _, parts in read) and not transformer_only:
         raise UserError("--lora: text encoders are not written in fp8; give --transformer_only to leave them out")

@@ -26,7 +26,7 @@ from library.files import write_text
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.registry import lora_namings
 from library.precision.checkpoint_layouts import WeightFiles
-from library.safetensors_io import DTYPES, RowRange, TensorSpecs, shard_names, tensor_bytes
+from library.safetensors_io import DTYPES, RowRange, TensorSpecs, tensor_bytes, weight_files
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
@@ -57,7 +57,7 @@ class Base:
         """Return the weights of another component of a pipeline (``text_encoder``), if there is one."""
         if self.folder is None or self.folder == self.path or not (self.path / name).is_dir():
             return None
-        return _open(self.path / name, _weight_files(self.path / name, "model.safetensors"), self.fp8)
+        return _open(self.path / name, _weight_files(self.path / name), self.fp8)
 
 
 def open_base(path: Path, option: str = "--model", fp8: bool = False) -> Base:
@@ -73,19 +73,13 @@ def open_base(path: Path, option: str = "--model", fp8: bool = False) -> Base:
     if path.is_file():
         return Base(path, None, _open(path, [path], fp8), fp8)
     folder = path / "transformer" if (path / "transformer").is_dir() else path
-    files = _weight_files(folder, "diffusion_pytorch_model.safetensors")
-    return Base(path, folder, _open(path, files, fp8), fp8)
+    return Base(path, folder, _open(path, _weight_files(folder), fp8), fp8)
 
 
-def _weight_files(folder: Path, usual_name: str) -> list[Path]:
-    """Return the weight files of a folder: the shards of its index, or the one that is usual or alone."""
-    if index := _index_of(folder):
-        return [folder / name for name in shard_names(index)]
-    found = sorted(folder.glob("*.safetensors"))
-    usual = folder / usual_name
-    if usual not in found and len(found) != 1:
-        raise UserError(f"{folder}: {len(found)} safetensors files and no index; give one file to --model")
-    return [usual if usual in found else found[0]]
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a folder; one that is alone may have any name."""
+    found = list(folder.glob("*.safetensors"))
+    return found if len(found) == 1 and _index_of(folder) is None else weight_files(folder)
 
 
 def _open(path: Path, files: list[Path], fp8: bool) -> WeightFiles:
@@ -107,7 +101,7 @@ def _saved_bytes(base: Base, dtype: torch.dtype | None) -> int:
 
 
 def check_target(base: Base, save_to: Path, dtype: torch.dtype | None) -> None:
-    """Refuse a target of the wrong kind, one that would overwrite something, or one without room."""
+    """Refuse a target of the wrong kind, one that would overwrite something, or one without room for ``dtype``."""
     needed = _saved_bytes(base, dtype)
     if base.folder is None:
         if save_to.suffix != ".safetensors":

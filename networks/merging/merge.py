@@ -40,7 +40,7 @@ from networks.files.metadata import base_mismatch
 from networks.files.weights import AdapterWeights, names_in_short
 
 Updates = Mapping[str, AdapterWeights]  # by module name
-Fits = dict[Path, PartialFit]  # by LoRA file
+Fits = Mapping[Path, PartialFit]  # by LoRA file; empty where all of each has to fit
 _STALE_METADATA = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
 
 
@@ -105,8 +105,7 @@ def merge_loras(
         raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
     dtype = PRECISIONS[precision] if precision else None
     base = open_base(model)
-    fits: Fits | None = {} if allow_partial else None
-    read = [(source, load_adapter(source.path, targets, unknown_keys(fits, source))) for source in sources]
+    read, fits = read_sources(sources, targets, allow_partial)
     loras = [(source, file.weights) for source, file in read]
     components = _components(base, loras, targets, transformer_only, fits)
     fitting = partial_notes(fits)
@@ -131,22 +130,24 @@ def merge_loras(
                 write(component, folder.parent / component.name)
     notes = [
         *fitting,
-        *_base_notes(base.weights_path, read),
+        *base_notes(base.weights_path, read),
         *(_left_out_notes(loras, targets) if transformer_only else ()),
     ]
     return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
 
 
-def unknown_keys(fits: Fits | None, source: LoraSource) -> list[str] | None:
-    """Return the list that takes the keys of ``source`` that mean nothing to the family, None to refuse them."""
-    if fits is None:
-        return None
-    return fits.setdefault(source.path, PartialFit(str(source.path))).unknown
+def read_sources(
+    sources: Sequence[LoraSource], targets: LoraTargets, allow_partial: bool
+) -> tuple[list[tuple[LoraSource, AdapterFile]], Fits]:
+    """Return what LoRA files hold, and with ``allow_partial`` a tally for each of what fits."""
+    fits = {source.path: PartialFit(str(source.path)) for source in sources if allow_partial}
+    unknown = {path: fit.unknown for path, fit in fits.items()}
+    return [(source, load_adapter(source.path, targets, unknown.get(source.path))) for source in sources], fits
 
 
-def partial_notes(fits: Fits | None) -> list[str]:
+def partial_notes(fits: Fits) -> list[str]:
     """Return a line for each LoRA of which something was left out."""
-    lines = [(fit, fit.line()) for fit in (fits or {}).values()]
+    lines = [(fit, fit.line()) for fit in fits.values()]
     return [line for fit, line in lines if not fit.complete]
 
 
@@ -169,7 +170,7 @@ def _components(
     loras: Sequence[tuple[LoraSource, Updates]],
     targets: LoraTargets,
     transformer_only: bool,
-    fits: Fits | None,
+    fits: Fits,
 ) -> list[_Component]:
     """Return the transformer, and the text encoders that the LoRAs change, with their updates."""
     _refuse_text_encoder_alone(base, targets)
@@ -216,9 +217,9 @@ def plan_updates(
     loras: Sequence[tuple[LoraSource, Updates]],
     keys: KeyNames,
     model_name: str,
-    fits: Fits | None = None,
+    fits: Fits,
 ) -> dict[str, list[Update]]:
-    """Return base tensor -> its updates; ``fits`` takes what has none, which is refused without it.
+    """Return base tensor -> its updates; ``fits`` take what has no place, which is refused where there is no tally.
 
     Raises:
         UserError: a LoRA module has no place in the base or another shape; its name is in the message.
@@ -227,7 +228,7 @@ def plan_updates(
     updates: dict[str, list[Update]] = {}
     for source, modules in loras:
         absent = sorted(modules.keys() - places.keys())
-        fit = None if fits is None else fits.setdefault(source.path, PartialFit(str(source.path)))
+        fit = fits.get(source.path)
         if fit is not None:
             fit.unmatched += absent
         elif absent:
@@ -303,7 +304,7 @@ def _left_out_notes(loras: Sequence[tuple[LoraSource, Updates]], targets: LoraTa
             yield f"{source.path}: {len(text)} text encoder modules left out ({names_in_short(text)})"
 
 
-def _base_notes(weights: Path, loras: Sequence[tuple[LoraSource, AdapterFile]]) -> Iterator[str]:
+def base_notes(weights: Path, loras: Sequence[tuple[LoraSource, AdapterFile]]) -> Iterator[str]:
     """Yield a remark for every LoRA that says it was trained on other weights."""
     if any("tandem.base_fingerprint" in lora.metadata for _, lora in loras):
         here = weights_fingerprint(weights)

@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(lora, tmp_path:
         (single, narrow, new, "transformer_blocks.0.attn.to_k is for 64x64, the base has 32x32"),
         (vae, path, new, "holds no transformer of flux; give its transformer file"),
         (fp8, path, new, "fp8.safetensors: img_in.weight is stored as F8_E4M3; merge into the bf16 or fp16 file"),
-        (two, path, new, "two: 2 safetensors files and no index; give one file to --model"),
+        (two, path, new, "two: 2 safetensors files and no index; give one of the files"),
         (single, path, new, "new: the base is one file; end --save_to in .safetensors"),
         (single, path, single, "is the base itself; choose another --save_to"),
         (base, path, shallow, "shallow: exists and is no empty folder; choose another --save_to"),
