@@ -67,14 +67,14 @@ class AdapterNetwork:
         """
         if loraplus_ratio is None:
             return [{"params": self.parameters(), "lr": lr, "name": name}]
-        fast: list[nn.Parameter] = []
-        slow: list[nn.Parameter] = []
-        for layer in self.modules.values():
-            for part, parameter in layer.trained().items():
-                (fast if part == "lora_B.weight" else slow).append(parameter)
+        named = [item for layer in self.modules.values() for item in layer.trained().items()]
         return [
-            {"params": slow, "lr": lr, "name": f"{name}_A"},
-            {"params": fast, "lr": lr * loraplus_ratio, "name": f"{name}_B"},
+            {"params": [p for part, p in named if part != "lora_B.weight"], "lr": lr, "name": f"{name}_A"},
+            {
+                "params": [p for part, p in named if part == "lora_B.weight"],
+                "lr": lr * loraplus_ratio,
+                "name": f"{name}_B",
+            },
         ]
 
     def state_dict(self) -> dict[str, Tensor]:

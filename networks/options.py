@@ -27,7 +27,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
@@ -48,6 +48,7 @@ _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
 _PLAIN_KEYS = ("rank_dropout", "module_dropout", "loraplus_lr_ratio", "include_patterns", "exclude_patterns")
 _LOKR_KEYS = ("factor", "decompose_both")
 _TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
+_OF_TRANSFORMER = ("dims", "dim_sources", "blocks", "include_patterns", "exclude_patterns", "train_t5xxl")
 
 
 @dataclass(frozen=True)
@@ -97,17 +98,8 @@ class NetworkOptions:
 
     def for_text_encoders(self) -> NetworkOptions:
         """Return what of these options speaks of text encoders too: the kind, its rank, alpha and dropouts."""
-        return replace(
-            self,
-            dims={},
-            dim_sources={},
-            blocks={},
-            include_patterns=(),
-            exclude_patterns=(),
-            loraplus_lr_ratio=None,
-            loraplus_text_encoder_lr_ratio=None,
-            train_t5xxl=False,
-        )
+        ours = {field.name: getattr(self, field.name) for field in fields(self)}
+        return NetworkOptions(**{name: value for name, value in ours.items() if name not in _OF_TRANSFORMER})
 
 
 def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:

@@ -13,7 +13,7 @@ widest tensor there is, for the gradient of A. So the same numbers are computed 
 * B's product is accumulated into the base's output by one in-place ``addmm`` that also applies the scale, so no tensor
   of the output's size is made besides the output itself.
 * Layers with a common input (q, k, v) run A as one matrix product (:meth:`LoRALinear.forward_together`).
-* Without dropout, and outside of a compiler, base and updates are one step of autograd (:func:`fused`):
+* Without dropout, and outside of a compiler, base and updates are one step of autograd (:class:`_Fused`):
 
       x = prologue(*inputs)         y_i = base_i(x) + scale_i * (x A_i^T) B_i^T
 
@@ -62,7 +62,7 @@ weight in bf16 or fp8 is there in fp32 for a moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -125,7 +125,7 @@ class LoRALinear(AdapterLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
-        return LoRALinear.forward_together([self], x)[0]
+        return self.forward_together([self], x)[0]
 
     @staticmethod
     def forward_together(
@@ -142,13 +142,13 @@ class LoRALinear(AdapterLinear):
         Returns:
             One ``[..., out_i]`` per layer. Dropouts are drawn in the layers' order, as in separate calls.
         """
-        simple = all(layer.enabled and not layer._drops() for layer in layers)
-        if not simple or not can_fuse([layer.base for layer in layers]):
+        simple = all(layer.enabled and not layer._drops() and has_input_gradient(layer.base) for layer in layers)
+        if not simple or torch.compiler.is_compiling():
             return LoRALinear._textbook(layers, prologue(x, *more) if prologue else x)
         split = layers[0].split
-        updates = [Update(layer.base, layer.width, layer.scale * layer.multiplier) for layer in layers]
+        updates = tuple(_Update(layer.base, layer.width, layer.scale * layer.multiplier) for layer in layers)
         downs, ups = [layer._own_down() for layer in layers], [layer._own_up() for layer in layers]
-        outputs = fused(updates, downs, ups, prologue or _itself, x, *more, split=split)
+        outputs = _Fused.apply(updates, prologue, 1 + len(more), split, x, *more, *downs, *ups)
         return [gathering(y, split) for y in outputs]
 
     @staticmethod
@@ -272,11 +272,7 @@ class LoRALinear(AdapterLinear):
         )
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-class Update(NamedTuple):
+class _Update(NamedTuple):
     """One layer's frozen base and its update; ``rank`` rows of A."""
 
     base: nn.Module
@@ -284,37 +280,22 @@ class Update(NamedTuple):
     scale: float
 
 
-def fused(
-    updates: Sequence[Update],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    prologue: Prologue,
-    *inputs: Tensor,
-    split: Split | None = None,
-) -> list[Tensor]:
-    """Return ``y_i`` of each update, ``[..., out_i]``, in the dtype of ``prologue(*inputs)``, or autocast's.
-
-    Args:
-        updates: layers with a common input and an input gradient (:func:`can_fuse`).
-        downs: A of each, [rank_i, in].
-        ups: B of each, [out_i, rank_i].
-        prologue: differentiable function of ``inputs`` that draws no random numbers.
-        inputs: what ``prologue`` makes x [..., in] of.
-        split: the part of every layer that this process has, bases, ``downs`` and ``ups`` being that part; sums over
-            its group are made here, one for all layers.
-    """
-    return list(_Fused.apply(tuple(updates), prologue, len(inputs), split, *inputs, *downs, *ups))
-
-
-def can_fuse(bases: Sequence[nn.Module]) -> bool:
-    """Return whether all of ``bases`` are frozen layers that :func:`fused` can run backward."""
-    return not torch.compiler.is_compiling() and all(has_input_gradient(base) for base in bases)
-
-
 class _Fused(torch.autograd.Function):
+    """``y_i`` of each update, ``[..., out_i]``, in the dtype of x = ``prologue(*inputs)``, or autocast's.
+
+    ``tensors`` are the ``count`` inputs, then A of each update, [rank_i, in], then B of each, [out_i, rank_i]. The
+    prologue is differentiable and draws no random numbers; None: the input is x. ``split`` is the part of every layer
+    that this process has, bases, A and B being that part; sums over its group are made here, one for all layers.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, updates: tuple[Update, ...], prologue: Prologue, count: int, split: Split | None, *tensors: Tensor
+        ctx: Any,
+        updates: tuple[_Update, ...],
+        prologue: Prologue | None,
+        count: int,
+        split: Split | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         inputs, downs, ups = _parts(tensors, count, len(updates))
         device = inputs[0].device.type
@@ -350,19 +331,26 @@ class _Fused(torch.autograd.Function):
                 (g.t() @ part).to(up.dtype).mul_(u.scale)
                 for g, part, up, u in zip(rows, parts, ups, ctx.updates, strict=True)
             ]
-            # x is made, used for the gradient of A and let go, before there is a gradient of its size.
-            x = _MadeAgain(ctx, inputs, wanted)
-            down_gradient = low_gradient.t() @ x.free_weights()
-            if any(wanted[: ctx.count]):
+            # x is made again, used for the gradient of A and let go, before there is a gradient of its size.
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, wanted, strict=False)]
+            with torch.set_grad_enabled(any(wanted[: ctx.count])):
+                x = _made(ctx, leaves)
+            shape, edge = x.shape, torch.autograd.graph.get_gradient_edge(x) if x.requires_grad else None
+            down_gradient = low_gradient.t() @ x.detach().reshape(-1, shape[-1])
+            del x
+            found: Iterator[Tensor] = iter(())
+            if edge is not None:
                 x_gradient = low_gradient @ _stacked(downs, low_gradient.dtype)
                 for g, update in zip(rows, ctx.updates, strict=True):
                     add_input_gradient(update.base, g, x_gradient)
                 if ctx.split is not None and ctx.split.dim == 0:
                     sum_over(ctx.split.group, x_gradient)
-                x.backward(x_gradient)
+                needing = [leaf for leaf in leaves if leaf.requires_grad]
+                found = iter(torch.autograd.grad(edge, needing, x_gradient.view(shape)))
+        input_gradients = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
         ranks = [update.rank for update in ctx.updates]
         down_gradients = [part.to(down.dtype) for part, down in zip(down_gradient.split(ranks), downs, strict=True)]
-        return None, None, None, None, *x.gradients, *down_gradients, *up_gradients
+        return None, None, None, None, *input_gradients, *down_gradients, *up_gradients
 
 
 def _parts(tensors: Sequence[Tensor], count: int, layers: int) -> tuple[Sequence[Tensor], ...]:
@@ -378,33 +366,8 @@ def _made(ctx: Any, inputs: Sequence[Tensor]) -> Tensor:
     """Return x in the compute dtype, under the autocast that forward ran under."""
     enabled, dtype = ctx.autocast
     with torch.autocast(ctx.device, dtype, enabled=enabled):
-        x = ctx.prologue(*inputs)
+        x = ctx.prologue(*inputs) if ctx.prologue else inputs[0]
     return x.to(dtype) if enabled else x
-
-
-class _MadeAgain:
-    """x made once more from ``inputs``, with a way back to them."""
-
-    def __init__(self, ctx: Any, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> None:
-        self._leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, wanted, strict=False)]
-        self._needing = [leaf for leaf in self._leaves if leaf.requires_grad]
-        with torch.set_grad_enabled(bool(self._needing)):
-            self._x: Tensor | None = _made(ctx, self._leaves)
-        self._shape = self._x.shape
-        self._edge = torch.autograd.graph.get_gradient_edge(self._x) if self._needing else None
-        self.gradients: list[Tensor | None] = [None] * len(inputs)
-
-    def free_weights(self) -> Tensor:
-        """Return x, [N, in], and keep no reference to it."""
-        x, self._x = self._x, None
-        assert x is not None
-        return x.detach().reshape(-1, x.shape[-1])
-
-    def backward(self, x_gradient: Tensor) -> None:
-        """Set ``gradients`` of the inputs, None where none is needed."""
-        assert self._edge is not None
-        found = iter(torch.autograd.grad(self._edge, self._needing, x_gradient.view(self._shape)))
-        self.gradients = [next(found) if leaf.requires_grad else None for leaf in self._leaves]
 
 
 class LoraInit(nn.Module):
@@ -527,10 +490,6 @@ class DoRALinear(LoRALinear):
             own = ((up @ (down @ down.t())) * up).sum(dim=1)
         scale = self.scale
         return (self.squares + 2 * scale * crossed + scale**2 * own).clamp_min(0).sqrt()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
-        return DoRALinear.forward_together([self], x)[0]
 
     @staticmethod
     def forward_together(  # type: ignore[override]

@@ -80,12 +80,12 @@ def extract_lora(
     Raises:
         UserError: a layer is in one model only or has another shape, or nothing differs.
     """
-    pairs = [_pair(original, tuned, original.weights, tuned.weights, targets.keys, "", targets.family)]
+    pairs = [_pair((original.weights, tuned.weights), targets.keys, "", targets.family)]
     for encoder in targets.text_encoders:
         before, after = original.component(encoder.name), tuned.component(encoder.name)
         if before is not None and after is not None:
             name = f"{targets.family}'s {encoder.name}"
-            pairs.append(_pair(original, tuned, before, after, encoder.keys, f"{encoder.name}.", name))
+            pairs.append(_pair((before, after), encoder.keys, f"{encoder.name}.", name))
     total, done = sum(len(pair.places[0]) for pair in pairs), 0
     weights: dict[str, LoraWeights] = {}
     layers: list[ExtractedLayer] = []
@@ -101,34 +101,27 @@ def extract_lora(
             progress(done, total)
     if not layers:
         raise UserError(f"{tuned.path}: its linear layers are those of {original.path}; there is nothing to extract")
-    notes = [note for pair in pairs for note in _other_differences(pair, tuned)]
+    notes = [note for pair in pairs for note in _other_differences(pair)]
     return Extraction(weights, layers, total - len(layers), notes)
 
 
-def _pair(
-    original: Base,
-    tuned: Base,
-    original_weights: WeightFiles,
-    tuned_weights: WeightFiles,
-    keys: KeyNames,
-    prefix: str,
-    model_name: str,
-) -> _Pair:
+def _pair(weights: tuple[WeightFiles, WeightFiles], keys: KeyNames, prefix: str, model_name: str) -> _Pair:
     """Find the modules of both models, refusing models of different architectures."""
-    before, after = (find_modules(files, keys, model_name) for files in (original_weights, tuned_weights))
+    before, after = (find_modules(files, keys, model_name) for files in weights)
+    original, tuned = (files.path for files in weights)
     if alone := sorted(before.keys() ^ after.keys()):
-        where = original.path if alone[0] in before else tuned.path
+        where = original if alone[0] in before else tuned
         raise UserError(
-            f"{tuned.path}: another architecture than {original.path} ({len(alone)} layers are in one of them only: "
+            f"{tuned}: another architecture than {original} ({len(alone)} layers are in one of them only: "
             f"{names_in_short(alone, 2)} in {where}); give two models of one architecture"
         )
     if other := [name for name in before if before[name].shape != after[name].shape]:
         shapes = "{}x{} against {}x{}".format(*after[other[0]].shape, *before[other[0]].shape)
         raise UserError(
-            f"{tuned.path}: another architecture than {original.path} ({len(other)} layers have other shapes: "
+            f"{tuned}: another architecture than {original} ({len(other)} layers have other shapes: "
             f"{other[0]} {shapes}); give two models of one architecture"
         )
-    return _Pair(prefix, (before, after), (original_weights, tuned_weights))
+    return _Pair(prefix, (before, after), weights)
 
 
 def _layer(
@@ -149,7 +142,7 @@ def _layer(
     return decompose_to_energy(difference, energy, dim, draws)
 
 
-def _other_differences(pair: _Pair, tuned: Base) -> list[str]:
+def _other_differences(pair: _Pair) -> list[str]:
     """Return a remark if tensors that a LoRA cannot hold differ; only those of equal name can be compared."""
     held = {place.tensor for places in pair.places for place in places.values()}
     before, after = (weights.entries for weights in pair.weights)
@@ -163,4 +156,6 @@ def _other_differences(pair: _Pair, tuned: Base) -> list[str]:
     if not differing:
         return []
     shown = names_in_short(differing, 3)
-    return [f"{tuned.path}: {len(differing)} tensors that no LoRA holds differ as well ({shown}); they are left out"]
+    return [
+        f"{pair.weights[1].path}: {len(differing)} tensors that no LoRA holds differ as well ({shown}); they are left out"
+    ]
