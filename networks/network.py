@@ -67,14 +67,12 @@ class AdapterNetwork:
         """
         if loraplus_ratio is None:
             return [{"params": self.parameters(), "lr": lr, "name": name}]
-        named = [item for layer in self.modules.values() for item in layer.trained().items()]
+        trained = [layer.trained() for layer in self.modules.values()]
+        fast = [parts["lora_B.weight"] for parts in trained]
+        slow = [parameter for parts in trained for part, parameter in parts.items() if part != "lora_B.weight"]
         return [
-            {"params": [p for part, p in named if part != "lora_B.weight"], "lr": lr, "name": f"{name}_A"},
-            {
-                "params": [p for part, p in named if part == "lora_B.weight"],
-                "lr": lr * loraplus_ratio,
-                "name": f"{name}_B",
-            },
+            {"params": slow, "lr": lr, "name": f"{name}_A"},
+            {"params": fast, "lr": lr * loraplus_ratio, "name": f"{name}_B"},
         ]
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -155,7 +155,5 @@ def _other_differences(pair: _Pair) -> list[str]:
     ]
     if not differing:
         return []
-    shown = names_in_short(differing, 3)
-    return [
-        f"{pair.weights[1].path}: {len(differing)} tensors that no LoRA holds differ as well ({shown}); they are left out"
-    ]
+    where, shown = pair.weights[1].path, names_in_short(differing, 3)
+    return [f"{where}: {len(differing)} tensors that no LoRA holds differ as well ({shown}); they are left out"]
