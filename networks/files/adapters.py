@@ -109,20 +109,16 @@ LAYOUTS = {  # prefixes are tried in this order
 SAVE_FORMATS = ("diffusers", "kohya", "comfy")  # of image models; language models' are PEFT's
 
 _ROLES = {  # suffix -> the tensor in memory; PEFT may put the adapter's name before ".weight"
-    ".lora_A.weight": "down",
     ".lora_A.default.weight": "down",
-    ".lora_down.weight": "down",
     ".lora.down.weight": "down",
     ".lora_linear_layer.down.weight": "down",  # text encoders by diffusers before PEFT
-    ".lora_B.weight": "up",
     ".lora_B.default.weight": "up",
-    ".lora_up.weight": "up",
     ".lora.up.weight": "up",
     ".lora_linear_layer.up.weight": "up",
-    ".lora_magnitude_vector": "magnitude",
     ".lora_magnitude_vector.weight": "magnitude",
-    **{f".{name}": name for name in ("alpha", "dora_scale", "oft_blocks", "lokr_w1", "lokr_w2")},
-    **{f".{name}_{x}": f"{name}_{x}" for name in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2") for x in "ab"},
+    ".alpha": "alpha",
+    **{f".{written}": name for row in LAYOUTS.values() for name, written in row.names.items() if written},
+    **{f".{name}": name for kind in KINDS.values() for names in kind.complete for name in names - _KOHYA.keys()},
 }
 _TENSOR_NAME = re.compile(
     "|".join([*(re.escape(role) + "$" for role in _ROLES), *(re.escape(mark) + ".*" for mark in ADAPTER_MARKS)])
