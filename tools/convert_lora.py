@@ -117,7 +117,7 @@ def main() -> None:
     console.print(describe(read.weights, targets))
     console.print(f"from  {summary(options.source, read)}")
     console.print(f"to    {summary(options.target, written)}")
-    same = f"to {difference:.0e} of its size" if difference else "to the last bit that can be told"
+    same = f"to {difference:.0e} of its size" if difference else "to the last bit that can be measured"
     console.print(f"checked: every layer's update is the same {same}")
 
 

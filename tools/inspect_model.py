@@ -202,7 +202,7 @@ def norm_lines(part: Component) -> RenderableType:
         total, where = sum(group.count for group in groups), names_in_short(places, 6)
         lines.append(Text.assemble("norms: ", (f"{kind}{without}", "bold yellow"), f" × {total}  ", (where, "dim")))
     if not is_known(part):
-        lines.append(Text("norms without weights cannot be told of an unknown architecture", "dim"))
+        lines.append(Text("norms without weights cannot be known of an unknown architecture", "dim"))
     return Group(*lines)
 
 

@@ -45,9 +45,9 @@ bf16 weight minus its largest directions loses bits), it may be fp8, and switchi
 a product of the rank's size. The file then is a plain LoRA of twice the rank, [A; A_0] and [B, -B_0], as the one that
 peft converts to.
 
-*DoRA* (https://arxiv.org/abs/2402.09353) trains the lengths of the merged weight's rows besides:
+*DoRA* (https://arxiv.org/abs/2402.09353) trains the norms of the merged weight's rows (its magnitude) besides:
 
-    W' = m * V / |V|        V = W + s B A, its rows divided by their length, m [out] trained
+    W' = m * V / |V|        V = W + s B A, its rows divided by their norm, m [out] trained
 
 As in peft, whose file diffusers loads: m begins at |W|, and |V| is a constant to the gradient (section 4.3 of the
 paper). With c = m / |V| and z = V x + b, what a LoRA computes, y = c * z + (1 - c) * b, so all of LoRA's fast paths
@@ -423,27 +423,28 @@ def _olora(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 class DoRALinear(LoRALinear):
-    """A LoRA layer whose merged weight has trained row lengths.
+    """A LoRA layer whose merged weight has trained row norms.
 
     Attributes:
         magnitude: m, [out].
     """
 
     kind = "dora"
-    squares: Tensor
+    squared_norms: Tensor
 
     def __init__(self, base: nn.Module, rank: int, alpha: float, **options: Any) -> None:
         super().__init__(base, rank, alpha, **options)
         device = options.get("device")
-        self.register_buffer("squares", base_weight(base).square().sum(dim=1).to(device or "cpu"), persistent=False)
+        squared_norms = base_weight(base).square().sum(dim=1).to(device or "cpu")
+        self.register_buffer("squared_norms", squared_norms, persistent=False)
         # fp32 always: rounded to bf16, the layer would not begin as its base, and small steps would be lost
         self.magnitude = new_parameter(self.out_features, dtype=torch.float32, device=device)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw A as a LoRA does, set B to zero and m to the row lengths of the base."""
+        """Draw A as a LoRA does, set B to zero and m to the row norms of the base."""
         super().initialise(generator)
         with torch.no_grad():
-            self.magnitude.copy_(self.squares.sqrt())
+            self.magnitude.copy_(self.squared_norms.sqrt())
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return A, B and m."""
@@ -451,45 +452,45 @@ class DoRALinear(LoRALinear):
 
     @torch.no_grad()
     def weights(self, comfy: bool = True) -> AdapterWeights:
-        """Return A, B and the row lengths as peft keeps them, and with ``comfy`` as ComfyUI does.
+        """Return A, B and m as peft keeps it, and with ``comfy`` as ComfyUI does.
 
         These take the base's weight, which some layouts shard: nothing else in a file does.
         """
         lora, magnitude = super().weights(), self.magnitude.detach().float()
         tensors = {**lora.tensors, "magnitude": magnitude}
         if comfy:
-            tensors["dora_scale"] = (magnitude * self.squares.sqrt() / self.row_lengths())[:, None]
+            tensors["dora_scale"] = (magnitude * self.squared_norms.sqrt() / self.row_norms())[:, None]
         return DoraWeights(tensors, lora.alpha)
 
     def misfit(self, weights: AdapterWeights) -> tuple[str, str] | None:
         """Return why a file's ``weights`` are none for this layer."""
         if problem := super().misfit(weights) or self.other_scale(weights):
             return problem
-        lengths = weights.tensors.get("dora_scale")
-        if "magnitude" not in weights.tensors and lengths is not None and lengths.shape != (self.out_features, 1):
-            return "has lengths of columns", "only a DoRA with lengths of rows can be gone on with"
+        scales = weights.tensors.get("dora_scale")
+        if "magnitude" not in weights.tensors and scales is not None and scales.shape != (self.out_features, 1):
+            return "has magnitudes of columns", "training can continue only from a DoRA with magnitudes of rows"
         return None
 
     @torch.no_grad()
     def load_weights(self, weights: AdapterWeights) -> bool:
-        """Copy A, B and the row lengths."""
+        """Copy A, B and m."""
         super().load_weights(weights)
         magnitude = weights.tensors.get("magnitude")
         if magnitude is None:
-            scales = weights.tensors["dora_scale"].to(self.squares)
-            magnitude = scales[:, 0] * self.row_lengths() / self.squares.sqrt()
+            scales = weights.tensors["dora_scale"].to(self.squared_norms)
+            magnitude = scales[:, 0] * self.row_norms() / self.squared_norms.sqrt()
         fill(self.magnitude, magnitude)
         return False
 
     @torch.no_grad()
-    def row_lengths(self) -> Tensor:
+    def row_norms(self) -> Tensor:
         """Return |V|, [out] fp32."""
         down, up = self.lora_A.weight.float(), self.lora_B.weight.float()
         with torch.autocast(down.device.type, enabled=False):
             crossed = (up * (base_weight(self.base) @ down.t())).sum(dim=1)
             own = ((up @ (down @ down.t())) * up).sum(dim=1)
         scale = self.scale
-        return (self.squares + 2 * scale * crossed + scale**2 * own).clamp_min(0).sqrt()
+        return (self.squared_norms + 2 * scale * crossed + scale**2 * own).clamp_min(0).sqrt()
 
     @staticmethod
     def forward_together(  # type: ignore[override]
@@ -497,10 +498,10 @@ class DoRALinear(LoRALinear):
     ) -> list[Tensor]:
         """Return ``[layer(x) for layer in layers]``; see :meth:`networks.adapters.lora.LoRALinear.forward_together`."""
         outputs = LoRALinear.forward_together(layers, x, *more, prologue=prologue)
-        return [layer._with_lengths(z) if layer.enabled else z for layer, z in zip(layers, outputs, strict=True)]
+        return [layer._with_magnitude(z) if layer.enabled else z for layer, z in zip(layers, outputs, strict=True)]
 
-    def _with_lengths(self, z: Tensor) -> Tensor:
+    def _with_magnitude(self, z: Tensor) -> Tensor:
         """Return c z + (1 - c) b."""
-        ratio = self.magnitude.float() / self.row_lengths()
+        ratio = self.magnitude.float() / self.row_norms()
         out = z * ratio.to(z.dtype)
         return out if self.bias is None else out + ((1 - ratio) * self.bias.float()).to(z.dtype)

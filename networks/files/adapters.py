@@ -23,7 +23,7 @@ of the original qkv, diffusers loads DoRA, as peft's, and none of the others.
 
 Reading takes any mixture of the prefixes, suffixes and namings seen in published files. A key that cannot be mapped is
 named in the error: an adapter that is loaded in part is a wrong adapter. Whoever asks for a part all the same
-(``allow_partial``) is told what was left out, by name (:class:`PartialFit`).
+(``allow_partial``) gets the names of what was left out (:class:`PartialFit`).
 """
 
 from __future__ import annotations
@@ -438,7 +438,7 @@ def _modules_of(
         raise UserError(f"{where} has no {missing[0]}-projection; the file is incomplete")
     if names not in kind.complete:
         has = ", ".join(sorted(names))
-        raise UserError(f"{where} has {has}, which is no whole {kind.title}; it cannot be read")
+        raise UserError(f"{where} has {has}, which is no complete {kind.title}; the file cannot be read")
     if "down" in names:
         down, up = tensors["down"], tensors["up"]
         if down.ndim != 2 or up.ndim != 2 or up.shape[1] != down.shape[0] or not down.numel() * up.numel():
@@ -581,7 +581,7 @@ class PartialFit:
             "not known": self.unknown,
             "without a place here": self.unmatched,
             "of another shape": self.misfits,
-            "begun anew": missing,
+            "newly initialised": missing,
         }
         left = [f"{len(names)} {what} ({names_in_short(names, _SHOWN)})" for what, names in groups.items() if names]
         if not self.matched:

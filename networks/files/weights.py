@@ -5,7 +5,7 @@ compute the same without forming a weight. A new kind is a class here, in :data:
 
 The formulas are ComfyUI's (``comfy/weight_adapter``), whose names the tensors have. Two of them deserve a warning:
 
-* ``dora_scale`` with a row for each output is divided there by the row lengths of the *base*, |W|, not of V = W + s B A
+* ``dora_scale`` with a row for each output is divided there by the row norms of the *base*, |W|, not of V = W + s B A
   as in the paper and in peft (``lora_magnitude_vector``). A DoRA trained as in the paper is right in ComfyUI if its
   ``dora_scale`` is m |W| / |V|; so it is written here. With a column for each input it is divided by V's columns.
 * ComfyUI's ``alpha`` of OFT and BOFT is no scale but a limit on |Q|, 0 for none.
@@ -107,7 +107,7 @@ class LoraWeights(AdapterWeights):
 
 
 class DoraWeights(AdapterWeights):
-    """``down``, ``up`` and row lengths: ``magnitude`` [out] (peft's) or ``dora_scale`` [out, 1] or [1, in] (ComfyUI's).
+    """``down``, ``up`` and row norms: ``magnitude`` [out] (peft's) or ``dora_scale`` [out, 1] or [1, in] (ComfyUI's).
 
     Made of a trained layer it has both.
     """

@@ -24,6 +24,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from library.errors import UserError
@@ -73,13 +74,9 @@ def power_betas(times: Sequence[int], sigma_rel: float) -> list[float]:
 
 
 def power_of_width(sigma_rel: float) -> float:
-    """Return gamma of a power function profile of relative width ``sigma_rel``, by bisection to 1e-12."""
-    low, high = 0.0, 1.0 / sigma_rel  # the width at 1 / sigma_rel is below sigma_rel
-    while high - low > 1e-12 * max(1.0, high):
-        middle = (low + high) / 2
-        wider = (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > sigma_rel**2
-        low, high = (middle, high) if wider else (low, middle)
-    return (low + high) / 2
+    """Return gamma of a power function profile of relative width ``sigma_rel``: the positive root of the cubic."""
+    inverse = sigma_rel**-2
+    return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
 
 def average_loras(paths: Sequence[Path], files: Sequence[LoraFile], betas: Sequence[float]) -> dict[str, LoraWeights]:

@@ -55,7 +55,8 @@ def combine(parts: Sequence[tuple[LoraWeights, float]]) -> LoraWeights:
     down = torch.cat([weights.down for weights, _ in parts])
     if len(set(ratios)) == 1:
         return LoraWeights(down, torch.cat([weights.up for weights, _ in parts], dim=1), ratios[0] * rank)
-    ups = [_at_least_fp32(weights.up) * ratio for (weights, _), ratio in zip(parts, ratios, strict=True)]
+    exact = [weights.up.to(torch.promote_types(weights.up.dtype, torch.float32)) for weights, _ in parts]
+    ups = [up * ratio for up, ratio in zip(exact, ratios, strict=True)]
     return LoraWeights(down, torch.cat(ups, dim=1), float(rank))
 
 
@@ -85,10 +86,6 @@ def relative_difference(one: LoraWeights, other: LoraWeights) -> float:
     difference = update_norm(combine([(exact[0], 1.0), (exact[1], -1.0)]))
     size = update_norm(exact[0])
     return difference / size if size else (float("inf") if difference else 0.0)
-
-
-def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 RankRule = Literal["sv_fro", "sv_cumulative", "sv_ratio"]

@@ -12,7 +12,8 @@ from torch import Tensor
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import check_save_format, load_adapter, load_lora
+from networks.files.adapters import LAYOUTS, check_save_format, load_adapter, load_lora, split_key
+from networks.files.weights import KINDS as WEIGHTS
 from networks.injection import inject_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork
@@ -113,7 +114,7 @@ LOKR = {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(8, 8), "alpha": torch
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({f"{STEM}.{k}": t for k, t in LOKR.items() if k != "lokr_w2"}, "has lokr_w1, which is no whole LoKr"),
+        ({f"{STEM}.{k}": t for k, t in LOKR.items() if k != "lokr_w2"}, "has lokr_w1, which is no complete LoKr"),
         ({f"{STEM}.{k}": t for k, t in (LOKR | {"lokr_t2": torch.ones(1)}).items()}, f"encoders: {STEM}.lokr_t2;"),
         ({f"lora_unet_double_blocks_0_img_attn_qkv.{k}": t for k, t in LOKR.items()}, "img_attn_qkv.alpha"),
         ({f"{STEM}.{k}": t for k, t in (LOKR | {"lokr_w1": torch.full((4, 4), torch.nan)}).items()}, "NaN or infinity"),
@@ -166,3 +167,10 @@ def test_going_on_from_another_network_is_refused(changes: dict[str, object], me
 def test_only_layouts_that_can_be_asked_for_are_offered() -> None:
     with pytest.raises(UserError, match="set save_format = diffusers or comfy$"):
         check_save_format("dora", "kohya")
+
+
+def test_every_tensor_is_read_by_the_name_it_is_written_with() -> None:
+    for layout in LAYOUTS.values():
+        for name in set[str]().union(*(names for kind in layout.kinds for names in WEIGHTS[kind].complete)):
+            if (written := layout.names.get(name, name)) is not None:
+                assert split_key(f"blocks.0.to_q.{written}") == ("blocks.0.to_q", name)

@@ -49,7 +49,7 @@ def test_going_on_from_a_part_names_every_module(mixed: Path) -> None:
     assert line == (
         f"{mixed}: 1 modules matched; 2 not known ({', '.join(UNKNOWN)}); 1 without a place here "
         f"(transformer_blocks.9.attn.to_q); 1 of another shape ({MISSHAPEN} is for a layer of 32x48, the model's has "
-        f"32x32); 2 begun anew ({GONE}, {MISSHAPEN})"
+        f"32x32); 2 newly initialised ({GONE}, {MISSHAPEN})"
     )
     taken = load_file(mixed)[f"transformer.{KEPT}.lora_A.weight"]
     assert torch.equal(network.modules[KEPT].lora_A.weight, taken)
@@ -107,7 +107,7 @@ def test_other_kinds_go_on_from_a_part_too(kind: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"not trained here: {KEPT}; not in the file: {MISSHAPEN}; choose"):
         onward.load_file(tmp_path / "a.safetensors")
     line = onward.load_file(tmp_path / "a.safetensors", allow_partial=True)
-    assert line.endswith(f"1 modules matched; 1 without a place here ({KEPT}); 1 begun anew ({MISSHAPEN})")
+    assert line.endswith(f"1 modules matched; 1 without a place here ({KEPT}); 1 newly initialised ({MISSHAPEN})")
     for name, trained in onward.modules[GONE].trained().items():
         # a DoRA's lengths go through a file as a product and a quotient of fp32
         torch.testing.assert_close(trained, saved.modules[GONE].trained()[name], rtol=1e-5, atol=1e-6)
