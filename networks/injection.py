@@ -52,7 +52,7 @@ def inject_adapter(
     layers: dict[str, AdapterLinear] = {}
     for name, rank in ranks.items():
         base = model.get_submodule(targets.path_in_model(name))
-        layer = make_layer(base, rank, options, dtype, _device_of(base))
+        layer = make_layer(base, rank, options, dtype)
         draws = generator(seed, "lora", name)
         layer.initialise(draws)
         if options.start != "default":
@@ -79,7 +79,7 @@ def attach_lora(
         if w.kind not in ("lora", "dora"):
             raise UserError(f"{source}: is a {w.title}, which only a merge puts into a model; give a LoRA or DoRA")
         options = NetworkOptions(dim=w.rank, alpha=w.alpha, kind=w.kind)
-        layers[name] = make_layer(linears[name], w.rank, options, dtype, _device_of(linears[name]))
+        layers[name] = make_layer(linears[name], w.rank, options, dtype)
     kind = next((w.kind for w in weights.values()), "lora")
     network = AdapterNetwork(layers, targets, NetworkOptions(dim=0, alpha=0, kind=kind))
     network.load(weights, source)
@@ -170,10 +170,6 @@ def _linears(model: nn.Module, targets: LoraTargets) -> Iterator[tuple[str, nn.M
             yield targets.name_of(name), module
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    return next(itertools.chain(module.parameters(), module.buffers())).device
-
-
 _LAYERS: dict[str, tuple[Callable[..., AdapterLinear], tuple[str, ...]]] = {
     "lora": (LoRALinear, ("alpha", "dropout", "rank_dropout", "module_dropout", "rank_stabilised")),
     "dora": (DoRALinear, ("alpha", "dropout", "rank_dropout", "rank_stabilised")),
@@ -184,9 +180,7 @@ _LAYERS: dict[str, tuple[Callable[..., AdapterLinear], tuple[str, ...]]] = {
 }
 
 
-def make_layer(
-    base: nn.Module, rank: int, options: NetworkOptions, dtype: torch.dtype, device: torch.device
-) -> AdapterLinear:
+def make_layer(base: nn.Module, rank: int, options: NetworkOptions, dtype: torch.dtype) -> AdapterLinear:
     """Return the layer of ``options.kind`` around ``base``, not yet initialised."""
     layer, names = _LAYERS[options.kind]
-    return layer(base, rank, dtype=dtype, device=device, **{name: getattr(options, name) for name in names})
+    return layer(base, rank, dtype=dtype, **{name: getattr(options, name) for name in names})

@@ -69,9 +69,8 @@ def merge_into_lora(options: argparse.Namespace) -> str:
     if by_svd and options.new_rank < 1:
         raise UserError(f"--new_rank {options.new_rank}: must be at least 1")
     check_lora_output(options.save_to, options.overwrite)
-    sources = [lora_source(text) for text in options.lora]
-    targets, files = load_loras([source.path for source in sources], options.model_type)
-    parts = [(file.weights, source.ratio) for file, source in zip(files, sources, strict=True)]
+    targets, files = load_loras([source.path for source in options.lora], options.model_type)
+    parts = [(file.weights, source.ratio) for file, source in zip(files, options.lora, strict=True)]
     weights, layers = join_loras(parts, options.new_rank)
     if not weights:
         raise UserError("--lora: every strength is 0; there is nothing to merge")
@@ -82,12 +81,12 @@ def merge_into_lora(options: argparse.Namespace) -> str:
         values = {file.metadata.get(key) for file in files}
         if len(values) == 1 and (value := values.pop()):
             metadata[key] = value
-    comment = "merged from " + ", ".join(f"{source.path.name}:{source.ratio:g}" for source in sources)
+    comment = "merged from " + ", ".join(f"{source.path.name}:{source.ratio:g}" for source in options.lora)
     format_and_precision = options.save_format, options.save_precision
     save_derived_lora(options.save_to, weights, targets, metadata, comment, files, *format_and_precision)
     ranks = value_range(layer.after for layer in layers)
     kept = f"; at least {min(layer.kept for layer in layers):.2%} of each layer's sum kept" if by_svd else ""
-    return f"{options.save_to}: {len(layers)} layers of {len(sources)} LoRAs, rank {ranks}{kept}"
+    return f"{options.save_to}: {len(layers)} layers of {len(options.lora)} LoRAs, rank {ranks}{kept}"
 
 
 def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
@@ -99,7 +98,7 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
     _refuse(options, _OF_A_LORA, "has no effect on a model; remove it, or remove --model to get a LoRA")
     report = merge_loras(
         options.model,
-        [lora_source(text) for text in options.lora],
+        options.lora,
         options.save_to,
         targets,
         options.save_precision,
@@ -109,7 +108,7 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
     )
     for note in report.notes:
         print(f"note: {note}")
-    template = template_of(lora_source(options.lora[0]).path) if targets.own_names else None
+    template = template_of(options.lora[0].path) if targets.own_names else None
     if template in BUILT_IN and options.save_to.is_dir():
         file = write_jinja_template(template, options.save_to)
         print(f"note: it was taught in the template {template}, which {file} tells other programs")
@@ -121,13 +120,10 @@ def goes_into_fp8(options: argparse.Namespace) -> bool:
     from networks.files.base import open_base
     from networks.merging.merge_fp8 import recipe_of_base
 
-    base = None if options.model is None else open_base(options.model, fp8=True)
-    if options.save_precision in FP8_PRECISIONS or (base is not None and recipe_of_base(base) is not None):
-        if base is None:
-            precision = options.save_precision
-            raise UserError(
-                f"--save_precision {precision}: a LoRA in fp8 is mostly zeros and is never written; use bf16"
-            )
+    precision = options.save_precision
+    if options.model is None and precision in FP8_PRECISIONS:
+        raise UserError(f"--save_precision {precision}: a LoRA in fp8 is mostly zeros and is never written; use bf16")
+    if precision in FP8_PRECISIONS or (options.model and recipe_of_base(open_base(options.model, fp8=True))):
         return True
     _refuse(options, _OF_FP8, "has no effect here; give a --save_precision of fp8, or remove it")
     return False
@@ -149,7 +145,7 @@ def merge_into_fp8(options: argparse.Namespace, targets: LoraTargets) -> None:
         raise UserError(f"--correction_rank {options.correction_rank}: must be at least 1")
     merge_to_fp8(
         options.model,
-        [lora_source(text) for text in options.lora],
+        options.lora,
         options.save_to,
         targets,
         tool_console(),
@@ -210,9 +206,10 @@ def merge(options: argparse.Namespace) -> None:
     from library.models.registry import lora_targets
     from networks.files.detection import language_targets
 
+    options.lora = [lora_source(text) for text in options.lora]
     targets = lora_targets()[options.model_type or "flux"]
     if options.model is not None and options.model_type is None:
-        targets = language_targets(lora_source(options.lora[0]).path) or targets
+        targets = language_targets(options.lora[0].path) or targets
     if goes_into_fp8(options):
         merge_into_fp8(options, targets)
     else:

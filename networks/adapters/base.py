@@ -16,6 +16,7 @@ The plain formulas, on full weights, are in ``networks.files.weights``, as files
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -132,9 +133,14 @@ def base_weight(base: Any) -> Tensor:
     return base.dequantized(torch.float32) if hasattr(base, "dequantized") else base.weight.detach().float()
 
 
-def new_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
-    """Return a parameter of zeros."""
-    return nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device or "cpu"))
+def device_of(base: nn.Module) -> torch.device:
+    """Return where a layer's weights are; the CPU if it has none."""
+    return next((tensor.device for tensor in chain(base.parameters(), base.buffers())), torch.device("cpu"))
+
+
+def new_parameter(base: nn.Module, *shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Return a parameter of zeros on the device of ``base``."""
+    return nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device_of(base)))
 
 
 @torch.no_grad()

@@ -74,7 +74,7 @@ from torch.nn.utils import skip_init
 from library.errors import UserError
 from library.nn.frozen_linear import add_input_gradient, has_input_gradient, output
 from library.nn.tensor_split import Split, entering, gathering, leaving, sum_over
-from networks.adapters.base import AdapterLinear, base_weight, fill, in_compute_dtype, new_parameter
+from networks.adapters.base import AdapterLinear, base_weight, device_of, fill, in_compute_dtype, new_parameter
 from networks.files.weights import AdapterWeights, DoraWeights, LoraWeights
 from networks.merging.low_rank import decompose
 
@@ -108,7 +108,6 @@ class LoRALinear(AdapterLinear):
         module_dropout: float = 0.0,
         rank_stabilised: bool = False,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
     ) -> None:
         super().__init__(base, rank, alpha)
         self.rank_stabilised = rank_stabilised
@@ -119,8 +118,8 @@ class LoRALinear(AdapterLinear):
         self.start: LoraInit | None = None
         self.split: Split | None = None
         # skip_init: the default initialisation would draw from (and shift) the global generator
-        self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device or "cpu")
-        self.lora_B = skip_init(nn.Linear, rank, self.out_features, bias=False, dtype=dtype, device=device or "cpu")
+        self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device_of(base))
+        self.lora_B = skip_init(nn.Linear, rank, self.out_features, bias=False, dtype=dtype, device=device_of(base))
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -434,11 +433,9 @@ class DoRALinear(LoRALinear):
 
     def __init__(self, base: nn.Module, rank: int, alpha: float, **options: Any) -> None:
         super().__init__(base, rank, alpha, **options)
-        device = options.get("device")
-        squared_norms = base_weight(base).square().sum(dim=1).to(device or "cpu")
-        self.register_buffer("squared_norms", squared_norms, persistent=False)
+        self.register_buffer("squared_norms", base_weight(base).square().sum(dim=1), persistent=False)
         # fp32 always: rounded to bf16, the layer would not begin as its base, and small steps would be lost
-        self.magnitude = new_parameter(self.out_features, dtype=torch.float32, device=device)
+        self.magnitude = new_parameter(base, self.out_features, dtype=torch.float32)
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw A as a LoRA does, set B to zero and m to the row norms of the base."""

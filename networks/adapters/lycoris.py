@@ -41,7 +41,6 @@ class LoKrLinear(AdapterLinear):
         factor: int = -1,
         decompose_both: bool = False,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
     ) -> None:
         super().__init__(base, rank, alpha)
         out_small, out_large = sorted(factorization(self.out_features, factor))
@@ -53,7 +52,7 @@ class LoKrLinear(AdapterLinear):
                 {f"{name}_a": (rows, rank), f"{name}_b": (rank, columns)} if is_product else {name: (rows, columns)}
             )
             for key, shape in shapes.items():
-                self.register_parameter(key, new_parameter(*shape, dtype=dtype, device=device))
+                self.register_parameter(key, new_parameter(base, *shape, dtype=dtype))
 
         add("lokr_w1", out_small, in_small, decompose_both and rank < max(out_small, in_small) / 2)
         add("lokr_w2", out_large, in_large, rank < max(out_large, in_large) / 2)
@@ -89,21 +88,11 @@ class LoHaLinear(AdapterLinear):
 
     kind = "loha"
 
-    def __init__(
-        self,
-        base: nn.Module,
-        rank: int,
-        alpha: float,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, base: nn.Module, rank: int, alpha: float, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(base, rank, alpha)
         for name in ("hada_w1", "hada_w2"):
-            a = new_parameter(self.out_features, rank, dtype=dtype, device=device)
-            b = new_parameter(rank, self.in_features, dtype=dtype, device=device)
-            self.register_parameter(f"{name}_a", a)
-            self.register_parameter(f"{name}_b", b)
+            self.register_parameter(f"{name}_a", new_parameter(base, self.out_features, rank, dtype=dtype))
+            self.register_parameter(f"{name}_b", new_parameter(base, rank, self.in_features, dtype=dtype))
 
     @property
     def scale(self) -> float:

@@ -29,16 +29,9 @@ class OFTLinear(AdapterLinear):
 
     kind = "oft"
 
-    def __init__(
-        self,
-        base: nn.Module,
-        rank: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, base: nn.Module, rank: int, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(base, self._size(base.out_features, rank), 0.0)  # type: ignore[arg-type]
-        self.oft_blocks = new_parameter(*self._shape(), dtype=dtype, device=device)
+        self.oft_blocks = new_parameter(base, *self._shape(), dtype=dtype)
 
     @staticmethod
     def _size(out_features: int, wanted: int) -> int:
