@@ -31,7 +31,7 @@ def linear(seed: int = 0) -> nn.Linear:
 def make(kind: str, base: nn.Module | None = None, trained: bool = True, **options: object) -> AdapterLinear:
     """Return a layer; ``trained`` gives all its parameters values."""
     options = {"dim": RANK, "alpha": ALPHA, "kind": kind} | options
-    layer = make_layer(base or linear(), options["dim"], NetworkOptions(**options), torch.float32, torch.device("cpu"))
+    layer = make_layer(base or linear(), options["dim"], NetworkOptions(**options), torch.float32)
     layer.initialise(torch.Generator().manual_seed(1))
     if trained:
         rng = torch.Generator().manual_seed(2)
