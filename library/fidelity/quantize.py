@@ -124,7 +124,7 @@ def _calibrated(
         modules = merge.modules()
         if budget_mb is not None:
             batches = [*calibration.fit, *calibration.check][:_RANKED_ON]
-            places = merge.places()
+            places = merge.places
             shares = measure_contributions(
                 transformer,
                 list(modules.values()),
