@@ -6,7 +6,7 @@
 For each training seed a LoRA is trained in high precision on the demo's images (``configs/demo_fp8.toml``). The
 reference is that model with the LoRA beside it; every case is run on the same 64 held-out images, painted from seeds
 that the training images do not have, with generated masks, the same noise and the same noise levels. Fixes are fitted
-to and trained on 48 more of another seed. Figures are relative rms errors of the velocity, of finished latents (four
+to and trained on 48 more of another seed. Reported are relative rms errors of the velocity, of finished latents (four
 sampling steps) and of decoded images, means over seeds with half the range; along the seam, the decoded image's
 error within 8 pixels inside the border over that of the interior, medians over the images. The last row is an error
 without a seam, for comparison.
@@ -29,11 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from bench.measure import benchmark_parser, finish
+from bench.measure import Table, benchmark_parser, finish
 from dev.tiny_models.painting import to_image
 from dev.tiny_models.scenes import random_zorbo
 from library.config.schema import ModelConfig
@@ -77,39 +75,25 @@ def paint(folder: Path, count: int, seed: int) -> Path:
 
 
 def run(*words: object) -> None:
-    """Run a command of this repository.
-
-    Raises:
-        RuntimeError: it failed; its output is in the message.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """Run a command of this repository."""
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, words))}\n{done.stdout}\n{done.stderr}")
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
 
 
 def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, folder: Path) -> dict[str, Differences]:
-    """Train a LoRA with ``seed``; return case -> its figures on the held-out images."""
+    """Train a LoRA with ``seed``; return case -> its errors on the held-out images."""
     torch.set_num_threads(1)
     console = Console(highlight=False)
     training = ["--config_file", "configs/demo_fp8.toml", "--seed", seed, "--output_dir", folder]
     run("train_lora.py", *training, "--output_name", "lora", "--cache_directory", folder / "cache")
     lora, served = folder / "lora.safetensors", folder / "plain"
     run("tools/quantize_model.py", "--model", MODEL, "--layout", "plain", "--save_to", served)
-    data = [
-        "--dataset_config",
-        str(calibrating),
-        "--calibration_images",
-        str(CALIBRATION),
-        "--guidance_scale",
-        f"{GUIDANCE:g}",
-    ]
     fitting_cache = str(folder / "calibration_cache")
-    data += ["--cache_directory", fitting_cache]
+    data = ["--dataset_config", calibrating, "--cache_directory", fitting_cache, "--calibration_images", CALIBRATION]
     merged = folder / "compensated"
     run("tools/merge_lora.py", "--model", MODEL, "--model_type", "flux_fill", "--lora", lora, "--save_to", merged,
-        "--save_precision", "fp8", "--rounding", "compensated", "--transformer_only", *data)  # fmt: skip
+        "--save_precision", "fp8", "--rounding", "compensated", "--transformer_only",
+        "--guidance_scale", GUIDANCE, *data)  # fmt: skip
 
     config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
     models = Models(config, parse_deployment(str(served)), {}, torch.float32, torch.device("cpu"))
@@ -121,14 +105,14 @@ def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, fold
     eval_set = prepare_eval_set(models, calibration, beside, STEPS)
     reference = run_variant(models, REFERENCE, eval_set, console, "reference")
 
-    def figures(case: str, of: Models, variant: Variant) -> Differences:
+    def errors(case: str, of: Models, variant: Variant) -> Differences:
         return compare(reference, run_variant(of, variant, eval_set, console, f"seed {seed}: {case}"), eval_set)
 
-    found = {"plain cast, LoRA beside": figures("beside", models, beside)}
+    found = {"plain cast, LoRA beside": errors("beside", models, beside)}
     for how in ("nearest", "stochastic"):
-        found[f"merged, {how}"] = figures(how, models, replace(beside, merge=how))
+        found[f"merged, {how}"] = errors(how, models, replace(beside, merge=how))
     compensated = Models(config, parse_deployment(str(merged), merged=True), models.loras, models.dtype, models.device)
-    found["merged, compensated"] = figures("compensated", compensated, beside)
+    found["merged, compensated"] = errors("compensated", compensated, beside)
     fitted = replace(options, dataset_config=str(calibrating), images=CALIBRATION, cache_directory=fitting_cache)
     fix_options = FixOptions(folder / "fixes", lora, fitted, train, minutes=60.0)
     fixes = try_fixes(models, beside, eval_set, reference, (), fix_options, console)
@@ -144,7 +128,7 @@ def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, fold
 def white_noise(reference: Outcome, outcome: Outcome, eval_set: EvalSet, encoder: ImageEncoder) -> Outcome:
     """Return what would have come out if ``outcome`` missed ``reference`` by white noise, as much in each region.
 
-    An error that knows nothing of the border: what the seam's figures are for it is the images' doing and the
+    An error that knows nothing of the border: what the seam's numbers are for it is the images' doing and the
     decoder's, since an error shows more detail in a detailed place.
     """
     noisy = Outcome(reference.velocities, [list(step) for step in reference.path])
@@ -159,7 +143,7 @@ def white_noise(reference: Outcome, outcome: Outcome, eval_set: EvalSet, encoder
 
 
 def row_of(case: str, seeds: list[Differences]) -> dict[str, Any]:
-    """Return a case's figures: means over the seeds and half the range of the latents' error."""
+    """Return a case's row: means over the seeds and half the range of the latents' error."""
     latents = [each.latents for each in seeds]
     seams = [each.image_seam for each in seeds]
     return {
@@ -175,35 +159,9 @@ def row_of(case: str, seeds: list[Differences]) -> dict[str, Any]:
     }
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print the table."""
-    table = Table(box=SIMPLE_HEAD)
-    columns = (
-        "case",
-        "velocity %",
-        "latents %",
-        "±",
-        "image %",
-        "of beside",
-        "ring",
-        "high-pass",
-        "signed %",
-        "step",
-    )
-    for title in columns:
-        table.add_column(title, justify="left" if title == "case" else "right")
-    for row in rows:
-        shares = [100 * row[key] for key in ("velocity", "latents", "latents_spread", "image")]
-        table.add_row(
-            row["case"],
-            *(f"{value:.2f}" for value in shares),
-            f"{row['latents'] / rows[0]['latents']:.2f}",
-            f"{row['ring_over_interior']:.2f}",
-            f"{row['high_pass_ring_over_interior']:.2f}",
-            f"{100 * row['signed_ring_minus_interior']:.2f}",
-            f"{row['step']:.2f}",
-        )
-    console.print(table)
+COLUMNS = {"case": "<42", "velocity": "8.2%", "latents": "8.2%", "latents_spread": "14.2%", "image": "8.2%"}
+COLUMNS |= {"ring_over_interior": "18.2f", "high_pass_ring_over_interior": "28.2f"}
+COLUMNS |= {"signed_ring_minus_interior": "26.2%", "step": "6.2f"}
 
 
 def main() -> None:
@@ -213,7 +171,6 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=64, help="held-out images (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="seeds at a time, a core each (default: %(default)s)")
     options = parser.parse_args()
-    console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         held_out = paint(place / "held_out", options.images, seed=2026)
@@ -222,15 +179,14 @@ def main() -> None:
         jobs = [(seed, held_out, options.images, calibrating, place / f"seed{seed}") for seed in seeds]
         with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
             found = list(pool.map(measure_seed, *zip(*jobs, strict=True)))
-    rows = [row_of(case, [seed[case] for seed in found]) for case in found[0] if all(case in seed for seed in found)]
-    show(rows, console)
-    by_case = {row["case"]: row for row in rows}
-    base = by_case["plain cast, LoRA beside"]["latents"]
-    ratios = {f"{case}_over_beside": row["latents"] / base for case, row in by_case.items()}
-    ratios["compensated_over_stochastic"] = (
-        by_case["merged, compensated"]["latents"] / by_case["merged, stochastic"]["latents"]
-    )
-    finish(rows, ratios, options.json)
+    table = Table(COLUMNS)
+    for case in found[0]:
+        if all(case in seed for seed in found):
+            table.add(row_of(case, [seed[case] for seed in found]))
+    errors = {row["case"]: row["latents"] for row in table.rows}
+    ratios = {f"{case}_over_beside": error / errors["plain cast, LoRA beside"] for case, error in errors.items()}
+    ratios["compensated_over_stochastic"] = errors["merged, compensated"] / errors["merged, stochastic"]
+    finish(table.rows, ratios, options.json)
 
 
 if __name__ == "__main__":

@@ -16,64 +16,29 @@ How time and memory are taken: ``bench/measure.py``. `weights` is the size of th
 
 from __future__ import annotations
 
-import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-from torch import nn
-
-from bench.families import (
-    FAMILIES,
-    LoraStep,
-    build_transformer,
-    call_transformer,
-    peft_lora,
-    quantise_for_cpu,
-    tandem_lora,
-)
-from bench.measure import benchmark_parser, finish, measure_memory, measure_time
+from bench.families import FEW_BLOCKS, Sizes
+from bench.measure import Case, Table, benchmark_parser, finish, measure
+from bench.train_step import build_step
 from library.errors import exit_on_user_error
 
-CASES = (
-    "tandem bf16",
-    "tandem fp8 cast",
-    "tandem fp8 tensor",
-    "tandem fp8 row",
-    "tandem fp8 block64",
-    "peers bf16",
-    "peers fp8",
-)
-RANK = 16
-
-
-def build(case: str, width: int, checkpointing: bool) -> LoraStep:
-    """Load ``case``."""
-    family = FAMILIES["flux"]
-    sizes = replace(family.full, width=width, blocks=family.few_blocks, image_sides=(16, 32), text_tokens=128)
-    transformer: Any = build_transformer(family, sizes, torch.bfloat16)
-    if case.startswith("peers"):
-        trained = peft_lora("flux", transformer, RANK, fp8_cast="fp8" in case)
-    else:
-        trained = _tandem(transformer, case)
-    if checkpointing:
-        transformer.enable_gradient_checkpointing()
-    return LoraStep(transformer, trained, call_transformer, family.inputs(sizes, torch.device("cpu")), autocast=True)
-
-
-def _tandem(transformer: nn.Module, case: str) -> list[nn.Parameter]:
-    FAMILIES["flux"].optimise_forward(transformer)
-    if "fp8" in case:
-        quantise_for_cpu(transformer, case.split()[-1])
-    return tandem_lora("flux", transformer, RANK)
+CASES = {  # case: arguments of build_step
+    "tandem bf16": ("tandem", "bf16"),
+    "tandem fp8 cast": ("tandem", "fp8 cast"),
+    "tandem fp8 tensor": ("tandem", "fp8 tensor"),
+    "tandem fp8 row": ("tandem", "fp8 row"),
+    "tandem fp8 block64": ("tandem", "fp8 block64"),
+    "peers bf16": ("peft", "bf16"),
+    "peers fp8": ("peft", "fp8"),
+}
 
 
 def ratios(rows: list[dict]) -> dict[str, float]:
-    """Return the worst ratio over widths and granularities, as DESIGN §6 names them."""
+    """Return the worst ratio over widths and granularities, the saved peak over the saved weights the least."""
     time_own, memory_own, time_peers, total = [], [], [], []
     for width in {row["width"] for row in rows}:
         by_case = {row["case"]: row for row in rows if row["width"] == width}
@@ -100,21 +65,19 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
-    cases = options.cases.split(",")
-    rows: list[dict] = []
-    print(f"{'width':>5}  {'case':<20} {'step, CPU s':>11}  {'adds MiB':>8}  {'peak MiB':>8}  {'weights MiB':>11}")
+    chosen = options.cases.split(",")
+    sizes = {"step_s": "8.3f", "added_mib": "9.0f", "peak_mib": "9.0f", "weights_mib": "11.0f"}
+    table = Table({"width": "6", "case": "<20"} | sizes)
     for width in map(int, options.widths.split(",")):
-        steps = {case: (build, (case, width, options.checkpointing)) for case in cases}
-        memory = {case: measure_memory(case, step) for case, step in steps.items()}
-        seconds = measure_time(steps, options.rounds)
-        for case in cases:
-            step = statistics.median(seconds[case])
-            row = {"width": width, "case": case, "step_s": step, "step_min_s": min(seconds[case]), **memory[case]}
-            rows.append(row)
-            sizes = f"{row['added_mib']:8.0f}  {row['peak_mib']:8.0f}  {row['weights_mib']:11.0f}"
-            print(f"{width:>5}  {case:<20} {step:11.3f}  {sizes}", flush=True)
-    found = ratios(rows) if set(CASES) >= set(cases) >= {"tandem bf16", "tandem fp8 cast", "peers fp8"} else {}
-    finish(rows, found, options.json)
+        shape = Sizes(width, FEW_BLOCKS["flux"], (16, 32), text_tokens=128)
+        cases: dict[str, Case] = {}
+        for case in chosen:
+            trainer, dtype = CASES[case]
+            cases[case] = build_step, (trainer, "flux", shape, dtype, options.checkpointing)
+        for case, found in measure(cases, options.rounds).items():
+            table.add({"width": width, "case": case, **found})
+    full = set(chosen) >= {"tandem bf16", "tandem fp8 cast", "peers fp8"}
+    finish(table.rows, ratios(table.rows) if full else {}, options.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ Reported are the median seconds of a step, the peak of allocated device memory, 
 step needs (no weight gradients, no recomputation) over what the card's bf16 matrix products, measured first, would do
 in that time.
 
-At last come steps in each layout of several GPUs, set up by the functions that a training run calls, in as many
+Last come steps in each layout of several GPUs, set up by the functions that a training run calls, in as many
 processes as there are GPUs: ``dp`` copies the model, ``shard`` splits its weights (FSDP2), ``pp`` its depth, ``tp`` its
 layers; ``device_map`` is one process with a run of the blocks on each GPU, or on one GPU and the CPU, then of few
 blocks. ``dp`` and ``shard`` train an image a GPU, ``pp`` as many in one batch, the others one image a step.
@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,33 +45,29 @@ from bench.families import (
     Sizes,
     build_transformer,
     call_transformer,
+    example_inputs,
     peft_lora,
-    tandem_lora,
     tandem_network,
     target_of,
 )
-from bench.measure import benchmark_parser, finish, machine_name, run_with_limit, time_steps, wait_for
+from bench.measure import Table, benchmark_parser, finish, machine_name, run_with_limit, time_steps, wait_for
 from library.accelerator import build_accelerator
 from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
 from library.errors import UserError, did_you_mean, exit_on_user_error
 from library.models.family import split_plan
-from library.nn.checkpointing import ActivationCheckpointing
+from library.models.registry import family_class
+from library.nn.checkpointing import ActivationCheckpointing, HostOffload
+from library.precision.recipe import Fp8Recipe, quantize_model
+from library.training.memory.block_swap import swap_blocks
 from library.training.parallel.device_map import place_blocks
 from library.training.parallel.parallelize import parallelize
-from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.spec import ParallelSpec, transformer_split_points
 from library.training.parallel.step import average_gradients
+from networks.network import AdapterNetwork
 
 _LLM = "llm"
 _CASE_SECONDS = 150  # of which compilation takes up to a minute
 _LADDER_SECONDS = 120  # both together stay near three minutes
-
-
-def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Return step seconds and peak bytes of ``case``; call it in a fresh process."""
-    step = build(case, device, tiny)
-    seconds, peak = time_steps(step.loss, device, once=tiny)
-    return {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
 
 
 def matmul_rate(device: torch.device, tiny: bool) -> float:
@@ -90,6 +86,15 @@ def matmul_rate(device: torch.device, tiny: bool) -> float:
     return 2.0 * side**3 * repeats / seconds
 
 
+class Job(NamedTuple):
+    """What one process, or a launcher's, measures."""
+
+    name: str
+    case: dict[str, Any]  # what ``serve`` takes
+    seconds: float = _CASE_SECONDS
+    processes: int = 1
+
+
 class Children:
     """Processes that measure, each with a time limit; none begins after the end.
 
@@ -101,14 +106,14 @@ class Children:
         self.place = ["--device", device, *(["--tiny"] if tiny else [])]
         self._end = time.monotonic() + 60 * minutes
 
-    def rows(self, case: dict[str, Any], seconds: float, processes: int = 1) -> list[dict[str, Any]]:
-        """Return what the process that measures ``case`` printed; the last is {"error": why} if it did not end well."""
-        limit = min(seconds, self._end - time.monotonic())
+    def rows(self, job: Job) -> list[dict[str, Any]]:
+        """Return what the process that measures ``job`` printed; the last is {"error": why} if it did not end well."""
+        limit = min(job.seconds, self._end - time.monotonic())
         if limit <= 0:
             return [{"error": "left out: the time was up"}]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [sys.executable, *(launcher if processes > 1 else []), __file__]
-        command += ["--case", json.dumps(case), *self.place]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
+        command = [sys.executable, *(launcher if job.processes > 1 else []), __file__]
+        command += ["--case", json.dumps(job.case), *self.place]
         try:
             done = run_with_limit(command, limit)
         except subprocess.TimeoutExpired as late:
@@ -119,13 +124,6 @@ class Children:
         why = "out of memory" if "OutOfMemoryError" in done.stderr else f"exit code {done.returncode}: {last}"
         return [*_rows(done.stdout), {"error": why}]
 
-    def rate(self) -> float | None:
-        """Measure the card's matrix products, print their FLOP/s and return them; None if that failed."""
-        found = self.rows({"rate": True}, _CASE_SECONDS)[-1]
-        rate = found.get("rate")
-        print(f"bf16 matrix products: {f'{rate / 1e12:.1f} TFLOP/s' if rate else found['error']}", flush=True)
-        return rate
-
 
 def _rows(printed: str) -> list[dict[str, Any]]:
     """Return the rows among the lines, which libraries may have added to; a last one cut short is left out."""
@@ -133,49 +131,20 @@ def _rows(printed: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 
 
-def run_ladders(models: list[str], children: Children, rate: float | None) -> list[dict[str, Any]]:
-    """Let language models climb, each in a process of its own; print each row, and return them."""
-    print(gpu_llm.HEADING, flush=True)
-    rows = []
-    for model in models:
-        for found in children.rows({"ladder": model}, _LADDER_SECONDS):
-            row = {"case": f"{model}, the rest", "model": model} | found
-            if "step_s" in row:
-                row["mfu"] = row["flops_per_s"] / rate if rate else None
-            rows.append(row)
-            gpu_llm.show(row)
-    return rows
-
-
-def run_all(chosen: list[GpuCase], children: Children, rate: float | None, tiny: bool) -> list[dict[str, Any]]:
-    """Run every case in a process of its own, print each row as it comes, and return them."""
-    print(f"{'case':<48} {'s/step':>8} {'peak GiB':>9} {'weights':>8} {'MFU':>6}", flush=True)
-    rows = []
-    for case in chosen:
-        row = {"case": case.name(), **asdict(case), **children.rows(asdict(case), _CASE_SECONDS)[-1]}
-        if "step_s" in row:
-            flops = FAMILIES[case.family].step_flops(sizes_of(case, tiny))
-            row["mfu"] = flops / row["step_s"] / rate if rate else None
-            figures = f"{row['step_s']:8.3f} {row['peak_gib']:9.1f} {row['weights_gib']:8.1f} {row['mfu'] or 0:6.1%}"
-        else:
-            figures = row["error"]
-        rows.append(row)
-        print(f"{row['case']:<48} {figures}", flush=True)
-    return rows
-
-
-def run_layouts(chosen: list[tuple[str, str]], children: Children, device: torch.device) -> list[dict[str, Any]]:
-    """Run each (family, layout) in as many processes as it takes; print each row, and return them."""
-    print(f"{'layout':<48} {'s/step':>8} {'peak GiB':>9} {'images':>8}", flush=True)
-    rows = []
-    for family, layout in chosen:
-        asked = {"layout": layout, "family": family}
-        found = children.rows(asked, _CASE_SECONDS, processes_of(layout, device))[-1]
-        row = asked | {"case": f"{family}, {layout}"} | found
-        figures = f"{row['step_s']:8.3f} {row['peak_gib']:9.1f} {row['images']:8}" if "step_s" in row else row["error"]
-        rows.append(row)
-        print(f"{row['case']:<48} {figures}", flush=True)
-    return rows
+def run(jobs: list[Job], children: Children) -> list[dict[str, Any]]:
+    """Measure the card's matrix products, then every job; print each row as it comes, and return them."""
+    found = children.rows(Job("bf16 matrix products", {"rate": True}))[-1]
+    rate = found.get("rate")
+    print(f"bf16 matrix products: {f'{rate / 1e12:.1f} TFLOP/s' if rate else found['error']}", flush=True)
+    sizes = {"step_s": "8.3f", "peak_gib": "8.1f", "weights_gib": "11.1f", "tokens_per_s": "12,.0f"}
+    table = Table({"case": "<48", **sizes, "images": "6", "mfu": "6.1%"})
+    for job in jobs:
+        for found in children.rows(job):
+            row = {"case": job.name} | job.case | found
+            if rate and "flops_per_s" in row:
+                row["mfu"] = row["flops_per_s"] / rate
+            table.add(row)
+    return table.rows
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -183,20 +152,21 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     by_name = {row["case"]: row for row in rows if "step_s" in row}
     found = gpu_llm.ratios(rows)
     for family in FAMILIES:
-        saved = f"{family}, b1, tandem, bf16, checkpointing"
+        saved = GpuCase(family, checkpointing=True)
         pairs = {
-            "over_peft": (saved, f"{family}, b1, peft, bf16, checkpointing"),
-            "fp8_scaled_mm_over_bf16": (f"{family}, b1, tandem, fp8 scaled_mm, checkpointing", saved),
-            "fp8_dequant_over_bf16": (f"{family}, b1, tandem, fp8 dequant, checkpointing", saved),
-            "swap_16_over_none": (f"{family}, b1, tandem, bf16, checkpointing, swap 16", saved),
-            "keep_8192_over_none": (f"{family}, b1, tandem, bf16, checkpointing, keep 8192", saved),
-            "offload_over_none": (f"{family}, b1, tandem, bf16, checkpointing, offload", saved),
-            "compiled_over_eager": (f"{family}, b1, tandem, bf16, checkpointing, compiled", saved),
+            "over_peft": (saved, replace(saved, trainer="peft")),
+            "fp8_scaled_mm_over_bf16": (replace(saved, base="fp8 scaled_mm"), saved),
+            "fp8_dequant_over_bf16": (replace(saved, base="fp8 dequant"), saved),
+            "swap_16_over_none": (replace(saved, swapped=16), saved),
+            "keep_8192_over_none": (replace(saved, kept_mb=8192), saved),
+            "offload_over_none": (replace(saved, offloaded=True), saved),
+            "compiled_over_eager": (replace(saved, compiled=True), saved),
         }
-        for name, (one, other) in pairs.items():
-            if one in by_name and other in by_name:
-                found[f"{family}_time_{name}"] = by_name[one]["step_s"] / by_name[other]["step_s"]
-                found[f"{family}_memory_{name}"] = by_name[one]["peak_gib"] / by_name[other]["peak_gib"]
+        for name, pair in pairs.items():
+            one, other = (by_name.get(case.name()) for case in pair)
+            if one and other:
+                found[f"{family}_time_{name}"] = one["step_s"] / other["step_s"]
+                found[f"{family}_memory_{name}"] = one["peak_gib"] / other["peak_gib"]
     return found
 
 
@@ -231,30 +201,39 @@ def main() -> None:
         raise UserError("bench/gpu.py: needs a CUDA GPU; --device cpu --tiny runs every case, tiny, on the CPU")
     if options.device == "cpu" and not options.tiny:
         raise UserError("--device: published sizes would take hours on a CPU; add --tiny")
+    device = torch.device(options.device)
     if options.case:
-        serve(json.loads(options.case), torch.device(options.device), options.tiny)
+        serve(json.loads(options.case), device, options.tiny)
         return
     asked = options.families.split(",")
     for family in asked:
         if family not in families:
             raise UserError(f"--families: no {family!r}{did_you_mean(family, families)}; choose {', '.join(families)}")
-    ladders = [model for model in gpu_llm.LADDERS if _LLM in asked and options.only in model]
-    chosen = [case for case in cases([f for f in asked if f != _LLM]) if options.only in case.name()]
-    device = torch.device(options.device)
-    pairs = [(family, layout) for family in asked if family != _LLM for layout in layouts_for(device)]
-    layouts = [pair for pair in pairs if options.only in ", ".join(pair)]
-    if not ladders and not chosen and not layouts:
+    jobs = [job for job in all_jobs(asked, device) if options.only in job.name]
+    if not jobs:
         raise UserError(f"--only: no case's name holds {options.only!r}; leave it out to see the names")
-    children = Children(options.device, options.tiny, options.minutes)
-    rate = children.rate()
-    rows = run_ladders(ladders, children, rate) if ladders else []
-    rows += run_all(chosen, children, rate, options.tiny) if chosen else []
-    rows += run_layouts(layouts, children, device) if layouts else []
+    rows = run(jobs, Children(options.device, options.tiny, options.minutes))
     machine = f"{torch.cuda.get_device_name()}, {machine_name()}" if options.device == "cuda" else machine_name()
     finish(rows, ratios(rows), options.json, machine)
 
 
-RANK = 16
+def all_jobs(asked: list[str], device: torch.device) -> list[Job]:
+    """Return language models, then LoRAs, then layouts: one GPU has nobody to share with but its CPU."""
+    ladders = [Job(model, {"ladder": model}, _LADDER_SECONDS) for model in gpu_llm.LADDERS if _LLM in asked]
+    families = [family for family in asked if family != _LLM]
+    alone = device.type == "cuda" and torch.cuda.device_count() < 2
+    layouts = [layout_job(f, layout, device) for f in families for layout in (() if alone else LAYOUTS)]
+    layouts += [layout_job(family, "device_map", device) for family in families]
+    return ladders + [Job(case.name(), asdict(case)) for case in cases(families)] + layouts
+
+
+def layout_job(family: str, layout: str, device: torch.device) -> Job:
+    """Return the job of ``layout``: a process a GPU, two to try it on a CPU; device_map is one."""
+    every = torch.cuda.device_count() if device.type == "cuda" else 2
+    processes = 1 if layout == "device_map" else every
+    return Job(f"{family}, {layout}", {"layout": layout, "family": family}, processes=processes)
+
+
 Base = Literal["bf16", "fp8 dequant", "fp8 scaled_mm", "fp8 cast"]
 
 
@@ -333,61 +312,59 @@ def cases(families: list[str]) -> list[GpuCase]:
     return [case for same in zip(*by_family, strict=True) for case in same]
 
 
-def sizes_of(case: GpuCase, tiny: bool) -> Sizes:
+def sizes_of(family_name: str, tiny: bool, batch: int = 1) -> Sizes:
     """Return the published model at 1024 x 1024, or something tiny with as many kinds of blocks."""
-    full = replace(FAMILIES[case.family].full, batch=case.batch)
+    full = replace(FAMILIES[family_name], batch=batch)
     if not tiny:
         return full
     few = (4, 8)[-len(full.blocks) :]
     return replace(full, width=256, head_dim=64, blocks=few, image_sides=(4, 4), text_tokens=8)
 
 
+def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
+    """Return seconds of a step, and its memory; call it in a fresh process."""
+    step = build(case, device, tiny)
+    seconds, peak = time_steps(step.loss, device, once=tiny)
+    flops = sizes_of(case.family, tiny, case.batch).step_flops() / seconds
+    weights = step.base_bytes / 2**30
+    return {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": weights, "flops_per_s": flops}
+
+
 def build(case: GpuCase, device: torch.device, tiny: bool) -> LoraStep:
     """Return the loaded case."""
-    family, sizes = FAMILIES[case.family], sizes_of(case, tiny)
-    transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(device))
+    sizes = sizes_of(case.family, tiny, case.batch)
+    transformer = build_transformer(case.family, sizes, torch.bfloat16, str(device))
+    blocks = family_class(case.family).blocks(transformer)
+    checkpointing = None  # as diffusers does it
     if case.trainer == "peft":
-        trained = peft_lora(case.family, transformer, RANK, fp8_cast=case.base == "fp8 cast")
+        trained = peft_lora(case.family, transformer, fp8_cast=case.base == "fp8 cast")
     else:
         trained = _tandem(case, transformer, device, tiny)
+        offload = HostOffload(device) if case.offloaded else None
+        checkpointing = ActivationCheckpointing(len(blocks), case.every, case.kept_mb * 2**20, offload)
     if case.checkpointing:
-        transformer.enable_gradient_checkpointing(_checkpointing(case, transformer, device))
+        transformer.enable_gradient_checkpointing(checkpointing)
     if case.compiled:
         transformer.compile_repeated_blocks(backend="eager" if tiny else "inductor")
-    return LoraStep(transformer, trained, call_transformer, family.inputs(sizes, device), autocast=True)
+    return LoraStep(transformer, trained, example_inputs(case.family, sizes, device))
 
 
-def _checkpointing(case: GpuCase, transformer: Any, device: torch.device) -> Any:
-    """Return what calls the blocks; None for what diffusers does."""
-    if case.trainer == "peft":
-        return None
-    from library.nn.checkpointing import ActivationCheckpointing, HostOffload
-
-    blocks = len(FAMILIES[case.family].blocks(transformer))
-    offload = HostOffload(device) if case.offloaded else None
-    return ActivationCheckpointing(blocks, case.every, case.kept_mb * 2**20, offload)
-
-
-def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -> list[torch.nn.Parameter]:
-    from library.precision.recipe import Fp8Recipe, quantize_model
-    from library.training.memory.block_swap import swap_blocks
-
-    FAMILIES[case.family].optimise_forward(transformer)
+def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -> list[nn.Parameter]:
+    family = family_class(case.family)
+    family.optimise_forward(transformer)
     if case.base == "fp8 dequant":
         quantize_model(transformer, Fp8Recipe("block64"), compute="dequant")
     elif case.base == "fp8 scaled_mm":
         quantize_model(transformer, Fp8Recipe("row"), compute="scaled_mm", fp8_input_gradient=True)
     if case.swapped:
         transformer.to("cpu")  # random numbers are made faster on the GPU, but a swapped model comes from the host
-    trained = tandem_lora(case.family, transformer, RANK)
+    trained = tandem_network(case.family, transformer).parameters()
     if case.swapped:
-        blocks = FAMILIES[case.family].blocks(transformer)
-        swap_blocks(transformer, blocks, min(case.swapped, 3) if tiny else case.swapped, device)
+        swap_blocks(transformer, family.blocks(transformer), min(case.swapped, 3) if tiny else case.swapped, device)
     return trained
 
 
 LAYOUTS = ("dp", "shard", "pp", "tp")
-_BEHIND_BLOCKS = ("norm_out", "proj_out")  # of FLUX and Qwen-Image
 _FEW_BLOCKS = 2  # a kind, where a CPU has half of them
 
 
@@ -395,7 +372,7 @@ _FEW_BLOCKS = 2  # a kind, where a CPU has half of them
 class Images:
     """A batch as a pipeline takes it: it has a length and can be cut."""
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     target: Tensor
 
     def __len__(self) -> int:
@@ -403,31 +380,20 @@ class Images:
 
     def chunk(self, count: int) -> list[Images]:
         """Return ``count`` pieces; what all images have in common (positions) goes to each."""
-        targets, many = self.target.chunk(count), len(self)
-        shared = {name for name, tensor in self.inputs.items() if tensor.ndim == 2 and "ids" in name}
-        assert all(len(tensor) == many for name, tensor in self.inputs.items() if name not in shared)
-        cut = {name: tensor.chunk(count) for name, tensor in self.inputs.items() if name not in shared}
-        kept = {name: self.inputs[name] for name in shared}
-        return [Images(kept | {name: parts[i] for name, parts in cut.items()}, targets[i]) for i in range(count)]
-
-
-def processes_of(layout: str, device: torch.device) -> int:
-    """Return in how many processes ``layout`` is measured: one a GPU; two to try it on a CPU."""
-    if layout == "device_map":
-        return 1
-    return torch.cuda.device_count() if device.type == "cuda" else 2
-
-
-def layouts_for(device: torch.device) -> list[str]:
-    """Return the rows that ``device``'s machine has: one GPU has nobody to share with but its CPU."""
-    alone = device.type == "cuda" and torch.cuda.device_count() < 2
-    return ["device_map"] if alone else [*LAYOUTS, "device_map"]
+        size = -(-len(self) // count)
+        return [
+            Images(
+                {key: value if key.endswith("_ids") else value[i : i + size] for key, value in self.inputs.items()},
+                self.target[i : i + size],
+            )
+            for i in range(0, len(self), size)
+        ]
 
 
 def measure_layout(family_name: str, layout: str, device: torch.device, tiny: bool) -> dict[str, Any]:
     """Return seconds and images of a step and the fullest GPU's peak.
 
-    Call it in a fresh process, for all but ``device_map`` in each of ``processes_of`` processes of a launcher.
+    Call it in a fresh process, for all but ``device_map`` in each of a launcher's.
     """
     if layout == "device_map":
         return _measure_device_map(family_name, device, tiny)
@@ -435,87 +401,79 @@ def measure_layout(family_name: str, layout: str, device: torch.device, tiny: bo
     parallel = ParallelConfig(**({} if layout == "dp" else {layout: world}))
     training, saving = TrainingConfig(mixed_precision="bf16"), SavingConfig()
     accelerator = build_accelerator(AccelerateConfig(), training, saving, LoggingConfig(), parallel)
-    sizes = sizes_of(GpuCase(family_name, batch=world if layout == "pp" else 1), tiny)
-    step = _step_of(layout, accelerator, parallel, family_name, sizes)
+    sizes = sizes_of(family_name, tiny, world if layout == "pp" else 1)
+    step = _step_of(accelerator, parallel, family_name, sizes)
     seconds, peak = time_steps(step, accelerator.device, once=tiny)
     peaks: list[float] = [0.0] * world
     dist.all_gather_object(peaks, peak)
-    return _row(seconds, 1 if layout == "tp" else world, max(peaks))
+    return {"step_s": seconds, "images": 1 if layout == "tp" else world, "peak_gib": max(peaks) / 2**30}
 
 
 def _measure_device_map(family_name: str, device: torch.device, tiny: bool) -> dict[str, Any]:
     """One process with all GPUs; with one GPU, or none, the CPU has the other half of a few blocks."""
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
-    sizes = sizes_of(GpuCase(family_name), tiny)
+    sizes = sizes_of(family_name, tiny)
     if len(devices) < 2:
         devices.append(torch.device("cpu"))
         sizes = replace(sizes, blocks=tuple(min(_FEW_BLOCKS, blocks) for blocks in sizes.blocks))
-    family = FAMILIES[family_name]
-    transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(devices[0]))
-    network = tandem_network(family_name, family.optimise_forward(transformer), RANK)
+    transformer, blocks, network = _checkpointed(family_name, sizes, devices[0], devices[0])
+    placed = place_blocks(transformer, blocks, devices)
+    step = LoraStep(transformer, network.parameters(), example_inputs(family_name, sizes, devices[0]))
+    seconds, peak = time_steps(step.loss, devices[0], once=tiny)
+    return {"step_s": seconds, "images": 1, "peak_gib": peak / 2**30, "placed": placed}
+
+
+def _checkpointed(
+    family_name: str, sizes: Sizes, device: torch.device, place: torch.device
+) -> tuple[Any, list[nn.Module], AdapterNetwork]:
+    """Return a transformer made on ``device`` and put on ``place``, its blocks, and the LoRA in it."""
+    family = family_class(family_name)
+    transformer = build_transformer(family_name, sizes, torch.bfloat16, str(device)).to(place)
+    network = tandem_network(family_name, family.optimise_forward(transformer))
     blocks = family.blocks(transformer)
     transformer.enable_gradient_checkpointing(ActivationCheckpointing(len(blocks)))
-    placed = place_blocks(transformer, blocks, devices)
-    inputs = family.inputs(sizes, devices[0])
-    step = LoraStep(transformer, network.parameters(), call_transformer, inputs, autocast=True)
-    seconds, peak = time_steps(step.loss, devices[0], once=tiny)
-    return _row(seconds, 1, peak) | {"placed": placed}
-
-
-def _row(seconds: float, images: int, peak: float) -> dict[str, Any]:
-    return {"step_s": seconds, "images": images, "peak_gib": peak / 2**30}
+    return transformer, blocks, network
 
 
 def _step_of(
-    layout: str, accelerator: Accelerator, parallel: ParallelConfig, family_name: str, sizes: Sizes
+    accelerator: Accelerator, parallel: ParallelConfig, family_name: str, sizes: Sizes
 ) -> Callable[[], Tensor]:
     """Return what takes a training step and returns its loss."""
-    family, device = FAMILIES[family_name], accelerator.device
-    transformer: Any = build_transformer(family, sizes, torch.bfloat16, str(device))
-    if layout != "dp":
-        transformer.to("cpu")  # made faster on the GPU, but a run splits what lies in host memory
-    network = tandem_network(family_name, family.optimise_forward(transformer), RANK)
-    blocks = family.blocks(transformer)
-    transformer.enable_gradient_checkpointing(ActivationCheckpointing(len(blocks)))
+    family, device = family_class(family_name), accelerator.device
+    # made faster on the GPU, but a run splits what lies in host memory
+    place = torch.device("cpu") if parallel.splits_model else device
+    transformer, blocks, network = _checkpointed(family_name, sizes, device, place)
     trained = network.parameters()
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    inputs = family.inputs(sizes, device)
+    inputs = example_inputs(family_name, sizes, device)
     batch = Images(inputs, target_of(inputs))
-    kinds = sorted({type(block).__name__ for block in blocks})
     spec = ParallelSpec(
         transformer,
-        kinds,
-        lambda: transformer_split_points(transformer, blocks, _BEHIND_BLOCKS),
+        family.repeated_blocks,
+        lambda: transformer_split_points(transformer, blocks, family.behind_blocks),
         lambda processes: split_plan(type(transformer), transformer.config, processes),
         network,
     )
-    model, optimizer, _, _, pipeline = parallelize(accelerator, parallel, spec, optimizer)
-    return lambda: _step(accelerator, model.train(), pipeline, batch, trained, optimizer)
+    made = parallelize(accelerator, parallel, spec, torch.optim.AdamW(trained, lr=1e-4))
+    made.model.train()
 
-
-def _step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    pipeline: Pipeline | None,
-    batch: Images,
-    trained: list[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-) -> Tensor:
     def compute(images: Images) -> tuple[Tensor, Tensor]:
         with accelerator.autocast():
-            output = call_transformer(model, images.inputs)
+            output = call_transformer(made.model, images.inputs)
         loss = (output.float() - images.target).square().mean()
         return loss, loss.detach()
 
-    if pipeline is not None:
-        loss, _ = pipeline.forward_backward(batch, compute)
-    else:
-        loss, _ = compute(batch)
-        accelerator.backward(loss)
-    average_gradients(accelerator, trained)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    def step() -> Tensor:
+        if made.pipeline is not None:
+            loss, _ = made.pipeline.forward_backward(batch, compute)
+        else:
+            loss, _ = compute(batch)
+            accelerator.backward(loss)
+        average_gradients(accelerator, trained)
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 if __name__ == "__main__":

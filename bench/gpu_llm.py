@@ -19,17 +19,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from accelerate.utils import compile_regions
-from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.llm_train import loss_of, transformers_model
+from bench.llm_train import LMStepper, loss_of, transformers_model
 from bench.measure import time_steps
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, gpt2, llama, preset
@@ -98,88 +96,40 @@ def config_of(model: str, tiny: bool) -> LMConfig:
 def climb(model: str, device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
     """Yield a row for each rung of ``model`` as it is measured."""
     config = config_of(model, tiny)
-    context = min(_CONTEXT, config.context)
+    context, precision = min(_CONTEXT, config.context), torch.get_float32_matmul_precision()
     with torch.device("meta"):
         flops = flops_per_token(TransformerLM(config), context)
     for rung in rungs(model, tiny):
         row = {"case": f"{model}, {rung.step}, {rung.who}", "model": model, **asdict(rung)}
         begun = time.perf_counter()
         try:
-            seconds, peak = _measure(rung, config, context, device, tiny)
+            torch.set_float32_matmul_precision("high" if rung.tf32 else "highest")
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION if rung.flash else SDPBackend.MATH):
+                seconds, peak = time_steps(_build(rung, config, context, device, tiny).loss, device, once=tiny)
         except Exception as error:  # whatever it is, the other rungs are worth having
             memory = isinstance(error, torch.OutOfMemoryError)
             row["error"] = "out of memory" if memory else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         else:
             tokens = rung.batch * context / seconds
             row |= {"step_s": seconds, "tokens_per_s": tokens, "flops_per_s": tokens * flops, "peak_gib": peak / 2**30}
+        finally:
+            torch.set_float32_matmul_precision(precision)
         yield row | {"took_s": time.perf_counter() - begun}
-        _empty(device)
+        torch.compiler.reset()  # compiled code of its shapes
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def _measure(rung: Rung, config: LMConfig, context: int, device: torch.device, tiny: bool) -> tuple[float, int]:
-    """Return the median seconds of a step, and the peak bytes."""
-    with _matmul_precision("high" if rung.tf32 else "highest"), sdpa_kernel(_kernel(rung)):
-        step = _build(rung, config, context, device, tiny)
-        return time_steps(step, device, once=tiny)
-
-
-def _build(rung: Rung, config: LMConfig, context: int, device: torch.device, tiny: bool) -> Callable[[], Tensor]:
-    """Return a function that takes one training step and returns its loss, still on the device."""
+def _build(rung: Rung, config: LMConfig, context: int, device: torch.device, tiny: bool) -> LMStepper:
     config = config.padded(64) if rung.padded else config
     torch.manual_seed(0)
     with device:
         model: Any = transformers_model(config) if rung.who == _PEER else TransformerLM(config).initialise()
         tokens = torch.randint(0, config.vocab_size, (rung.batch, context + 1))
-    trained: list[nn.Parameter] = list(model.parameters())
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=rung.fused, foreach=not rung.fused)
     if rung.compiled:
         model = compile_regions(model, backend="eager" if tiny else "inductor")
-    loss_of_tokens = loss_of(rung.who, model)
-
-    def step() -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=rung.bf16):
-            loss = loss_of_tokens(tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def _kernel(rung: Rung) -> SDPBackend:
-    return SDPBackend.FLASH_ATTENTION if rung.flash else SDPBackend.MATH
-
-
-@contextmanager
-def _matmul_precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _empty(device: torch.device) -> None:
-    """Let go of what a rung left: compiled code of its shapes, and memory."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def show(row: dict[str, Any]) -> None:
-    """Print a row under :data:`HEADING`."""
-    if "error" in row:
-        figures = row["error"]
-    else:
-        figures = f"{row['tokens_per_s']:10,.0f} {row['peak_gib']:9.1f} {row['mfu'] or 0:6.1%} {row['step_s']:8.3f}"
-    print(f"{row['case']:<48} {figures}", flush=True)
-
-
-HEADING = f"{'case':<48} {'tokens/s':>10} {'peak GiB':>9} {'MFU':>6} {'s/step':>8}"
+    return LMStepper(model, loss_of(rung.who, model), tokens, rung.bf16, fused=rung.fused, foreach=not rung.fused)
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -16,7 +16,6 @@ repeated for grouped queries, all logits at once. It is here to show what the sh
 from __future__ import annotations
 
 import itertools
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +28,13 @@ import torch.nn.functional as F
 from accelerate.utils import compile_regions
 from torch import Tensor, nn
 
-from bench.measure import Case, benchmark_parser, finish, measure_memory, measure_time
+from bench.measure import Case, Table, benchmark_parser, finish, measure
 from library.errors import exit_on_user_error
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, config_to_hf, preset
 
+BATCH, LENGTH = 8, 256
 WHO = ("tandem", "transformers", "textbook")
 PRECISIONS = ("fp32", "autocast bf16")
 SIZES = {"gpt2": "gpt2-tiny", "llama": "llama-tiny"}  # vocabulary 8192, width 384, 6 layers, 6 heads (2 of keys)
@@ -146,46 +146,59 @@ class _TextbookRMSNorm(nn.Module):
 
 
 class LMStepper:
-    """One model and its optimizer; a step is a batch."""
+    """One model and its optimizer, with ``options`` of AdamW; a step is a batch."""
 
     base_bytes = 0  # nothing is frozen
 
     def __init__(
-        self, who: str, family: str, precision: str, batch: int = 8, length: int = 256, compiled: bool = False
+        self, model: nn.Module, loss: Callable[[Tensor], Tensor], tokens: Tensor, autocast: bool, **options: bool
     ) -> None:
-        self.model = build(who, family)
-        if compiled:
-            self.model = compile_regions(self.model) if who == "tandem" else torch.compile(self.model)
-        self._loss, self._autocast = loss_of(who, self.model), precision != "fp32"
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self._tokens = torch.randint(0, 8192, (batch, length + 1), generator=torch.Generator().manual_seed(0))
+        self._parameters, self._loss, self._tokens, self._autocast = [*model.parameters()], loss, tokens, autocast
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, **options)
+
+    def loss(self) -> Tensor:
+        """Take one training step; return its loss, still on the device."""
+        with torch.autocast(self._tokens.device.type, torch.bfloat16, enabled=self._autocast):
+            loss = self._loss(self._tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
 
     def step(self) -> float:
         """Take one training step; return its loss."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
-            loss = self._loss(self._tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss.item()
+        return self.loss().item()
 
 
-def training_rows(families: list[str], rounds: int, compiled: bool) -> tuple[list[dict], dict[str, float]]:
-    """Return a row a case, and the ratios of ours to the best of the others."""
-    rows, ratios = [], {}
+def build_step(
+    who: str, family: str, precision: str, compiled: bool = False, batch: int = BATCH, length: int = LENGTH
+) -> LMStepper:
+    """Load a case."""
+    model: Any = build(who, family)
+    if compiled:
+        model = compile_regions(model) if who == "tandem" else torch.compile(model)
+    tokens = torch.randint(0, 8192, (batch, length + 1), generator=torch.Generator().manual_seed(0))
+    return LMStepper(model, loss_of(who, model), tokens, precision != "fp32", fused=True)
+
+
+def training_rows(table: Table, families: list[str], rounds: int, compiled: bool) -> dict[str, float]:
+    """Add a row a case; return the ratios of ours to the best of the others."""
+    ratios = {}
     for family, precision, compiling in itertools.product(families, PRECISIONS, [False, True] if compiled else [False]):
         name = f"{family} {precision}{' compiled' if compiling else ''}"
-        cases: dict[str, Case] = {who: (LMStepper, (who, family, precision, 8, 256, compiling)) for who in WHO}
-        seconds = {who: statistics.median(taken) for who, taken in measure_time(cases, rounds).items()}
-        memory = {} if compiling else {who: measure_memory(who, case)["peak_mib"] for who, case in cases.items()}
-        for who in WHO:
-            row = {"case": name, "implementation": who, "tokens_per_cpu_s": round(8 * 256 / seconds[who])}
-            rows.append(row | ({"peak_mib": round(memory[who])} if memory else {}))
-        ratios[f"speed_over_best {name}"] = round(min(seconds[w] for w in WHO[1:]) / seconds["tandem"], 3)
-        if memory:
-            ratios[f"memory_over_least {name}"] = round(memory["tandem"] / min(memory[w] for w in WHO[1:]), 3)
-    return rows, ratios
+        cases: dict[str, Case] = {who: (build_step, (who, family, precision, compiling)) for who in WHO}
+        found = measure(cases, rounds, memory_processes=0 if compiling else 1)
+        for who, row in found.items():
+            speed = {"tokens_per_cpu_s": round(BATCH * LENGTH / row["step_s"])}
+            memory = {} if compiling else {"peak_mib": round(row["peak_mib"])}
+            table.add({"case": name, "implementation": who} | speed | memory)
+        ours, theirs = found["tandem"], [found[who] for who in WHO[1:]]
+        ratios[f"speed_over_best {name}"] = round(min(row["step_s"] for row in theirs) / ours["step_s"], 3)
+        if not compiling:
+            least = min(row["peak_mib"] for row in theirs)
+            ratios[f"memory_over_least {name}"] = round(ours["peak_mib"] / least, 3)
+    return ratios
 
 
 class Generator:
@@ -209,19 +222,19 @@ class Generator:
             return float(self.model.generate(self._prompts, attention_mask=mask, **chosen)[:, 32:].numel())
 
 
-def generation_rows(
-    families: list[str], rounds: int, batch: int, new_tokens: int
-) -> tuple[list[dict], dict[str, float]]:
-    """Return a row a case, and the ratio of ours to transformers' speed."""
-    rows, ratios = [], {}
+def generation_rows(table: Table, families: list[str], rounds: int, batch: int, new_tokens: int) -> dict[str, float]:
+    """Add a row a case; return the ratio of ours to transformers' speed."""
+    ratios = {}
     for family in families:
         cases: dict[str, Case] = {who: (Generator, (who, family, batch, new_tokens)) for who in WHO[:2]}
-        seconds = {who: statistics.median(taken) for who, taken in measure_time(cases, rounds).items()}
-        for who in cases:
-            speed = round(batch * new_tokens / seconds[who], 1)
-            rows.append({"case": family, "implementation": who, "tokens_per_cpu_s": speed})
-        ratios[f"speed_over_transformers {family}"] = round(seconds["transformers"] / seconds["tandem"], 3)
-    return rows, ratios
+        found = measure(cases, rounds, memory_processes=0)
+        for who, row in found.items():
+            speed = round(batch * new_tokens / row["step_s"], 1)
+            table.add({"case": family, "implementation": who, "tokens_per_cpu_s": speed})
+        ratios[f"speed_over_transformers {family}"] = round(
+            found["transformers"]["step_s"] / found["tandem"]["step_s"], 3
+        )
+    return ratios
 
 
 @exit_on_user_error
@@ -234,15 +247,12 @@ def main() -> None:
     parser.add_argument("--new_tokens", type=int, default=224, help="of --generate")
     parser.add_argument("--batch", type=int, default=1, help="of --generate")
     options = parser.parse_args()
+    table = Table({"case": "<31", "implementation": "<14", "tokens_per_cpu_s": "16,", "peak_mib": "8"})
     if options.generate:
-        rows, ratios = generation_rows(options.family, options.rounds, options.batch, options.new_tokens)
+        ratios = generation_rows(table, options.family, options.rounds, options.batch, options.new_tokens)
     else:
-        rows, ratios = training_rows(options.family, options.rounds, options.compile)
-    print(f"{'case':<32}{'implementation':<16}{'tokens/CPU s':>13}{'peak MiB':>10}")
-    for row in rows:
-        memory = row.get("peak_mib", "")
-        print(f"{row['case']:<32}{row['implementation']:<16}{row['tokens_per_cpu_s']:>13}{memory:>10}")
-    finish(rows, ratios, options.json)
+        ratios = training_rows(table, options.family, options.rounds, options.compile)
+    finish(table.rows, ratios, options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How the benchmarks measure: cases side by side, and a report in one form.
 
 *Time*: every case lives in a process of its own with one thread; steps are taken in turn, round after round, and
-counted in CPU seconds, so that other programs on the machine disturb little. The figure is the median.
+counted in CPU seconds, so that other programs on the machine disturb little. The median counts.
 
 *Memory*: another process each, freshly loaded; what two steps add at most to the resident memory of the loaded model,
 files that are mapped in not counted (Linux: VmHWM, reset through /proc/self/clear_refs), gradients and optimizer state
@@ -19,14 +19,18 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -49,15 +53,26 @@ class Stepper(Protocol):
 
 
 Case = tuple[Callable[..., Stepper], tuple[Any, ...]]
+Result = TypeVar("Result")
 
 
-def measure_time(cases: Mapping[str, Case], rounds: int) -> dict[str, list[float]]:
+def measure(cases: Mapping[Any, Case], rounds: int, memory_processes: int = 1) -> dict[Any, dict[str, float]]:
+    """Return CPU seconds of a step of every case, median and least, and its memory (:func:`measure_memory`).
+
+    ``memory_processes`` run beside each other; 0 leaves memory out.
+    """
+    memory = measure_memory(cases, memory_processes) if memory_processes else {name: {} for name in cases}
+    seconds = measure_time(cases, rounds)
+    return {name: {"step_s": statistics.median(s), "step_min_s": min(s), **memory[name]} for name, s in seconds.items()}
+
+
+def measure_time(cases: Mapping[Any, Case], rounds: int) -> dict[Any, list[float]]:
     """Return the CPU seconds of every step of every case, taken in turn."""
     workers = {}
     for name, case in cases.items():  # loaded one after the other: building needs memory
         workers[name] = _start(_serve_time, case)
         _receive(*workers[name], name)
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    seconds: dict[Any, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, (process, connection) in workers.items():
             connection.send(True)
@@ -68,21 +83,42 @@ def measure_time(cases: Mapping[str, Case], rounds: int) -> dict[str, list[float
     return seconds
 
 
-def measure_memory(name: str, case: Case) -> dict[str, float]:
-    """Run ``case`` in a process of its own; return what it adds, its peak and its frozen weights in MiB."""
-    return measure_memories({name: case}, 1)[name]
-
-
-def measure_memories(cases: Mapping[Any, Case], at_once: int) -> dict[Any, dict[str, float]]:
-    """Return :func:`measure_memory` of every case, ``at_once`` of them running beside each other."""
+def measure_memory(cases: Mapping[Any, Case], processes: int = 1) -> dict[Any, dict[str, float]]:
+    """Return what each case's steps add, its peak and its frozen weights in MiB; ``processes`` run side by side."""
     found, names = {}, list(cases)
-    for first in range(0, len(names), at_once):
-        workers = {name: _start(_serve_memory, cases[name]) for name in names[first : first + at_once]}
+    for first in range(0, len(names), processes):
+        workers = {name: _start(_serve_memory, cases[name]) for name in names[first : first + processes]}
         for name, (process, connection) in workers.items():
-            figures = zip(("added_mib", "peak_mib", "weights_mib"), _receive(process, connection, name), strict=True)
-            found[name] = {key: size / 2**20 for key, size in figures}
+            sizes = zip(("added_mib", "peak_mib", "weights_mib"), _receive(process, connection, name), strict=True)
+            found[name] = {key: size / 2**20 for key, size in sizes}
             process.join()
     return found
+
+
+def run_alone(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Return ``function(*arguments)``, called in a fresh process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+@contextmanager
+def watched(read: Callable[[], Result], seconds: float) -> Iterator[list[Result]]:
+    """Inside the block call ``read`` every ``seconds``, and once behind it; yield the list of what it returns."""
+    readings: list[Result] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(seconds):
+            readings.append(read())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield readings
+    finally:
+        over.set()
+        thread.join()
+        readings.append(read())
 
 
 def benchmark_parser(doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
@@ -96,18 +132,37 @@ def benchmark_parser(doc: str | None, rounds: int | None = None) -> argparse.Arg
     return parser
 
 
-def finish(rows: list[dict[str, Any]], ratios: dict[str, float], path: Path | None, machine: str = "") -> None:
-    """Print the ratios; write the report if a path was given."""
+class Table:
+    """Rows of a report, printed as they come.
+
+    Args:
+        columns: key of a row -> format of its value, which begins with the column's width: "<20", "8.3f". What a row
+            lacks is left blank, and its "error" is printed behind it.
+    """
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._columns = {key: (format_, re.match(r"<?\d+", format_)[0]) for key, format_ in columns.items()}  # type: ignore[index]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Print ``row``, the first under the keys, and keep it."""
+        if not self.rows:
+            print(*(f"{key:{width if width[0] == '<' else '>' + width}}" for key, (_, width) in self._columns.items()))
+        self.rows.append(row)
+        cells = [
+            f"{'':{width}}" if row.get(key) is None else format(row[key], format_)
+            for key, (format_, width) in self._columns.items()
+        ]
+        print(" ".join([*cells, row.get("error", "")]).rstrip(), flush=True)
+
+
+def finish(rows: list[dict[str, Any]], ratios: Mapping[str, float], path: Path | None, machine: str = "") -> None:
+    """Print the ratios; write ``{"machine", "commit", "rows", "ratios"}`` as JSON if a path was given."""
     for name, value in ratios.items():
         print(f"{name:<40} {value:.3f}")
     if path is not None:
-        write_report(path, rows, ratios, machine)
-
-
-def write_report(path: Path, rows: list[dict[str, Any]], ratios: dict[str, float], machine: str = "") -> None:
-    """Write ``{"machine", "commit", "rows", "ratios"}`` as JSON."""
-    result = {"machine": machine or machine_name(), "commit": commit(), "rows": rows, "ratios": ratios}
-    write_text(path, json.dumps(result, indent=1) + "\n")
+        report = {"machine": machine or machine_name(), "commit": commit(), "rows": rows, "ratios": ratios}
+        write_text(path, json.dumps(report, indent=1) + "\n")
 
 
 def machine_name() -> str:
@@ -123,7 +178,7 @@ def commit() -> str | None:
 
 
 def resident(field: str) -> int:
-    """Return a memory figure of this process (VmRSS, VmHWM, RssAnon) in bytes."""
+    """Return the memory of this process (VmRSS, VmHWM, RssAnon) in bytes."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
     return int(line.split()[1]) * 1024
 
@@ -132,14 +187,6 @@ def wait_for(device: torch.device) -> None:
     """Return when ``device`` has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def forget_peak(device: torch.device) -> None:
-    """Begin anew to watch the peak of a GPU's memory, or of this process's."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        reset_peak()
 
 
 def time_steps(step: Callable[[], torch.Tensor], device: torch.device, once: bool) -> tuple[float, int]:
@@ -155,7 +202,10 @@ def time_steps(step: Callable[[], torch.Tensor], device: torch.device, once: boo
     """
     for _ in range(_WARM_STEPS):  # choose kernels, compile
         loss = step()
-    forget_peak(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak()
     seconds = []
     for _ in range(1 if once else _TIMED_STEPS):
         wait_for(device)

@@ -16,23 +16,17 @@ measured on small datasets of real images.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
-
 import bench.startup as startup
-from bench.families import FAMILIES, Sizes
-from bench.measure import Case, benchmark_parser, finish, measure_memories, measure_time
+from bench.families import FEW_BLOCKS, RANK, Sizes
+from bench.measure import Case, Table, benchmark_parser, finish, measure
 from bench.train_step import build_step
 from library.errors import exit_on_user_error
 
@@ -48,12 +42,7 @@ class Point:
     rows: int
     columns: int
     batch: int = 1
-    rank: int = 16
-
-    @property
-    def value(self) -> int:
-        """The number that grew."""
-        return {"tokens": self.rows * self.columns, "batch": self.batch, "rank": self.rank}.get(self.axis, 0)
+    rank: int = RANK
 
 
 @dataclass(frozen=True)
@@ -86,9 +75,8 @@ class Plan:
         ]
 
 
-_FLUX = FAMILIES["flux"]
 FULL = Plan(
-    sizes=replace(_FLUX.full, width=1536, blocks=_FLUX.few_blocks, text_tokens=128),
+    sizes=Sizes(width=1536, blocks=FEW_BLOCKS["flux"], text_tokens=128),
     base=Point("base", 16, 32),
     sides=((16, 16), (32, 32), (32, 64), (64, 64)),  # 256 to 1024 pixels a side
     batches=(2, 4),
@@ -108,57 +96,27 @@ QUICK = Plan(
 
 
 def measure_steps(plan: Plan, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each point and trainer; print each point as it comes."""
-    points = plan.points()
-    cases = {(point, trainer): _case(plan, point, trainer) for point in points for trainer in TRAINERS}
-    memory = measure_memories(cases, _AT_ONCE)
-    print(f"{'axis':<7} {'tokens':>6} {'batch':>5} {'rank':>4}  {'tandem s, MiB':>16} {'peft s, MiB':>16}  of peft's")
-    rows = []
-    for point in points:
-        seconds = measure_time({trainer: cases[point, trainer] for trainer in TRAINERS}, rounds)
-        found = [
-            {**asdict(point), "trainer": t, "step_s": statistics.median(seconds[t]), **memory[point, t]}
-            for t in TRAINERS
-        ]
-        rows += found
-        _print_point(point, *found)
-    return rows
-
-
-def _case(plan: Plan, point: Point, trainer: str) -> Case:
-    sizes = replace(plan.sizes, image_sides=(point.rows, point.columns), batch=point.batch)
-    return build_step, (trainer, "flux", sizes, "bf16", False, point.rank)
-
-
-def _print_point(point: Point, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    figures = "".join(f" {row['step_s']:8.2f} {row['added_mib']:7.0f}" for row in (ours, theirs))
-    ratios = f"{ours['step_s'] / theirs['step_s']:.2f} {ours['added_mib'] / theirs['added_mib']:.2f}"
-    tokens = point.rows * point.columns
-    print(f"{point.axis:<7} {tokens:>6} {point.batch:>5} {point.rank:>4} {figures}  {ratios}", flush=True)
+    """Return a row for each point and trainer; print each as it comes."""
+    keys = {"axis": "<7", "rows": "5", "columns": "7", "batch": "5", "rank": "4", "trainer": "<7"}
+    table = Table(keys | {"step_s": "8.2f", "added_mib": "9.0f"})
+    for point in plan.points():
+        sizes = replace(plan.sizes, image_sides=(point.rows, point.columns), batch=point.batch)
+        cases: dict[str, Case] = {t: (build_step, (t, "flux", sizes, "bf16", False, point.rank)) for t in TRAINERS}
+        for trainer, found in measure(cases, rounds, _AT_ONCE).items():
+            table.add({**asdict(point), "trainer": trainer, **found})
+    return table.rows
 
 
 def measure_starts(plan: Plan) -> list[dict[str, Any]]:
     """Return a row for each number of cached images, and for each number that is cached anew."""
-    titles = f"{'read s':>7} {'cache s':>8} {'batch s':>8} {'all s':>6} {'CPU s':>6} {'peak MiB':>9}"
-    print(f"{'start':<7} {'images':>7} {titles}")
-    rows = []
+    table = Table({"start": "<7", "images": "7", **startup.COLUMNS, "images_per_s": "12.1f"})
     for kind, counts in (("cached", plan.images), ("cold", plan.cached)):
         for images in counts:
             with tempfile.TemporaryDirectory() as temporary:
-                write = _write_cached if kind == "cached" else startup.write_dataset
-                found = startup.start_alone(write(Path(temporary) / "data", images))
-            row = {"start": kind, "images": images, **found}
-            if kind == "cold":
-                row["images_per_s"] = images / row["cache_s"]
-            rows.append(row)
-            times = f"{row['read_s']:>7.2f} {row['cache_s']:>8.2f} {row['first_batch_s']:>8.2f} {row['start_s']:>6.2f}"
-            times += f" {row['cpu_s']:>6.2f}"
-            print(f"{kind:<7} {images:>7} {times} {row['peak_mib']:>9.0f}", flush=True)
-    return rows
-
-
-def _write_cached(folder: Path, images: int) -> Path:
-    return startup.write_cached_dataset(folder, images, startup.InstantImages.fingerprint)
+                write = startup.write_cached_dataset if kind == "cached" else startup.write_dataset
+                row = {"start": kind, "images": images, **startup.start_alone(write(Path(temporary) / "data", images))}
+            table.add(row | ({"images_per_s": images / row["cache_s"]} if kind == "cold" else {}))
+    return table.rows
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -175,111 +133,6 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
         found |= {"largest_start_s": largest["start_s"], "largest_start_cpu_s": largest["cpu_s"]}
         found |= {"largest_start_gib": largest["peak_mib"] / 1024}
     return found
-
-
-def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Draw what ``rows`` hold into ``folder``; return what was written."""
-    from dev.draw_precision_figures import save
-
-    steps, starts = [r for r in rows if "trainer" in r], [r for r in rows if "start" in r]
-    figures = {
-        "scaling_steps.png": draw_steps(steps) if steps else None,
-        "scaling_starts.png": draw_starts(starts) if starts else None,
-    }
-    return [save(figure, folder / name) for name, figure in figures.items() if figure is not None]
-
-
-Row = dict[str, Any]
-
-_AXES = {"tokens": "image tokens", "batch": "images a step", "rank": "rank"}
-_TRAINERS = {"tandem": ("Tandem", "#0072b2", "o-"), "peft": ("diffusers + peft", "#d55e00", "s--")}
-_GOAL_SECONDS, _GOAL_GIB = 10, 2  # of a start with 100,000 images
-_GREY = "#999999"
-
-
-def draw_steps(rows: Sequence[Row]) -> Figure:
-    """Seconds of a step, and memory it adds, against each axis; the base point belongs to all of them."""
-    figure = Figure(figsize=(9.2, 5.2), layout="constrained")
-    panels = figure.subplots(2, len(_AXES), sharex="col", sharey="row")
-    values: dict[str, Callable[[Row], int]] = {
-        "tokens": lambda row: row["rows"] * row["columns"],
-        "batch": lambda row: row["batch"],
-        "rank": lambda row: row["rank"],
-    }
-    for column, (axis, title) in zip(panels.T, _AXES.items(), strict=True):
-        ours = [row for row in rows if row["axis"] in (axis, "base")]
-        for trainer, (label, colour, style) in _TRAINERS.items():
-            points = sorted((values[axis](row), row) for row in _of(ours, trainer))
-            xs = [x for x, _ in points]
-            column[0].plot(xs, [row["step_s"] for _, row in points], style, color=colour, label=label, markersize=4)
-            column[1].plot(xs, [row["added_mib"] for _, row in points], style, color=colour, markersize=4)
-        column[1].set_xlabel(title)
-        for panel in column:
-            _powers(panel, xs)
-    for panel, title in zip(panels[:, 0], ("CPU seconds of a step", "MiB that steps add"), strict=True):
-        panel.set_ylabel(title)
-        panel.set_yscale("log")
-        _plain(panel)
-    panels[0, 0].legend(frameon=False)
-    return figure
-
-
-def draw_starts(rows: Sequence[Row]) -> Figure:
-    """Seconds and memory of a start with everything cached, and images cached in a second, against their number."""
-    figure = Figure(figsize=(9.2, 2.9), layout="constrained")
-    seconds, memory, rate = figure.subplots(1, 3)
-    cached = sorted((row["images"], row) for row in rows if row["start"] == "cached")
-    xs = [images for images, _ in cached]
-    parts = {"read_s": ("dataset read", "#0072b2"), "cache_s": ("cache looked over", "#56b4e9")}
-    parts |= {"first_batch_s": ("first batch", "#009e73")}
-    bottom = [0.0] * len(xs)
-    for key, (label, colour) in parts.items():
-        top = [low + row[key] for low, (_, row) in zip(bottom, cached, strict=True)]
-        seconds.fill_between(xs, bottom, top, color=colour, linewidth=0, label=label)
-        bottom = top
-    seconds.legend(frameon=False, loc="upper left", fontsize="small")
-    seconds.set(ylabel="seconds until the first batch")
-    _goal(seconds, _GOAL_SECONDS, f"goal: {_GOAL_SECONDS} s")
-    memory.plot(xs, [row["peak_mib"] / 1024 for _, row in cached], "o-", color="#0072b2", markersize=4)
-    memory.set(ylabel="GiB at most")
-    _goal(memory, _GOAL_GIB, f"goal: {_GOAL_GIB} GiB")
-    cold = sorted((row["images"], row["images_per_s"]) for row in rows if row["start"] == "cold")
-    rate.plot([images for images, _ in cold], [each for _, each in cold], "o-", color="#0072b2", markersize=4)
-    rate.set(ylabel="images cached a second", ylim=(0, 1.2 * max(each for _, each in cold)))
-    for panel in (seconds, memory, rate):
-        panel.set(xlabel="images")
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 5, 10]))
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    for panel in (seconds, memory):
-        panel.set_xlim(0, 1.05 * max(xs))
-    return figure
-
-
-def _of(rows: Sequence[Row], trainer: str) -> list[Row]:
-    return [row for row in rows if row["trainer"] == trainer]
-
-
-def _goal(panel: Axes, value: float, words: str) -> None:
-    panel.axhline(value, color=_GREY, linewidth=0.8, linestyle="--")
-    panel.annotate(words, (0, value), (4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                   color=_GREY)  # fmt: skip
-    panel.set_ylim(0, 1.3 * max(value, panel.get_ylim()[1]))
-
-
-def _powers(panel: Axes, xs: Sequence[int]) -> None:
-    """A logarithmic axis with a tick at each of ``xs``."""
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(xs, [str(x) for x in xs])
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def _plain(panel: Axes) -> None:
-    """Ticks at 1, 2 and 5 times powers of ten, written out."""
-    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 @exit_on_user_error
@@ -300,6 +153,8 @@ def main() -> None:
         rows += measure_starts(plan) if options.only != "steps" else []
     finish(rows, ratios(rows), options.json)
     if options.draw_to:
+        from bench.scaling_figures import draw  # matplotlib, which a start has no use for
+
         print("\n".join(map(str, draw(rows, options.draw_to))))
 
 

@@ -9,24 +9,25 @@ are noted beside the step; the report compares the second quarter with the last.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
+import psutil
 
+from bench.measure import Table, benchmark_parser, finish, watched
 from library.config import load_config
 from tests.runs import arguments, write_base, write_dataset
 from train_lora import train
 
 _SECONDS = 0.5
-_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,11 @@ def read_process(output: Path) -> Reading:
         step = (output / "metrics.jsonl").read_bytes().count(b"\n")
     except FileNotFoundError:
         step = 0
-    children = Path("/proc/self/task").glob("*/children")
-    workers = sum(_resident(child) for file in children for child in file.read_text().split())
-    return Reading(step, _resident("self"), workers, len(list(Path("/proc/self/fd").iterdir())))
-
-
-def _resident(process: str) -> int:
-    try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        return 0
+    this, workers = psutil.Process(), 0
+    for child in this.children():
+        with suppress(psutil.Error):  # it has just ended
+            workers += child.memory_info().rss
+    return Reading(step, this.memory_info().rss, workers, this.num_fds())
 
 
 def soak(folder: Path, steps: int) -> list[Reading]:
@@ -74,20 +70,8 @@ def soak(folder: Path, steps: int) -> list[Reading]:
         "validate_every_n_steps": max(steps // 20, 1),
         "learning_rate": 1e-4,
     }
-    readings: list[Reading] = []
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(_SECONDS):
-            readings.append(read_process(folder / "output"))
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
+    with watched(partial(read_process, folder / "output"), _SECONDS) as readings:
         train(load_config(arguments(base, data, folder / "output", **settings)))
-    finally:
-        over.set()
-        watching.join()
     return [reading for reading in readings if reading.step > 0]
 
 
@@ -99,17 +83,18 @@ def quarters(readings: Sequence[Reading]) -> tuple[list[Reading], list[Reading]]
 
 
 def main() -> None:
-    """Soak, and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Train, print what was held, write JSON if asked."""
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=4000)
-    steps = parser.parse_args().steps
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        before, after = quarters(soak(Path(folder), steps))
-    print(f"{steps} steps, {len(before)} readings in the second quarter of them, {len(after)} in the last")
+        quarter = quarters(soak(Path(folder), options.steps))
+    table, ratios = Table({"held": "<8", "second_median": "13.1f", "last_median": "11.1f", "last_most": "9.1f"}), {}
     for name, unit in (("memory", 2**20), ("workers", 2**20), ("files", 1)):
-        one, other = (np.array([getattr(reading, name) for reading in part]) / unit for part in (before, after))
-        medians = f"median {np.median(one):.1f} -> {np.median(other):.1f}"
-        print(f"{name:<8} {medians}, largest {one.max():.1f} -> {other.max():.1f}")
+        second, last = ([getattr(reading, name) / unit for reading in part] for part in quarter)
+        table.add({"held": name, "second_median": median(second), "last_median": median(last), "last_most": max(last)})
+        ratios[f"{name}_last_over_second"] = median(last) / max(median(second), 1)
+    finish(table.rows, ratios, options.json)
 
 
 if __name__ == "__main__":

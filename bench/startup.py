@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -37,7 +37,7 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
-from bench.measure import benchmark_parser, finish, resident
+from bench.measure import Table, benchmark_parser, finish, resident, run_alone
 from library.accelerator import build_accelerator
 from library.config.schema import (
     AccelerateConfig,
@@ -53,6 +53,8 @@ from library.data.file_index import content_hash
 from library.training.tasks.image_lora import cache_data, read_data, training_loader
 
 _TEXT = {"prompt_embeds": torch.zeros(16, 64), "pooled_prompt_embeds": torch.zeros(64)}
+COLUMNS = {"read_s": "8.2f", "cache_s": "8.2f", "first_batch_s": "13.2f", "start_s": "8.2f", "cpu_s": "8.2f"}
+COLUMNS |= {"peak_mib": "8.0f"}
 _PART = 1000  # images that a process writes at a time
 
 
@@ -132,9 +134,7 @@ def start(dataset: Path, output: Path, images: InstantImages | None = None) -> d
 
 def start_alone(dataset: Path) -> dict[str, float]:
     """Return what :func:`start` returns in a process of its own."""
-    command = [sys.executable, __file__, "--once", str(dataset)]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(said.splitlines()[-1])
+    return run_alone(start, dataset, dataset.parent / "out")
 
 
 _SIDES = ((4000, 3000), (3000, 4000), (1920, 1080), (1080, 1920), (1024, 1024), (832, 1216), (1500, 1000), (2048, 1365))
@@ -153,11 +153,8 @@ _TEXT_SHAPES: _Shapes = (("prompt_embeds", (512, 4096)), ("pooled_prompt_embeds"
 _WRITERS = 4  # threads; the work is the file system's
 
 
-def write_cached_dataset(folder: Path, images: int, fingerprint: str) -> Path:
-    """Write ``images`` images of many sizes, each with a caption of its own, and their cache; return the TOML's path.
-
-    ``fingerprint`` is that of both encoders.
-    """
+def write_cached_dataset(folder: Path, images: int) -> Path:
+    """Write images of many sizes, each with a caption of its own, and their cache; return the TOML's path."""
     images_folder = folder / "images"
     caches = images_folder / ".tandem_cache"
     for each in (images_folder, caches / "latents", caches / "text"):
@@ -180,16 +177,16 @@ def write_cached_dataset(folder: Path, images: int, fingerprint: str) -> Path:
         arguments, seed=0, pixel_multiple=16, latent_factor=8, prior_loss_weight=1.0, masked_loss=False
     )
     with ThreadPoolExecutor(_WRITERS) as pool:
-        for _ in pool.map(lambda file: _write_hollow(*file), _cache_files(data, fingerprint), chunksize=256):
+        for _ in pool.map(lambda file: _write_hollow(*file), _cache_files(data), chunksize=256):
             pass
     return toml
 
 
-def _cache_files(data: TrainingData, fingerprint: str) -> Iterable[tuple[Path, _Shapes]]:
+def _cache_files(data: TrainingData) -> Iterable[tuple[Path, _Shapes]]:
     for sample in data.train.samples:
         width, height = sample.fit.encoded
-        yield latent_path(sample, False, fingerprint), (("latents", (16, height // 8, width // 8)),)
-        yield TextJob(sample.caption).path(data.text_folder, fingerprint), _TEXT_SHAPES
+        yield latent_path(sample, False, InstantImages.fingerprint), (("latents", (16, height // 8, width // 8)),)
+        yield TextJob(sample.caption).path(data.text_folder, InstantTexts.fingerprint), _TEXT_SHAPES
 
 
 def _caption(number: int) -> str:
@@ -200,39 +197,29 @@ def _caption(number: int) -> str:
 
 def _write_hollow(path: Path, shapes: _Shapes) -> None:
     header, length = _hollow(shapes)
-    with path.open("wb") as file:
-        file.write(header)
-        file.truncate(length)
+    path.write_bytes(header)
+    os.truncate(path, length)
 
 
 @cache
 def _hollow(shapes: _Shapes) -> tuple[bytes, int]:
     """Return the header of a safetensors file of bf16 zeros, and the file's length."""
-    tensors: Mapping[str, torch.Tensor] = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes}
-    whole = safetensors.torch.save(dict(tensors))
-    return whole[: 8 + int.from_bytes(whole[:8], "little")], len(whole)
+    file = safetensors.torch.save({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes})
+    return file[: 8 + int.from_bytes(file[:8], "little")], len(file)
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--images", type=int, default=100_000)
-    parser.add_argument("--once", type=Path, metavar="DATASET", help="start once and print the figures as JSON")
     options = parser.parse_args()
-    if options.once:
-        print(json.dumps(start(options.once, options.once.parent / "out")))
-        return
-    rows: list[dict[str, Any]] = []
+    table = Table({"start": "<8", **COLUMNS})
     with tempfile.TemporaryDirectory() as temporary:
         dataset = write_dataset(Path(temporary), options.images)
         for name in ("cold", "cached"):
-            rows.append({"start": name, **start_alone(dataset)})
-    print(f"{options.images} images{'read s':>12}{'cache s':>10}{'first batch s':>15}{'all s':>8}{'peak MiB':>10}")
-    for row in rows:
-        figures = f"{row['read_s']:>12.1f}{row['cache_s']:>10.1f}{row['first_batch_s']:>15.2f}{row['start_s']:>8.1f}"
-        print(f"{row['start']:<{len(str(options.images)) + 7}}{figures}{row['peak_mib']:>10.0f}")
+            table.add({"start": name, **start_alone(dataset)})
+    rows = table.rows
     rate = options.images / rows[0]["cache_s"]
-    print(f"cached {rate:.0f} images a second beside what encoders take")
     finish(rows, {"cached_start_s": rows[1]["start_s"], "cached_images_per_s": rate}, options.json)
 
 

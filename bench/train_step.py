@@ -22,10 +22,9 @@ it may import another project's ``library`` or ``networks``.
 from __future__ import annotations
 
 import importlib.util
-import statistics
+import itertools
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,42 +34,50 @@ import torch
 
 from bench.families import (
     FAMILIES,
+    FEW_BLOCKS,
+    RANK,
     LoraStep,
     Sizes,
     build_transformer,
-    call_transformer,
+    example_inputs,
     peft_lora,
-    quantise_for_cpu,
-    tandem_lora,
+    tandem_network,
 )
-from bench.measure import Case, benchmark_parser, finish, measure_memory, measure_time
+from bench.measure import Case, Table, benchmark_parser, finish, measure
 from library.errors import UserError, exit_on_user_error
+from library.models.registry import family_class
+from library.precision.fp8_linear import make_cpu_kernels
+from library.precision.recipe import Fp8Recipe, quantize_model
 
-RANK = 16
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 
 def build_step(
     trainer: str, family_name: str, sizes: Sizes, dtype: str, checkpointing: bool, rank: int = RANK
 ) -> LoraStep:
-    """Load a case: ``trainer`` is tandem, peft, or the path of an adapter file."""
-    family = FAMILIES[family_name]
-    inputs = family.inputs(sizes, torch.device("cpu"))
+    """Load a case.
+
+    Args:
+        trainer: tandem, peft, or the path of an adapter file.
+        dtype: of ``DTYPES``; for Tandem also "fp8 row" and the other granularities, "fp8" is "fp8 block64".
+    """
+    name, _, granularity = dtype.partition(" ")
+    inputs, autocast = example_inputs(family_name, sizes, torch.device("cpu")), name != "fp32"
     if trainer not in ("tandem", "peft"):
         adapter = _load_adapter(Path(trainer))
-        model, trained = adapter.build(sizes, DTYPES[dtype], rank)
-        return LoraStep(model, trained, adapter.forward, inputs, dtype != "fp32")
-    transformer: Any = build_transformer(family, sizes, torch.float32 if dtype == "fp32" else torch.bfloat16)
+        return LoraStep(*adapter.build(sizes, DTYPES[name], rank), inputs, autocast, adapter.forward)
+    transformer = build_transformer(family_name, sizes, torch.bfloat16 if autocast else torch.float32)
     if trainer == "tandem":
-        family.optimise_forward(transformer)
-        if dtype == "fp8":
-            quantise_for_cpu(transformer, "block64")
-        trained = tandem_lora(family_name, transformer, rank)
+        family_class(family_name).optimise_forward(transformer)
+        if name == "fp8":  # as training on a CPU does, computing in bf16
+            quantize_model(transformer, Fp8Recipe(granularity or "block64"))  # type: ignore[arg-type]
+            make_cpu_kernels(transformer, torch.bfloat16)
+        trained = tandem_network(family_name, transformer, rank).parameters()
     else:
-        trained = peft_lora(family_name, transformer, rank, fp8_cast=dtype == "fp8")
+        trained = peft_lora(family_name, transformer, rank, fp8_cast=name == "fp8")
     if checkpointing:
         transformer.enable_gradient_checkpointing()
-    return LoraStep(transformer, trained, call_transformer, inputs, dtype != "fp32")
+    return LoraStep(transformer, trained, inputs, autocast)
 
 
 def _load_adapter(path: Path) -> Any:
@@ -102,15 +109,21 @@ def trainers(beside: list[str]) -> dict[str, str]:
     return result
 
 
+def over_peft(row: dict[str, float], peft: dict[str, float]) -> dict[str, float]:
+    """Return the time and memory of ``row`` over those of ``peft``."""
+    return {
+        "time_over_peft": row["step_s"] / peft["step_s"],
+        "memory_over_peft": row["added_mib"] / peft["added_mib"],
+    }
+
+
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the worst ratio of Tandem over peft, those of an fp8 base by themselves."""
-    cases = {(r["family"], r["width"], r["dtype"]) for r in rows}
     found: dict[str, list[float]] = defaultdict(list)
-    for case in cases:
-        own = {r["trainer"]: r for r in rows if (r["family"], r["width"], r["dtype"]) == case}
-        of_fp8 = "_fp8" if case[2] == "fp8" else ""
-        found[f"time_over_peft{of_fp8}"].append(own["tandem"]["step_s"] / own["peft"]["step_s"])
-        found[f"memory_over_peft{of_fp8}"].append(own["tandem"]["added_mib"] / own["peft"]["added_mib"])
+    for row in rows:
+        if row["trainer"] == "tandem":
+            for name in ("time_over_peft", "memory_over_peft"):
+                found[name + ("_fp8" if row["dtype"] == "fp8" else "")].append(row[name])
     return {name: max(values) for name, values in sorted(found.items())}
 
 
@@ -127,34 +140,22 @@ def main() -> None:
     options = parser.parse_args()
     chosen = trainers(options.beside)
     down, across = map(int, options.image_sides.split(","))
-    rows: list[dict[str, Any]] = []
-    print(f"{'family':<10} {'width':>5} {'dtype':<5} {'trainer':<12} {'step, CPU s':>11} {'adds MiB':>9}  over peft")
-    for name in options.families.split(","):
-        few = replace(
-            FAMILIES[name].full, blocks=FAMILIES[name].few_blocks, image_sides=(down, across), text_tokens=128
-        )
-        for width in map(int, options.widths.split(",")):
-            for dtype in options.dtypes.split(","):
-                arguments = (name, replace(few, width=width), dtype, options.checkpointing)
-                cases: dict[str, Case] = {t: (build_step, (how, *arguments)) for t, how in chosen.items()}
-                found = _measure(cases, options.rounds)
-                rows += [{"family": name, "width": width, "dtype": dtype, "trainer": t, **f} for t, f in found.items()]
-                _print(rows[-len(found) :])
-    finish(rows, ratios(rows), options.json)
-
-
-def _measure(cases: dict[str, Case], rounds: int) -> dict[str, dict[str, float]]:
-    memory = {trainer: measure_memory(trainer, case) for trainer, case in cases.items()}
-    seconds = measure_time(cases, rounds)
-    return {t: {"step_s": statistics.median(s), "step_min_s": min(s), **memory[t]} for t, s in seconds.items()}
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    peft = next(row for row in rows if row["trainer"] == "peft")
-    for row in rows:
-        over = f"{row['step_s'] / peft['step_s']:.3f} {row['added_mib'] / peft['added_mib']:.3f}"
-        figures = f"{row['step_s']:11.3f} {row['added_mib']:9.0f}  {over}"
-        print(f"{row['family']:<10} {row['width']:>5} {row['dtype']:<5} {row['trainer']:<12} {figures}", flush=True)
+    keys = {"family": "<10", "width": "6", "dtype": "<5", "trainer": "<12"}
+    table = Table(
+        keys | {"step_s": "8.3f", "added_mib": "9.0f", "time_over_peft": "14.3f", "memory_over_peft": "16.3f"}
+    )
+    points = itertools.product(
+        options.families.split(","), map(int, options.widths.split(",")), options.dtypes.split(",")
+    )
+    for family, width, dtype in points:
+        sizes = Sizes(width, FEW_BLOCKS[family], (down, across), text_tokens=128)
+        arguments = (family, sizes, dtype, options.checkpointing)
+        cases: dict[str, Case] = {t: (build_step, (how, *arguments)) for t, how in chosen.items()}
+        found = measure(cases, options.rounds)
+        for trainer, row in found.items():
+            keys = {"family": family, "width": width, "dtype": dtype, "trainer": trainer}
+            table.add(keys | row | over_peft(row, found["peft"]))
+    finish(table.rows, ratios(table.rows), options.json)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 
 import bench.gpu as gpu
 import bench.train_step as train_step
-from bench.families import FAMILIES, Sizes
-from bench.gpu import GpuCase, cases
-from bench.measure import measure_memory, measure_time, write_report
+from bench.families import FAMILIES, Sizes, build_transformer
+from bench.gpu import GpuCase, Job, cases
+from bench.measure import finish, measure_memory, measure_time
 from library.errors import UserError
 from library.precision.fp8_linear import Fp8Linear
 
@@ -67,13 +66,12 @@ def fp8_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def test_ratios_are_the_worst_and_keep_fp8_apart() -> None:
-    rows = [
-        {"family": "flux", "width": 256, "dtype": dtype, "trainer": trainer, "step_s": step, "added_mib": mib}
-        for dtype, trainer, step, mib in (
-            ("bf16", "tandem", 1.0, 6.0), ("bf16", "peft", 2.0, 8.0), ("fp32", "tandem", 3.0, 1.0),
-            ("fp32", "peft", 4.0, 2.0), ("fp8", "tandem", 1.0, 1.0), ("fp8", "peft", 4.0, 10.0),
-        )
-    ]  # fmt: skip
+    rows = []
+    for dtype, ours, peft in (
+        ("bf16", (1.0, 6.0), (2.0, 8.0)), ("fp32", (3.0, 1.0), (4.0, 2.0)), ("fp8", (1.0, 1.0), (4.0, 10.0)),
+    ):  # fmt: skip
+        found = {t: dict(zip(("step_s", "added_mib"), v, strict=True)) for t, v in (("tandem", ours), ("peft", peft))}
+        rows += [{"dtype": dtype, "trainer": t} | train_step.over_peft(row, found["peft"]) for t, row in found.items()]
     assert train_step.ratios(rows) == {
         "time_over_peft": 0.75,
         "memory_over_peft": 0.75,
@@ -84,14 +82,14 @@ def test_ratios_are_the_worst_and_keep_fp8_apart() -> None:
 
 def test_step_flops_are_those_of_the_published_count() -> None:
     # 11.3 billion weights of FLUX.1's blocks see 4608 tokens; doubles count twice but see a part of the tokens each
-    linear, attention = FAMILIES["flux"].forward_flops(FAMILIES["flux"].full)
+    linear, attention = FAMILIES["flux"].forward_flops()
     assert linear == 2 * 12 * 3072**2 * 4608 * 57
     assert attention == 4 * 4608**2 * 3072 * 57
-    # Qwen-Image's 60 blocks have the same layers for each token, once for text and once for pictures
-    assert FAMILIES["qwen_image"].forward_flops(FAMILIES["qwen_image"].full)[0] == 2 * 12 * 3072**2 * 4608 * 60
+    # Qwen-Image's 60 blocks have the same layers for each token, once for text and once for images
+    assert FAMILIES["qwen_image"].forward_flops()[0] == 2 * 12 * 3072**2 * 4608 * 60
 
 
-def test_another_trainer_joins_by_path_and_a_wrong_path_is_told(tmp_path: Path) -> None:
+def test_another_trainer_joins_by_path_and_a_wrong_path_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(ADAPTER)
     chosen = train_step.trainers([f"theirs={tmp_path / 'theirs.py'}"])
     case = (train_step.build_step, (chosen["theirs"], "flux", TINY, "bf16", False))
@@ -102,13 +100,13 @@ def test_another_trainer_joins_by_path_and_a_wrong_path_is_told(tmp_path: Path) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_a_case_is_what_its_steps_add() -> None:
-    found = measure_memory("tandem", (train_step.build_step, ("tandem", "flux", TINY, "bf16", False)))
+    found = measure_memory({"tandem": (train_step.build_step, ("tandem", "flux", TINY, "bf16", False))})["tandem"]
     assert 0 < found["added_mib"] < found["peak_mib"]
     assert found["weights_mib"] == pytest.approx(_base_mib(TINY), rel=0.01)
 
 
 def _base_mib(sizes: Sizes) -> float:
-    transformer = FAMILIES["flux"].build(sizes)
+    transformer = build_transformer("flux", sizes, torch.bfloat16)
     return sum(p.numel() for p in transformer.parameters()) * 2 / 2**20
 
 
@@ -129,16 +127,16 @@ def test_every_case_of_the_gpu_benchmark_runs(case: GpuCase) -> None:
 
 
 def test_the_gpu_benchmark_reports_failures_as_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = GpuCase("flux")
-    children = gpu.Children("cpu", True, minutes=2)
-    rows = gpu.run_all([good, replace(good, family="x")], children, children.rate(), True)
+    good = {"family": "flux"}
+    jobs = [Job(GpuCase("flux").name(), good), Job("broken", good | {"family": "x"})]
+    rows = gpu.run(jobs, gpu.Children("cpu", True, minutes=2))
     assert rows[0]["step_s"] > 0
     assert rows[0]["mfu"] > 0
     assert rows[1]["error"] == "exit code 1: KeyError: 'x'"
     assert "flux, b1, tandem, bf16" in capsys.readouterr().out
     late = gpu.Children("cpu", True, minutes=0)
-    assert gpu.run_all([good], late, None, True)[0]["error"] == "left out: the time was up"
-    write_report(tmp_path / "r.json", rows, gpu.ratios(rows))
+    assert gpu.run(jobs[:1], late)[0]["error"] == "left out: the time was up"
+    finish(rows, gpu.ratios(rows), tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text()).keys() == {"machine", "commit", "rows", "ratios"}
 
 

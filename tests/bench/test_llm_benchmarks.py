@@ -9,7 +9,7 @@ import torch
 
 import bench.gpu as gpu
 import bench.gpu_llm as gpu_llm
-from bench.llm_train import SIZES, WHO, Generator, LMStepper, Textbook, build
+from bench.llm_train import SIZES, WHO, Generator, Textbook, build, build_step
 from library.models.llm.model import TransformerLM
 
 
@@ -18,7 +18,7 @@ def test_everyone_has_as_many_weights_and_begins_at_the_same_loss(family: str) -
     counts = {who: sum(p.numel() for p in build(who, family).parameters()) for who in WHO}
     assert len(set(counts.values())) == 1, counts
     for who in WHO:
-        first = LMStepper(who, family, "fp32", batch=1, length=64).step()
+        first = build_step(who, family, "fp32", batch=1, length=64).step()
         assert first == pytest.approx(math.log(8192), rel=0.05), who  # fresh weights know nothing
 
 

@@ -1,4 +1,4 @@
-"""Cost as work grows: what is started is found cached whole, rows become ratios and pictures, a quick run runs."""
+"""Cost as work grows: what is started is found cached in full, rows become ratios and plots, a quick run runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from PIL import Image
 
 import bench.scaling as scaling
 from bench.scaling import QUICK
-from bench.startup import InstantImages, start, write_cached_dataset
+from bench.startup import start, write_cached_dataset
 from library.data.cache import readable_files
 from tests.processes import run_command
 from tests.runs import ROOT
 
 
-def test_a_synthetic_cache_is_taken_for_a_whole_one(tmp_path: Path) -> None:
-    toml = write_cached_dataset(tmp_path / "data", 20, InstantImages.fingerprint)
+def test_a_synthetic_cache_is_taken_for_a_complete_one(tmp_path: Path) -> None:
+    toml = write_cached_dataset(tmp_path / "data", 20)
     folder = tmp_path / "data" / "images" / ".tandem_cache"
     names = {kind: readable_files(folder / kind) for kind in ("latents", "text")}
     assert {kind: len(found) for kind, found in names.items()} == {"latents": 20, "text": 20}
@@ -75,10 +75,10 @@ def test_what_was_measured_is_drawn_again(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["scaling.py", "--draw_to", str(tmp_path), "--from", *files])
     scaling.main()
     for name in ("scaling_steps", "scaling_starts"):
-        picture = Image.open(tmp_path / f"{name}.png").convert("RGB")
-        assert picture.width > picture.height
-        assert picture.getpixel((0, 0)) == (255, 255, 255)  # readable on a dark page too
-        assert len(picture.getcolors(256) or []) > 10
+        image = Image.open(tmp_path / f"{name}.png").convert("RGB")
+        assert image.width > image.height
+        assert image.getpixel((0, 0)) == (255, 255, 255)  # readable on a dark page too
+        assert len(image.getcolors(256) or []) > 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

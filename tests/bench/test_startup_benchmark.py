@@ -24,8 +24,8 @@ def test_both_starts_are_measured_and_reported(tmp_path: Path) -> None:
 
 def test_the_images_differ_and_a_second_start_encodes_none(tmp_path: Path) -> None:
     toml = write_dataset(tmp_path, 9)
-    pictures = sorted((tmp_path / "images").glob("*.png"))
-    assert len({Image.open(path).getpixel((0, 0)) for path in pictures}) == 9
+    written = sorted((tmp_path / "images").glob("*.png"))
+    assert len({Image.open(path).getpixel((0, 0)) for path in written}) == 9
     seen: list[torch.Size] = []
 
     class Counted(InstantImages):

@@ -223,10 +223,11 @@ def test_loading_peaks_at_one_models_size(tmp_path: Path) -> None:
 import json, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from bench.loading import Sizes, measure, write_flux
+from bench.families import Sizes
+from bench.loading import flux_loader, measure, write_flux
 folder = Path({str(tmp_path)!r})
-write_flux(folder, Sizes(width=1024, head_dim=128, double_blocks=1, single_blocks=4, text_width=512))
-print(json.dumps([measure(case, folder) for case in ("tandem folder", "tandem single file, bf16 to fp32")]))
+write_flux(folder, Sizes(width=1024, blocks=(1, 4)))
+print(json.dumps([measure(flux_loader, case, folder) for case in ("tandem folder", "tandem single file, bf16 to fp32")]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     for row in json.loads(done.stdout.splitlines()[-1]):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.families import FAMILIES, Sizes, build_transformer
+from bench.families import FAMILIES, Sizes, build_transformer, example_inputs
 from library.config.schema import NetworkConfig
-from library.models.registry import lora_targets
+from library.models.registry import family_class, lora_targets
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
@@ -32,20 +32,20 @@ POLICIES: dict[str, Policy] = {
 
 def step(family: str, policy: Policy | None, arguments: list[str]) -> tuple[dict[str, Tensor], Counter[str]]:
     """Take two steps; return the second's gradients, and how often it ran each modulation layer."""
-    row = FAMILIES[family]
-    transformer: Any = row.optimise_forward(build_transformer(row, SIZES, torch.float32))
+    architecture = family_class(family)
+    transformer: Any = architecture.optimise_forward(build_transformer(family, SIZES, torch.float32))
     targets = lora_targets()[family]
     options = parse_network_args(NetworkConfig(network_dim=2, network_alpha=2, network_args=arguments), targets)
     network = inject_adapter(transformer, options, targets, seed=0)
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(parameter.numel()))
     if policy is not None:
-        transformer.enable_gradient_checkpointing(policy(len(row.blocks(transformer))))
+        transformer.enable_gradient_checkpointing(policy(len(architecture.blocks(transformer))))
     runs: Counter[str] = Counter()
     for name, module in transformer.named_modules():
         if name.startswith(("transformer_blocks", "single")) and name.endswith(MODULATIONS[family]):
             module.register_forward_hook(lambda *_, name=name: runs.update([name]))
-    inputs = row.inputs(SIZES, torch.device("cpu"))
+    inputs = example_inputs(family, SIZES, torch.device("cpu"))
     for sigma in (0.2, 0.7):  # what was kept of one step must not serve the next
         runs.clear()
         transformer.zero_grad()

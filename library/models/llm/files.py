@@ -323,7 +323,7 @@ def _meta_ranges(
     files: WeightFiles, config: LMConfig, shards: int, hf_name: str, rows: int, derived: dict[str, Derived]
 ) -> list[RowRange]:
     """Return the ranges that make the rows of transformers' ``hf_name``; put what must be computed into ``derived``."""
-    name, axis = _meta_name(hf_name)
+    name, axis = meta_name(hf_name)
     sources = [f"{shard}:{name}" for shard in range(1 if axis is None else shards)]
     if any(source not in files for source in sources):
         return [RowRange(source) for source in sources]  # the loader says what is missing
@@ -344,7 +344,7 @@ def _meta_ranges(
     return [RowRange(source) for source in sources]
 
 
-def _meta_name(hf_name: str) -> tuple[str, int | None]:
+def meta_name(hf_name: str) -> tuple[str, int | None]:
     """Return Meta's name for transformers', and the axis along which files cut it."""
     layer, _, module = hf_name.removesuffix(".weight").removeprefix("model.layers.").partition(".")
     if not layer.isdigit():
