@@ -8,12 +8,14 @@ those it keeps between steps. Under them one step of a pipeline, as a row for ea
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dev.svg import box, document, text
 from library.files import write_text
 
 DRAWING = Path(__file__).resolve().parent.parent / "docs" / "images" / "distributed.svg"
@@ -41,11 +43,6 @@ _TIMES = {"F": 1, "B": 2}  # a backward pass takes twice a forward's time
 _UNIT, _LINE = 10, 24  # of the pipeline's step: a forward pass's width, a stage's height
 
 
-def text(x: float, y: float, words: str, size: int = 12, anchor: str = "start", weight: str = "normal") -> str:
-    """Return a line of text."""
-    return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}">{words}</text>'
-
-
 def column(left: float, top: float, held: set[int] | tuple[set[int], ...]) -> list[str]:
     """Return what one process holds: three rows of four pieces."""
     shapes = []
@@ -53,7 +50,7 @@ def column(left: float, top: float, held: set[int] | tuple[set[int], ...]) -> li
         for piece, colour in enumerate(COLOURS):
             fill = colour if piece in own else "none"
             x, y = left + piece * _PIECE, top + row * _ROW
-            shapes.append(f'<rect x="{x}" y="{y}" width="{_PIECE}" height="{_HEIGHT}" fill="{fill}" stroke="#999999"/>')
+            shapes.append(box(x, y, _PIECE, _HEIGHT, fill, "#999999"))
     return shapes
 
 
@@ -95,10 +92,8 @@ def pipeline_step(top: float) -> list[str]:
         for kind, number, begin in doing:
             x, width = _LEFT + begin * _UNIT, _TIMES[kind] * _UNIT
             fill = COLOURS[stage] if kind == "F" else "none"
-            shapes.append(
-                f'<rect x="{x}" y="{y}" width="{width}" height="18" fill="{fill}" stroke="{COLOURS[stage]}"/>'
-            )
-            shapes.append(text(x + width / 2, y + 13, str(number + 1), 9, "middle"))
+            shapes.append(box(x, y, width, 18, fill, COLOURS[stage]))
+            shapes.append(text(x + width / 2, y + 13, str(number + 1), 9, anchor="middle"))
     words = "filled: forward of the microbatch with this number; outlined: its backward; between them a stage waits"
     return [*shapes, text(_LEFT, top + 14 + STAGES * _LINE + 14, words, 11)]
 
@@ -113,14 +108,17 @@ def drawing() -> str:
             parts.append(text(_LEFT - 10, top + 46 + row * _ROW, name, anchor="end"))
         for i in range(processes):
             left, unit = _LEFT + i * _COLUMN, "GPU" if title.startswith("device map") else "process"
-            parts += [text(left + 2 * _PIECE, top + 22, f"{unit} {i}", 11, "middle"), *column(left, top + 30, held(i))]
+            parts += [
+                text(left + 2 * _PIECE, top + 22, f"{unit} {i}", 11, anchor="middle"),
+                *column(left, top + 30, held(i)),
+            ]
         parts.append(text(_LEFT, top + _PANEL - 8, f"travels: {travels}"))
     top = 30 + len(PANELS) * (_PANEL + _GAP)
     parts += pipeline_step(top)
     height = top + 14 + STAGES * _LINE + 30
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {height}" font-family="sans-serif">'
-    return "\n".join([head, f'<rect width="600" height="{height}" fill="white"/>', *parts, "</svg>"]) + "\n"
+    return document(600, height, parts)
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     write_text(DRAWING, drawing())

@@ -1,4 +1,4 @@
-"""Draw the picture of ``docs/design.md``: the layers of the code, from the scripts down to the errors.
+"""Draw the image of ``docs/design.md``: the layers of the code, from the scripts down to the errors.
 
     python dev/draw_structure.py
 
@@ -8,16 +8,17 @@ and purposes are read from the code (a package's first docstring line), so the d
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
 import textwrap
 import tomllib
-from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from dev.svg import box, document, text
 from library.files import write_text
 
 DRAWING = ROOT / "docs" / "images" / "structure.svg"
@@ -55,27 +56,20 @@ def contents(module: str) -> list[tuple[str, list[str]]]:
     return [(name, modules) for name, modules in names if modules]
 
 
-def text(x: float, y: float, words: str, size: int = 12, weight: str = "normal", colour: str = "#222222") -> str:
-    """Return a line of text."""
-    style = f'font-size="{size}" font-weight="{weight}" fill="{colour}"'
-    return f'<text x="{x}" y="{y}" {style}>{escape(words)}</text>'
-
-
-def box(x: float, y: float, width: float, module: str, colour: str) -> tuple[list[str], float]:
+def module_box(x: float, y: float, width: float, module: str, colour: str) -> tuple[list[str], float]:
     """Return the shapes of one module or package at (x, y), and its height."""
     shapes, line = [text(x + _PAD, y + 20, module.replace(".", "/"), 15, "bold")], y + 20
     columns = int((width - 2 * _PAD) / 6.3)  # characters of 12 pixels' height
     for words in textwrap.wrap(purpose(module), columns):
         line += _LINE
-        shapes.append(text(x + _PAD, line, words, 12, colour="#444444"))
+        shapes.append(text(x + _PAD, line, words, fill="#444444"))
     for name, modules in contents(module):
         label = f"{name}/  " if name else ""
         for number, words in enumerate(textwrap.wrap(label + " · ".join(modules), columns - 2)):
             line += _LINE + (4 if number == 0 else 0)
-            shapes.append(text(x + _PAD, line, words, 12, colour="#1f4e79" if name else "#6b4a12"))
+            shapes.append(text(x + _PAD, line, words, fill="#1f4e79" if name else "#6b4a12"))
     height = line - y + _PAD
-    frame = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{colour}" stroke="#bbbbbb"/>'
-    return [frame, *shapes], height
+    return [box(x, y, width, height, colour, "#bbbbbb", 6), *shapes], height
 
 
 def drawing() -> str:
@@ -84,14 +78,14 @@ def drawing() -> str:
     for number, modules in enumerate(layers()):
         width = (_WIDTH - 2 * _MARGIN - (len(modules) - 1) * _MARGIN) / len(modules)
         boxes = [
-            box(_MARGIN + i * (width + _MARGIN), y, width, module, COLOURS[number % len(COLOURS)])
+            module_box(_MARGIN + i * (width + _MARGIN), y, width, module, COLOURS[number % len(COLOURS)])
             for i, module in enumerate(modules)
         ]
         shapes += [shape for found, _ in boxes for shape in found]
         y += max(height for _, height in boxes) + _MARGIN
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" font-family="sans-serif">'
-    return "\n".join([head, f'<rect width="{_WIDTH}" height="{y}" fill="white"/>', *shapes, "</svg>"]) + "\n"
+    return document(_WIDTH, y, shapes)
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     write_text(DRAWING, drawing())
