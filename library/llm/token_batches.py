@@ -330,14 +330,11 @@ class TokenBatches:
         return self._orders[epoch]
 
 
-def held_out_batches(
-    shards: TokenShards, context: int, batch_size: int, most_tokens: int, rank: int = 0, world: int = 1
-) -> Iterator[Tensor]:
-    """Yield this process's share of the split's first windows in order, int64 [up to batch, context + 1]."""
+def held_out_batches(shards: TokenShards, context: int, batch_size: int, most_tokens: int) -> Iterator[Tensor]:
+    """Yield the split's first windows in order, int64 [up to batch, context + 1]."""
     windows = min((shards.tokens - 1) // context, max(1, most_tokens // context))
     if windows < 1:
         raise UserError(f"{shards.folder}: {shards.tokens} held-out tokens are less than a window of {context}")
-    mine = range(rank, windows, world)
-    for begin in range(0, len(mine), batch_size):
-        rows = [shards.read(window * context, context + 1) for window in mine[begin : begin + batch_size]]
+    for begin in range(0, windows, batch_size):
+        rows = [shards.read(i * context, context + 1) for i in range(begin, min(begin + batch_size, windows))]
         yield torch.from_numpy(np.stack(rows))

@@ -13,8 +13,8 @@ pipelines samples.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.models.weights import load_into
 from library.nn.attention import Backend
+from library.nn.modes import evaluating
 from library.nn.tensor_split import Parts
 from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
 from library.precision.recipe import Fp8Loader, Fp8Recipe
@@ -337,7 +338,7 @@ class Family:
             one = each if each["prompt_embeds"].ndim == 3 else {name: row.unsqueeze(0) for name, row in each.items()}
             inputs |= {prefix + name: value for name, value in self.pipeline_text(one, plain).items()}
         dtype = getattr(plain, "loaded_dtype", plain.dtype)
-        with torch.no_grad(), evaluating(plain), _autocast(plain.device, dtype), self.conditioned(plain, conditions):
+        with evaluating(plain), _autocast(plain.device, dtype), self.conditioned(plain, conditions):
             latents = pipeline(
                 **inputs,
                 generator=torch.Generator().manual_seed(seed),
@@ -421,18 +422,6 @@ def unwrapped(module: nn.Module) -> Any:
         if inner is None:
             return module
         module = inner
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch every submodule to eval mode and back to the mode it was in."""
-    training = [child for child in module.modules() if child.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for child in training:
-            child.training = True
 
 
 def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:

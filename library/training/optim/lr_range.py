@@ -28,6 +28,7 @@ from library.config.optimizer_types import estimates_step_size
 from library.config.schema import OptimizerConfig
 from library.errors import UserError
 from library.files import atomic_path
+from library.nn.modes import evaluating
 from library.randomness import derive_seed
 from library.training.optim.factory import parse_optimizer_args
 from library.training.report.plots import STYLE
@@ -96,13 +97,11 @@ def sweep(task: ImageLora, lr_from: float, lr_to: float, steps: int, advance: Ca
     probe = next(batches)
 
     def probe_loss() -> float:
-        for model in task.models:
-            model.eval()
-        loss = float(step.validation_losses(task.models[0], probe, _PROBE_SIGMAS).mean())
-        for model in task.models:
-            model.train()
-        return loss
+        with evaluating(*task.models):
+            return float(step.validation_losses(task.models[0], probe, _PROBE_SIGMAS).mean())
 
+    for model in task.models:
+        model.train()
     test = RangeTest([], [], probe_loss(), False)
     growth = (lr_to / lr_from) ** (1 / max(1, steps - 1))
     for number, batch in zip(range(steps), chain([probe], batches), strict=False):

@@ -20,6 +20,7 @@ from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
 from library.precision.recipe import Fp8Loader
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
+from library.training.sampling.images import generate_image
 from library.training.sampling.prompts import SamplePrompt
 from library.training.tasks.lora_plan import describe_base
 from networks.files.adapters import load_lora
@@ -71,22 +72,8 @@ def generate_images(
     if own := weights.get(targets.file_prefix):
         attach_lora(transformer, own, targets, source)
     for prompt, its_conditions in zip(prompts, conditions, strict=True):
-        yield (
-            prompt,
-            family.sample(
-                transformer,
-                image_encoder,
-                embeddings[prompt.text_key(prompt.prompt)],
-                width=prompt.width,
-                height=prompt.height,
-                steps=prompt.steps,
-                guidance=prompt.guidance,
-                seed=prompt.seed,
-                negative_text=embeddings[prompt.text_key(prompt.negative)] if prompt.cfg != 1.0 else None,
-                cfg=prompt.cfg,
-                conditions=its_conditions,
-            ),
-        )
+        texts_of_it = {text: embeddings[prompt.text_key(text)] for text in prompt.texts()}
+        yield prompt, generate_image(family, transformer, image_encoder, prompt, texts_of_it, its_conditions)
 
 
 def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) -> dict[str, dict[str, LoraWeights]]:

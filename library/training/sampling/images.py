@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from library.data.dataset import TrainingData
 from library.files import atomic_path
 from library.models.family import Family
 from library.models.vae import ImageEncoder
+from library.nn.modes import evaluating
 from library.training.sampling.conditions import PromptImageRules, encode_prompt_images, show_prompt_images, text_jobs
 from library.training.sampling.prompts import SamplePrompt
 
@@ -65,7 +65,6 @@ class Sampler:
         self.sampled: dict[int, list[Path]] = {}
         self._writes = writes
 
-    @torch.no_grad()
     def sample(self, transformer: nn.Module, step: int) -> list[Path]:
         """Sample every prompt; return the files. The VAE is loaded for it and freed again.
 
@@ -83,19 +82,8 @@ class Sampler:
     def _sample(self, transformer: nn.Module, i: int, prompt: SamplePrompt, step: int) -> Path:
         if i not in self._conditions:
             self._conditions[i] = encode_prompt_images(prompt, self._image_encoder, self._rules)
-        image = self._family.sample(
-            transformer,
-            self._image_encoder,
-            self._text(prompt, prompt.prompt),
-            width=prompt.width,
-            height=prompt.height,
-            steps=prompt.steps,
-            guidance=prompt.guidance,
-            seed=prompt.seed,
-            negative_text=self._text(prompt, prompt.negative) if prompt.cfg != 1.0 else None,
-            cfg=prompt.cfg,
-            conditions=self._conditions[i],
-        )
+        texts = {text: self._text(prompt, text) for text in prompt.texts()}
+        image = generate_image(self._family, transformer, self._image_encoder, prompt, texts, self._conditions[i])
         path = self._path(step, i)
         if self._writes:
             save_image(image, path, {"prompt": prompt.line()})
@@ -106,10 +94,8 @@ class Sampler:
         cached = self._embeddings[prompt.text_key(text)]
         if self._text_encoders is None:
             return cached
-        was_training = self._text_encoders.training
-        self._text_encoders.eval()
-        current = self._text_encoders([text])
-        self._text_encoders.train(was_training)
+        with evaluating(self._text_encoders):
+            current = self._text_encoders([text])
         return cached | {name: rows[0] for name, rows in current.items()}
 
     def _path(self, step: int, i: int) -> Path:
@@ -147,6 +133,30 @@ class Sampler:
         with atomic_path(path) as temporary:
             _sheet(titles, rows).save(temporary, format="PNG")
         return path
+
+
+def generate_image(
+    family: Family,
+    transformer: nn.Module,
+    image_encoder: ImageEncoder,
+    prompt: SamplePrompt,
+    texts: Mapping[str, dict[str, Tensor]],
+    conditions: Conditions,
+) -> Image.Image:
+    """Return the prompt's image; ``texts`` has the embeddings of its ``texts()``, without a batch axis."""
+    return family.sample(
+        transformer,
+        image_encoder,
+        texts[prompt.prompt],
+        width=prompt.width,
+        height=prompt.height,
+        steps=prompt.steps,
+        guidance=prompt.guidance,
+        seed=prompt.seed,
+        negative_text=texts[prompt.negative] if prompt.cfg != 1.0 else None,
+        cfg=prompt.cfg,
+        conditions=conditions,
+    )
 
 
 def save_image(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:

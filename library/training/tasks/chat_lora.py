@@ -8,7 +8,7 @@ chats that are held out. What comes out is an adapter folder of PEFT's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from library.accelerator import dp_rank_and_size
-from library.config.chat_schema import ChatDataConfig, ChatTrainConfig
+from library.config.chat_schema import ChatDataConfig, ChatSamplingConfig, ChatTrainConfig
 from library.config.markers import resume_keys
 from library.config.schema import effective_learning_rate
 from library.errors import UserError, error_prefix
@@ -49,9 +49,8 @@ from library.safetensors_io import read_safetensors_header
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.factory import describe_optimizer
 from library.training.parallel.spec import ParallelSpec, lm_split_points
-from library.training.parallel.step import lockstep_batches
 from library.training.report.progress import counting
-from library.training.sampling.answers import answer_sampler
+from library.training.sampling.text import TextSampler
 from library.training.tasks.lora import (
     LoraTask,
     attached_lora,
@@ -76,7 +75,7 @@ class ChatLora(LoraTask):
         sizes: the model's.
         template: how chats are written.
         held_out: chats to validate on, in batches of similar length, the same on every process.
-        step: the forward pass.
+        batches_in_step: batches of an optimizer step, over all processes.
     """
 
     metric: ClassVar[str] = "loss_tokens"
@@ -86,7 +85,7 @@ class ChatLora(LoraTask):
     sizes: LMConfig
     template: ChatTemplate
     held_out: Sequence[ChatBatch] = ()
-    step: ChatStep
+    batches_in_step: int
 
     def open(self) -> None:
         config, device, seed = self.config, self.accelerator.device, self.config.training.seed
@@ -107,30 +106,47 @@ class ChatLora(LoraTask):
         self.check_saved()
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
         self.template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer)
-        samples = self.names.folder / "samples"
-        self.sampler = answer_sampler(
-            config.sampling, self.template, config.chat.system_prompt, self.sizes, seed, samples,
+        if config.sampling.sample_prompts:
+            self.sampler = self._build_sampler(config.sampling)
+
+    def _build_sampler(self, config: ChatSamplingConfig) -> TextSampler:
+        """Return what lets the model answer the prompts.
+
+        Raises:
+            UserError: a prompt and its answer do not fit the model's context.
+        """
+        template, context, system = self.template, self.sizes.context, self.config.chat.system_prompt
+        first = [Message("system", system)] if system else []
+        tokens = [template.tokens([*first, Message("user", p)], answer_next=True)[0] for p in config.sample_prompts]
+        if (longest := max(map(len, tokens))) + config.sample_tokens > context:
+            raise UserError(
+                f"sample_tokens: a prompt of {longest} tokens and {config.sample_tokens} more do not fit the model's "
+                f"context of {context}; lower it"
+            )
+        stop_tokens = (*template.tokenizer.stop_tokens, *template.ends, *self.sizes.eos)
+        return TextSampler(
+            config, tokens, template.tokenizer, stop_tokens, self.config.training.seed,
+            self.names.folder / "samples", "step{:06d}.txt", lambda prompt, text: f"> {prompt}\n\n{text.strip()}",
             self.accelerator, self.console,
         )  # fmt: skip
 
     def prepare(self) -> None:
-        config, console, (_, processes) = self.config, self.console, dp_rank_and_size(self.accelerator)
+        config, (_, processes) = self.config, dp_rank_and_size(self.accelerator)
         training, chat = config.training, config.chat
-        data = prepare_chats(chat, self.template, self.sizes, training.seed, console)
-        console.print("\n".join(data.remarks), soft_wrap=True)
+        windows, held_out = prepare_chats(chat, self.template, self.sizes, training.seed, self.console)
         accumulation = training.gradient_accumulation_steps
         self.load_network()
         size = chat.train_batch_size
-        self.batches = ChatSampler(data.windows, size, training.seed, processes, accumulation)
+        self.batches = ChatSampler(windows, size, training.seed, processes, accumulation)
         self.loader = DataLoader(
-            Windows(data.windows),
+            Windows(windows),
             batch_sampler=self.batches,
             collate_fn=collate_windows,
             pin_memory=self.accelerator.device.type == "cuda",
         )
         self.wrap(many_shapes=True)  # a batch is as long as its longest window
-        self.step = ChatStep(training.seed, accumulation * processes)
-        self.held_out = held_out_batches(data.held_out[: config.validation.max_validation_conversations], size)
+        self.batches_in_step = accumulation * processes
+        self.held_out = batches_of_similar_length(held_out[: config.validation.max_validation_conversations], size)
         self.validates = bool(self.held_out)
         self.facts = self._facts()
         base = Path(config.model.pretrained_model_name_or_path)
@@ -189,48 +205,26 @@ class ChatLora(LoraTask):
         }
 
     def loss(self, model: nn.Module, batch: ChatBatch, step: int) -> tuple[Tensor, Tensor]:
-        return self.step.loss(model, batch, step)
+        return token_mean_loss(model, batch, self.batches_in_step)
 
-    @torch.no_grad()
-    def validate(self) -> float:
-        """Return the mean cross-entropy over all tokens that are trained on; dropout is off while this runs."""
-        sums, model = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device), self.models[0]
-        training = model.training
-        model.eval()
-        rank, count = dp_rank_and_size(self.accelerator)
-        for batch in lockstep_batches(iter(self.held_out[rank::count]), self.accelerator):
-            own = (batch or self.held_out[0]).to(self.accelerator.device)
-            learnt = (own.targets != IGNORED).sum() * (batch is not None)  # one that is left with none takes part
-            sums += torch.stack([model(own.tokens, own.targets).double() * learnt, learnt.double()])
-        model.train(training)
-        total, learnt = self.accelerator.reduce(sums, reduction="sum").tolist()
-        return total / learnt
+    def held_out_batches(self) -> Sequence[ChatBatch]:
+        return self.held_out
+
+    def held_out_loss(self, batch: ChatBatch) -> tuple[Tensor, Tensor]:
+        own = batch.to(self.accelerator.device)
+        count = (own.targets != IGNORED).sum()
+        return self.models[0](own.tokens, own.targets).double() * count, count
 
     def sample_names(self, batch: Any) -> list[str]:
         return ["a batch of chats"]
 
 
-@dataclass(frozen=True)
-class ChatData:
-    """What a run learns from.
-
-    Attributes:
-        windows: to train on.
-        held_out: conversations to validate on.
-        max_length: tokens of a window at most.
-        remarks: what was read, a line each.
-    """
-
-    windows: list[Window]
-    held_out: list[Example]
-    max_length: int
-    remarks: list[str]
-
-
 def prepare_chats(
     config: ChatDataConfig, template: ChatTemplate, model: LMConfig, seed: int, console: Console
-) -> ChatData:
-    """Read, split, tokenise and pack the conversations; show how far that is.
+) -> tuple[list[Window], list[Example]]:
+    """Read, split, tokenise and pack the conversations, and say what was read.
+
+    Return windows to train on, and conversations to validate on.
 
     Raises:
         UserError: files that cannot be read, conversations that do not suit the template, a ``max_length`` that the
@@ -259,7 +253,8 @@ def prepare_chats(
     remarks = _describe(read, windows, template, max_length, config.packing)
     if held:
         remarks.append(f"{len(held):,} conversations to validate on")
-    return ChatData(windows, held, max_length, remarks)
+    console.print("\n".join(remarks), soft_wrap=True)
+    return windows, held
 
 
 def _describe(
@@ -267,9 +262,9 @@ def _describe(
 ) -> list[str]:
     """Return what was read, a line each."""
     tokens = sum(len(example.tokens) for example in read.examples)
-    learnt = sum(example.target_count for example in read.examples)
+    targets = sum(example.target_count for example in read.examples)
     count = f"{len(read.examples):,} conversations in the template {template.name}"
-    remarks = [f"{count}: {tokens:,} tokens, {learnt / tokens:.0%} of them trained on"]
+    remarks = [f"{count}: {tokens:,} tokens, {targets / tokens:.0%} of them trained on"]
     if packing:
         remarks.append(f"packed into {len(windows):,} windows, {tokens / (len(windows) * max_length):.0%} full")
     if read.cut:
@@ -302,35 +297,23 @@ def _split(chats: Sequence[Chat], share: float, seed: int) -> tuple[list[Chat], 
     return [d for i, d in enumerate(chats) if i not in held], [d for i, d in enumerate(chats) if i in held]
 
 
-def held_out_batches(examples: Sequence[Example], size: int) -> list[ChatBatch]:
-    """Return chats in batches of similar length."""
+def batches_of_similar_length(examples: Sequence[Example], size: int) -> list[ChatBatch]:
+    """Return chats in batches, the shortest first."""
     chosen = sorted(examples, key=lambda example: len(example.tokens))
     rows = [[((example,), 1) for example in chosen[i : i + size]] for i in range(0, len(chosen), size)]
     return [collate_windows(row) for row in rows]
 
 
-@dataclass(frozen=True)
-class ChatStep:
-    """What a forward pass needs besides the batch.
+def token_mean_loss(model: nn.Module, batch: ChatBatch, batches_in_step: int) -> tuple[Tensor, Tensor]:
+    """Return the batch's loss (a scalar with gradient), and the number of tokens that it counts, [1].
 
-    Attributes:
-        seed: of the run.
-        batches_in_step: batches of an optimizer step, over all processes.
+    The optimizer gets the mean over the batches of a step and over processes. Each batch is therefore weighed by its
+    share of what the step learns, so that this mean is the mean over tokens, and not one in which the tokens of short
+    answers count more. ``batches_in_step`` counts those of all processes.
     """
-
-    seed: int
-    batches_in_step: int
-
-    def loss(self, model: nn.Module, batch: ChatBatch, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch's loss (a scalar with gradient), and the number of tokens that it counts, [1].
-
-        The optimizer gets the mean over the batches of a step and over processes. Each batch is therefore weighed by
-        its share of what the step learns, so that this mean is the mean over tokens, and not one in which the tokens of
-        short answers count more.
-        """
-        learnt = (batch.targets != IGNORED).sum() * batch.microbatches
-        mean = model(batch.tokens, batch.targets, documents=batch.documents)
-        return mean * (learnt * (self.batches_in_step / batch.step_targets)), learnt[None].float()
+    count = (batch.targets != IGNORED).sum() * batch.microbatches
+    mean = model(batch.tokens, batch.targets, documents=batch.documents)
+    return mean * (count * (batches_in_step / batch.step_targets)), count[None].float()
 
 
 TEMPLATE = "tandem.chat_template"  # metadata: how the conversations were written that it was trained on

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +45,6 @@ from library.training.memory.dry_run import MemoryProbe, fit_memory
 from library.training.parallel.device_map import devices_to_fill, place_blocks
 from library.training.parallel.pipeline.stages import check_microbatches
 from library.training.parallel.spec import ParallelSpec, transformer_split_points
-from library.training.parallel.step import lockstep_batches
 from library.training.report.progress import counting
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, text_jobs
 from library.training.sampling.images import build_sampler
@@ -237,29 +235,13 @@ class ImageLora(LoraTask):
             key = sorted(config.model_fields_set)[0]
             raise UserError(f"{key}: no images are held out; set validation_split in the dataset TOML, or remove {key}")
 
-    @torch.no_grad()
-    def validate(self) -> float:
-        """Return the mean loss over the held-out images and the sigmas of ``validation_sigmas``.
+    def held_out_batches(self) -> DataLoader[Any]:
+        return self.held_out
 
-        Every process takes its share of the batches; the sums are added up before the division, so the loss does not
-        depend on the number of processes.
-        """
-        accelerator, batches, sigmas = self.accelerator, self.held_out, self.config.validation.validation_sigmas
-        total = torch.zeros(2, device=accelerator.device, dtype=torch.float64)  # sum of losses, number of them
-        were_training = [model.training for model in self.models]
-        for model in self.models:
-            model.eval()
-        rank, world = dp_rank_and_size(accelerator)
-        for own in lockstep_batches(islice(iter(batches), rank, None, world), accelerator):
-            batch = (next(iter(batches)) if own is None else own).to(accelerator.device)
-            losses = self.step.validation_losses(self.models[0], batch, sigmas)
-            if own is None:  # only to take part
-                continue
-            total += torch.stack([losses.double().sum(), torch.tensor(float(len(losses)), device=losses.device)])
-        for model, was_training in zip(self.models, were_training, strict=True):
-            model.train(was_training)
-        total = accelerator.reduce(total, reduction="sum")
-        return float(total[0] / total[1])
+    def held_out_loss(self, batch: Batch) -> tuple[Tensor, int]:
+        on_device, sigmas = batch.to(self.accelerator.device), self.config.validation.validation_sigmas
+        losses = self.step.validation_losses(self.models[0], on_device, sigmas)
+        return losses.double().sum(), len(losses)
 
     @property
     def save_format(self) -> str:  # type: ignore[override]

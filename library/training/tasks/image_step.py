@@ -63,7 +63,6 @@ class FlowStep:
         weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
         return (losses * weights).mean(), sigmas
 
-    @torch.no_grad()
     def validation_losses(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
         """Return each held-out sample's unweighted loss at each sigma, [len(sigmas) * B]; the noise never changes.
 

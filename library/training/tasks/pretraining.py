@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import exp
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,13 +32,10 @@ from library.config.pretrain_schema import (
     LLMDataConfig,
     LLMModelConfig,
     LLMOptimizerConfig,
-    LLMSamplingConfig,
     PretrainConfig,
 )
 from library.config.schema import TrainingConfig
 from library.errors import UserError
-from library.files import write_text
-from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
 from library.llm.tokenizers import Tokenizer, load_tokenizer
 from library.models.llm.files import export_hf, load_lm
@@ -66,7 +62,7 @@ from library.training.parallel.gather import (
 )
 from library.training.parallel.parallelize import parallelize
 from library.training.parallel.spec import ParallelSpec, lm_split_points
-from library.training.parallel.step import lockstep_batches
+from library.training.sampling.text import TextSampler
 from library.training.tasks.task import Task
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -78,7 +74,7 @@ class Pretraining(Task):
     Attributes:
         shards, tokenizer: of the corpus.
         context: tokens of a window.
-        held_out: makes the batches to validate on.
+        held_out: the corpus's documents to validate on.
     """
 
     rolls_back: ClassVar[bool] = False
@@ -134,11 +130,13 @@ class Pretraining(Task):
         )
         self.models = [engine]
         self.average = WeightAverage(self.parameters(), decay) if (decay := config.saving.ema_decay) else None
-        if config.sampling.sample_prompts:
-            samples = self.names.folder / "samples"
+        if prompts := config.sampling.sample_prompts:
+            first = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
             self.sampler = TextSampler(
-                config.sampling, self.tokenizer, training.seed, samples, accelerator, self.console
-            )
+                config.sampling, [first + self.tokenizer.encode(prompt) for prompt in prompts],
+                self.tokenizer, self.tokenizer.stop_tokens, training.seed,
+                self.names.folder / "samples", "{:08d}.txt", str.__add__, accelerator, self.console,
+            )  # fmt: skip
 
     def _plan_batches(self, context: int) -> None:
         """Decide which windows a batch has, how many batches a step, and how many steps there are."""
@@ -173,8 +171,7 @@ class Pretraining(Task):
                 f"{key}: {data.data_dir} holds {shards.tokens} tokens out, less than a window; "
                 "prepare it with a larger --validation_share, or remove the key"
             )
-        share, size, most = dp_rank_and_size(self.accelerator), data.train_batch_size, config.validation_tokens
-        self.held_out = partial(held_out_batches, shards, self.context, size, most, *share)
+        self.held_out = shards
 
     def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
         tokens = batch.to(self.accelerator.device, non_blocking=True)  # [B, context + 1]
@@ -210,8 +207,13 @@ class Pretraining(Task):
             values["mfu"] = values["tokens_per_s"] * self.flops_per_token / possible
         return values
 
-    def validate(self) -> float:
-        return held_out_loss(self.transformer, self.held_out(), self.accelerator)
+    def held_out_batches(self) -> Iterator[Tensor]:
+        size, most = self.config.data.train_batch_size, self.config.validation.validation_tokens
+        return held_out_batches(self.held_out, self.context, size, most)
+
+    def held_out_loss(self, batch: Tensor) -> tuple[Tensor, int]:
+        count = batch[:, 1:].numel()
+        return self.loss(self.transformer, batch, 0)[0].double() * count, count
 
     def describe_validation(self, loss: float) -> dict[str, float]:
         return {"val_perplexity": perplexity(loss)}
@@ -377,80 +379,6 @@ def _muon_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if key not in known:
             raise UserError(f"optimizer_args: Muon takes no {key!r}; it takes {', '.join(known)}")
     return dict(arguments)
-
-
-@contextmanager
-def looking(model: TransformerLM, accelerator: Accelerator) -> Iterator[None]:
-    """Inside the block the model is in eval mode, under the run's autocast, recording nothing."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), accelerator.autocast():
-            yield
-    finally:
-        model.train(training)
-
-
-def held_out_loss(model: TransformerLM, batches: Iterator[Tensor], accelerator: Accelerator) -> float:
-    """Return the mean cross-entropy over all processes' ``batches`` [B, context + 1]."""
-    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    with looking(model, accelerator):
-        for batch in lockstep_batches(batches, accelerator):
-            # one that has no batch left takes part with a text that does not count
-            tokens = torch.zeros(1, 2, dtype=torch.int64) if batch is None else batch
-            tokens = tokens.to(accelerator.device)
-            count = 0 if batch is None else tokens[:, 1:].numel()
-            sums[0] += model(tokens[:, :-1], tokens[:, 1:]).double() * count
-            sums[1] += count
-    loss, count = accelerator.reduce(sums, reduction="sum").tolist()
-    return loss / count
-
-
-@dataclass(frozen=True)
-class TextSampler:
-    """Lets the model go on from ``sample_prompts``, into a text file for each step."""
-
-    config: LLMSamplingConfig
-    tokenizer: Tokenizer
-    seed: int
-    folder: Path
-    accelerator: Accelerator
-    console: Console
-    sampled: dict[int, list[Path]] = field(default_factory=dict)  # by step
-
-    def sample(self, transformer: nn.Module, step: int) -> list[Path]:
-        """Write each prompt with what the model makes of it; of split weights every process takes part."""
-        assert isinstance(transformer, TransformerLM)
-        config, greedy = self.config, self.config.sample_temperature == 0
-        settings = SamplingSettings(
-            max_new_tokens=config.sample_tokens,
-            temperature=config.sample_temperature,
-            top_p=None if greedy else config.sample_top_p,
-            seed=self.seed,
-            stop_tokens=self.tokenizer.stop_tokens,
-        )
-        first = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
-        given = [first + self.tokenizer.encode(prompt) for prompt in config.sample_prompts]
-        with looking(transformer, self.accelerator):
-            written = generate_tokens(transformer, given, settings)
-        pairs = zip(config.sample_prompts, written, strict=True)
-        texts = [prompt + self.tokenizer.decode(new, skip_special=True) for prompt, new in pairs]
-        path = self.folder / f"{step:08d}.txt"
-        if self.accelerator.is_main_process:
-            write_text(path, "\n\n----\n\n".join(texts) + "\n")
-        self.console.print(f"step {step}: {texts[0]!r}", soft_wrap=True)
-        self.sampled[step] = [path]
-        return [path]
-
-    def recall(self, last_step: int) -> None:
-        """Take up the samples that an interrupted run wrote, up to ``last_step``."""
-        for path in sorted(self.folder.glob(f"{'[0-9]' * 8}.txt")):
-            if int(path.stem) <= last_step:
-                self.sampled[int(path.stem)] = [path]
-
-    def write_sheets(self) -> list[Path]:
-        """Return nothing: texts are read one by one."""
-        return []
 
 
 # Dense bf16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets; names as torch.cuda.get_device_name contains them.

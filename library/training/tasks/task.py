@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -21,13 +22,14 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor, nn
 
-from library.accelerator import build_accelerator
+from library.accelerator import build_accelerator, dp_rank_and_size
+from library.nn.modes import evaluating
 from library.training.checkpoint.state import AUTO, OutputNames, Position, Stateful, refuse_finished, resolve_resume
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import averaged_weights
 from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.spec import ParallelSpec
-from library.training.parallel.step import clip_gradients, no_sync
+from library.training.parallel.step import clip_gradients, lockstep_batches, no_sync
 
 
 class Batches(Protocol):
@@ -174,9 +176,30 @@ class Task(ABC):
         """Whether to sample before the first step."""
         return self.config.sampling.sample_at_first
 
+    @abstractmethod
+    def held_out_batches(self) -> Iterable[Any]:
+        """Return what to validate on, the same on every process."""
+
+    @abstractmethod
+    def held_out_loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        """Return the sum of a batch's losses [], and over how many it is (samples, tokens)."""
+
     def validate(self) -> float:
-        """Return the loss on what is held out."""
-        raise NotImplementedError
+        """Return the mean loss on what is held out.
+
+        Each process takes its share of the batches; the sums are added up before the division, so the loss does not
+        depend on the number of processes.
+        """
+        accelerator, batches = self.accelerator, self.held_out_batches()
+        sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        rank, processes = dp_rank_and_size(accelerator)
+        with evaluating(*self.models):
+            for own in lockstep_batches(islice(batches, rank, None, processes), accelerator):
+                loss, count = self.held_out_loss(next(iter(self.held_out_batches())) if own is None else own)
+                if own is not None:  # else only to take part
+                    sums += torch.stack([loss.double(), torch.as_tensor(count, device=loss.device).double()])
+        loss, count = accelerator.reduce(sums, reduction="sum").tolist()
+        return loss / count
 
     def describe_validation(self, loss: float) -> dict[str, float]:
         """Return further metrics of a validation loss."""

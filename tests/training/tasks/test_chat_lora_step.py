@@ -16,7 +16,7 @@ from library.models.llm.files import load_lm
 from library.models.llm.model import TransformerLM, separate_projections
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
-from library.training.tasks.chat_lora import ChatStep
+from library.training.tasks.chat_lora import token_mean_loss
 from networks.injection import inject_adapter
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
@@ -63,7 +63,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_transformers_and_peft(tmp_path
     batch = collate_windows([((example,), 22) for example in examples()])
     learnt = int((batch.targets != IGNORED).sum())
     batch.step_targets = learnt
-    loss, counted = ChatStep(seed=0, batches_in_step=1).loss(model, batch, 0)
+    loss, counted = token_mean_loss(model, batch, 1)
     loss.backward()
 
     config = LoraConfig(
@@ -96,7 +96,7 @@ def test_packed_conversations_learn_as_those_in_rows_of_their_own(
     model, network = model_with_lora(tmp_path)
     if checkpointing:
         model.enable_gradient_checkpointing()
-    four, step = examples(), ChatStep(seed=0, batches_in_step=1)
+    four = examples()
     learnt = sum(example.target_count for example in four)
     alone = collate_windows([((example,), learnt) for example in four])
     packed = collate_windows([((four[2], four[0]), learnt), ((four[1], four[3]), learnt)])
@@ -104,14 +104,16 @@ def test_packed_conversations_learn_as_those_in_rows_of_their_own(
     assert packed.documents is not None
     found = []
     for batch in (alone, packed):
-        loss, _ = step.loss(model, batch, 0)
+        loss, _ = token_mean_loss(model, batch, 1)
         loss.backward()
         found.append((loss.detach(), gradients(network)))
     # the same numbers summed in other places; a token of another conversation would change the second digit
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=0)
     for key, gradient in found[0][1].items():
         assert (gradient - found[1][1][key]).abs().max() <= 2e-5 * gradient.abs().max(), key
-    leaking, _ = step.loss(model, collate_windows([((e,), learnt) for e in _joined(packed.tokens, packed.targets)]), 0)
+    leaking, _ = token_mean_loss(
+        model, collate_windows([((e,), learnt) for e in _joined(packed.tokens, packed.targets)]), 1
+    )
     assert (leaking.detach() - found[0][0]).abs() > 1e-3  # that is what a mask prevents
 
 
@@ -124,11 +126,11 @@ def test_accumulated_batches_give_the_mean_over_tokens(tmp_path: Path) -> None:
     model, network = model_with_lora(tmp_path)
     four = examples()
     learnt = sum(example.target_count for example in four)
-    loss, _ = ChatStep(0, 1).loss(model, collate_windows([((example,), learnt) for example in four]), 0)
+    loss, _ = token_mean_loss(model, collate_windows([((example,), learnt) for example in four]), 1)
     loss.backward()
     together = gradients(network)
     for example in four:
-        loss, _ = ChatStep(0, 4).loss(model, collate_windows([((example,), learnt)]), 0)
+        loss, _ = token_mean_loss(model, collate_windows([((example,), learnt)]), 4)
         (loss / 4).backward()  # as accelerate divides
     for key, gradient in gradients(network).items():
         assert (gradient - together[key]).abs().max() <= 2e-5 * gradient.abs().max(), key
