@@ -29,10 +29,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from library.config.chat_schema import ChatTrainConfig
 from library.config.model_types import MODEL_FILE_KEYS
-from library.config.schema import effective_learning_rate
+from library.config.schema import TrainConfig, effective_learning_rate
 from library.data.buckets import Bucketing
 from library.data.config import Dataset, Subset
 from library.data.dataset import TrainingData
@@ -44,109 +45,91 @@ from library.randomness import derive_seed
 from library.training.checkpoint.state import Position
 from library.training.optim.factory import describe_optimizer
 
-if TYPE_CHECKING:
-    from library.config.schema import TrainConfig
-
-
 _OFF: dict[str, object] = {  # sd-scripts' own values for what is not used
-    "v2": False,
-    "clip_skip": None,
-    "max_token_length": None,
-    "full_fp16": False,
-    "lowram": False,
-    "face_crop_aug_range": None,
-    "noise_offset": None,
-    "noise_offset_random_strength": False,
-    "multires_noise_iterations": None,
-    "adaptive_noise_scale": None,
-    "zero_terminal_snr": False,
-    "min_snr_gamma": None,
-    "debiased_estimation": False,
-    "ip_noise_gamma": None,
-    "ip_noise_gamma_random_strength": False,
-    "scale_weight_norms": None,
-    "fp8_base_unet": False,
-    "max_validation_steps": None,
+    **dict.fromkeys(("v2", "full_fp16", "lowram", "fp8_base_unet", "noise_offset_random_strength"), False),
+    **dict.fromkeys(("zero_terminal_snr", "debiased_estimation", "ip_noise_gamma_random_strength"), False),
+    **dict.fromkeys(("clip_skip", "max_token_length", "face_crop_aug_range", "noise_offset"), None),
+    **dict.fromkeys(("multires_noise_iterations", "adaptive_noise_scale", "min_snr_gamma", "ip_noise_gamma"), None),
+    **dict.fromkeys(("scale_weight_norms", "max_validation_steps"), None),
+}
+_IMAGE_OPTIONS = {  # section -> its options that sd-scripts writes under their own names
+    "optimizer": ("lr_warmup_steps", "max_grad_norm"),
+    "training": ("gradient_checkpointing", "full_bf16", "prior_loss_weight"),
+    "flow": (
+        *("timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "weighting_scheme", "logit_mean", "logit_std"),
+        *("mode_scale", "guidance_scale", "loss_type", "huber_c", "masked_loss"),
+    ),
+    "validation": ("validate_every_n_steps", "validate_every_n_epochs"),
+    "precision": ("fp8_base",),
 }
 
 
-def training_facts(
-    config: TrainConfig, data: TrainingData, begun: float, total_steps: int, batches_per_epoch: int, processes: int
+def lora_facts(config: TrainConfig | ChatTrainConfig, begun: float, total_steps: int) -> dict[str, object]:
+    """Return the facts of a run that hold for its files, whatever model the LoRA is for.
+
+    Args:
+        config: the whole configuration.
+        begun: when training began, seconds since 1970.
+        total_steps: of the run.
+    """
+    network, optimizer, training = config.network, config.optimizer, config.training
+    return {
+        **({} if network.network_type in ("lora", "dora") else {"network_module": "lycoris.kohya"}),
+        "network_dim": "Dynamic" if network.dim_from_weights else network.network_dim,
+        "network_alpha": "Dynamic" if network.dim_from_weights else network.network_alpha,
+        "learning_rate": effective_learning_rate(optimizer),
+        "optimizer": describe_optimizer(optimizer),
+        "lr_scheduler": optimizer.lr_scheduler,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "mixed_precision": training.mixed_precision,
+        "seed": training.seed,
+        "max_train_steps": total_steps,
+        "training_started_at": begun,
+        "training_comment": config.saving.training_comment,
+    }
+
+
+def image_facts(
+    config: TrainConfig, data: TrainingData, begun: float, batches_per_epoch: int, processes: int, total_steps: int
 ) -> dict[str, object]:
-    """Return the facts that hold for every file of a run.
+    """Return the facts that an image LoRA's run adds to :func:`lora_facts`.
 
     Args:
         config: the whole configuration.
         data: the images.
         begun: when training began, seconds since 1970; names the session too.
-        total_steps, batches_per_epoch: of the run; batches over all ``processes`` that have batches of their own.
+        batches_per_epoch: over all ``processes`` that have batches of their own.
+        total_steps: of the run.
     """
     accumulated, batches = config.training.gradient_accumulation_steps, batches_per_epoch // processes
-    memory = data.text_folder / "file_hashes.json"
-    return {
+    network, memory = config.network, data.text_folder / "file_hashes.json"
+    facts: dict[str, object] = {
         **_OFF,
         **lora_targets()[config.model.model_type].kohya_facts,
-        **_settings(config),
+        **{key: getattr(getattr(config, section), key) for section, keys in _IMAGE_OPTIONS.items() for key in keys},
         **dataset_facts(data, processes * accumulated),
         **model_file_facts("sd_model", config.model.pretrained_model_name_or_path, memory),
         **model_file_facts("vae", config.model.ae or config.model.vae, memory),
+        "network_dropout": network.network_dropout or None,
+        "unet_lr": None if network.network_train_text_encoder_only else effective_learning_rate(config.optimizer),
+        "text_encoder_lr": config.optimizer.text_encoder_lr or None,
+        "cache_latents": True,
+        "huber_scale": 1.0,
+        "huber_schedule": "constant",
         "session_id": derive_seed("session", config.training.seed, str(begun)) % 2**32,
-        "training_started_at": begun,
-        "max_train_steps": total_steps,
         "num_batches_per_epoch": batches,
         "num_epochs": math.ceil(total_steps * accumulated / batches),
     }
+    if network.network_args:
+        pairs = (pair.partition("=") for pair in network.network_args)
+        facts["network_args"] = json.dumps({key.strip(): value.strip() for key, _, value in pairs})
+    return facts
 
 
 def save_facts(position: Position, total_steps: int, now: float) -> dict[str, object]:
     """Return the facts of one file. Epochs are counted from 1: those done, and at the end of training those begun."""
     at_end = position.step >= total_steps and position.batches > 0
     return {"steps": position.step, "epoch": position.epoch + at_end, "training_finished_at": now}
-
-
-def _settings(config: TrainConfig) -> dict[str, object]:
-    network, optimizer, training, flow = config.network, config.optimizer, config.training, config.flow
-    pairs = (pair.partition("=") for pair in network.network_args)
-    rate = effective_learning_rate(optimizer)
-    facts: dict[str, object] = {
-        "network_dim": "Dynamic" if network.dim_from_weights else network.network_dim,
-        "network_alpha": "Dynamic" if network.dim_from_weights else network.network_alpha,
-        "network_dropout": network.network_dropout or None,
-        "learning_rate": rate,
-        "unet_lr": None if network.network_train_text_encoder_only else rate,
-        "text_encoder_lr": optimizer.text_encoder_lr or None,
-        "optimizer": describe_optimizer(optimizer),
-        "lr_scheduler": optimizer.lr_scheduler,
-        "lr_warmup_steps": optimizer.lr_warmup_steps,
-        "max_grad_norm": optimizer.max_grad_norm,
-        "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "gradient_checkpointing": training.gradient_checkpointing,
-        "mixed_precision": training.mixed_precision,
-        "full_bf16": training.full_bf16,
-        "fp8_base": config.precision.fp8_base,
-        "cache_latents": True,
-        "seed": training.seed,
-        "prior_loss_weight": training.prior_loss_weight,
-        "timestep_sampling": flow.timestep_sampling,
-        "sigmoid_scale": flow.sigmoid_scale,
-        "discrete_flow_shift": flow.discrete_flow_shift,
-        "weighting_scheme": flow.weighting_scheme,
-        "logit_mean": flow.logit_mean,
-        "logit_std": flow.logit_std,
-        "mode_scale": flow.mode_scale,
-        "guidance_scale": flow.guidance_scale,
-        "loss_type": flow.loss_type,
-        "huber_c": flow.huber_c,
-        "huber_scale": 1.0,
-        "huber_schedule": "constant",
-        "masked_loss": flow.masked_loss,
-        "validate_every_n_steps": config.validation.validate_every_n_steps,
-        "validate_every_n_epochs": config.validation.validate_every_n_epochs,
-        "training_comment": config.saving.training_comment,
-    }
-    if network.network_args:
-        facts["network_args"] = json.dumps({key.strip(): value.strip() for key, _, value in pairs})
-    return facts
 
 
 def without_folders(sections: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
@@ -278,20 +261,12 @@ def _describe_subset(subset: Subset, samples: list[Sample]) -> dict[str, Any]:
 
 def _facts_of_one(dataset: Dataset, described: Mapping[str, Any], batches_at_once: int) -> dict[str, object]:
     """Return the keys that sd-scripts writes where there is one dataset."""
-    settings = dataset.settings
-    facts: dict[str, object] = {
-        "batch_size_per_device": settings.batch_size,
-        "total_batch_size": settings.batch_size * batches_at_once,
-        "resolution": dataset.resolution,
-        "color_aug": False,
-        "enable_bucket": settings.enable_bucket,
-        "bucket_no_upscale": settings.bucket_no_upscale,
-        "min_bucket_reso": described["min_bucket_reso"],
-        "max_bucket_reso": described["max_bucket_reso"],
-        "bucket_info": json.dumps(described["bucket_info"]),
-        "validation_seed": settings.validation_seed,
-        "validation_split": settings.validation_split,
-    }
+    settings, resolution = dataset.settings, ("resolution", "min_bucket_reso", "max_bucket_reso")
+    facts: dict[str, object] = {key: described[key] for key in ("batch_size_per_device", "enable_bucket", *resolution)}
+    facts |= {key: getattr(settings, key) for key in ("bucket_no_upscale", "validation_seed", "validation_split")}
+    facts["total_batch_size"] = settings.batch_size * batches_at_once
+    facts["color_aug"] = False
+    facts["bucket_info"] = json.dumps(described["bucket_info"])
     subsets = [subset.settings for subset in dataset.subsets]
     for key in _ONE_VALUE_KEYS:
         if len({getattr(one, key) for one in subsets}) == 1:

@@ -62,37 +62,28 @@ class SamplePrompt:
         """Return the image as a line of a prompt file, with everything that is not left to a default."""
         words = [self.prompt, *(["--n", self.negative] if self.cfg != 1.0 else [])]
         for option in ("w", "h", "d", "s", "g", "l"):
-            words += [f"--{option}", str(getattr(self, _FIELDS[option][0]))]
+            words += [f"--{option}", str(getattr(self, _OPTIONS[option][0]))]
         for path in self.control_images:
             words += ["--ci", path]
         words += ["--mi", self.mask_image] if self.mask_image else []
         return " ".join(words)
 
 
-_FIELDS: dict[str, tuple[str, type]] = {
-    "n": ("negative", str),
-    "w": ("width", int),
-    "h": ("height", int),
-    "d": ("seed", int),
-    "s": ("steps", int),
-    "g": ("guidance", float),
-    "l": ("cfg", float),
-    "ci": ("control_images", str),
-    "mi": ("mask_image", str),
-}
-_KEYS: dict[str, tuple[str, type]] = {
-    "prompt": ("prompt", str),
-    "negative_prompt": ("negative", str),
-    "width": ("width", int),
-    "height": ("height", int),
-    "seed": ("seed", int),
-    "sample_steps": ("steps", int),
-    "guidance_scale": ("guidance", float),
-    "scale": ("cfg", float),
-    "cfg_scale": ("cfg", float),
-    "control_image_path": ("control_images", str),
-    "mask_image_path": ("mask_image", str),
-}
+_TABLE: tuple[tuple[str, type, str, tuple[str, ...]], ...] = (
+    # field, its type, option of a line, keys of TOML and JSON
+    ("prompt", str, "", ("prompt",)),
+    ("negative", str, "n", ("negative_prompt",)),
+    ("width", int, "w", ("width",)),
+    ("height", int, "h", ("height",)),
+    ("seed", int, "d", ("seed",)),
+    ("steps", int, "s", ("sample_steps",)),
+    ("guidance", float, "g", ("guidance_scale",)),
+    ("cfg", float, "l", ("scale", "cfg_scale")),
+    ("control_images", str, "ci", ("control_image_path",)),
+    ("mask_image", str, "mi", ("mask_image_path",)),
+)
+_OPTIONS = {option: (field, kind) for field, kind, option, _ in _TABLE if option}
+_KEYS = {key: (field, kind) for field, kind, _, keys in _TABLE for key in keys}
 _SHIFT = "the model's own schedule decides the shift; remove it"
 _CONTROL = "control networks and videos are not used; remove it"
 _NOT_TAKEN = {  # sd-scripts' and musubi-tuner's other options and keys, and why not
@@ -190,9 +181,9 @@ def parse_prompt(line: str, default: SamplePrompt, pixel_multiple: int, where: s
         if low in _FRAMES and text == "1":
             continue
         _refuse_foreign(low, f"--{name}", where)
-        if low not in _FIELDS:
-            raise UserError(f"{where}: unknown option --{name}; known are " + " ".join(f"--{k}" for k in _FIELDS))
-        field, kind = _FIELDS[low]
+        if low not in _OPTIONS:
+            raise UserError(f"{where}: unknown option --{name}; known are " + " ".join(f"--{k}" for k in _OPTIONS))
+        field, kind = _OPTIONS[low]
         if field == "control_images":
             values[field] = (*values.get(field, ()), text)
             continue

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from library.accelerator import dp_rank_and_size
 from library.config.chat_schema import ChatDataConfig, ChatSamplingConfig, ChatTrainConfig
 from library.config.markers import resume_keys
-from library.config.schema import effective_learning_rate
 from library.errors import UserError, error_prefix
 from library.files import weights_fingerprint
 from library.llm.chat_batches import (
@@ -46,23 +45,16 @@ from library.nn.cross_entropy import IGNORED
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.randomness import generator
 from library.safetensors_io import read_safetensors_header
+from library.training.checkpoint.metadata import lora_facts
 from library.training.memory.budget import recompute_blocks
-from library.training.optim.factory import describe_optimizer
 from library.training.parallel.spec import ParallelSpec, lm_split_points
 from library.training.report.progress import counting
 from library.training.sampling.text import TextSampler
-from library.training.tasks.lora import (
-    LoraTask,
-    attached_lora,
-    base_dtype,
-    describe_loaded_base,
-    leave_frozen_out_of_ddp,
-    start_from_file,
-)
+from library.training.tasks.lora import LoraTask, base_dtype
 from library.training.tasks.lora_plan import plan_fp8, plan_network
 from networks.files.adapters import load_adapter
 from networks.files.metadata import BASE_MODEL, weight_file
-from networks.injection import attach_lora, inject_adapter
+from networks.injection import attach_lora
 from networks.network import AdapterNetwork
 
 _USUAL_LENGTH = 2048  # of a window, where the model's context is longer
@@ -148,7 +140,7 @@ class ChatLora(LoraTask):
         self.batches_in_step = accumulation * processes
         self.held_out = batches_of_similar_length(held_out[: config.validation.max_validation_conversations], size)
         self.validates = bool(self.held_out)
-        self.facts = self._facts()
+        self.facts = lora_facts(config, self.begun, self.total_steps)
         base = Path(config.model.pretrained_model_name_or_path)
         shown = base.name if base.is_absolute() or str(base).startswith("~") else str(base)
         self.own_metadata = {BASE_MODEL: shown, TEMPLATE: self.template.name}
@@ -159,22 +151,16 @@ class ChatLora(LoraTask):
         Raises:
             UserError: the LoRA's options do not suit the model, or ``network_weights`` do not; a file is damaged.
         """
-        config, console, device = self.config, self.console, self.loaded_to()
-        training, network, plan = config.training, config.network, self.plan
-        lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
+        config, training, device = self.config, self.config.training, self.loaded_to()
         dtype = base_dtype(config.model, training)
         fp8 = plan_fp8(config.precision, self.layout, training.seed, self.accelerator.device)
         self.transformer = model = load_lm(self.folder, dtype, device, fp8=fp8)
         separate_projections(model)
         fp8.round_inputs(model)
-        self.base_precision = describe_loaded_base(self.layout, fp8, dtype, console)
-        if network.dim_from_weights:
-            self.network = attached_lora(model, network, plan, lora_dtype, console)
-        else:
-            self.network = inject_adapter(model, plan.options, plan.targets, training.seed, lora_dtype)
-        start_from_file(self.network, network, self.base_fingerprint, console)
+        self.note_base(self.layout, fp8, dtype)
+        self.network = self.attach(model)
+        self.start_from_file()
         recompute_blocks(model, model.config.layers, training, device)
-        leave_frozen_out_of_ddp(model)
 
     def parallel(self) -> ParallelSpec:
         model = self.transformer
@@ -186,23 +172,6 @@ class ChatLora(LoraTask):
             self.network,
             methods=["next_logits"],  # what samples are made with
         )
-
-    def _facts(self) -> dict[str, object]:
-        config = self.config
-        network, optimizer = config.network, config.optimizer
-        return {
-            "network_dim": "Dynamic" if network.dim_from_weights else network.network_dim,
-            "network_alpha": "Dynamic" if network.dim_from_weights else network.network_alpha,
-            "learning_rate": effective_learning_rate(optimizer),
-            "optimizer": describe_optimizer(optimizer),
-            "lr_scheduler": optimizer.lr_scheduler,
-            "gradient_accumulation_steps": config.training.gradient_accumulation_steps,
-            "mixed_precision": config.training.mixed_precision,
-            "seed": config.training.seed,
-            "max_train_steps": self.total_steps,
-            "training_started_at": self.begun,
-            "training_comment": config.saving.training_comment,
-        }
 
     def loss(self, model: nn.Module, batch: ChatBatch, step: int) -> tuple[Tensor, Tensor]:
         return token_mean_loss(model, batch, self.batches_in_step)

@@ -34,7 +34,7 @@ from library.models.family import Family, model_family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.precision.fp8_linear import make_cpu_kernels
-from library.training.checkpoint.metadata import training_facts
+from library.training.checkpoint.metadata import image_facts, lora_facts
 from library.training.checkpoint.state import tidy
 from library.training.flow import resolve_sampling
 from library.training.guard.signals import ignore_signals
@@ -51,14 +51,7 @@ from library.training.sampling.images import build_sampler
 from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
 from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_step import FlowStep, Teacher, check_seam
-from library.training.tasks.lora import (
-    LoraTask,
-    attached_lora,
-    base_dtype,
-    describe_loaded_base,
-    leave_frozen_out_of_ddp,
-    start_from_file,
-)
+from library.training.tasks.lora import LoraTask, base_dtype
 from library.training.tasks.lora_plan import plan_fp8, plan_network, text_encoder_recipe
 from networks.injection import inject_adapter
 from networks.network import AdapterNetwork
@@ -136,9 +129,8 @@ class ImageLora(LoraTask):
         )
         per_epoch = self.batches.batches_per_epoch()
         if writes:  # others write no files
-            self.facts = training_facts(config, self.data, self.begun, self.total_steps, per_epoch, self.batch_stride)
-        if config.network.network_type not in ("lora", "dora"):
-            self.facts = {**self.facts, "network_module": "lycoris.kohya"}
+            own = image_facts(config, self.data, self.begun, per_epoch, self.batch_stride, self.total_steps)
+            self.facts = {**lora_facts(config, self.begun, self.total_steps), **own}
 
     def read_data(self) -> None:
         """Read the dataset; nothing is encoded yet."""
@@ -155,9 +147,7 @@ class ImageLora(LoraTask):
             UserError: the LoRA's options do not suit the model, or ``network_weights`` do not; an fp8 file is damaged.
         """
         config, family, plan, device = self.config, self.family, self.plan, self.accelerator.device
-        training, network = config.training, config.network
-        lora_dtype = torch.bfloat16 if training.full_bf16 else torch.float32
-        layout = family.fp8_layout()
+        training, layout = config.training, family.fp8_layout()
         fp8 = plan_fp8(config.precision, layout, training.seed, device)
         loaded_to = torch.device("cpu") if training.blocks_to_swap else self.loaded_to()
         self.transformer = transformer = family.load_transformer(self.dtype, loaded_to, training.attention, fp8=fp8)
@@ -166,18 +156,14 @@ class ImageLora(LoraTask):
             make_cpu_kernels(transformer, self.dtype)
         if layout is not None:
             self.console.print(layout.describe())
-        self.base_precision = describe_loaded_base(layout, fp8, self.dtype, self.console)
-        loras: list[AdapterNetwork] = []
-        if network.dim_from_weights:
-            loras.append(attached_lora(transformer, network, plan, lora_dtype, self.console))
-        elif plan.trains_transformer:
-            loras.append(inject_adapter(transformer, plan.options, plan.targets, training.seed, lora_dtype))
+        self.note_base(layout, fp8, self.dtype)
+        loras = [self.attach(transformer)] if plan.trains_transformer or config.network.dim_from_weights else []
         if plan.text_encoders:
             self.text_encoders = self.text_encoder.load_modules(plan.text_encoders)
             options = plan.options.for_text_encoders()
-            loras.append(inject_adapter(self.text_encoders, options, plan.targets, training.seed, lora_dtype))
+            loras.append(inject_adapter(self.text_encoders, options, plan.targets, training.seed, self.lora_dtype))
         self.network = functools.reduce(AdapterNetwork.joined, loras)
-        start_from_file(self.network, network, family.fingerprint(), self.console)
+        self.start_from_file()
         if plan.options.train_t5xxl:
             self.console.print("note: diffusers passes over T5's part of a LoRA file; ComfyUI and sd-scripts load it")
         blocks = family.blocks(transformer)
@@ -188,8 +174,6 @@ class ImageLora(LoraTask):
             self.console.print(describe_rings(swap_blocks(transformer, blocks, swapped, device)))
         if self.devices:
             self.console.print(place_blocks(transformer, blocks, self.devices))
-        for module in filter(None, (transformer, self.text_encoders)):
-            leave_frozen_out_of_ddp(module)
 
     def parallel(self) -> ParallelSpec:
         family, transformer = self.family, self.transformer

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +17,7 @@ from library import __version__
 from library.accelerator import dp_rank_and_size, expect_many_shapes
 from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.markers import resume_keys
-from library.config.schema import ModelConfig, NetworkConfig, TrainConfig, TrainingConfig
+from library.config.schema import ModelConfig, TrainConfig, TrainingConfig
 from library.errors import UserError
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.fp8_linear import ddp_ignored_names
@@ -36,7 +35,7 @@ from library.training.tasks.task import Task
 from networks.files.adapters import check_save_format, load_adapter, load_lora
 from networks.files.metadata import base_mismatch, build_metadata, weight_file
 from networks.files.verify import check_file
-from networks.injection import attach_lora
+from networks.injection import attach_lora, inject_adapter
 from networks.network import AdapterNetwork
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,6 +91,45 @@ class LoraTask(Task):
         """Where the model is read to: host memory, where processes get parts of it."""
         return torch.device("cpu") if self.config.parallel.splits_model else self.accelerator.device
 
+    def note_base(self, layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype) -> None:
+        """Remember the precision of the base that was loaded; print it where some of it is in fp8."""
+        self.base_precision = describe_base(layout, fp8, dtype)
+        if layout is not None or fp8.recipe is not None:
+            self.console.print(f"base: {self.base_precision}")
+
+    @property
+    def lora_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.training.full_bf16 else torch.float32
+
+    def attach(self, transformer: nn.Module) -> AdapterNetwork:
+        """Put a LoRA into the transformer: a new one, or with ``dim_from_weights`` the file's, layer by layer."""
+        network, plan = self.config.network, self.plan
+        if not network.dim_from_weights:
+            return inject_adapter(transformer, plan.options, plan.targets, self.config.training.seed, self.lora_dtype)
+        source = network.network_weights
+        assert source is not None, "the config's rules ask for one"
+        parts = plan.targets.by_component(load_lora(source, plan.targets).weights)
+        own = parts.pop(plan.targets.file_prefix, {})
+        if not own:
+            raise UserError(f"dim_from_weights: {source} has nothing for the transformer; give a LoRA that has")
+        if parts:
+            self.console.print(
+                f"note: {source}: its layers of {' and '.join(sorted(parts))} are not trained and not saved"
+            )
+        return attach_lora(transformer, own, plan.targets, source, self.lora_dtype)
+
+    def start_from_file(self) -> None:
+        """Read ``network_weights`` into the LoRA, if they are given; say if they were trained on another base."""
+        source, say = self.config.network.network_weights, self.console.print
+        say(self.network.describe())
+        if source is None:
+            return
+        metadata = read_safetensors_header(weight_file(Path(source))).get("__metadata__") or {}
+        if remark := base_mismatch(metadata, self.base_fingerprint):
+            say(f"note: {source}: {remark}")
+        if not self.config.network.dim_from_weights:
+            say(self.network.load_file(source, self.config.network.allow_partial))
+
     def wrap(self, many_shapes: bool) -> None:
         """Build optimizer and schedule, and let the engine wrap and compile the loaded networks.
 
@@ -104,6 +142,9 @@ class LoraTask(Task):
         self.lr_schedule = build_schedule(config.optimizer, optimizer, self.total_steps)
         if many_shapes:
             expect_many_shapes(self.accelerator)
+        for module in filter(None, (self.transformer, self.text_encoders)):
+            # every process has read the same frozen weights: broadcasting takes time, and gloo cannot broadcast fp8
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ddp_ignored_names(module))
         clip, loader = config.optimizer.max_grad_norm, self.loader
         model, self.optimizer, self.loader, self.text_encoders, self.pipeline = parallelize(
             self.accelerator, config.parallel, self.parallel(), optimizer, loader, clip
@@ -182,50 +223,6 @@ def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfi
     """Return the dtype of the frozen weights: as asked, or the dtype of the forward pass."""
     name = model.base_dtype
     return _DTYPES[{"no": "fp32"}.get(training.mixed_precision, training.mixed_precision) if name == "auto" else name]
-
-
-def describe_loaded_base(layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype, console: Console) -> str:
-    """Return the precision of the base that was loaded, in words; print it where some of it is in fp8."""
-    precision = describe_base(layout, fp8, dtype)
-    if layout is not None or fp8.recipe is not None:
-        console.print(f"base: {precision}")
-    return precision
-
-
-def start_from_file(lora: AdapterNetwork, network: NetworkConfig, base: str, console: Console) -> None:
-    """Read ``network_weights`` into ``lora``, if they are given; say if they were trained on another base."""
-    console.print(lora.describe())
-    if network.network_weights is None:
-        return
-    metadata = read_safetensors_header(weight_file(Path(network.network_weights))).get("__metadata__") or {}
-    if remark := base_mismatch(metadata, base):
-        console.print(f"note: {network.network_weights}: {remark}")
-    if not network.dim_from_weights:
-        console.print(lora.load_file(network.network_weights, network.allow_partial))
-
-
-def attached_lora(
-    transformer: nn.Module, network: NetworkConfig, plan: NetworkPlan, dtype: torch.dtype, console: Console
-) -> AdapterNetwork:
-    """Put the transformer's part of ``network_weights`` in, layer by layer as the file has it, to be trained on."""
-    source = network.network_weights
-    assert source is not None, "the config's rules ask for one"
-    parts = plan.targets.by_component(load_lora(source, plan.targets).weights)
-    own = parts.pop(plan.targets.file_prefix, {})
-    if not own:
-        raise UserError(f"dim_from_weights: {source} has nothing for the transformer; give a LoRA that has")
-    if parts:
-        console.print(f"note: {source}: its layers of {' and '.join(sorted(parts))} are not trained and not saved")
-    return attach_lora(transformer, own, plan.targets, source, dtype)
-
-
-def leave_frozen_out_of_ddp(module: nn.Module) -> None:
-    """Tell DDP, which will wrap ``module``, to handle trained parameters only.
-
-    Every process has read the same frozen weights from the same files; broadcasting them takes time, and gloo cannot
-    broadcast fp8.
-    """
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ddp_ignored_names(module))
 
 
 def _check_writable(folder: Path) -> None:

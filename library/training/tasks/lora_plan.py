@@ -192,6 +192,7 @@ def text_encoder_recipe(config: PrecisionConfig) -> Fp8Recipe | None:
 def describe_base(layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype) -> str:
     """Return the precision of a base that ``fp8`` has loaded, in words, for people and for the LoRA's metadata."""
     high = str(dtype).removeprefix("torch.")
-    if layout is not None:
-        return f"{layout.kind} fp8 file, {fp8.describe()}, others {high}"
-    return f"{fp8.describe()}, others {high}" if fp8.recipe is not None else high
+    if layout is None and fp8.recipe is None:
+        return high
+    file = "" if layout is None else f"{layout.kind} fp8 file, "
+    return f"{file}{fp8.describe()}, others {high}"
