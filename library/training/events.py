@@ -72,26 +72,29 @@ class RunEvents:
     def _catch_up(self, position: Position) -> None:
         """Do what the run that wrote the state did not get to: look at the weights, delete old files, end."""
         step = position.step
-        if _due(step, self._validates_every()) and position.validated_at != step:
+        if self._is_due("validate", step=step) and position.validated_at != step:
             self._compare(position)
-        if (
-            _due(step, self.sampling.sample_every_n_steps)
-            and self.task.sampler
-            and step not in self.task.sampler.sampled
-        ):
+        if self._is_due("sample", step=step) and self.task.sampler and step not in self.task.sampler.sampled:
             self._sample(step)
-        if _due(step, self.saving.save_every_n_steps):
+        if self._is_due("save", step=step):
             self._rotate(step=step)
-        if position.epoch and not position.batches and _due(position.epoch, self.saving.save_every_n_epochs):
+        if position.epoch and not position.batches and self._is_due("save", epoch=position.epoch):
             self._rotate(epoch=position.epoch)
         self._stop_if_stale(position)
 
     def is_due(self, position: Position) -> bool:
         """Return whether :meth:`after_step` is going to look at the weights."""
-        if self.requests.look(position.step):
-            return True
-        counts = (self._validates_every(), self.sampling.sample_every_n_steps, self.saving.save_every_n_steps)
-        return any(_due(position.step, every) for every in counts)
+        asked = bool(self.requests.look(position.step))
+        return asked or any(self._is_due(what, step=position.step) for what in ("validate", "sample", "save"))
+
+    def _is_due(self, what: str, **done: int) -> bool:
+        """Return whether to validate, sample or save after so many steps (``step=``) or epochs (``epoch=``)."""
+        if what == "validate" and not self.task.validates:
+            return False
+        ((unit, count),) = done.items()
+        section = {"validate": self.validation, "sample": self.sampling, "save": self.saving}[what]
+        every = getattr(section, f"{what}_every_n_{unit}s")
+        return every is not None and count % every == 0
 
     def save_before_fault(self, position: Position) -> str | None:
         """Save weights and state as they are before a step that cannot be taken; return the weights' path, if any."""
@@ -103,21 +106,27 @@ class RunEvents:
 
     def after_step(self, position: Position) -> None:
         """Do what is due after an optimizer step."""
-        step = position.step
-        stop_request = self.requests.look(step)
-        if stop_request.stop is not None and step < self.task.total_steps:
+        stop_request = self.requests.look(position.step)
+        if stop_request.stop is not None and position.step < self.task.total_steps:
             self._stop(stop_request, position)
             return
-        if _due(step, self._validates_every()):
+        self._do_what_is_due(position, stop_request, step=position.step)
+        self.requests.answered(stop_request)
+
+    def after_epoch(self, position: Position) -> None:
+        """Do what is due after an epoch; ``position.epoch`` is the number of epochs done."""
+        self._do_what_is_due(position, NOTHING, epoch=position.epoch)
+
+    def _do_what_is_due(self, position: Position, request: StopRequest, **done: int) -> None:
+        if self._is_due("validate", **done):
             self._compare(position)
             self._stop_if_stale(position)
-        if _due(step, self.sampling.sample_every_n_steps) or stop_request.sample:
-            self._sample(step)
-        if _due(step, self.saving.save_every_n_steps) or stop_request.save or stop_request.again:
-            with_state = self.saving.save_state or stop_request.save
-            if self._save(self.names.stem(step=step), position, with_state):
-                self._rotate(step=step)
-        self.requests.answered(stop_request)
+        if self._is_due("sample", **done) or request.sample:
+            self._sample(position.step)
+        if self._is_due("save", **done) or request.save or request.again:
+            with_state = self.saving.save_state or request.save
+            if self._save(self.names.stem(**done), position, with_state):
+                self._rotate(**done)
 
     def _stop(self, stop_request: StopRequest, position: Position) -> None:
         """Keep what has been trained, and end: there may be only seconds."""
@@ -125,19 +134,6 @@ class RunEvents:
         self._save(stem, position, with_state=True, last=lambda: in_a_hurry or self.requests.signalled)
         self.requests.answered(stop_request)
         self.stopped, self.stop_request = True, stop_request
-
-    def after_epoch(self, position: Position) -> None:
-        """Do what is due after an epoch; ``position.epoch`` is the number of epochs done."""
-        epoch = position.epoch
-        if self.task.validates and _due(epoch, self.validation.validate_every_n_epochs):
-            self._compare(position)
-            self._stop_if_stale(position)
-        if _due(epoch, self.sampling.sample_every_n_epochs):
-            self._sample(position.step)
-        if not _due(epoch, self.saving.save_every_n_epochs):
-            return
-        if self._save(self.names.stem(epoch=epoch), position, with_state=self.saving.save_state):
-            self._rotate(epoch=epoch)
 
     def at_end(self, position: Position) -> None:
         """Save first, then look at the result; what can fail for lack of memory comes after what must be saved."""
@@ -163,9 +159,6 @@ class RunEvents:
             sheets = self.task.sampler.write_sheets
             self.writer.write_optional(lambda: images.extend(sheets()))
         return images
-
-    def _validates_every(self) -> int | None:
-        return self.validation.validate_every_n_steps if self.task.validates else None
 
     def _validate(self, step: int) -> float | None:
         if not self.task.validates:
@@ -196,9 +189,9 @@ class RunEvents:
         if patience is not None and position.validations_since_best >= patience:
             self.stopped = True
 
-    def _rotate(self, step: int | None = None, epoch: int | None = None) -> None:
+    def _rotate(self, **done: int) -> None:
         if self.task.accelerator.is_main_process:
-            remove_old(self.names.folder, self.names.name, self.saving, step, epoch)
+            remove_old(self.names.folder, self.names.name, self.saving, **done)
 
     def _sample(self, step: int) -> None:
         if self.task.sampler is None:
@@ -306,7 +299,3 @@ class RunEvents:
         stem = self.names.stem() if self.stop_request.stop is None else self.names.stem(step=position.step)
         files = [self.names.weights(stem), *images, folder / "metrics.jsonl"]
         return rows + [(path.stem if path in images else path.name, shown_path(path)) for path in files]
-
-
-def _due(count: int, every: int | None) -> bool:
-    return every is not None and count % every == 0

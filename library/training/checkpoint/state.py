@@ -112,12 +112,12 @@ def save_training_state(
         write_text(temporary / POSITION, json.dumps(about))
 
 
-def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Position, str]:
-    """Return the position of a saved state, and its base's fingerprint; the weights are not read.
+def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | None = None) -> Position:
+    """Return the position of a saved state; the weights are not read.
 
     Raises:
-        UserError: ``folder`` is not a state, a damaged one, of another version, or of other ``settings`` (those of
-            ``resume_keys``).
+        UserError: ``folder`` is not a state, a damaged one, of another version, of other ``settings`` (those of
+            ``resume_keys``), or of another ``base`` than the one with this fingerprint.
     """
     folder = Path(folder)
     if lacking := _find_lacking(folder):
@@ -127,7 +127,7 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
     except (OSError, ValueError) as error:
         raise UserError(f"resume: {folder / POSITION} cannot be read ({error}); resume from another state") from None
     try:
-        base, then, _ = saved.pop("base"), saved.pop("settings"), saved.pop("saved", None)
+        saved_base, then, _ = saved.pop("base"), saved.pop("settings"), saved.pop("saved", None)
         position = Position(**saved)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"resume: {folder} {_OF_ANOTHER_VERSION.format(f'{POSITION} does not fit: {error}')}") from None
@@ -138,7 +138,9 @@ def read_position(folder: str | Path, settings: Mapping[str, Any]) -> tuple[Posi
                 f"{json.dumps(settings[key])}; a state goes on with its own: set that again, or start a new run "
                 "from its weights (network_weights, init_from)"
             )
-    return position, base
+    if base is not None and saved_base != base:
+        raise UserError(f"resume: {folder} was trained on another base model; set the one it was trained on")
+    return position
 
 
 def _find_lacking(folder: Path) -> str | None:
@@ -167,18 +169,12 @@ def check_state(
     Raises:
         UserError: with the reason.
     """
-    position, saved_base = read_position(folder, settings)
-    _refuse_other_base(folder, saved_base, base)
+    position = read_position(folder, settings, base)
     if total_steps is not None:
         refuse_finished(folder, position, total_steps, finished_too)
     for name in ("optimizer", "schedule"):
         read_state(Path(folder) / name)
     _read_weights(Path(folder))
-
-
-def _refuse_other_base(folder: str | Path, saved: str, base: str) -> None:
-    if saved != base:
-        raise UserError(f"resume: {folder} was trained on another base model; set the one it was trained on")
 
 
 def refuse_finished(folder: str | Path, position: Position, total_steps: int, finished_too: bool = False) -> None:
@@ -216,8 +212,7 @@ def load_training_state(
             ``settings``, or holds other weights than the run trains.
     """
     folder = Path(folder)
-    position, saved_base = read_position(folder, settings or {})
-    _refuse_other_base(folder, saved_base, base)
+    position = read_position(folder, settings or {}, base)
     weights = _read_weights(folder)
     differing = [n for n in weights.keys() | shapes.keys() if n not in weights or weights[n].shape != shapes.get(n)]
     if differing:

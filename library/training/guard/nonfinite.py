@@ -18,7 +18,7 @@ A loss is never replaced by another number: nothing is learned from what was not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -89,7 +89,7 @@ def diagnose(task: Task, position: Position) -> Diagnosis:
     Every process looks at its own batches; all return the same.
     """
     local = [n for n, parameter in task.named_parameters().items() if not to_local(parameter).isfinite().all()]
-    broken = list(dict.fromkeys(_of_all_processes(task, local)))
+    broken = list(dict.fromkeys(gather_object(local)))
     bad: list[BadSample] = []
     suspects: list[BadSample] = []
     if not broken:
@@ -102,9 +102,7 @@ def diagnose(task: Task, position: Position) -> Diagnosis:
             sample, is_bad = _look_at(task, last[0], position, last[1])
             if own is not None:
                 (bad if is_bad else suspects).append(sample)
-    everyone = _of_all_processes(
-        task, [(bad, suspects)] if model_parallel_rank_and_size(task.accelerator)[0] == 0 else []
-    )
+    everyone = gather_object([(bad, suspects)] if model_parallel_rank_and_size(task.accelerator)[0] == 0 else [])
     bad, suspects = ([sample for pair in everyone for sample in pair[i]] for i in (0, 1))
     return Diagnosis(position.step + 1, task.trained, bad, suspects, broken)
 
@@ -136,35 +134,23 @@ def _look_at(task: Task, batch: Any, position: Position, batches: int) -> tuple[
             loss, values = task.loss(task.transformer if by_itself else task.models[0], batch, position.step)
         what, module = "loss", next(iter(_of_all_stages(task, list(seen))), None)
         is_bad = not bool(loss.isfinite())
-        # of split weights all processes take part
-        gradients: dict[str, Tensor] = {}
-        if task.pipeline is None and (not is_bad or is_sharded(accelerator)):
-            gradients = _gradients_of(task, loss, by_itself)
-        elif task.pipeline is not None:
-            gradients = _gradients(task)
+        trained = task.named_parameters()
+        gradients: Sequence[Tensor | None] = []
+        if task.pipeline is None and (not is_bad or is_sharded(accelerator)):  # of split weights all take part
+            if by_itself:  # the engine's hooks on parameters do not see these
+                gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            else:
+                loss.backward()
         if not is_bad:
+            gradients = gradients or [parameter.grad for parameter in trained.values()]
+            pairs = zip(trained, gradients, strict=True)
             what = "gradient norm"
-            spoilt = _of_all_stages(task, [n for n, g in gradients.items() if not to_local(g).isfinite().all()])
+            spoilt = _of_all_stages(task, [n for n, g in pairs if g is not None and not to_local(g).isfinite().all()])
             is_bad, module = bool(spoilt), module or (f"the gradient of {spoilt[-1]}" if spoilt else None)
         drop_gradients(task.optimizer)
     module = task.bad_input(batch) or module
     metric = f"{(task.metric or 'loss').removesuffix('_mean')} {float(values.mean()):.4g}"
     return BadSample(task.sample_names(batch)[0], task.sample_identity(batch), metric, what, module), is_bad
-
-
-def _gradients(task: Task) -> dict[str, Tensor]:
-    """Return the gradients of what is trained, in the model's order."""
-    return {name: p.grad for name, p in task.named_parameters().items() if p.grad is not None}
-
-
-def _gradients_of(task: Task, loss: Tensor, by_itself: bool) -> dict[str, Tensor]:
-    """Return the gradients of ``loss``; ``by_itself`` keeps an engine's hooks on parameters from seeing them."""
-    if not by_itself:
-        loss.backward()
-        return _gradients(task)
-    named = task.named_parameters()
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
 
 
 @contextlib.contextmanager
@@ -191,10 +177,6 @@ def _watching(models: list[nn.Module]) -> Iterator[dict[str, None]]:
 
 def _of_all_stages(task: Task, names: list[str]) -> list[str]:
     return names if task.pipeline is None else task.pipeline.gathered(names)
-
-
-def _of_all_processes(task: Task, values: list[Any]) -> list[Any]:
-    return gather_object(values) if task.accelerator.num_processes > 1 else values
 
 
 def respond(task: Task, position: Position, end: Position, save: Callable[[Position], str | None]) -> str:

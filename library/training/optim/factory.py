@@ -37,7 +37,6 @@ import inspect
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,11 +50,7 @@ from library.training.optim.lr_tracker import estimates_distance
 from library.training.optim.stochastic_rounding import update_stochastically, weights_in_float32
 
 _PACKAGES = {place.module.split(".")[0] for place in OPTIMIZERS.values()} | {"pytorch_optimizer"}
-_UNFIT = {
-    "Optimizer",
-    "LBFGS",
-    "SparseAdam",
-}  # of torch.optim: base class, needs a closure, needs sparse gradients
+_UNFIT = {"Optimizer", "LBFGS", "SparseAdam"}  # of torch.optim: base class, needs a closure, needs sparse gradients
 
 
 def build_optimizer(
@@ -73,20 +68,17 @@ def build_optimizer(
         UserError: unknown optimizer, package not installed, unknown or refused argument, learning rates that
             differ by group where the optimizer takes only one.
     """
-    kind = _find_class(config.optimizer_type, config.trust_class_paths)
+    cls, usual = _find_class(config.optimizer_type, config.trust_class_paths)
     chosen = parse_optimizer_args(config.optimizer_args)
-    _check_arguments(kind.cls, chosen, config.optimizer_type)
+    check_arguments(cls, chosen, config.optimizer_type)
     # torch refuses fused beside these two, and the person's choice goes first
-    defaults = {
-        k: v for k, v in kind.defaults.items() if k != "fused" or not {"foreach", "differentiable"} & set(chosen)
-    }
-    arguments: dict[str, Any] = {**defaults, **chosen}
-    arguments["lr"] = effective_learning_rate(config)
+    defaults = {k: v for k, v in usual.items() if k != "fused" or not {"foreach", "differentiable"} & set(chosen)}
+    arguments: dict[str, Any] = {**defaults, **chosen, "lr": effective_learning_rate(config)}
     groups = [{"lr": arguments["lr"], **group} for group in parameter_groups]
-    if kind.cls.__name__ == "Adafactor" and kind.cls.__module__.startswith("transformers"):
+    if cls.__name__ == "Adafactor" and cls.__module__.startswith("transformers"):
         arguments = _settle_adafactor(arguments)
     try:
-        optimizer = kind.cls(groups, **arguments)
+        optimizer = cls(groups, **arguments)
     except (ValueError, TypeError, AssertionError, RuntimeError) as error:
         reason = str(error) or "a value out of range"
         raise UserError(
@@ -107,13 +99,13 @@ def check_optimizer(config: OptimizerConfig) -> None:
     Raises:
         UserError: as ``build_optimizer``.
     """
-    kind = _find_class(config.optimizer_type, config.trust_class_paths)
-    _check_arguments(kind.cls, parse_optimizer_args(config.optimizer_args), config.optimizer_type)
+    cls, _ = _find_class(config.optimizer_type, config.trust_class_paths)
+    check_arguments(cls, parse_optimizer_args(config.optimizer_args), config.optimizer_type)
 
 
 def describe_optimizer(config: OptimizerConfig) -> str:
     """Return class path and chosen arguments, as sd-scripts writes them: ``torch.optim.adamw.AdamW(eps=1e-08)``."""
-    cls = _find_class(config.optimizer_type, config.trust_class_paths).cls
+    cls, _ = _find_class(config.optimizer_type, config.trust_class_paths)
     chosen = ",".join(f"{key}={value}" for key, value in parse_optimizer_args(config.optimizer_args).items())
     return f"{cls.__module__}.{cls.__name__}" + (f"({chosen})" if chosen else "")
 
@@ -192,13 +184,8 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-@dataclass(frozen=True)
-class _Found:
-    cls: type[Optimizer]
-    defaults: Mapping[str, Any]
-
-
-def _find_class(optimizer_type: str, trusted: bool) -> _Found:
+def _find_class(optimizer_type: str, trusted: bool) -> tuple[type[Optimizer], Mapping[str, Any]]:
+    """Return the class, and arguments that it gets where none are chosen."""
     if "." in optimizer_type:
         module, name = optimizer_type.rsplit(".", 1)
         package = module.split(".")[0]
@@ -207,7 +194,7 @@ def _find_class(optimizer_type: str, trusted: bool) -> _Found:
                 f"optimizer_type: importing {optimizer_type} runs code of {package or 'no package'!r}, which is none "
                 f"of {', '.join(sorted(_PACKAGES))}; set trust_class_paths = true if you trust it"
             )
-        return _Found(_import_class(module, name, optimizer_type), {})
+        return _import_class(module, name, optimizer_type), {}
     known = {name.lower(): place for name, place in OPTIMIZERS.items()}
     for name, value in vars(torch.optim).items():
         if isinstance(value, type) and issubclass(value, Optimizer) and name not in _UNFIT:
@@ -220,7 +207,7 @@ def _find_class(optimizer_type: str, trusted: bool) -> _Found:
         nearest = difflib.get_close_matches(optimizer_type.lower(), spelt, n=1)
         remedy = f"did you mean {spelt[nearest[0]]!r}?" if nearest else f"choose one of {', '.join(OPTIMIZERS)}."
         raise UserError(f"optimizer_type: no optimizer {optimizer_type!r}; {remedy} A class path (a.b.C) works too")
-    return _Found(_import_class(place.module, place.name, optimizer_type), place.defaults)
+    return _import_class(place.module, place.name, optimizer_type), place.defaults
 
 
 def _import_class(module: str, name: str, optimizer_type: str) -> type[Optimizer]:
@@ -251,7 +238,7 @@ def _import_class(module: str, name: str, optimizer_type: str) -> type[Optimizer
     return cls
 
 
-def _check_arguments(cls: type[Optimizer], arguments: Mapping[str, Any], optimizer_type: str) -> None:
+def check_arguments(cls: type[Optimizer], arguments: Mapping[str, Any], optimizer_type: str) -> None:
     """Refuse arguments that the constructor does not take."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -27,11 +27,10 @@ from matplotlib.figure import Figure
 from library.config.optimizer_types import estimates_step_size
 from library.config.schema import OptimizerConfig
 from library.errors import UserError
-from library.files import atomic_path
 from library.nn.modes import evaluating
 from library.randomness import derive_seed
 from library.training.optim.factory import parse_optimizer_args
-from library.training.report.plots import STYLE
+from library.training.report.plots import STYLE, save_figure
 from library.training.tasks.image_lora import ImageLora
 
 RULE = "a tenth of the rate at the lowest loss (fastai's lr_find; Gugger 2018)"
@@ -149,11 +148,7 @@ def draw(test: RangeTest, save_to: Path) -> list[Path]:
         axes.set_title("Loss against learning rate")
         axes.set_xlabel(f"learning rate\n{reason}")
         axes.legend()
-        paths = [save_to.with_suffix(suffix) for suffix in (".png", ".svg")]
-        for path in paths:
-            with atomic_path(path) as temporary:
-                figure.savefig(temporary, format=path.suffix[1:], dpi=160)
-    return paths
+    return save_figure(figure, save_to)
 
 
 def as_lines(test: RangeTest) -> Sequence[dict[str, float]]:

@@ -8,7 +8,7 @@ the size of an AdamW step, and one learning rate does for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,25 +16,20 @@ from torch.optim import AdamW, Muon, Optimizer
 
 
 class MuonWithAdamW(Optimizer):
-    """Both optimizers over parameter groups of matrices and vectors; a group is split where it holds both kinds."""
+    """Both optimizers, each over its own parameter groups."""
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        hidden: Set[int],
         lr: float,
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
-        """Split ``groups``; ``hidden`` are the ids of the parameters that go to Muon."""
-        ours, others = [], []
-        for group in groups:
-            own = [p for p in group["params"] if id(p) in hidden]
-            rest = [p for p in group["params"] if id(p) not in hidden]
-            ours += [{**group, "params": own, "name": "hidden"}] if own else []
-            others += [{**group, "params": rest}] if rest else []
+        """Let Muon have the group called ``hidden``, AdamW the others."""
+        ours = [group for group in groups if group["name"] == "hidden"]
+        others = [group for group in groups if group["name"] != "hidden"]
         options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         self.muon = Muon(ours, lr=lr, adjust_lr_fn="match_rms_adamw", **options)
         self.adamw = AdamW(others, lr=lr, betas=betas, fused=True)

@@ -48,7 +48,7 @@ class MetricsStream:
             accelerator.init_trackers(logging.log_tracker_name, init_kwargs=run)
         if accelerator.is_main_process:
             lines = path.read_text(encoding="utf-8").splitlines() if resume_step and path.exists() else []
-            kept = [line for line in lines if _step_of(line) <= resume_step]
+            kept = [line for line in lines if (_parse(line) or {"step": float("inf")})["step"] <= resume_step]
             write_text(path, "".join(line + "\n" for line in kept))
             self._there = {frozenset(line) for line in map(json.loads, kept) if line["step"] == resume_step}
         self._resume_step = resume_step
@@ -92,14 +92,6 @@ def write_config(folder: Path, config: BaseModel, accelerator: Accelerator) -> N
         sections = config.model_dump(exclude_unset=True, exclude_none=True)
         text = toml.dumps({name: keys for name, keys in sections.items() if keys})
         write_text(folder / "config.toml", f"# Tandem {__version__}: the settings of this run\n\n{text}")
-
-
-def _step_of(line: str) -> float:
-    """Return the line's step, or infinity for a line that was cut off while being written."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
 
 
 def of_each_process(accelerator: Accelerator, values: Mapping[str, float]) -> dict[str, float]:

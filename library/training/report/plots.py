@@ -75,8 +75,12 @@ def plot_runs(runs: Sequence[Path], save_to: Path, log: LogAxes = "auto") -> lis
     if not runs:
         raise UserError("no run to plot; name at least one output folder")
     loaded = [read_run(Path(run), name) for run, name in zip(runs, _distinct_names(runs), strict=True)]
-    figure = draw_runs(loaded, log)
-    written = [Path(save_to).with_suffix(suffix) for suffix in (".png", ".svg")]
+    return save_figure(draw_runs(loaded, log), Path(save_to))
+
+
+def save_figure(figure: Figure, save_to: Path) -> list[Path]:
+    """Write ``figure`` as PNG and SVG; return their paths."""
+    written = [save_to.with_suffix(suffix) for suffix in (".png", ".svg")]
     for path in written:
         with atomic_path(path) as temporary, matplotlib.rc_context(STYLE):
             figure.savefig(temporary, format=path.suffix[1:], dpi=160)

@@ -102,7 +102,7 @@ def _coming_batches(
     rank, world = dp_rank_and_size(accelerator)
     sampler = data.batch_sampler(world)
     steps = total_steps(training, sampler.batches_per_epoch() // world)
-    position = read_position(training.resume, {})[0] if training.resume else Position()
+    position = read_position(training.resume, {}) if training.resume else Position()
     epoch, first, done = position.epoch, position.batches, 0
     accumulated = training.gradient_accumulation_steps
     while position.step + done // accumulated < steps:

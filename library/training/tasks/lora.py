@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from library import __version__
 from library.accelerator import dp_rank_and_size, expect_many_shapes
 from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
-from library.config.markers import resume_keys
 from library.config.schema import ModelConfig, TrainConfig, TrainingConfig
 from library.errors import UserError
 from library.precision.checkpoint_layouts import Fp8Layout
@@ -24,7 +23,7 @@ from library.precision.fp8_linear import ddp_ignored_names
 from library.precision.recipe import Fp8Loader
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import save_facts, without_folders
-from library.training.checkpoint.state import AUTO, Position, check_state, load_training_state, read_position
+from library.training.checkpoint.state import Position, check_state, load_training_state
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule, total_steps
@@ -66,11 +65,9 @@ class LoraTask(Task):
     def check(self, config: TrainConfig | ChatTrainConfig) -> None:
         check_optimizer(config.optimizer)
         check_save_format(config.network.network_type, config.saving.save_format)
-        weights, resume = config.network.network_weights, config.training.resume
+        weights = config.network.network_weights
         if weights and not Path(weights).exists():
             raise UserError(f"network_weights: {weights} does not exist; check the path")
-        if resume and resume != AUTO:
-            read_position(resume, resume_keys(config))
         _check_writable(Path(config.saving.output_dir))
 
     def check_saved(self) -> None:

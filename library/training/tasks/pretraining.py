@@ -13,7 +13,7 @@ so it lowers the figure as it lowers the speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,11 +42,12 @@ from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import Block, TransformerLM, lm_split_plan
 from library.models.llm.spec import LMConfig, preset
 from library.randomness import generator
-from library.training.checkpoint.state import AUTO, Position, load_training_state, read_position
+from library.training.checkpoint.state import Position, load_training_state
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import (
     build_optimizer,
+    check_arguments,
     check_optimizer,
     has_averaged_weights,
     parse_optimizer_args,
@@ -86,10 +87,10 @@ class Pretraining(Task):
     batches: TokenBatches
 
     def check(self, config: PretrainConfig) -> None:
-        if config.optimizer.optimizer_type.lower() != "muon":
+        if config.optimizer.optimizer_type.lower() == "muon":
+            check_arguments(MuonWithAdamW, parse_optimizer_args(config.optimizer.optimizer_args), "Muon")
+        else:
             check_optimizer(config.optimizer.with_defaults())
-        if config.training.resume and config.training.resume != AUTO:
-            read_position(config.training.resume, resume_keys(config))
 
     def build_accelerator(self, config: PretrainConfig) -> Accelerator:
         if config.training.allow_tf32:
@@ -107,9 +108,12 @@ class Pretraining(Task):
         # Split weights go to their device as they are split: the whole model need not fit there.
         loaded_to = torch.device("cpu") if config.parallel.splits_model else accelerator.device
         self.transformer = model = build_model(config, self.shards.vocab_size, loaded_to)
-        check_corpus(self.shards, model.config)
+        if (tokens := self.shards.vocab_size) > model.config.vocab_size:
+            raise UserError(
+                f"{self.shards.folder}: {tokens} tokens, the model has {model.config.vocab_size}; prepare it again"
+            )
         name_ends(model, self.tokenizer)
-        self._plan_batches(training_context(config.model, model.config))
+        self._plan_batches(config.model.context or model.config.context)
         self._find_held_out()
         self.console.print(
             f"{sum(p.numel() for p in model.parameters()):,} parameters, {self.shards.tokens:,} tokens to train on"
@@ -299,7 +303,7 @@ def build_model(config: PretrainConfig, vocab_size: int, device: torch.device) -
     else:
         model = TransformerLM(fresh_config(config.model, vocab_size))
         model.initialise(generator(config.training.seed, "weights")).to(device, dtype)
-    context = training_context(config.model, model.config)
+    context = config.model.context or model.config.context
     if not model.config.has_rope and context > model.config.context:
         raise UserError(f"context: {context} is more than the model's {model.config.context} positions; lower it")
     recompute_blocks(model, model.config.layers, config.training, device)
@@ -334,51 +338,31 @@ def fresh_config(config: LLMModelConfig, vocab_size: int) -> LMConfig:
     return replace(base, **changes).padded(config.pad_vocabulary_to)
 
 
-def training_context(config: LLMModelConfig, model: LMConfig) -> int:
-    """Return the tokens of a training window."""
-    return config.context or model.context
-
-
-def check_corpus(shards: TokenShards, model: LMConfig) -> None:
-    """Raise a UserError if the corpus holds tokens that the model has not."""
-    if shards.vocab_size > model.vocab_size:
-        raise UserError(
-            f"{shards.folder}: {shards.vocab_size} tokens, the model has {model.vocab_size}; prepare it again"
-        )
-
-
 def build_pretraining_optimizer(config: LLMOptimizerConfig, model: nn.Module, full_bf16: bool, seed: int) -> Optimizer:
-    """Return the optimizer over two groups, matrices with weight decay and all others without.
+    """Return the optimizer over matrices with weight decay, Muon's own among them, and all others without.
 
     Raises:
         UserError: as ``library.training.optim.factory.build_optimizer``.
     """
-    shared = config.with_defaults()
-    groups = parameter_groups(model, config.weight_decay)
-    if config.optimizer_type.lower() != "muon":
+    shared, is_muon = config.with_defaults(), config.optimizer_type.lower() == "muon"
+    groups = parameter_groups(model, config.weight_decay, is_muon)
+    if not is_muon:
         return build_optimizer(shared, groups, full_bf16, seed)
-    arguments: Mapping[str, Any] = parse_optimizer_args(shared.optimizer_args)
-    hidden = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("blocks.")}
-    return MuonWithAdamW(groups, hidden, lr=config.learning_rate, **_muon_arguments(arguments))
+    return MuonWithAdamW(groups, lr=config.learning_rate, **parse_optimizer_args(config.optimizer_args))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return matrices (embeddings among them) and vectors as torch's parameter groups; tied matrices once."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    return [
-        {"params": matrices, "weight_decay": weight_decay, "name": "matrices"},
-        {"params": vectors, "weight_decay": 0.0, "name": "vectors"},
-    ]
+def parameter_groups(model: nn.Module, weight_decay: float, for_muon: bool = False) -> list[dict[str, Any]]:
+    """Return matrices (embeddings among them) and vectors as torch's parameter groups; tied matrices once.
 
-
-def _muon_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    known = ("momentum", "nesterov", "ns_steps", "betas")
-    for key in arguments:
-        if key not in known:
-            raise UserError(f"optimizer_args: Muon takes no {key!r}; it takes {', '.join(known)}")
-    return dict(arguments)
+    ``for_muon``: the matrices within blocks are a group of their own, ``hidden``.
+    """
+    groups: dict[str, list[nn.Parameter]] = {"hidden": [], "matrices": [], "vectors": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            hidden = for_muon and parameter.ndim == 2 and name.startswith("blocks.")
+            groups["hidden" if hidden else "matrices" if parameter.ndim >= 2 else "vectors"].append(parameter)
+    decay = {"hidden": weight_decay, "matrices": weight_decay, "vectors": 0.0}
+    return [{"params": own, "weight_decay": decay[name], "name": name} for name, own in groups.items() if own]
 
 
 # Dense bf16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets; names as torch.cuda.get_device_name contains them.

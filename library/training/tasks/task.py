@@ -23,8 +23,17 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from library.accelerator import build_accelerator, dp_rank_and_size
+from library.config.markers import resume_keys
 from library.nn.modes import evaluating
-from library.training.checkpoint.state import AUTO, OutputNames, Position, Stateful, refuse_finished, resolve_resume
+from library.training.checkpoint.state import (
+    AUTO,
+    OutputNames,
+    Position,
+    Stateful,
+    read_position,
+    refuse_finished,
+    resolve_resume,
+)
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import averaged_weights
 from library.training.parallel.pipeline.schedule import Pipeline
@@ -99,11 +108,13 @@ class Task(ABC):
         self.begun = time.time()
         self.asked = config
         self.check(config)
+        if (resume := config.training.resume) and resume != AUTO:
+            read_position(resume, resume_keys(config))
         self.accelerator = self.build_accelerator(config)
         self.console = Console(quiet=not self.accelerator.is_main_process, markup=False, highlight=False)
-        self.resumes_finished = config.training.resume == AUTO  # a finished run too, whose end may be yet to come
+        self.resumes_finished = resume == AUTO  # a finished run too, whose end may be yet to come
         say = partial(self.console.print, soft_wrap=True)
-        state = resolve_resume(config.training.resume, config.saving, self.accelerator, say)
+        state = resolve_resume(resume, config.saving, self.accelerator, say)
         self.config = config.model_copy(update={"training": config.training.model_copy(update={"resume": state})})
         self.seed: int = config.training.seed
         self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)

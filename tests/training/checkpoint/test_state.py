@@ -129,7 +129,7 @@ def test_a_changed_setting_that_the_state_would_win_over_is_refused(tmp_path: Pa
     settings = {"learning_rate": 1e-4, "optimizer_type": "AdamW"}
     weights = {"a": torch.ones(1)}
     save_training_state(tmp_path / "x-state", weights, _states(), Position(step=3), "base", settings)
-    assert read_position(tmp_path / "x-state", settings) == (Position(step=3), "base")
+    assert read_position(tmp_path / "x-state", settings, "base") == Position(step=3)
     with pytest.raises(
         UserError, match="was trained with learning_rate = 0.0001, now it is 0.0005; .*network_weights, init_from"
     ):

@@ -189,8 +189,9 @@ def test_muon_steps_hidden_matrices_as_torchs_and_the_rest_as_adamws() -> None:
     torch.manual_seed(0)
     hidden, table, bias = (torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (8, 4), (4,)))
     copies = [torch.nn.Parameter(p.detach().clone()) for p in (hidden, table, bias)]
-    groups = [{"params": [hidden, table], "weight_decay": 0.1}, {"params": [bias], "weight_decay": 0.0}]
-    joined = MuonWithAdamW(groups, {id(hidden)}, lr=0.01)
+    named = {"hidden": (hidden, 0.1), "matrices": (table, 0.1), "vectors": (bias, 0.0)}
+    groups = [{"params": [p], "weight_decay": decay, "name": name} for name, (p, decay) in named.items()]
+    joined = MuonWithAdamW(groups, lr=0.01)
     muon = torch.optim.Muon([copies[0]], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     rest = [{"params": [copies[1]], "weight_decay": 0.1}, {"params": [copies[2]], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95))
