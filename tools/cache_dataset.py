@@ -30,8 +30,7 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
     """Encode whatever training as ``config`` says needs and is not cached yet."""
     from library.accelerator import build_accelerator
     from library.models.family import model_family
-    from library.training.sampling.conditions import check_prompt_images
-    from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
+    from library.training.sampling.conditions import read_run_prompts
     from library.training.tasks.image_lora import cache_data, read_data
     from library.training.tasks.lora import base_dtype
     from library.training.tasks.lora_plan import text_encoder_recipe
@@ -42,11 +41,8 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
     dtype = base_dtype(config.model, config.training)
     image_encoder = family.load_image_encoder(dtype, accelerator.device)
     text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
-    usual = SamplePrompt("", guidance=family.sample_guidance)
-    prompts = read_prompts(config.sampling.sample_prompts, config.training.seed, image_encoder.pixel_multiple, usual)
-    for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
-        console.print(f"note: {remark}")
-    check_prompt_images(prompts, family.conditioning, family.most_references)
+    multiple, seed = image_encoder.pixel_multiple, config.training.seed
+    prompts = read_run_prompts(config.sampling.sample_prompts, seed, family, multiple, console.print)
     data = read_data(
         config.dataset, config.training, config.flow, image_encoder, accelerator, console, family.conditioning,
         family.most_references,

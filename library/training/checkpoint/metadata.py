@@ -315,15 +315,15 @@ def _tag_frequency(samples: Iterable[Sample]) -> dict[str, Counter[str]]:
 
 def most_frequent(frequency: Mapping[str, Mapping[str, int]], limit: int) -> dict[str, dict[str, int]]:
     """Return ``frequency`` (folder -> tag -> count) without the rarest tags, so that its JSON fits ``limit`` bytes."""
-    kept: dict[str, dict[str, int]] = {folder: {} for folder in frequency}
-    left = limit - len(json.dumps(kept))
+    chosen: dict[str, dict[str, int]] = {folder: {} for folder in frequency}
+    left = limit - len(json.dumps(chosen))
     entries = [(count, folder, tag) for folder, tags in frequency.items() for tag, count in tags.items()]
     for count, folder, tag in sorted(entries, key=lambda entry: -entry[0]):
         left -= len(json.dumps({tag: count}))  # braces for the comma and the blank between two entries
         if left < 0:
             break
-        kept[folder][tag] = count
-    return kept
+        chosen[folder][tag] = count
+    return chosen
 
 
 def _bucket_info(samples: list[Sample]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class CheckpointWriter:
         raise AssertionError("unreachable")
 
     def write_optional(self, write: Callable[[], object]) -> None:
-        """Write what a run can do without (pictures, plots); say so if that fails."""
+        """Write what a run can do without (images, plots); say so if that fails."""
         try:
             write()
         except WriteError as error:
@@ -132,31 +132,18 @@ def remove_old(
         step, epoch: what has just been saved, one of the two.
     """
     if step is not None:
-        limits = (_steps(step, saving.save_last_n_steps), _steps(step, saving.save_last_n_steps_state))
-        pattern = re.compile(re.escape(name) + r"-step(\d{8})(\.safetensors|-state|)")
+        last, last_state, number = saving.save_last_n_steps, saving.save_last_n_steps_state, r"step(\d{8})"
+        end, unit = step, 1
     else:
         assert epoch is not None
-        every = saving.save_every_n_epochs or 1
-        limits = (
-            _epochs(epoch, every, saving.save_last_n_epochs),
-            _epochs(epoch, every, saving.save_last_n_epochs_state),
-        )
-        pattern = re.compile(re.escape(name) + r"-(\d{6})(\.safetensors|-state|)")
-    oldest_lora, oldest_state = limits
+        last, last_state, number = saving.save_last_n_epochs, saving.save_last_n_epochs_state, r"(\d{6})"
+        end, unit = epoch + 1, saving.save_every_n_epochs or 1
+    pattern = re.compile(rf"{re.escape(name)}-{number}(\.safetensors|-state|)")
     for path in folder.iterdir():
         if not (match := pattern.fullmatch(path.name)):
             continue
         if not match[2] and not any((path / name).is_file() for name in ("adapter_config.json", "config.json")):
             continue  # no adapter of PEFT's, nor a model
-        is_state = match[2] == "-state"
-        oldest = (oldest_state if oldest_state is not None else oldest_lora) if is_state else oldest_lora
-        if oldest is not None and int(match[1]) < oldest:
+        limit = last_state if match[2] == "-state" and last_state is not None else last
+        if limit is not None and int(match[1]) < end - unit * limit:
             discard(path)
-
-
-def _steps(step: int, last: int | None) -> int | None:
-    return None if last is None else step - last
-
-
-def _epochs(epoch: int, every: int, last: int | None) -> int | None:
-    return None if last is None else epoch - every * last + 1

@@ -23,7 +23,7 @@ are its business while its scale is above 1; a loss that is not finite, or gradi
 
 In full training the copies would double the memory (``Task.rolls_back`` is not set): nothing is undone, a bad step is
 not taken, and the run stops before it. torch's fused optimizers leave everything as it is where the device sets their
-``found_inf``, which is there for loss scalers; all others cannot be told on the device, so for them the host waits for
+``found_inf``, which is there for loss scalers; all others have nothing like it, so for them the host waits for
 the gradients' norm in every step. Weights that a step has made infinite are found by the next step, or before
 anything is saved.
 """

@@ -40,12 +40,12 @@ class WeightAverage:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside the block the parameters hold their averages; afterwards they are back bit for bit."""
-        kept = [p.detach().clone() for p in self._parameters]
+        weights = [p.detach().clone() for p in self._parameters]
         self._write(self.averages)
         try:
             yield
         finally:
-            self._write(kept)
+            self._write(weights)
 
     @torch.no_grad()
     def _write(self, values: Sequence[Tensor]) -> None:

@@ -141,15 +141,10 @@ def _step_factor(group: Mapping[str, Any]) -> float | None:
     if group.get("use_bias_correction") and "k" in group:
         (beta1, beta2), steps = group["betas"][:2], group["k"] + 1
         factor *= math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
-    if _divides_by_first_gradient(group):
+    if "g0_norm" in group or ("momentum" in group and "numerator_weighted" in group):  # DAdaptSGD
         first = group.get("g0_norm")
         return factor / float(first) if first else None
     return factor
-
-
-def _divides_by_first_gradient(group: Mapping[str, Any]) -> bool:
-    """Return whether the group is DAdaptSGD's: it has a momentum and no betas or eps."""
-    return "g0_norm" in group or ("momentum" in group and "numerator_weighted" in group)
 
 
 def _rectification(beta2: float, steps: int, otherwise: float) -> float:
@@ -180,7 +175,7 @@ class StepSizeMonitor:
 
     total_steps: int
     starts: Mapping[str, float]  # d0 of each parameter group
-    _told: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
 
     @property
     def patience(self) -> int:
@@ -194,19 +189,19 @@ class StepSizeMonitor:
             step: of the run.
             rates: of ``read_learning_rates``.
         """
-        return [remark for kind, remark in self._remarks(step, rates) if self._is_new(kind)]
-
-    def _is_new(self, kind: str) -> bool:
-        new = kind not in self._told
-        self._told.add(kind)
-        return new
+        new: dict[str, str] = {}
+        for kind, remark in self._remarks(step, rates):
+            if kind not in self._warned:
+                new.setdefault(kind, remark)
+        self._warned |= new.keys()
+        return list(new.values())
 
     def _remarks(self, step: int, rates: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         for key, d in rates.items():
             if not key.startswith("d/"):
                 continue
             group = key.removeprefix("d/")
-            first = self.starts.get(group, 0.0)  # where it is not known, a d that is stuck is not told
+            first = self.starts.get(group, 0.0)  # where it is not known, nothing is said of a d that is stuck
             taken = rates.get(f"d*lr/{group}", d)
             if not math.isfinite(d) or taken > LARGEST_STEP:
                 yield (

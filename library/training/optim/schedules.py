@@ -30,6 +30,7 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from library.config.pretrain_schema import LLMTrainingConfig
 from library.config.schema import OptimizerConfig, TrainingConfig
 from library.errors import UserError
 
@@ -116,22 +117,25 @@ def _check_lengths(config: OptimizerConfig, total_steps: int) -> None:
         )
 
 
-def total_steps(training: TrainingConfig, batches_per_epoch: int) -> int:
+def total_steps(
+    training: TrainingConfig | LLMTrainingConfig, per_epoch: int, per_step: int, unit: str = "batches"
+) -> int:
     """Return the number of optimizer steps of the run; epochs win over steps.
 
     Args:
-        training: max_train_steps, max_train_epochs, gradient_accumulation_steps.
-        batches_per_epoch: batches of one epoch on each process.
+        training: max_train_steps, max_train_epochs.
+        per_epoch, per_step: batches of one epoch and of one step on each process; or of any other ``unit``.
 
     Raises:
         UserError: the epochs hold less than one optimizer step.
     """
     if training.max_train_epochs is None:
         return training.max_train_steps
-    steps = training.max_train_epochs * batches_per_epoch // training.gradient_accumulation_steps
+    steps = training.max_train_epochs * per_epoch // per_step
     if steps == 0:
+        lower = "tokens_per_batch" if unit == "windows" else "gradient_accumulation_steps"
         raise UserError(
-            f"max_train_epochs: {training.max_train_epochs} epochs of {batches_per_epoch} batches are fewer than "
-            f"gradient_accumulation_steps {training.gradient_accumulation_steps}; raise the epochs"
+            f"max_train_epochs: {training.max_train_epochs} epochs of {per_epoch} {unit} are fewer than the {per_step} "
+            f"of a step; raise the epochs, or lower {lower}"
         )
     return steps

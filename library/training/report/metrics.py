@@ -41,16 +41,16 @@ class MetricsStream:
         """Open the stream; what a resumed run is going to write again is cut off, a new run starts a new file."""
         self._accelerator = accelerator
         self._path = path
-        self._waiting, self._told = b"", False
+        self._waiting, self._warned = b"", False
         self._there: set[frozenset[str]] = set()  # keys of the lines that an interrupted run wrote of that step
         if logging.log_with:
             run = {"wandb": {"name": logging.wandb_run_name}} if logging.wandb_run_name else {}
             accelerator.init_trackers(logging.log_tracker_name, init_kwargs=run)
         if accelerator.is_main_process:
             lines = path.read_text(encoding="utf-8").splitlines() if resume_step and path.exists() else []
-            kept = [line for line in lines if (_parse(line) or {"step": float("inf")})["step"] <= resume_step]
-            write_text(path, "".join(line + "\n" for line in kept))
-            self._there = {frozenset(line) for line in map(json.loads, kept) if line["step"] == resume_step}
+            remaining = [line for line in lines if (_parse(line) or {"step": float("inf")})["step"] <= resume_step]
+            write_text(path, "".join(line + "\n" for line in remaining))
+            self._there = {frozenset(line) for line in map(json.loads, remaining) if line["step"] == resume_step}
         self._resume_step = resume_step
 
     def write(self, values: dict[str, float]) -> None:
@@ -75,9 +75,9 @@ class MetricsStream:
             with suppress(OSError):
                 if begin is not None:
                     os.truncate(self._path, begin)
-            if not self._told:
+            if not self._warned:
                 print(f"warning: {self._path}: cannot be written ({error.strerror}); trying again", file=sys.stderr)
-            self._told = True
+            self._warned = True
 
     def close(self) -> None:
         """Write what waits, and let the trackers do so."""

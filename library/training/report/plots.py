@@ -275,12 +275,12 @@ def _thin(series: Series) -> Series:
     steps, values = series
     if len(values) <= _POINTS:
         return series
-    kept: list[int] = []
+    indices: list[int] = []
     for stretch in np.array_split(np.arange(len(values)), _POINTS // 2):
         part = values[stretch]
         if np.isfinite(part).any():
-            kept += sorted({int(stretch[np.nanargmin(part)]), int(stretch[np.nanargmax(part)])})
-    return steps[kept], values[kept]
+            indices += sorted({int(stretch[np.nanargmin(part)]), int(stretch[np.nanargmax(part)])})
+    return steps[indices], values[indices]
 
 
 def _moving_average(values: Values) -> Values:

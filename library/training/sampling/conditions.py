@@ -6,7 +6,7 @@ height, an edit model's references get the dataset's control resolution.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,9 @@ from library.data.file_index import SourceFile, content_hash, read_bytes
 from library.data.images import decode, decode_mask, fit_image, read_size, to_pixels
 from library.data.samples import ControlImage, check_mask_shape
 from library.errors import UserError
+from library.models.family import Family
 from library.models.vae import ImageEncoder
-from library.training.sampling.prompts import SamplePrompt
+from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,21 @@ def check_prompt_images(
             check_mask_shape(_source(prompt.mask_image), read_size(prompt.control_images[0]))
             if not binary_mask(decode_mask(read_bytes(prompt.mask_image), prompt.mask_image)).any():
                 raise UserError(f"{prompt.mask_image}: nothing to fill; make what is to be filled white")
+
+
+def read_run_prompts(
+    path: str | None, seed: int, family: Family, pixel_multiple: int, say: Callable[[str], None]
+) -> list[SamplePrompt]:
+    """Read a run's sample prompts and check that they suit the model; remarks go to ``say``.
+
+    Raises:
+        UserError: the file cannot be read, or a prompt asks for what the model does not take.
+    """
+    prompts = read_prompts(path, seed, pixel_multiple, SamplePrompt("", guidance=family.sample_guidance))
+    for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
+        say(f"note: {remark}")
+    check_prompt_images(prompts, family.conditioning, family.most_references)
+    return prompts
 
 
 def text_jobs(prompt: SamplePrompt, sees_references: bool, rules: PromptImageRules) -> dict[str, TextJob]:

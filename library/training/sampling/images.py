@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -31,39 +32,32 @@ _HEADER = 28
 _MOST_COLUMNS = 8  # of the sheet over time: about 2100 pixels, a screen's width
 
 
+@dataclass
 class Sampler:
-    """Samples the same prompts with the same seeds at different steps into ``<folder>``."""
+    """Samples the same prompts with the same seeds at different steps into ``<folder>``.
 
-    def __init__(
-        self,
-        family: Family,
-        prompts: list[SamplePrompt],
-        image_encoder: ImageEncoder,
-        embeddings: dict[str, dict[str, Tensor]],
-        folder: Path,
-        text_encoders: nn.Module | None = None,
-        rules: PromptImageRules | None = None,
-        writes: bool = True,
-    ) -> None:
-        """Keep what sampling needs.
+    Attributes:
+        family: the model's.
+        prompts: to be sampled.
+        image_encoder: decodes the latents.
+        embeddings: every prompt's text (its ``text_key``) -> its encoder outputs, without a batch axis.
+        folder: gets the images.
+        text_encoders: that are trained; their embeddings are computed when they are needed.
+        rules: what becomes of the prompts' images; these are encoded once, when they are first needed.
+        writes: else images are generated and dropped, as a collective call with the processes that write.
+        sampled: the files by step.
+    """
 
-        Args:
-            family: the model's.
-            prompts: to be sampled.
-            image_encoder: decodes the latents.
-            embeddings: every prompt's text (its ``text_key``) -> its encoder outputs, without a batch axis.
-            folder: gets the images.
-            text_encoders: that are trained; their embeddings are computed when they are needed.
-            rules: what becomes of the prompts' images; these are encoded once, when they are first needed.
-            writes: else images are generated and dropped, as a collective call with the processes that write.
-        """
-        self._rules = rules or PromptImageRules()
-        self._conditions: dict[int, Conditions] = {}
-        self._family, self._prompts, self._embeddings = family, prompts, embeddings
-        self._text_encoders = text_encoders
-        self._image_encoder, self._folder = image_encoder, folder
-        self.sampled: dict[int, list[Path]] = {}
-        self._writes = writes
+    family: Family
+    prompts: list[SamplePrompt]
+    image_encoder: ImageEncoder
+    embeddings: dict[str, dict[str, Tensor]]
+    folder: Path
+    text_encoders: nn.Module | None = None
+    rules: PromptImageRules = field(default_factory=PromptImageRules)
+    writes: bool = True
+    sampled: dict[int, list[Path]] = field(default_factory=dict)
+    _conditions: dict[int, Conditions] = field(default_factory=dict)
 
     def sample(self, transformer: nn.Module, step: int) -> list[Path]:
         """Sample every prompt; return the files. The VAE is loaded for it and freed again.
@@ -73,38 +67,38 @@ class Sampler:
             step: names the files.
         """
         try:
-            paths = [self._sample(transformer, i, prompt, step) for i, prompt in enumerate(self._prompts)]
+            paths = [self._sample(transformer, i, prompt, step) for i, prompt in enumerate(self.prompts)]
         finally:
-            self._image_encoder.release()
+            self.image_encoder.release()
         self.sampled[step] = paths
         return paths
 
     def _sample(self, transformer: nn.Module, i: int, prompt: SamplePrompt, step: int) -> Path:
         if i not in self._conditions:
-            self._conditions[i] = encode_prompt_images(prompt, self._image_encoder, self._rules)
+            self._conditions[i] = encode_prompt_images(prompt, self.image_encoder, self.rules)
         texts = {text: self._text(prompt, text) for text in prompt.texts()}
-        image = generate_image(self._family, transformer, self._image_encoder, prompt, texts, self._conditions[i])
+        image = generate_image(self.family, transformer, self.image_encoder, prompt, texts, self._conditions[i])
         path = self._path(step, i)
-        if self._writes:
+        if self.writes:
             save_image(image, path, {"prompt": prompt.line()})
         return path
 
     def _text(self, prompt: SamplePrompt, text: str) -> dict[str, Tensor]:
         """Return the embeddings of one of a prompt's texts, without a batch axis."""
-        cached = self._embeddings[prompt.text_key(text)]
-        if self._text_encoders is None:
+        cached = self.embeddings[prompt.text_key(text)]
+        if self.text_encoders is None:
             return cached
-        with evaluating(self._text_encoders):
-            current = self._text_encoders([text])
+        with evaluating(self.text_encoders):
+            current = self.text_encoders([text])
         return cached | {name: rows[0] for name, rows in current.items()}
 
     def _path(self, step: int, i: int) -> Path:
-        return self._folder / f"step{step:06d}_{i:02d}.png"
+        return self.folder / f"step{step:06d}_{i:02d}.png"
 
     def recall(self, last_step: int) -> None:
         """Note the images of these prompts that an interrupted run sampled, up to ``last_step``."""
-        lines = [prompt.line() for prompt in self._prompts]
-        for first in sorted(self._folder.glob(f"step{'[0-9]' * 6}*_00.png")):
+        lines = [prompt.line() for prompt in self.prompts]
+        for first in sorted(self.folder.glob(f"step{'[0-9]' * 6}*_00.png")):
             step = int(first.stem.removeprefix("step").partition("_")[0])
             paths = [self._path(step, i) for i in range(len(lines))]
             if step <= last_step and [_prompt_of(path) for path in paths] == lines:
@@ -119,16 +113,16 @@ class Sampler:
         sheets = {"before_after.png": ends}
         if len(steps) > 2:
             sheets["over_time.png"] = {step: f"step {step}" for step in _spread(steps, _MOST_COLUMNS)}
-        return [self._write_sheet(self._folder / name, columns) for name, columns in sheets.items()]
+        return [self._write_sheet(self.folder / name, columns) for name, columns in sheets.items()]
 
     def _write_sheet(self, path: Path, columns: dict[int, str]) -> Path:
         """Write one sheet; ``columns`` maps the steps to show to their titles."""
         titles, rows = list(columns.values()), []
-        for i, prompt in enumerate(self._prompts):
+        for i, prompt in enumerate(self.prompts):
             images: list[Path | Image.Image] = [self.sampled[step][i] for step in columns]
-            start = show_prompt_images(prompt, self._rules)
+            start = show_prompt_images(prompt, self.rules)
             rows.append((prompt.prompt, images if start is None else [start, *images]))
-        if self._rules.conditioning != "none":
+        if self.rules.conditioning != "none":
             titles = ["input", *titles]
         with atomic_path(path) as temporary:
             _sheet(titles, rows).save(temporary, format="PNG")

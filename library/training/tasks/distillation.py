@@ -101,10 +101,10 @@ def _coming_batches(
     """Yield step and items (epoch, index) of this process's batches as the training loop is going to see them."""
     rank, world = dp_rank_and_size(accelerator)
     sampler = data.batch_sampler(world)
-    steps = total_steps(training, sampler.batches_per_epoch() // world)
     position = read_position(training.resume, {}) if training.resume else Position()
     epoch, first, done = position.epoch, position.batches, 0
     accumulated = training.gradient_accumulation_steps
+    steps = total_steps(training, sampler.batches_per_epoch() // world, accumulated)
     while position.step + done // accumulated < steps:
         sampler.set_position(epoch, first)
         for number, items in enumerate(sampler):

@@ -46,9 +46,9 @@ from library.training.parallel.device_map import devices_to_fill, place_blocks
 from library.training.parallel.pipeline.stages import check_microbatches
 from library.training.parallel.spec import ParallelSpec, transformer_split_points
 from library.training.report.progress import counting
-from library.training.sampling.conditions import PromptImageRules, check_prompt_images, text_jobs
+from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
-from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
+from library.training.sampling.prompts import SamplePrompt
 from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_step import FlowStep, Teacher, check_seam
 from library.training.tasks.lora import LoraTask, base_dtype
@@ -95,12 +95,8 @@ class ImageLora(LoraTask):
         plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)
         recipe = text_encoder_recipe(config.precision)
         self.text_encoder = family.load_text_encoder(self.dtype, accelerator.device, recipe=recipe)
-        usual = SamplePrompt("", guidance=family.sample_guidance)
-        multiple, seed = self.image_encoder.pixel_multiple, config.training.seed
-        self.prompts = read_prompts(config.sampling.sample_prompts, seed, multiple, usual)
-        for remark in check_steering(self.prompts, family.guidance_input, family.sample_guidance):
-            self.console.print(f"note: {remark}")
-        check_prompt_images(self.prompts, family.conditioning, family.most_references)
+        multiple, file, seed = self.image_encoder.pixel_multiple, config.sampling.sample_prompts, config.training.seed
+        self.prompts = read_run_prompts(file, seed, family, multiple, self.console.print)
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
         self.base_fingerprint = family.fingerprint()

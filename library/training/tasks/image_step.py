@@ -41,7 +41,7 @@ class FlowStep:
     flow: FlowConfig
     seed: int
     text_encoders: nn.Module | None = None  # those that are trained, as prepared
-    teacher: Teacher | None = None  # whose velocity is learnt instead of the data's, or with it
+    teacher: Teacher | None = None  # whose velocity is the target instead of the data's, or with it
 
     def text(self, batch: Batch) -> dict[str, Tensor]:
         """Return the batch's text embeddings: as cached, those of encoders in training computed now."""

@@ -53,7 +53,7 @@ from library.training.optim.factory import (
     parse_optimizer_args,
 )
 from library.training.optim.muon import MuonWithAdamW
-from library.training.optim.schedules import build_schedule, resolve_steps
+from library.training.optim.schedules import build_schedule, resolve_steps, total_steps
 from library.training.parallel.gather import (
     full_shapes,
     gather_weights,
@@ -154,14 +154,7 @@ class Pretraining(Task):
         self.accelerator.gradient_accumulation_steps = accumulation
         self.batch_stride = data.train_batch_size * processes
         self.windows_in_step = accumulation * self.batch_stride
-        self.total_steps = training.max_train_steps
-        if training.max_train_epochs is not None:
-            self.total_steps = training.max_train_epochs * self.batches.windows // self.windows_in_step
-            if not self.total_steps:
-                raise UserError(
-                    f"max_train_epochs: {training.max_train_epochs} epochs of {self.batches.windows} windows are fewer "
-                    f"than the {self.windows_in_step} of a step; raise the epochs, or lower tokens_per_batch"
-                )
+        self.total_steps = total_steps(training, self.batches.windows, self.windows_in_step, "windows")
 
     def _find_held_out(self) -> None:
         """Find what to validate on; nothing where the corpus holds nothing out and nothing asks for it."""

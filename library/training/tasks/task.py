@@ -129,7 +129,7 @@ class Task(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Look at the model's files, prompts and state: what is wrong there is told before anything is encoded."""
+        """Look at the model's files, prompts and state: what is wrong there is reported before anything is encoded."""
 
     @abstractmethod
     def prepare(self) -> None:
