@@ -278,17 +278,16 @@ class RunEvents:
         rows = [
             ("steps", f"{position.step} in {duration(time.time() - self.task.begun)}"),
             ("loss", f"{position.loss_ema:.4f} (mean of the last steps)"),
-            *self.progress.summary(),
-            ("peak memory", f"{peak_memory_bytes() / 2**30:.2f} GiB"),
         ]
-        if before is not None and after is not None:
-            change = (after / before - 1) * 100
-            rows.insert(2, ("validation loss", f"{before:.4f} before -> {after:.4f} after ({change:+.1f} %)"))
-        elif after is not None:
-            rows.insert(2, ("validation loss", f"{after:.4f} after"))
-        for key, value in self.task.describe_validation(after).items() if after is not None else ():
-            first = "" if before is None else f"{self.task.describe_validation(before)[key]:.1f} -> "
-            rows.insert(3, (key.removeprefix("val_"), f"{first}{value:.1f}"))
+        if after is not None:
+            first, change = "", ""
+            if before is not None:
+                first, change = f"{before:.4f} before -> ", f" ({(after / before - 1) * 100:+.1f} %)"
+            rows.append(("validation loss", f"{first}{after:.4f} after{change}"))
+            for key, value in self.task.describe_validation(after).items():
+                first = "" if before is None else f"{self.task.describe_validation(before)[key]:.1f} -> "
+                rows.append((key.removeprefix("val_"), f"{first}{value:.1f}"))
+        rows += [*self.progress.summary(), ("peak memory", f"{peak_memory_bytes() / 2**30:.2f} GiB")]
         if self.stop_request.stop is not None:
             rows.append(("stopped", f"by {self.stop_request.stop} before step {self.task.total_steps}"))
         elif self.stopped:

@@ -48,15 +48,13 @@ def _work(queue: Queue[tuple[Callable[[], Any], Future[Any]]]) -> None:
 class HubUpload:
     """Pushes files and folders of one run into one repository."""
 
-    def __init__(
-        self, config: HubConfig, console: Console, journal: Path | None = None, limit: float = _LAST_WAIT
-    ) -> None:
+    def __init__(self, config: HubConfig, console: Console, journal: Path, limit: float = _LAST_WAIT) -> None:
         """Make sure that the repository exists and can be written to.
 
         Args:
             config: repository and options.
             console: for warnings.
-            journal: file that remembers what is to be uploaded; None for none.
+            journal: file that remembers what is to be uploaded.
             limit: seconds that :meth:`finish` waits at most.
 
         Raises:
@@ -89,8 +87,6 @@ class HubUpload:
 
     def recall(self) -> None:
         """Take up what an interrupted run had still to upload to the same place, and is there."""
-        if self._journal is None:
-            return
         try:
             saved = json.loads(self._journal.read_text(encoding="utf-8"))
             names = saved["paths"] if [saved["repo"], saved["folder"]] == [self._repo, self._folder] else []
@@ -153,8 +149,6 @@ class HubUpload:
 
     def _write_journal(self) -> None:
         """Keep the names of what is not uploaded; it lies beside the journal."""
-        if self._journal is None:
-            return
         names = [path.name for path in self._noted if path.parent == self._journal.parent]
         with suppress(WriteError):  # it only helps after a crash
             if names:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,7 +136,10 @@ class UpdateGuard:
             raise
         after = self._tensors()
         weights = self.task.parameters()
-        self._good = self._good & self._everywhere(all_finite([to_local(p) for p in weights]), weights)
+        finite = all_finite([to_local(p) for p in weights])
+        if isinstance(weights[0], DTensor):  # of which other processes have other rows
+            finite = all_reduce_and(finite, self.task.accelerator)
+        self._good = self._good & finite
         pairs = [(after[key], old) for key, old in copies.items() if key in after and after[key].shape == old.shape]
         _take_unless(self._good, pairs)
 
@@ -234,10 +237,6 @@ class UpdateGuard:
         }  # some libraries share one between weights
         return {key: to_local(t) for key, t in found.items() if self._is_there(t) and shared[id(t)] == key}
 
-    def _everywhere(self, flag: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """``flag``, or where processes have rows of ``weights``, whether it is set on all of them."""
-        return all_reduce_and(flag, self.task.accelerator) if isinstance(weights[0], DTensor) else flag
-
     def _is_there(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the device, or with ``device_map`` on another of its kind, and not on the host."""
         return tensor.device.type == self._device.type
@@ -247,20 +246,20 @@ class UpdateGuard:
         held = isinstance(now, Tensor) and isinstance(then, Tensor) and self._is_there(then)
         return held and now.device == then.device and now.shape == then.shape
 
+    def _restore(self, now: dict[str, Any], then: Mapping[str, Any]) -> None:
+        for key in now.keys() - then.keys() - {"params"}:
+            del now[key]
+        now.update({k: v for k, v in then.items() if not self._is_back(now.get(k), v)})
+
     def _put_back(self, snapshot: StepSnapshot) -> None:
         """Give the host's part of the state the values it had at ``snapshot``; forget gradients of a step half done."""
         task, optimizer = self.task, unwrapped(self.task.optimizer)
         for group, old in zip(optimizer.param_groups, snapshot.groups, strict=True):
-            for key in [key for key in group if key != "params" and key not in old]:
-                del group[key]
-            group.update({k: v for k, v in old.items() if not self._is_back(group.get(k), v)})
+            self._restore(group, old)
         for parameter in [p for p in optimizer.state if p not in snapshot.states]:
             del optimizer.state[parameter]
         for parameter, values in snapshot.states.items():
-            own = optimizer.state[parameter]
-            for key in [key for key in own if key not in values]:
-                del own[key]
-            own.update({k: v for k, v in values.items() if not self._is_back(own.get(k), v)})
+            self._restore(optimizer.state[parameter], values)
         task.lr_schedule.load_state_dict(snapshot.schedule)
         if task.average is not None:
             assert snapshot.average is not None

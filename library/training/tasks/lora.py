@@ -84,10 +84,6 @@ class LoraTask(Task):
             steps = training.max_train_steps if training.max_train_epochs is None else None
             check_state(training.resume, self.base_fingerprint, self.settings, steps, self.resumes_finished)
 
-    def loaded_to(self) -> torch.device:
-        """Where the model is read to: host memory, where processes get parts of it."""
-        return torch.device("cpu") if self.config.parallel.splits_model else self.accelerator.device
-
     def note_base(self, layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype) -> None:
         """Remember the precision of the base that was loaded; print it where some of it is in fp8."""
         self.base_precision = describe_base(layout, fp8, dtype)

@@ -105,9 +105,7 @@ class Pretraining(Task):
 
     def prepare(self) -> None:
         config, training, accelerator = self.config, self.config.training, self.accelerator
-        # Split weights go to their device as they are split: the whole model need not fit there.
-        loaded_to = torch.device("cpu") if config.parallel.splits_model else accelerator.device
-        self.transformer = model = build_model(config, self.shards.vocab_size, loaded_to)
+        self.transformer = model = build_model(config, self.shards.vocab_size, self.loaded_to())
         if (tokens := self.shards.vocab_size) > model.config.vocab_size:
             raise UserError(
                 f"{self.shards.folder}: {tokens} tokens, the model has {model.config.vocab_size}; prepare it again"

@@ -127,6 +127,10 @@ class Task(ABC):
     def build_accelerator(self, config: Any) -> Accelerator:
         return build_accelerator(config.accelerate, config.training, config.saving, config.logging, config.parallel)
 
+    def loaded_to(self) -> torch.device:
+        """Where the model is read to: host memory, where processes get parts of it, as all of it need not fit."""
+        return torch.device("cpu") if self.config.parallel.splits_model else self.accelerator.device
+
     @abstractmethod
     def open(self) -> None:
         """Look at the model's files, prompts and state: what is wrong there is reported before anything is encoded."""

@@ -119,7 +119,7 @@ def test_pretraining_uploads_its_models(hub: dict[str, object], corpus: Path, tm
 
 def test_a_failed_upload_is_told_and_tried_again(hub: dict[str, object], tmp_path: Path) -> None:
     console = Console(record=True, width=200)
-    upload = HubUpload(HubConfig(huggingface_repo_id="me/loras"), console)
+    upload = HubUpload(HubConfig(huggingface_repo_id="me/loras"), console, tmp_path / "uploads.json")
     hub["refuse"] = 1
     for name in ("first", "second"):
         (tmp_path / name).write_bytes(name.encode())
