@@ -106,9 +106,12 @@ class ImageLora(LoraTask):
         self.check_saved()
 
     def prepare(self) -> None:
-        self.read_data()
-        config, console = self.config, self.console
-        self.attention = attention_of_run(config.training, self.family, self.data, self.dtype, self.accelerator.device)
+        config, family, console = self.config, self.family, self.console
+        self.data = read_data(
+            config.dataset, config.training, config.flow, self.image_encoder, self.accelerator, console,
+            family.conditioning, family.most_references,
+        )  # fmt: skip
+        self.attention = attention_of_run(config.training, family, self.data, self.dtype, self.accelerator.device)
         console.print(f"attention: {self.attention}")
         self.summary["attention"] = self.attention
         self.config = config = config.model_copy(update={"training": fit_memory(MemoryProbe(self), console)})
@@ -121,20 +124,12 @@ class ImageLora(LoraTask):
         self._hold_out()
         samples, writes = self.names.folder / "samples", self.accelerator.is_main_process
         self.sampler = build_sampler(
-            self.family, self.prompts, self.image_encoder, self.data, samples, self.text_encoders, writes
+            family, self.prompts, self.image_encoder, self.data, samples, self.text_encoders, writes
         )
         per_epoch = self.batches.batches_per_epoch()
         if writes:  # others write no files
             own = image_facts(config, self.data, self.begun, per_epoch, self.batch_stride, self.total_steps)
             self.facts = {**lora_facts(config, self.begun, self.total_steps), **own}
-
-    def read_data(self) -> None:
-        """Read the dataset; nothing is encoded yet."""
-        config, family = self.config, self.family
-        self.data = read_data(
-            config.dataset, config.training, config.flow, self.image_encoder, self.accelerator, self.console,
-            family.conditioning, family.most_references,
-        )  # fmt: skip
 
     def load_networks(self) -> None:
         """Load what takes part in a step, put the LoRA in, set the memory policy.

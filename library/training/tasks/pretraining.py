@@ -106,10 +106,6 @@ class Pretraining(Task):
     def prepare(self) -> None:
         config, training, accelerator = self.config, self.config.training, self.accelerator
         self.transformer = model = build_model(config, self.shards.vocab_size, self.loaded_to())
-        if (tokens := self.shards.vocab_size) > model.config.vocab_size:
-            raise UserError(
-                f"{self.shards.folder}: {tokens} tokens, the model has {model.config.vocab_size}; prepare it again"
-            )
         name_ends(model, self.tokenizer)
         self._plan_batches(config.model.context or model.config.context)
         self._find_held_out()
@@ -132,6 +128,8 @@ class Pretraining(Task):
         )
         self.models = [engine]
         self.average = WeightAverage(self.parameters(), decay) if (decay := config.saving.ema_decay) else None
+        if config.sampling.sample_at_first is None:
+            self.samples_first = bool(config.sampling.sample_every_n_steps)
         if prompts := config.sampling.sample_prompts:
             first = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
             self.sampler = TextSampler(
@@ -212,11 +210,6 @@ class Pretraining(Task):
 
     def describe_validation(self, loss: float) -> dict[str, float]:
         return {"val_perplexity": perplexity(loss)}
-
-    @property
-    def samples_first(self) -> bool:
-        asked = self.config.sampling.sample_at_first
-        return bool(self.config.sampling.sample_every_n_steps) if asked is None else asked
 
     def save(self, path: Path, position: Position) -> None:
         export_hf(self.transformer, path, _DTYPES[self.config.saving.save_precision], self._deployed)

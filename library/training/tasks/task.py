@@ -102,6 +102,7 @@ class Task(ABC):
     sampler: Sampler | None = None
     validates: bool = False
     validates_first: bool = True  # before the first step
+    samples_first: bool  # likewise
     base_fingerprint: str = ""
 
     def __init__(self, config: Any) -> None:
@@ -119,6 +120,7 @@ class Task(ABC):
         self.seed: int = config.training.seed
         self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)
         self.summary: dict[str, str] = {}
+        self.samples_first = self.config.sampling.sample_at_first
 
     @abstractmethod
     def check(self, config: Any) -> None:
@@ -185,11 +187,6 @@ class Task(ABC):
     def next_epoch(self, position: Position) -> None:
         """Move ``position``, at the end of an epoch's batches, to the next one's beginning."""
         position.epoch, position.batches = position.epoch + 1, 0
-
-    @property
-    def samples_first(self) -> bool:
-        """Whether to sample before the first step."""
-        return self.config.sampling.sample_at_first
 
     @abstractmethod
     def held_out_batches(self) -> Iterable[Any]:
