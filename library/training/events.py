@@ -89,12 +89,16 @@ class RunEvents:
 
     def _is_due(self, what: str, **done: int) -> bool:
         """Return whether to validate, sample or save after so many steps (``step=``) or epochs (``epoch=``)."""
-        if what == "validate" and not self.task.validates:
-            return False
         ((unit, count),) = done.items()
-        section = {"validate": self.validation, "sample": self.sampling, "save": self.saving}[what]
-        every = getattr(section, f"{what}_every_n_{unit}s")
-        return every is not None and count % every == 0
+        every = {
+            ("validate", "step"): self.validation.validate_every_n_steps,
+            ("validate", "epoch"): self.validation.validate_every_n_epochs,
+            ("sample", "step"): self.sampling.sample_every_n_steps,
+            ("sample", "epoch"): self.sampling.sample_every_n_epochs,
+            ("save", "step"): self.saving.save_every_n_steps,
+            ("save", "epoch"): self.saving.save_every_n_epochs,
+        }[what, unit]
+        return every is not None and count % every == 0 and (what != "validate" or self.task.validates)
 
     def save_before_fault(self, position: Position) -> str | None:
         """Save weights and state as they are before a step that cannot be taken; return the weights' path, if any."""

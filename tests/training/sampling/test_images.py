@@ -81,7 +81,7 @@ def test_an_image_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> No
     draw(one, 3)
     with Image.open(tmp_path / "step000003_01.png") as picture:
         assert picture.info["prompt"] == "b" * 150 + " --w 64 --h 32 --d 0 --s 20 --g 3.5 --l 1.0"
-    assert one._image_encoder.released == 1  # type: ignore[attr-defined]
+    assert one.image_encoder.released == 1  # type: ignore[attr-defined]
 
 
 def test_texts_of_any_script_survive(tmp_path: Path) -> None:
