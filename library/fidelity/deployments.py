@@ -20,7 +20,6 @@ second order, another schedule) changes both sides alike.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -50,7 +49,7 @@ from library.precision.fp8_linear import Fp8Linear
 from library.precision.quantize import E4M3FN, GRANULARITIES, Quantized, format_named, quantize, round_to_nearest
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.randomness import derive_seed
-from library.training.flow import add_noise, flux_mu, noise_for, shift_sigmas
+from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
 from library.training.tasks.lora_plan import describe_base
 from networks.files.weights import LoraWeights
@@ -354,26 +353,21 @@ def run_variant(models: Models, variant: Variant, eval_set: EvalSet, console: Co
                 advance(1)
             if encoder is None:
                 continue
-            for step, latents in enumerate(_sample(velocity, batch, eval_set, variant.paste)):
+            sigmas = family.sampling_sigmas(eval_set.steps, batch.latents.shape[-2:].numel() // 4)
+            for step, latents in enumerate(_sample(velocity, sigmas, batch, eval_set, variant.paste)):
                 outcome.path[step].append(latents[0].cpu())
                 advance(1)
             outcome.images.append(_decode(encoder, outcome.path[-1][-1], batch, variant.paste))
     return outcome
 
 
-def sampling_sigmas(steps: int, tokens: int) -> list[float]:
-    """Return the levels of a sampling run from 1 down to 0, ``steps + 1`` of them, shifted as FLUX's sampler does."""
-    even = torch.linspace(1, 0, steps + 1)
-    return shift_sigmas(even, math.exp(flux_mu(tokens))).tolist()
-
-
 Velocity = Callable[[Tensor, float], Tensor]
 
 
-def _sample(velocity: Velocity, batch: Batch, eval_set: EvalSet, paste: Paste | None) -> Iterator[Tensor]:
-    """Yield the latents after every step."""
-    tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // 4
-    sigmas = sampling_sigmas(eval_set.steps, tokens)
+def _sample(
+    velocity: Velocity, sigmas: Sequence[float], batch: Batch, eval_set: EvalSet, paste: Paste | None
+) -> Iterator[Tensor]:
+    """Yield the latents after every step, from one of ``sigmas`` to the next."""
     noise = noise_for(batch.latents, batch.sample_ids, eval_set.seed, "sampling")
     latents = noise
     for now, following in itertools.pairwise(sigmas):

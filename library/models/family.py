@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL.Image import Image
 from torch import Tensor, nn
 
@@ -321,11 +322,7 @@ class Family:
         multiple, factor = image_encoder.pixel_multiple, image_encoder.latent_factor
         if width % multiple or height % multiple:
             raise UserError(f"sample of {width} x {height} pixels: both must be multiples of {multiple}")
-        scheduler = self.scheduler()
-        if steps < 2 and scheduler.config.get("shift_terminal"):
-            raise UserError(
-                f"sample of {steps} step: {self.layout.title}'s schedule has at least two; set --s 2 or more"
-            )
+        scheduler = self._scheduler_of(steps)
         plain = unwrapped(transformer)
         conditions = conditions.to(plain.device)
         pipeline: Any = self.pipeline(plain, scheduler, conditions)
@@ -356,6 +353,29 @@ class Family:
         if self.files.scheduler is not None:
             return FlowMatchEulerDiscreteScheduler.from_pretrained(self.files.scheduler)
         return FlowMatchEulerDiscreteScheduler(**self.published_scheduler)
+
+    def sampling_sigmas(self, steps: int, tokens: int) -> list[float]:
+        """Return the sigmas that diffusers' pipeline goes through for an image of ``tokens``: ``steps + 1``, to 0.
+
+        Even ones, moved by the scheduler and its shift, which may follow the image's size (``calculate_shift`` in
+        diffusers' pipelines).
+
+        Raises:
+            UserError: the schedule has more steps.
+        """
+        scheduler = self._scheduler_of(steps)
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        mu = calculate_shift(tokens, *(scheduler.config[name] for name in names))
+        scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist(), mu=mu)
+        return scheduler.sigmas.tolist()
+
+    def _scheduler_of(self, steps: int) -> Any:
+        scheduler = self.scheduler()
+        if steps < 2 and scheduler.config.get("shift_terminal"):
+            raise UserError(
+                f"sample of {steps} step: {self.layout.title}'s schedule has at least two; set --s 2 or more"
+            )
+        return scheduler
 
 
 def model_family(config: ModelConfig) -> Family:

@@ -167,6 +167,8 @@ def test_sample_is_the_pipelines_picture(folders: dict[str, Path], kind: str, cf
         generator=torch.Generator().manual_seed(7),
     ).images[0]
     assert ours.size == theirs.size == (64, 48)
+    tokens = 64 * 48 // (2 * pipeline.vae_scale_factor) ** 2
+    assert family.sampling_sigmas(3, tokens) == pytest.approx(pipeline.scheduler.sigmas.tolist())
     difference = np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int))
     assert difference.max() <= 1  # of 255: sums split differently may cross a rounding edge
 

@@ -197,6 +197,8 @@ def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: QwenImagePipe
         generator=torch.Generator().manual_seed(7),
     ).images[0]
     assert image.size == theirs.size == (64, 96)
+    tokens = 64 * 96 // (2 * pipeline.vae_scale_factor) ** 2
+    assert family.sampling_sigmas(3, tokens) == pytest.approx(pipeline.scheduler.sigmas.tolist())
     # the same numbers up to rounding, of which one step of 255 may be left
     assert np.abs(np.asarray(image, dtype=int) - np.asarray(theirs, dtype=int)).max() <= 1
     assert transformer.training, "the mode is put back"

@@ -69,7 +69,11 @@ def _losses(output: Path) -> list[float]:
 
 
 def test_steps_read_nothing_back_from_the_device(base: Path, tmp_path: Path) -> None:
-    more = asked_by_more_steps(base, tmp_path, QWEN)
+    def train(folder: Path, steps: int) -> None:
+        given = {"max_train_steps": steps, "log_every_n_steps": 100, "save_every_n_epochs": 9, **QWEN}
+        run(base, write_dataset(tmp_path), folder, **given)
+
+    more = asked_by_more_steps(tmp_path, train)
     assert not more, more
 
 
