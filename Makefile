@@ -19,7 +19,7 @@ $(STAMP): requirements.txt requirements-dev.txt constraints.txt
 
 setup: $(STAMP) ## virtual environment and packages
 
-# Complete, hence --no-deps: gradio asks for an older pillow, which it needs for pictures only.
+# Complete, hence --no-deps: gradio asks for an older pillow, which it needs for images only.
 $(WEB): $(STAMP) requirements-web.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-web.txt
 	@touch $@

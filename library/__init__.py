@@ -1,4 +1,4 @@
-"""Tandem: LoRA training for diffusion transformers, the same picture in bf16 and fp8.
+"""Tandem: LoRA training for diffusion transformers, the same image in bf16 and fp8.
 
 Data flows one way through this package, and imports only ever point the other way:
 config -> data, models, precision (on nn) -> networks -> training -> scripts and tools.

@@ -24,7 +24,7 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -308,8 +308,3 @@ def wan_name(name: str) -> str:
     place = max((key for key in _WAN_PLACES if name.startswith(f"{key}.")), key=len)
     rest = name.removeprefix(f"{place}.").split(".")
     return ".".join([_WAN_PLACES[place], _WAN_PARTS.get(rest[0], rest[0]), *rest[1:]])
-
-
-def parameters_of(module: nn.Module) -> int:
-    """Return how many numbers a module's parameters hold."""
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -43,12 +43,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--granularity", choices=GRANULARITIES, help="scales; default: the layout's usual ones")
     parser.add_argument("--format", choices=[fp8.name for fp8 in FORMATS], default="e4m3fn")
     parser.add_argument(
-        "--keep",
+        "--exclude",
         default="embedders,final",
         help=f"kinds that stay in high precision, of {', '.join(KINDS)}; '' for none",
     )
     parser.add_argument(
-        "--keep_pattern", action="append", default=[], metavar="REGEX", help="further layers that stay so"
+        "--exclude_pattern", action="append", default=[], metavar="REGEX", help="further layers that stay so"
     )
     parser.add_argument("--rounding", choices=("nearest", "stochastic"), default="nearest")
     parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding and calibration")
@@ -80,8 +80,8 @@ def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
     recipe = Fp8Recipe(
         granularity=options.granularity or default_granularity(options.layout),
         fp8=format_named(options.format),
-        exclude=tuple(kind.strip() for kind in options.keep.split(",") if kind.strip()),
-        exclude_patterns=tuple(options.keep_pattern),
+        exclude=tuple(kind.strip() for kind in options.exclude.split(",") if kind.strip()),
+        exclude_patterns=tuple(options.exclude_pattern),
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
     )

@@ -6,5 +6,5 @@ Read in the order in which the data goes:
     transformer         the pipeline's parts, as one module; what FluxPipeline loads, what a person looks at
     training            images → autoencoder; flow matching, distillation
     fill                regions to fill; the fill model's data and training
-    run_state           averaged weights, resumable states, progress
+    loop                the one training loop: averaged weights, resumable states, progress
 """

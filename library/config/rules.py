@@ -167,7 +167,7 @@ LORA_MATRIX = (
         | _CHOSEN,
     ),
     Row(
-        "preflight",
+        "memory_dry_run",
         _each("loads the full model for its trial; remove it, or set {layout} = 1", "shard", "tp", "pp")
         | {
             "device_map": "looks at one device; remove it, or device_map",
@@ -175,9 +175,9 @@ LORA_MATRIX = (
         },
     ),
     Row(
-        "preflight",
+        "memory_dry_run",
         {'memory = "auto"': "{layout} takes its steps in any case; remove it"},
-        lambda s: s.preflight is not None,
+        lambda s: s.memory_dry_run is not None,
         "true, false",
     ),
     Row(

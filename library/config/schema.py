@@ -317,7 +317,7 @@ class TrainingConfig(SharedTrainingKeys):
     prior_loss_weight: Annotated[NotNegative, IMAGES] = Field(
         1.0, description="weight of regularisation images (is_reg)"
     )
-    preflight: Annotated[bool | None, IMAGES] = Field(
+    memory_dry_run: Annotated[bool | None, IMAGES] = Field(
         None,
         description="take real steps at the largest bucket before anything is cached, and say what they take; "
         "the model is loaded twice for it; default: on a GPU, if the files' headers leave a doubt that a step fits",

@@ -185,7 +185,7 @@ REMEDIES = {
     "wrong_base": "deploy the fp8 file that was made from the reference, or train on the one you deploy",
     "wrong_scale": "make the file again with tools/quantize_model.py; its scales do not belong to its weights",
     "ruined_layer": "make or download the file again; the named layers are not the reference's",
-    "sensitive_layer": "keep the named layers in bf16 (tools/quantize_model.py --keep_pattern)",
+    "sensitive_layer": "keep the named layers in bf16 (tools/quantize_model.py --exclude_pattern)",
     "delta_lost": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
     "strength": "set the strength to the one it was trained for; one minute's test: 1 / retention",
     "merge": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",

@@ -6,7 +6,7 @@
 4. *correction*: the same with 32 ranks more, and a LoRA for layers that had none.
 5. *rebuild*: a new fp8 file from bf16, of the same size, with scales, rounded with compensation, under a
    LoRA refitted to it.
-6. *keep*: the same, a tenth larger: the layers that give back most per megabyte stay in bf16.
+6. *exclude*: the same, a tenth larger: the layers that give back most per megabyte stay in bf16.
 7. *teacher*: 200 steps on the fp8 file that learn the bf16 model's outputs, from the refitted LoRA on.
 8. *together*: the larger file, the correction for it, the steps on it.
 
@@ -58,9 +58,9 @@ from library.precision.recipe import Fp8Recipe
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
 
-FIXES = ("settings", "strength", "refit", "correction", "rebuild", "keep", "teacher", "together")
+FIXES = ("settings", "strength", "refit", "correction", "rebuild", "exclude", "teacher", "together")
 FIX_COLUMNS = ("", "velocity", "latents", "image", "of before", "ring/interior", "step", "seconds", "cost")
-CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, KEPT_SHARE = 32, 200, 3e-4, 0.1
+CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 200, 3e-4, 0.1
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def try_fixes(
     builder = FixBuilder(models, options)
     ranks = f"{CORRECTION_RANK} ranks more in every fp8 layer"
     steps = f"{TEACHER_STEPS} training steps"
-    larger = f"an fp8 file {KEPT_SHARE:.0%} larger, scaled and rounded anew"
+    larger = f"an fp8 file {EXCLUDED_SHARE:.0%} larger, scaled and rounded anew"
 
     def fitted(of: Models, correction_rank: int = 0, taught: bool = False) -> tuple[Models, Variant, tuple[Path, ...]]:
         lora = builder.refitted(of, correction_rank)
@@ -178,10 +178,10 @@ def try_fixes(
     attempt("refit", "a forward pass over the calibration; the same rank", lambda: fitted(models))
     attempt("correction", ranks, lambda: fitted(models, CORRECTION_RANK))
     attempt("rebuild", "an fp8 file of the same size, scaled and rounded anew", lambda: fitted(builder.rebuilt()))
-    attempt("keep", larger, lambda: fitted(builder.rebuilt(KEPT_SHARE)))
+    attempt("exclude", larger, lambda: fitted(builder.rebuilt(EXCLUDED_SHARE)))
     attempt("teacher", f"{steps}, the same rank", lambda: fitted(models, taught=True))
     everything = f"{larger}, {ranks}, {steps}"
-    attempt("together", everything, lambda: fitted(builder.rebuilt(KEPT_SHARE), CORRECTION_RANK, taught=True))
+    attempt("together", everything, lambda: fitted(builder.rebuilt(EXCLUDED_SHARE), CORRECTION_RANK, taught=True))
     return fixes
 
 

@@ -215,7 +215,7 @@ def _write_correction(
     metadata = {
         "tandem.base_fingerprint": weights_fingerprint(merged),
         "tandem.base_name": save_to.name,
-        "tandem.retargeted": '{"correction_of": "a merge"}',
+        "tandem.refitted": '{"correction_of": "a merge"}',
     }
     save_adapter(path, weights, targets, "diffusers", "bf16", metadata)
     console.print(f"{path}: what rounding lost of {len(weights)} layers, rank {rank}; use it at 1.0")

@@ -101,7 +101,7 @@ def refit_lora(
         "tandem.base_fingerprint": models.deployed_family.fingerprint(),
         "tandem.base_precision": models.base_precision,
         "tandem.base_name": deployed.name,
-        "tandem.retargeted": json.dumps(_record(lora, source, correction_rank, options, fits)),
+        "tandem.refitted": json.dumps(_record(lora, source, correction_rank, options, fits)),
     }
     comment = f"refitted to {deployed.name}"
     save_derived_lora(save_to, trained | fitted | text, targets, metadata, comment, [source], layout, precision)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 Table = tuple[Tensor, Tensor]  # cos, sin: each [S, D/2], fp32
-TABLES = 64  # kept of a model, one for each size of picture and text; 2 MiB each for FLUX at 1024 x 1024
+TABLES = 64  # kept of a model, one for each size of image and text; 2 MiB each for FLUX at 1024 x 1024
 
 
 def make_room(tables: dict[Any, Any]) -> None:

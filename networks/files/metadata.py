@@ -93,7 +93,7 @@ def base_mismatch(metadata: Mapping[str, str], here: str) -> str | None:
     meant = metadata.get("tandem.base_fingerprint")
     if not meant or meant == here:
         return None
-    if "tandem.retargeted" in metadata:
+    if "tandem.refitted" in metadata:
         name = metadata.get("tandem.base_name", "an fp8 file")
         return f"fitted to {name} ({meant}), this base is {here}; refit the original LoRA to this one"
     return f"trained on base {meant}, this one is {here} (other weights or file)"

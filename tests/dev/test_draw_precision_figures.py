@@ -41,7 +41,7 @@ def test_the_error_of_a_plain_cast_is_that_of_a_search_in_the_grid(std: float, f
     ("std", "found_before", "within"), [(0.08, 0.47, 0.02), (0.04, 0.19, 0.06), (0.02, 0.0, 0.001)]
 )
 def test_retention_is_that_of_a_search_in_the_grid(std: float, found_before: float, within: float) -> None:
-    """The earlier layers' tails are not recorded and move the second one (``test_update_retention.py``): .11 to .19."""
+    """The earlier layers' tails are not recorded and move the second one (``test_layer_errors.py``): .11 to .19."""
     (share,) = numbers.merges([std])["anywhere"]["plain cast, nearest"]
     base = nearest(heavy_tailed_weight(std).double().numpy())
     update = update_without_direction(torch.from_numpy(base).float()).double().numpy()

@@ -109,7 +109,7 @@ def test_the_slurm_script_and_accelerate_launch_train(cluster: dict[str, str], t
     assert launched.returncode == 0, launched.stderr
     run(base, images, tmp_path / "one", max_train_steps=2, gradient_accumulation_steps=2)
     expected = lora(tmp_path / "one")
-    for folder in ("job", "accelerate"):  # gradients of halves are averaged by all-reduce, as in test_processes
+    for folder in ("job", "accelerate"):  # gradients of halves are averaged by all-reduce, as in test_launchers
         assert largest_difference(lora(tmp_path / folder), expected) < 2e-4
 
 

@@ -195,13 +195,13 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
 ) -> None:
     """Of random weights the LoRA can make up for part of the rounding only; more rank makes up for more."""
     deploy = place / "fp8.safetensors"
-    found = report(place, deploy, "--fix", "refit", "correction", "rebuild", "keep", "--fix_target", "0.5")
+    found = report(place, deploy, "--fix", "refit", "correction", "rebuild", "exclude", "--fix_target", "0.5")
     before = found["deployment"]["velocity"]
     after = {fix["name"]: fix["differences"]["velocity"] for fix in found["fixes"]}
-    assert list(after) == ["refit", "correction", "rebuild", "keep"]
+    assert list(after) == ["refit", "correction", "rebuild", "exclude"]
     assert after["refit"] < before
     assert after["correction"] < 0.8 * after["refit"]
-    assert after["keep"] < after["rebuild"] < 0.5 * before
+    assert after["exclude"] < after["rebuild"] < 0.5 * before
     rebuilt, larger = (
         sum(file.stat().st_size for file in Path(fix["files"][0]).glob("*.safetensors")) for fix in found["fixes"][2:]
     )

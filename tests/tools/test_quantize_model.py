@@ -148,7 +148,17 @@ def test_a_diffusers_folder_becomes_one_that_diffusers_loads(tmp_path: Path, mon
     model = tiny_flux_transformer().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "pipeline" / "transformer", max_shard_size="200KB")
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
-    run(monkeypatch, "--model", tmp_path / "pipeline", "--save_to", tmp_path / "fp8", "--layout", "plain", "--keep", "")
+    run(
+        monkeypatch,
+        "--model",
+        tmp_path / "pipeline",
+        "--save_to",
+        tmp_path / "fp8",
+        "--layout",
+        "plain",
+        "--exclude",
+        "",
+    )
     loaded = FluxTransformer2DModel.from_pretrained(tmp_path / "fp8", torch_dtype=torch.bfloat16)
     for name, parameter in loaded.named_parameters():
         original = model.get_parameter(name)
@@ -190,8 +200,8 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
         "is in fp8 already; quantise the bf16 or fp16 file": (done,),
         "no linear weight is left to quantise": (tmp_path / "none.safetensors",),
         f"{NAMES[1]}.weight holds NaN or infinity": (tmp_path / "broken.safetensors",),
-        "excluded pattern 'qvk' matches no linear layer": (source, "--keep_pattern", "qvk"),
-        "excluded kind 'finall' is none of": (source, "--keep", "finall"),
+        "excluded pattern 'qvk' matches no linear layer": (source, "--exclude_pattern", "qvk"),
+        "excluded kind 'finall' is none of": (source, "--exclude", "finall"),
         "no such file or folder": (tmp_path / "absent",),
         "a pipeline without a transformer folder": (tmp_path / "pipeline",),
     }

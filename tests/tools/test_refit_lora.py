@@ -151,7 +151,7 @@ def test_the_fp8_model_with_the_refitted_lora_is_nearer_to_bf16(case: Case, kind
     assert {n: (w.rank, w.alpha) for n, w in fitted.weights.items()} == dict.fromkeys(case.lora, (16, 8.0))
     # the file says what it fits, and what does not fit it
     assert fitted.metadata["tandem.base_fingerprint"] == weights_fingerprint(case.files[kind])
-    assert json.loads(fitted.metadata["tandem.retargeted"])["lora"] == "lora.safetensors"
+    assert json.loads(fitted.metadata["tandem.refitted"])["lora"] == "lora.safetensors"
     assert base_mismatch(fitted.metadata, weights_fingerprint(case.files[kind])) is None
     remark = base_mismatch(fitted.metadata, weights_fingerprint(case.base / "transformer"))
     assert remark is not None

@@ -7,7 +7,7 @@ quarter of the area: from what these take the full step is extrapolated, so that
 memory is not started. Then everything is freed. Nothing of it reaches the run: it loads its networks anew, all its
 random numbers are functions of seed and step, and the global generator and the loss scaler are put back.
 
-The price is loading the model twice. Where the option ``preflight`` is not set, a GPU run pays it only if it is in
+The price is loading the model twice. Where the option ``memory_dry_run`` is not set, a GPU run pays it only if it is in
 doubt: ``estimator`` says from the files' headers what a step holds, and what clearly fits, or clearly does not, is not
 tried.
 
@@ -211,8 +211,12 @@ class MemoryProbe:
         """Return the error with which a run ends whose step does not fit."""
         room = in_words(self.limit)
         if memory is None:
-            return UserError(f"preflight: not even the model fits into {room}; set fp8_scaled = true or blocks_to_swap")
-        return UserError(f"preflight: a step of {self.what} needs about {in_words(memory.total)} of {room}; {remedy}")
+            return UserError(
+                f"memory dry run: not even the model fits into {room}; set fp8_scaled = true or blocks_to_swap"
+            )
+        return UserError(
+            f"memory dry run: a step of {self.what} needs about {in_words(memory.total)} of {room}; {remedy}"
+        )
 
     def _sides(self, share: int) -> list[tuple[int, int]]:
         """Height and width in latents of the image and its references, sides ``share`` times shorter, whole patches."""
@@ -263,7 +267,7 @@ def fit_memory(probe: MemoryProbe, console: Console) -> TrainingConfig:
         said = ", ".join(f"{key} = {str(value).lower()}" for key, value in values if value) or "nothing recomputed"
         console.print(f"memory: {said}; {probe.takes(measured.memory)}", soft_wrap=True)
         return chosen
-    asked, on_gpu = config.training.preflight, probe.task.accelerator.device.type == "cuda"
+    asked, on_gpu = config.training.memory_dry_run, probe.task.accelerator.device.type == "cuda"
     if asked or (asked is None and on_gpu and not config.parallel.splits_model and _in_doubt(probe, console)):
         _check_fits(probe, console)
     return config.training
@@ -279,7 +283,7 @@ def _in_doubt(probe: MemoryProbe, console: Console) -> bool:
     if memory is None or _CLEARLY_FITS * limit < memory.total < _CLEARLY_TOO_MUCH * limit:
         return True
     console.print(
-        f"preflight: a step of {probe.what} is estimated at {memory.describe()}, of {in_words(limit)}; no dry run",
+        f"memory dry run: a step of {probe.what} is estimated at {memory.describe()}, of {in_words(limit)}; no dry run",
         soft_wrap=True,
     )
     if memory.total < limit:
@@ -296,7 +300,7 @@ def _check_fits(probe: MemoryProbe, console: Console) -> None:
     measured = probe.measure(probe.task.config.training)
     if measured.memory is None:
         raise probe.refuse(None, "")
-    console.print(f"preflight: {probe.takes(measured.memory)}", soft_wrap=True)
+    console.print(f"memory dry run: {probe.takes(measured.memory)}", soft_wrap=True)
     if not measured.within(_ROOM, probe.limit):
         error = _too_much(probe, measured.memory, measured.swappable, console)
         if not measured.fits:

@@ -294,8 +294,7 @@ def template_of(path: str | Path) -> str | None:
     Raises:
         UserError: no such file.
     """
-    name = (read_safetensors_header(weight_file(Path(path))).get("__metadata__") or {}).get(TEMPLATE)
-    return "tokenizer" if name == "own" else name  # its name in older files
+    return (read_safetensors_header(weight_file(Path(path))).get("__metadata__") or {}).get(TEMPLATE)
 
 
 def put_lora_on(

@@ -98,7 +98,7 @@ def test_a_run_chooses_by_real_steps_and_trains_the_same_lora(
     [
         ({"blocks_to_swap": 2}, 'blocks_to_swap: memory = "auto" chooses it'),
         ({"gradient_checkpointing": True}, 'gradient_checkpointing: memory = "auto" chooses it'),
-        ({"preflight": False}, 'preflight: memory = "auto" takes its steps'),
+        ({"memory_dry_run": False}, 'memory_dry_run: memory = "auto" takes its steps'),
         ({"shard": 2}, 'memory: "auto" tries the full model'),
     ],
 )

@@ -49,17 +49,23 @@ def two_sizes(folder: Path, side: int = 256) -> Path:
 @pytest.mark.parametrize("optimizer", [{}, {"optimizer_type": "Prodigy", "learning_rate": 1.0}])
 def test_a_run_is_the_same_with_and_without(base: Path, tmp_path: Path, optimizer: dict[str, object]) -> None:
     settings = {"network_dropout": 0.3, "max_train_steps": 3, **optimizer}
-    for name, preflight in (("with", True), ("without", False)):
-        run(base, write_dataset(tmp_path / f"data-{name}", images=4), tmp_path / name, preflight=preflight, **settings)
+    for name, memory_dry_run in (("with", True), ("without", False)):
+        run(
+            base,
+            write_dataset(tmp_path / f"data-{name}", images=4),
+            tmp_path / name,
+            memory_dry_run=memory_dry_run,
+            **settings,
+        )
     one, other = lora(tmp_path / "with"), lora(tmp_path / "without")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_it_tells_what_the_largest_batch_takes(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    events = run(base, two_sizes(tmp_path), tmp_path / "out", preflight=True, max_train_steps=1)
+    events = run(base, two_sizes(tmp_path), tmp_path / "out", memory_dry_run=True, max_train_steps=1)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "preflight: a step of 1 at 256x256 takes " in printed
+    assert "memory dry run: a step of 1 at 256x256 takes " in printed
     # what the LoRA takes is known from its shapes
     mib = sum(p.numel() for p in events.task.network.parameters()) * 4 / 2**20
     assert f"LoRA {mib:.0f} MiB, gradients {mib:.0f} MiB, optimizer {2 * mib:.0f} MiB" in printed
@@ -70,8 +76,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_cached(
 ) -> None:
     data = two_sizes(tmp_path)
     monkeypatch.setattr(dry_run, "available_bytes", lambda device: 3 * 2**20)  # a device of 3 MiB
-    with pytest.raises(UserError, match="preflight: a step of 1 at 256x256 needs about .* of 3 MiB; ") as caught:
-        run(base, data, tmp_path / "out", preflight=True)
+    with pytest.raises(UserError, match="memory dry run: a step of 1 at 256x256 needs about .* of 3 MiB; ") as caught:
+        run(base, data, tmp_path / "out", memory_dry_run=True)
     assert "\n" not in str(caught.value)
     assert "with gradient_checkpointing = true: about" in capsys.readouterr().out
     assert list(tmp_path.rglob("*.safetensors")) == []
@@ -98,7 +104,7 @@ def test_the_full_step_is_what_was_estimated_and_recomputing_takes_less(base: Pa
         patch.setattr(MemoryProbe, "_extrapolated", keep_guess)
         for recompute in (False, True):
             run(
-                base, two_sizes(tmp_path / str(recompute)), tmp_path / "out", preflight=True, max_train_steps=1,
+                base, two_sizes(tmp_path / str(recompute)), tmp_path / "out", memory_dry_run=True, max_train_steps=1,
                 gradient_checkpointing=recompute,
             )  # fmt: skip
     assert guesses[0] == pytest.approx(taken[2], rel=0.1)
@@ -211,9 +217,9 @@ def test_a_gpu_run_takes_real_steps_only_where_headers_leave_a_doubt(
     monkeypatch.setattr("library.training.tasks.image_lora.fit_memory", on_gpu)
     data = two_sizes(tmp_path)
     if limit == 3 * 2**20:
-        with pytest.raises(UserError, match="preflight: a step of 1 at 256x256 needs about .* of 3 MiB; "):
+        with pytest.raises(UserError, match="memory dry run: a step of 1 at 256x256 needs about .* of 3 MiB; "):
             run(base, data, tmp_path / "out", max_train_steps=1)
     else:
         run(base, data, tmp_path / "out", max_train_steps=1)
     assert bool(taken) == tried
-    assert f"preflight: a step of 1 at 256x256 {said}" in " ".join(capsys.readouterr().out.split())
+    assert f"memory dry run: a step of 1 at 256x256 {said}" in " ".join(capsys.readouterr().out.split())

@@ -17,7 +17,7 @@ from tests.processes import launcher, run_command
 from tests.runs import ROOT, arguments, largest_difference, launch, lora, run, write_dataset
 from tests.worker_group import run_in_group
 
-SAME_IN_FP32 = 2e-4  # gradients of halves are averaged by all-reduce, as in test_processes
+SAME_IN_FP32 = 2e-4  # gradients of halves are averaged by all-reduce, as in test_launchers
 SETTINGS: dict[str, object] = {"max_train_steps": 4, "save_every_n_steps": 2, "save_state": True}
 LIMIT = 30  # seconds from the death of a process to the end of the job
 SAYS = {"error": "RuntimeError: the step breaks here", "kill": "SIGKILL", "busy": "SIGKILL"}

@@ -161,7 +161,7 @@ def test_two_pipelines_share_the_batches(base: Path, runs: Path, tmp_path: Path)
     ("section", "settings", "key"),
     [
         ("training", {"blocks_to_swap": 1}, "blocks_to_swap"),
-        ("training", {"preflight": True}, "preflight"),
+        ("training", {"memory_dry_run": True}, "memory_dry_run"),
         ("training", {"mixed_precision": "fp16"}, "mixed_precision"),
         ("accelerate", {"torch_compile": True}, "torch_compile"),
         ("optimizer", {"text_encoder_lr": 1e-4}, "text_encoder_lr"),

@@ -103,7 +103,7 @@ def test_a_language_models_lora_too(runs: Path) -> None:
     [
         ({"blocks_to_swap": 1}, "blocks_to_swap"),
         ({"torch_compile": True}, "torch_compile"),
-        ({"preflight": True}, "preflight"),
+        ({"memory_dry_run": True}, "memory_dry_run"),
         ({"mixed_precision": "fp16"}, "mixed_precision"),
         ({"mixed_precision": "bf16", "full_bf16": True}, "full_bf16"),
         ({"text_encoder_lr": 1e-4}, "text_encoder_lr"),

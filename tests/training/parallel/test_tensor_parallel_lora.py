@@ -87,7 +87,7 @@ def test_a_language_models_lora_too(runs: Path) -> None:
     ("section", "settings", "key"),
     [
         ("training", {"blocks_to_swap": 1}, "blocks_to_swap"),
-        ("training", {"preflight": True}, "preflight"),
+        ("training", {"memory_dry_run": True}, "memory_dry_run"),
         ("training", {"mixed_precision": "fp16"}, "mixed_precision"),
         ("accelerate", {"torch_compile": True}, "torch_compile"),
         ("optimizer", {"text_encoder_lr": 1e-4}, "text_encoder_lr"),

@@ -11,7 +11,7 @@ from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.two_nodes import run_on_nodes, two_nodes
 
 pytestmark = pytest.mark.slow
-SAME_IN_FP32 = 2e-4  # gradients of parts are averaged by all-reduce, as in test_processes
+SAME_IN_FP32 = 2e-4  # gradients of parts are averaged by all-reduce, as in test_launchers
 SETTINGS: dict[str, object] = {"max_train_steps": 3, "gradient_checkpointing": True, "max_grad_norm": 0.01}
 
 

@@ -216,7 +216,7 @@ def config(**settings: object) -> TrainConfig:
         (3, {"network__network_type": "dora", "saving__save_format": "comfy"}, "save_format"),
         (1, {"training__blocks_to_swap": 1}, "blocks_to_swap"),
         (1, {"accelerate__torch_compile": True}, "torch_compile"),
-        (1, {"training__preflight": True}, "preflight"),
+        (1, {"training__memory_dry_run": True}, "memory_dry_run"),
         (1, {"training__memory": "auto"}, "memory"),
         (3, {"training__memory": "auto"}, "memory"),
         (1, {"training__mixed_precision": "fp16"}, "mixed_precision"),

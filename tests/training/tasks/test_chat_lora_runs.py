@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from library.config.load import load_for, names_language_model
@@ -17,7 +16,7 @@ from library.config.scripts import LANGUAGE_LORA
 from library.errors import UserError
 from library.files import weights_fingerprint
 from library.models.llm.files import load_lm
-from library.training.tasks.chat_lora import TEMPLATE, put_lora_on, template_of
+from library.training.tasks.chat_lora import put_lora_on
 from tests.chat_runs import adapter, flags, run, train_flags, write_place
 from tests.worker_group import run_in_group
 
@@ -234,8 +233,3 @@ def test_keys_of_language_models_are_refused_for_image_models(tmp_path: Path) ->
     first, second = str(caught.value).splitlines()[:2]
     assert "packing: is about language models; set model_type" in first
     assert "--chat_template: is about language models" in second
-
-
-def test_an_older_file_names_the_tokenizers_template_too(tmp_path: Path) -> None:
-    save_file({"weight": torch.ones(1)}, tmp_path / "lora.safetensors", {TEMPLATE: "own"})
-    assert template_of(tmp_path / "lora.safetensors") == "tokenizer"

@@ -21,7 +21,7 @@ from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forwa
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 from tests.worker_group import run_in_group
 
-SAME_IN_FP32 = 2e-4  # other orders of summation, as in test_train
+SAME_IN_FP32 = 2e-4  # other orders of summation, as in test_flux_runs
 LINEARS = 26  # of the tiny transformer in diffusers' layout, without embedders and final layer
 
 # layout -> names in the file, and the option of quantize_model that is not its default

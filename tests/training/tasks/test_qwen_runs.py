@@ -26,7 +26,7 @@ from tests.tiny_qwen import Kind, save_split_files, tiny_qwen_inputs, tiny_qwen_
 from tests.training.test_host_waits import asked_by_more_steps
 
 QWEN = {"model_type": "qwen_image", "timestep_sampling": "qwen_shift"}
-SAME_IN_FP32 = 2e-4  # see test_train.py
+SAME_IN_FP32 = 2e-4  # see test_flux_runs.py
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from library.training.events import RunEvents
 from tests.runs import arguments, largest_difference, lora, run, train_flags, write_dataset
 from tests.worker_group import run_in_group
 
-# As in test_train.py, AdamW's step has the gradient's sign rather than its size, so that rounding shows in entries of
-# lora_B that are nearly zero; text encoders are trained at ten times the rate here. Gradients that were not reduced, or
+# As in test_flux_runs.py, AdamW's step has the gradient's sign rather than its size, so that rounding shows in entries
+# of lora_B that are nearly zero; text encoders are trained at ten times the rate here. Gradients that were not reduced, or
 # another caption, make a difference above 0.1.
 SAME_IN_FP32 = 2e-3
 
@@ -205,7 +205,7 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path, trained: dict[str, 
     assert lines[-1]["val_loss"] == pytest.approx(one.val_loss, rel=1e-5)
 
 
-@pytest.mark.slow  # traces CLIP and the transformer for a minute; test_train compiles the transformer
+@pytest.mark.slow  # traces CLIP and the transformer for a minute; test_flux_runs compiles the transformer
 def test_regional_compilation_trains_the_same_lora(base: Path, dataset: Path, tmp_path: Path) -> None:
     run(base, dataset, tmp_path / "plain", **CLIP, max_train_steps=2)
     compiled = {"torch_compile": True, "dynamo_backend": "aot_eager"}

@@ -25,7 +25,7 @@ from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 
 Z_IMAGE = {"model_type": "z_image", "timestep_sampling": "shift"}
-SAME_IN_FP32 = 2e-4  # see test_train.py
+SAME_IN_FP32 = 2e-4  # see test_flux_runs.py
 
 
 @pytest.fixture(scope="module")
