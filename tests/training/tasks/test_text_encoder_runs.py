@@ -16,8 +16,8 @@ from tests.runs import arguments, largest_difference, lora, run, train_flags, wr
 from tests.worker_group import run_in_group
 
 # As in test_flux_runs.py, AdamW's step has the gradient's sign rather than its size, so that rounding shows in entries
-# of lora_B that are nearly zero; text encoders are trained at ten times the rate here. Gradients that were not reduced, or
-# another caption, make a difference above 0.1.
+# of lora_B that are nearly zero; text encoders are trained at ten times the rate here. Gradients that were not reduced,
+# or another caption, make a difference above 0.1.
 SAME_IN_FP32 = 2e-3
 
 CLIP = {"text_encoder_lr": [1e-2]}
