@@ -76,7 +76,7 @@ def _page(report: Report, fixes: Sequence[Fix], images: Figure | None) -> str:
         figures.append(("Causes, one at a time", attribution_bars(full, report.attributions)))
     if full.seam:
         with_error = {name: each.seam for name, each in named.items() if each.seam and each.latents > 0}
-        figures.append(("Along the seam", rings(with_error)))
+        figures.append(("Along the mask border", rings(with_error)))
     figures.append(("By noise level", error_by_sigma(dict(list(named.items())[:3]))))
     if full.latents_by_step:
         figures.append(("Over a sampling run", error_over_steps(named)))
