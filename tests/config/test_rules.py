@@ -10,7 +10,7 @@ import pytest
 from library.config import load_config
 from library.config.kohya.translate import Note, summary
 from library.config.load import load_for
-from library.config.markers import OnlyWith
+from library.config.markers import OnlyFor, OnlyWith
 from library.config.rules import LORA_MATRIX, PRETRAIN_MATRIX, Row, Settings, find_conflicts
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError
@@ -92,8 +92,12 @@ def test_options_that_markers_name_are_there_and_defaults_conflict_with_nothing(
     everywhere = {key for each in (LORA, LANGUAGE_LORA, LLM) for key in fields(each)}
     for key, (_, field) in known.items():
         for marker in field.metadata:
+            assert not isinstance(marker, type), f"{key}: {marker.__name__} is no marker, an object of it is"
             if isinstance(marker, OnlyWith):
                 assert marker.needs.keys() <= everywhere, key
+                assert not any(isinstance(wanted, str) for wanted in marker.needs.values()), f"{key}: give a tuple"
+                marked = any(isinstance(m, OnlyFor) for m in field.metadata)  # refused wherever it would do nothing
+                assert marked or not marker.needs.keys().isdisjoint(known), f"{key}: has no effect here; add an OnlyFor"
     defaults = {key: field.get_default() for key, (_, field) in known.items() if not field.is_required()}
     assert list(find_conflicts(_config(script, **(defaults | REQUIRED[script])))) == []
 
