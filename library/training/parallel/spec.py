@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from library.models.llm.model import TransformerLM
+from library.models.llm.model import Block, TransformerLM, lm_split_plan
 from library.nn.tensor_split import Parts
 from networks.network import AdapterNetwork
 
@@ -67,3 +67,15 @@ def lm_split_points(model: TransformerLM) -> SplitPoints:
     """Return where a language model can be cut."""
     tables = ("embedding", "positions") if model.positions is not None else ("embedding",)
     return SplitPoints([f"blocks.{i}" for i in range(len(model.blocks))], False, ("norm", "lm_head"), tables)
+
+
+def lm_parallel_spec(model: TransformerLM, network: AdapterNetwork | None = None) -> ParallelSpec:
+    """Return what layouts ask about a language model, whose q, k and v a LoRA needs apart."""
+    return ParallelSpec(
+        model,
+        [Block.__name__],
+        lambda: lm_split_points(model),
+        lambda processes: lm_split_plan(model.config, processes, separate=network is not None),
+        network,
+        methods=["next_logits"],  # what samples are made with
+    )

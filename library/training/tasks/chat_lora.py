@@ -38,7 +38,7 @@ from library.llm.chat_batches import (
 from library.llm.chat_templates import ChatTemplate, Message, load_chat_template
 from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import load_lm, open_lm
-from library.models.llm.model import Block, TransformerLM, lm_split_plan, separate_projections
+from library.models.llm.model import TransformerLM, lm_split_plan, separate_projections
 from library.models.llm.spec import LMConfig
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
@@ -47,7 +47,7 @@ from library.randomness import generator
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import lora_facts
 from library.training.memory.budget import recompute_blocks
-from library.training.parallel.spec import ParallelSpec, lm_split_points
+from library.training.parallel.spec import ParallelSpec, lm_parallel_spec
 from library.training.report.progress import counting
 from library.training.sampling.text import TextSampler
 from library.training.tasks.lora import LoraTask, base_dtype
@@ -163,15 +163,7 @@ class ChatLora(LoraTask):
         recompute_blocks(model, model.config.layers, training, device)
 
     def parallel(self) -> ParallelSpec:
-        model = self.transformer
-        return ParallelSpec(
-            model,
-            [Block.__name__],
-            lambda: lm_split_points(model),
-            lambda processes: lm_split_plan(model.config, processes, separate=True),
-            self.network,
-            methods=["next_logits"],  # what samples are made with
-        )
+        return lm_parallel_spec(self.transformer, self.network)
 
     def loss(self, model: nn.Module, batch: ChatBatch, step: int) -> tuple[Tensor, Tensor]:
         return token_mean_loss(model, batch, self.batches_in_step)

@@ -31,13 +31,11 @@ from library.training.parallel.gather import gathered, scatter_like
 from library.training.parallel.parallelize import parallelize
 from library.training.tasks.lora_plan import NetworkPlan, describe_base
 from library.training.tasks.task import Task
-from networks.files.adapters import check_save_format, load_adapter, load_lora
+from networks.files.adapters import PRECISIONS, check_save_format, load_adapter, load_lora
 from networks.files.metadata import base_mismatch, build_metadata, weight_file
 from networks.files.verify import check_file
 from networks.injection import attach_lora, inject_adapter
 from networks.network import AdapterNetwork
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LoraTask(Task):
@@ -217,7 +215,9 @@ class LoraTask(Task):
 def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfig) -> torch.dtype:
     """Return the dtype of the frozen weights: as asked, or the dtype of the forward pass."""
     name = model.base_dtype
-    return _DTYPES[{"no": "fp32"}.get(training.mixed_precision, training.mixed_precision) if name == "auto" else name]
+    return PRECISIONS[
+        {"no": "fp32"}.get(training.mixed_precision, training.mixed_precision) if name == "auto" else name
+    ]
 
 
 def _check_writable(folder: Path) -> None:

@@ -39,7 +39,7 @@ from library.errors import UserError
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
 from library.llm.tokenizers import Tokenizer, load_tokenizer
 from library.models.llm.files import export_hf, load_lm
-from library.models.llm.model import Block, TransformerLM, lm_split_plan
+from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, preset
 from library.randomness import generator
 from library.training.checkpoint.state import Position, load_training_state
@@ -62,7 +62,7 @@ from library.training.parallel.gather import (
     scatter_weights,
 )
 from library.training.parallel.parallelize import parallelize
-from library.training.parallel.spec import ParallelSpec, lm_split_points
+from library.training.parallel.spec import ParallelSpec, lm_parallel_spec
 from library.training.sampling.text import TextSampler
 from library.training.tasks.task import Task
 
@@ -176,14 +176,7 @@ class Pretraining(Task):
         return self.config.optimizer.max_grad_norm if step >= self.clips_from else 0.0
 
     def parallel(self) -> ParallelSpec:
-        model = self.transformer
-        return ParallelSpec(
-            model,
-            [Block.__name__],
-            lambda: lm_split_points(model),
-            lambda processes: lm_split_plan(model.config, processes, separate=False),
-            methods=["next_logits"],  # what samples are made with
-        )
+        return lm_parallel_spec(self.transformer)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return local_parameters(self.transformer)
