@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,9 +13,13 @@ from accelerate.state import AcceleratorState
 from diffusers import FluxPipeline
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
+from torch import nn
 
 from library.config import load_config
+from library.data.batches import Batch
 from library.training.events import RunEvents
+from library.training.tasks.image_step import FlowStep
+from networks.network import AdapterNetwork
 from tests.curves import without_curves
 from tests.forked import run_script
 from tests.processes import run_command
@@ -142,3 +147,22 @@ def pipeline_forward(
         return_dict=False,
     )[0]
     return FluxPipeline._unpack_latents(output, height * 8, width * 8, vae_scale_factor=8)
+
+
+def losses_of(output: Path) -> list[float]:
+    """Return the loss of every training line of a run's metrics."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def learn_by_heart(step: FlowStep, transformer: nn.Module, network: AdapterNetwork, batch: Batch) -> list[float]:
+    """Take 130 steps on one batch at one noise; return their losses."""
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(130):
+        loss, _ = step.loss(transformer, batch, 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

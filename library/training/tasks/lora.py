@@ -214,10 +214,8 @@ class LoraTask(Task):
 
 def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfig) -> torch.dtype:
     """Return the dtype of the frozen weights: as asked, or the dtype of the forward pass."""
-    name = model.base_dtype
-    return PRECISIONS[
-        {"no": "fp32"}.get(training.mixed_precision, training.mixed_precision) if name == "auto" else name
-    ]
+    forward = "fp32" if training.mixed_precision == "no" else training.mixed_precision
+    return PRECISIONS[forward if model.base_dtype == "auto" else model.base_dtype]
 
 
 def _check_writable(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from library.training.flow import noise_for
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
-from tests.runs import largest_difference, lora, run, write_dataset
+from tests.runs import largest_difference, learn_by_heart, lora, losses_of, run, write_dataset
 from tests.tiny_qwen import Kind, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 from tests.training.test_host_waits import asked_by_more_steps
 
@@ -61,11 +60,6 @@ def _output(transformer: torch.nn.Module) -> torch.Tensor:
         img_shapes=[[(1, 4, 4)]] * 2,
         return_dict=False,
     )[0]
-
-
-def _losses(output: Path) -> list[float]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 def test_steps_read_nothing_back_from_the_device(base: Path, tmp_path: Path) -> None:
@@ -115,7 +109,7 @@ def test_split_files_and_an_fp8_base_train(base: Path, dataset: Path, plain: Pat
     run(files.transformer, dataset, tmp_path / "single", **QWEN, **parts)
     assert all(torch.equal(a, b) for a, b in zip(lora(tmp_path / "single").values(), lora(plain).values(), strict=True))
     run(files.transformer, dataset, tmp_path / "fp8", **QWEN, **parts, fp8_scaled=True, fp8_text_encoder=True)
-    whole, small = _losses(plain), _losses(tmp_path / "fp8")
+    whole, small = losses_of(plain), losses_of(tmp_path / "fp8")
     # fp8 text and weights: a tenth off in the velocity, so a hundredth in the loss, and twice that for luck
     assert all(0 < abs(a - b) < 0.02 * a for a, b in zip(whole, small, strict=True))
 
@@ -136,13 +130,6 @@ def test_one_image_is_learnt_by_heart(kind: Kind, tmp_path: Path) -> None:
     conditions = Conditions(references=references)
     batch = Batch(inputs["latents"], text, torch.ones(1), None, torch.tensor([3]), conditions=conditions)
     step = FlowStep(family, FlowConfig(timestep_sampling="qwen_shift"), seed=9)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(130):
-        loss, _ = step.loss(transformer, batch, 0)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = learn_by_heart(step, transformer, network, batch)
     nothing = (noise_for(batch.latents, batch.sample_ids, 9, 0) - batch.latents).square().mean().item()
     assert losses[-1] < 0.1 * min(nothing, losses[0])
