@@ -8,6 +8,7 @@ in Tandem is any other exception and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ def one_line(error: UserError) -> str:
 def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
     """Decorate a script's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
 
-    So does Ctrl-C, with the shell's own exit code for it, 130.
+    So does Ctrl-C, with the shell's own exit code for it, 130, and what a ``KeyboardInterrupt`` has to say.
     """
 
     @wraps(main)
@@ -71,8 +72,9 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
         except UserError as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
             raise SystemExit(2) from None
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+        except KeyboardInterrupt as interrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one does not wait for threads to end
+            print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
             raise SystemExit(130) from None
 
     return wrapped

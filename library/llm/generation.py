@@ -17,7 +17,7 @@ device for the new tokens only where somebody reads them: each step, when stream
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -168,11 +168,19 @@ def _stream(
 
 
 def generate_tokens(
-    model: TransformerLM, prompts: Sequence[Sequence[int]], settings: SamplingSettings
+    model: TransformerLM,
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
-    """Return the new tokens of every prompt, without the prompt; see :func:`stream_tokens`."""
+    """Return the new tokens of every prompt, without the prompt; see :func:`stream_tokens`.
+
+    ``is_stopping`` is asked after each token: the texts then end there.
+    """
     texts: list[list[int]] = [[] for _ in prompts]
     for new in stream_tokens(model, prompts, settings):
+        if is_stopping():
+            break
         for text, token in zip(texts, new, strict=True):
             if token is not None:
                 text.append(token)

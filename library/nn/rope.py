@@ -47,13 +47,80 @@ class Llama31Scaling:
     original_context: int = 8192
 
 
-def rope_frequencies(dim: int, theta: float = 10000.0, scaling: Llama31Scaling | None = None) -> Tensor:
-    """Return theta^(-2i/dim) for each pair i, float64 [dim/2], stretched by ``scaling`` if given."""
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023, https://arxiv.org/abs/2306.15595): every frequency divided."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicNTKScaling:
+    """A larger base for longer texts ("dynamic NTK"), so that fast pairs stay and the slowest is stretched as asked.
+
+    A text of ``length`` beyond ``original_context`` has the base theta * (factor * length / original_context -
+    (factor - 1)) ^ (dim / (dim - 2)), shorter ones have theta (https://arxiv.org/abs/2309.00071, appendix B.1;
+    transformers' ``rope_type = "dynamic"``).
+    """
+
+    factor: float
+    original_context: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071): slow pairs stretched, fast ones kept.
+
+    A pair that turns ``beta_fast`` times or more over ``original_context`` keeps its frequency, one that turns
+    ``beta_slow`` times or less is divided by ``factor``; between, by the pair's number, they blend linearly.
+    ``truncate`` widens that range to whole pairs. Queries and keys grow by ``attention_factor``, the paper's 0.1 ln(s)
+    + 1 by default.
+    """
+
+    factor: float
+    original_context: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+RopeScaling = LinearScaling | DynamicNTKScaling | YarnScaling | Llama31Scaling
+
+
+def rope_frequencies(dim: int, theta: float = 10000.0, scaling: RopeScaling | None = None, length: int = 0) -> Tensor:
+    """Return theta^(-2i/dim) for each pair i, float64 [dim/2], changed by ``scaling`` for a text of ``length``."""
     if dim % 2:
         raise ValueError(f"a rotary width must be even, not {dim}")
+    if isinstance(scaling, DynamicNTKScaling) and length > scaling.original_context:
+        longer = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
+        theta *= longer ** (dim / (dim - 2))
     # Written as 1 / theta^(2i/dim), the form of the published code, so that the last bit agrees too.
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    return frequencies if scaling is None else scale_frequencies(frequencies, scaling)
+    match scaling:
+        case LinearScaling():
+            return frequencies / scaling.factor
+        case YarnScaling():
+            kept = _kept_by_yarn(dim, theta, scaling)
+            return frequencies * (kept + (1.0 - kept) / scaling.factor)
+        case Llama31Scaling():
+            return scale_frequencies(frequencies, scaling)
+        case _:
+            return frequencies
+
+
+def _kept_by_yarn(dim: int, theta: float, scaling: YarnScaling) -> Tensor:
+    """Return how far each pair keeps its frequency, 1 to 0, float64 [dim/2]."""
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(scaling.original_context / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    span = last - first or 0.001  # as published
+    return 1.0 - ((torch.arange(dim // 2, dtype=torch.float64) - first) / span).clamp(0.0, 1.0)
 
 
 def scale_frequencies(frequencies: Tensor, scaling: Llama31Scaling) -> Tensor:
@@ -123,21 +190,34 @@ class MultiAxisRope(nn.Module):
 class RopeTables:
     """Tables of the positions 0, 1, 2, ... for all layers of a model, made when needed and doubled when outgrown."""
 
-    def __init__(self, dim: int, theta: float, scaling: Llama31Scaling | None = None) -> None:
+    def __init__(self, dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         self.dim, self.theta, self.scaling = dim, theta, scaling
         self._tables: dict[torch.device, Table] = {}
+        self._longer: tuple[int, torch.device, Table] | None = None
 
     def table(self, length: int, device: torch.device) -> Table:
-        """Return (cos, sin), each fp32 [at least ``length``, D/2], on ``device``."""
+        """Return (cos, sin), each fp32 [at least ``length``, D/2], on ``device``.
+
+        Under a :class:`DynamicNTKScaling` a text beyond the original context has a table of its very length; what a
+        cache holds of it was turned by the tables of then, as in transformers.
+        """
+        if isinstance(self.scaling, DynamicNTKScaling) and length > self.scaling.original_context:
+            if self._longer is None or self._longer[:2] != (length, device):
+                self._longer = length, device, self._made(length, length, device)
+            return self._longer[2]
         known = self._tables.get(device)
         if known is None or known[0].shape[0] < length:
-            rows = 1 << (length - 1).bit_length()
-            # computed on the CPU: not every device has float64; kept for training too, which takes no inference tensors
-            with torch.device("cpu"), torch.inference_mode(False):
-                frequencies = rope_frequencies(self.dim, self.theta, self.scaling)
-                cos, sin = rope_table(torch.arange(rows), frequencies)
-                known = self._tables[device] = (cos.to(device), sin.to(device))
+            known = self._tables[device] = self._made(1 << (length - 1).bit_length(), 0, device)
         return known
+
+    def _made(self, rows: int, length: int, device: torch.device) -> Table:
+        """Return a table of ``rows`` positions of a text of ``length``, 0 for one of any length."""
+        # computed on the CPU: not every device has float64; kept for training too, which takes no inference tensors
+        with torch.device("cpu"), torch.inference_mode(False):
+            cos, sin = rope_table(torch.arange(rows), rope_frequencies(self.dim, self.theta, self.scaling, length))
+            if isinstance(self.scaling, YarnScaling):
+                cos, sin = cos * self.scaling.attention_factor, sin * self.scaling.attention_factor
+            return cos.to(device), sin.to(device)
 
 
 def _broadcast(table: Table) -> Table:

@@ -35,9 +35,16 @@ class RunEvents:
     """
 
     def __init__(
-        self, task: Task, metrics: MetricsStream, progress: TrainingProgress, upload: HubUpload | None
+        self,
+        task: Task,
+        metrics: MetricsStream,
+        progress: TrainingProgress,
+        upload: HubUpload | None,
+        first_step: int,
     ) -> None:
+        """Take a run that begins behind ``first_step``, 0 unless it is resumed."""
         self.task, self.metrics, self.progress, self.upload = task, metrics, progress, upload
+        self._first_step = first_step
         self.names, config = task.names, task.config
         self.saving, self.sampling, self.validation = config.saving, config.sampling, config.validation
         self.stopped = False
@@ -48,13 +55,26 @@ class RunEvents:
         fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
         self.writer = CheckpointWriter(self.names.folder, fallback, self.saving.save_retries, progress.note)
         self.requests = SignalHandler(
-            self.names.folder, task.accelerator, task.begun, has_unsaved=lambda: self.writer.is_due
+            self.names.folder,
+            task.accelerator,
+            task.begun,
+            has_unsaved=lambda: self.writer.is_due,
+            answer=self._answer,
         )
+        self._at_end = False  # all steps are done, and what was trained is saved
 
     @property
     def val_loss(self) -> float | None:
         """The last validation loss."""
         return self.val_losses[-1] if self.val_losses else None
+
+    def _answer(self, signal_name: str) -> None:
+        """Say at once what becomes of a signal: some steps, and some samples, take a minute."""
+        doing = self.progress.doing
+        first = {"training": "this step", "sampling": "this sample"}.get(doing, doing)
+        then = "" if self._at_end else f", then saving the {self.task.trained} and a state"
+        again = "once more ends it at once" + ("" if self._at_end else ", without saving")
+        self.progress.note(f"{signal_name}: stopping after {first}{then}; {again}")
 
     def at_start(self, position: Position) -> None:
         """Look at the untrained network: validation loss and samples before the first step."""
@@ -145,6 +165,7 @@ class RunEvents:
             return
         with_state = self.saving.save_state or self.saving.save_state_on_train_end
         self._save(self.names.stem(), position, with_state, last=lambda: self.requests.signalled)
+        self._at_end = True
         if self._validated_at != position.step:
             self._compare(position)
         if self.sampling.sample_at_end and self._sampled_at != position.step:
@@ -167,8 +188,10 @@ class RunEvents:
     def _validate(self, step: int) -> float | None:
         if not self.task.validates:
             return None
-        with self._looking("validate"):
+        with self._looking("validating"):
             loss = self.task.validate()
+        before = f", {self.val_losses[-1]:.4f} before" if self.val_losses else ""
+        self.progress.note(f"validated at step {step}: loss {loss:.4f}{before}")
         self.metrics.write({"step": step, "val_loss": loss, **self.task.describe_validation(loss)})
         self.val_losses.append(loss)
         self._validated_at = step
@@ -201,10 +224,15 @@ class RunEvents:
         if self.task.sampler is None:
             return
         self._sampled_at = step
-        with self._looking("sample"):
-            if self.task.accelerator.is_main_process or is_model_parallel(self.task.accelerator):
+        with self._looking("sampling"):
+            together = is_model_parallel(self.task.accelerator)  # then no process may stop alone
+            if self.task.accelerator.is_main_process or together:
                 sampler, transformer = self.task.sampler, self.task.transformer
-                self.writer.write_optional(lambda: sampler.sample(transformer, step))
+                stopping = (lambda: False) if together else (lambda: self.requests.signalled)
+                self.writer.write_optional(lambda: sampler.sample(transformer, step, stopping))
+                if files := sampler.sampled.get(step):
+                    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+                    self.progress.note(f"sampled at step {step}: {shown_path(files[0])}{more}")
             self.task.accelerator.wait_for_everyone()
 
     def _save(self, stem: str, position: Position, with_state: bool, last: Callable[[], bool] | None = None) -> bool:
@@ -213,7 +241,7 @@ class RunEvents:
         ``last`` is given when there is no later: it tells whether the process is about to be ended.
         """
         saved: list[Path] | None = None
-        with self.progress.phase("save"), self.task.gathered(with_state):
+        with self.progress.phase("saving"), self.task.gathered(with_state):
             if self.task.accelerator.is_main_process:
 
                 def write(folder: Path) -> list[Path]:
@@ -224,6 +252,8 @@ class RunEvents:
                     if last is None
                     else self.writer.write_with_retries(write, last)
                 )
+                if saved:
+                    self.progress.note(f"saved at step {position.step}: {shown_path(saved[0])}")
                 if self.upload is not None:
                     for path in saved or []:
                         self.upload.push(path)
@@ -279,10 +309,9 @@ class RunEvents:
     def _summary(self, position: Position) -> list[tuple[str, str]]:
         """Return the rows of the run's summary: what it did, how well, and where its files are."""
         before, after, folder = position.val_loss_before, self.val_loss, self.names.folder
-        rows = [
-            ("steps", f"{position.step} in {duration(time.time() - self.task.begun)}"),
-            ("loss", f"{position.loss_ema:.4f} (mean of the last steps)"),
-        ]
+        resumed = f", from step {self._first_step} to {position.step}" if self._first_step else ""
+        steps = f"{position.step - self._first_step} in {duration(time.time() - self.task.begun)}{resumed}"
+        rows = [("steps", steps), ("avg loss", f"{position.loss_ema:.4f} (moving average over about 20 steps)")]
         if after is not None:
             first, change = "", ""
             if before is not None:

@@ -48,17 +48,20 @@ class Trainer:
                 or does not fit into memory.
         """
         task, config, accelerator = self.task, self.task.config, self.task.accelerator
-        task.open()
-        upload = build_upload(
-            config.hub, accelerator, task.console, config.saving.output_dir, bool(config.training.resume)
-        )
-        task.prepare()
+        try:
+            task.open()
+            upload = build_upload(
+                config.hub, accelerator, task.console, config.saving.output_dir, bool(config.training.resume)
+            )
+            task.prepare()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("before the first step; what is cached is kept") from None
         self.position = task.resume(config.training.resume) if config.training.resume else Position()
         write_config(task.names.folder, task.asked, accelerator)
         step, folder = self.position.step, task.names.folder
         self.metrics = MetricsStream(folder / "metrics.jsonl", accelerator, config.logging, step)
-        with TrainingProgress(task.console, task.total_steps, step) as self.progress:
-            self.events = RunEvents(task, self.metrics, self.progress, upload)
+        with TrainingProgress(task.console, task.total_steps, task.total_epochs, step) as self.progress:
+            self.events = RunEvents(task, self.metrics, self.progress, upload, step)
             with self.events.requests.listening():
                 self.events.at_start(self.position)
                 self.train()

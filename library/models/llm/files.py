@@ -248,7 +248,8 @@ def hf_names(config: LMConfig) -> Iterator[tuple[str, list[tuple[str, int]], boo
         if gpt2
         else ("model.embed_tokens", "model.layers", "model.norm")
     )
-    leaves = ("weight", "bias") if gpt2 else ("weight",)
+    with_bias = {"attention": config.attention_bias, "feed_forward": config.mlp_bias}
+    leaves = ("weight", "bias") if gpt2 else ("weight",)  # of norms
     rows = {name: count for parts in config.joined.values() for name, count in parts.items()}
     rows |= {"c_attn": 3 * width, "c_fc": config.hidden}
     yield "embedding.weight", [(f"{embedding}.weight", config.vocab_size)], False
@@ -257,7 +258,8 @@ def hf_names(config: LMConfig) -> Iterator[tuple[str, list[tuple[str, int]], boo
     for i in range(config.layers):
         for ours, theirs in _BLOCKS[config.family].items():
             counts = [(f"{block}.{i}.{name}", rows.get(name.rpartition(".")[2], width)) for name in theirs]
-            for leaf in leaves:
+            biased = with_bias.get(ours.partition(".")[0])  # a norm is neither
+            for leaf in leaves if biased is None else ("weight", "bias") if biased else ("weight",):
                 transposed = gpt2 and leaf == "weight" and not ours.endswith("norm")
                 yield f"blocks.{i}.{ours}.{leaf}", [(f"{name}.{leaf}", count) for name, count in counts], transposed
     for leaf in leaves:

@@ -51,8 +51,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = nn.Linear(config.width, rows, bias=config.bias)
-        self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=config.bias)
+        self.qkv = nn.Linear(config.width, rows, bias=config.attention_bias)
+        self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=config.attention_bias)
 
     def forward(
         self, x: Tensor, rope: Table | None, cache: KVCache | None = None, layer: int = 0, mask: Tensor | None = None
@@ -134,7 +134,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.feed_forward_norm = _norm(config)
         kind = GatedFeedForward if config.family == "llama" else FeedForward
-        self.feed_forward = kind(config.width, config.hidden, config.bias)
+        self.feed_forward = kind(config.width, config.hidden, config.mlp_bias)
 
     def forward(
         self, x: Tensor, rope: Table | None, cache: KVCache | None = None, layer: int = 0, mask: Tensor | None = None
@@ -326,7 +326,7 @@ def _parts(joined: nn.Module, rows: Mapping[str, int]) -> dict[str, nn.Module]:
 
 
 def _on_rows(joined: nn.Module, rows: slice) -> nn.Module:
-    """Return a frozen layer on some output rows of ``joined``, which has no bias."""
+    """Return a frozen layer on some output rows of ``joined``."""
     if isinstance(joined, FakeQuantLinear):
         return FakeQuantLinear(_on_rows(joined.base, rows), joined.how, joined.input_scale)  # type: ignore[arg-type]
     if isinstance(joined, Fp8Linear):
@@ -334,11 +334,14 @@ def _on_rows(joined: nn.Module, rows: slice) -> nn.Module:
         scale = quantized.scale
         if scale is not None and scale.shape[0] > 1:
             scale = scale[rows]
-        return Fp8Linear(Quantized(quantized.values[rows], scale), compute=compute, fp8_input_gradient=input_gradient)
+        bias = None if joined.bias is None else joined.bias.detach()[rows]
+        values = Quantized(quantized.values[rows], scale)
+        return Fp8Linear(values, bias, compute=compute, fp8_input_gradient=input_gradient)
     assert isinstance(joined, nn.Linear)
-    assert joined.bias is None
-    part = nn.Linear(joined.in_features, rows.stop - rows.start, bias=False, device="meta")
+    part = nn.Linear(joined.in_features, rows.stop - rows.start, bias=joined.bias is not None, device="meta")
     part.weight = nn.Parameter(joined.weight.detach()[rows], requires_grad=False)
+    if joined.bias is not None:
+        part.bias = nn.Parameter(joined.bias.detach()[rows], requires_grad=False)
     return part
 
 

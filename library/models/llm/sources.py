@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,16 @@ class TorchFiles(WeightFiles):
 
 
 def _outline(file: Path) -> dict[str, Tensor]:
+    if file.is_file() and not zipfile.is_zipfile(file):
+        with open(file, "rb") as start:
+            legacy = start.read(2) in (b"\x80\x02", b"\x80\x03", b"\x80\x04")  # a pickle's protocol
+        if not legacy:
+            raise UserError(f"{file}: no file of torch.save's, or cut off; download it again")
+        raise UserError(
+            f"{file}: one pickle, as PyTorch wrote before 1.6, and no pickle is executed here; take the model's "
+            "safetensors files, or write them with transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
     try:
         with FakeTensorMode():
             state = torch.load(file, map_location="cpu", weights_only=True)

@@ -8,12 +8,13 @@ one to the next. A ``config.json`` in transformers' form is read by :func:`confi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from library.errors import UserError, did_you_mean
-from library.nn.rope import Llama31Scaling
+from library.nn.rope import DynamicNTKScaling, LinearScaling, Llama31Scaling, RopeScaling, YarnScaling
 
 LMFamily = Literal["gpt2", "llama"]
 
@@ -23,7 +24,7 @@ class LMConfig:
     """One language model.
 
     Attributes:
-        family: "gpt2" is LayerNorm, GELU, learned positions and biases; "llama" is RMSNorm, SwiGLU, RoPE and no biases.
+        family: "gpt2" is LayerNorm, GELU, learned positions and biases; "llama" is RMSNorm, SwiGLU and RoPE.
         vocab_size: tokens that exist.
         context: positions the model was made for; with learned positions it takes no more.
         width, layers, heads, hidden: of the residual stream, of blocks, of queries, of the feed-forward's middle.
@@ -31,7 +32,8 @@ class LMConfig:
         head_dim: usually width / heads.
         norm_eps: epsilon of the norms.
         tied: the output head is the embedding matrix.
-        rope_theta, rope_scaling: RoPE's base and Llama 3.1's stretching.
+        rope_theta, rope_scaling: RoPE's base, and how it is stretched.
+        attention_bias, mlp_bias: whether these linear layers have one; a GPT-2's have.
         bos, eos: tokens that begin and end a text, for the configuration file.
         padded_vocab_size: rows of embedding and head; above ``vocab_size`` the rest are never targets.
     """
@@ -48,7 +50,9 @@ class LMConfig:
     norm_eps: float = 1e-5
     tied: bool = True
     rope_theta: float = 10000.0
-    rope_scaling: Llama31Scaling | None = None
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
     padded_vocab_size: int = 0
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -57,6 +61,9 @@ class LMConfig:
         """Check what the blocks take for granted."""
         if not self.padded_vocab_size:
             object.__setattr__(self, "padded_vocab_size", self.vocab_size)
+        if self.family == "gpt2":
+            object.__setattr__(self, "attention_bias", True)
+            object.__setattr__(self, "mlp_bias", True)
         if self.heads % self.kv_heads:
             raise UserError(f"{self.heads} heads are no multiple of {self.kv_heads} kv_heads; change one of them")
         if self.family == "llama" and self.head_dim % 2:
@@ -68,11 +75,6 @@ class LMConfig:
     def has_rope(self) -> bool:
         """Whether positions are rotations (else they are learned vectors)."""
         return self.family == "llama"
-
-    @property
-    def bias(self) -> bool:
-        """Whether linear layers have one."""
-        return self.family == "gpt2"
 
     @property
     def joined(self) -> dict[str, dict[str, int]]:
@@ -172,6 +174,8 @@ _LLAMA_NAMES = {
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads",
     "head_dim": "head_dim",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
     "max_position_embeddings": "context",
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied",
@@ -185,36 +189,78 @@ def _fields(values: Mapping[str, Any], names: Mapping[str, str], **defaults: Any
     return {ours: defaults[ours] if ours in missing & defaults.keys() else values[hf] for hf, ours in names.items()}
 
 
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # transformers' names of one function
+
+
 def _gpt2_from_hf(values: Mapping[str, Any]) -> LMConfig:
-    _expect(values, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True)
+    if values.get("activation_function") not in _TANH_GELU:
+        _expect(values, activation_function="gelu_new")
+    _expect(values, scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True)
     width, heads = values["n_embd"], values["n_head"]
     fields = _fields(values, _GPT2_NAMES, hidden=4 * width, context=1024, norm_eps=1e-5, tied=True)
     return LMConfig("gpt2", kv_heads=heads, head_dim=width // heads, **fields)
 
 
 def _llama_from_hf(values: Mapping[str, Any]) -> LMConfig:
-    _expect(values, hidden_act="silu", attention_bias=False, mlp_bias=False)
+    _expect(values, hidden_act="silu", partial_rotary_factor=1.0)
     heads = values["num_attention_heads"]
     defaults = {"context": 2048, "kv_heads": heads, "head_dim": values["hidden_size"] // heads}
+    defaults |= {"attention_bias": False, "mlp_bias": False}
     # transformers 5 writes rope_parameters; the published files have rope_theta and rope_scaling.
     rope = values.get("rope_parameters") or (values.get("rope_scaling") or {})
     return LMConfig(
         "llama",
         rope_theta=rope.get("rope_theta") or values.get("rope_theta") or 10000.0,
-        rope_scaling=_scaling_from_hf(rope),
+        rope_scaling=_scaling_from_hf(rope, values),
         **_fields(values, _LLAMA_NAMES, norm_eps=1e-6, tied=False, **defaults),
     )
 
 
-def _scaling_from_hf(rope: Mapping[str, Any]) -> Llama31Scaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise UserError(f"config.json: rope_type {kind!r} is not supported; 'default' and 'llama3' are")
-    return Llama31Scaling(
-        rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    )
+def _scaling_from_hf(rope: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling | None:
+    """Return what ``rope_scaling`` says; ``values`` are those around it."""
+    _expect(rope, partial_rotary_factor=1.0)
+    context = values.get("max_position_embeddings") or 2048
+    match rope.get("rope_type") or rope.get("type") or "default":
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(_positive(rope, "factor"))
+        case "dynamic":
+            return DynamicNTKScaling(_positive(rope, "factor"), context)
+        case "yarn":
+            original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+            original = original or context
+            factor = context / original if rope.get("factor") is None else _positive(rope, "factor")
+            betas = (_positive(rope, "beta_fast", 32.0), _positive(rope, "beta_slow", 1.0))
+            return YarnScaling(factor, original, _yarn_attention(rope, factor), *betas, rope.get("truncate", True))
+        case "llama3":
+            factor, low, high = (_positive(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+            return Llama31Scaling(factor, low, high, rope["original_max_position_embeddings"])
+        case kind:
+            raise UserError(
+                f"config.json: rope_type {kind!r} is not supported; default, linear, dynamic, yarn and llama3 are"
+            )
+
+
+def _positive(rope: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return a number of ``rope_scaling``; without ``default`` it must be there."""
+    value = rope[key] if default is None else rope.get(key) or default
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"config.json: rope_scaling: {key} = {value!r} is no number above 0; download the model again")
+    return value
+
+
+def _yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
+    """Return by what queries and keys grow: as said, or 0.1 m ln(factor) + 1 (with m of DeepSeek's configurations)."""
+    if rope.get("attention_factor") is not None:
+        return _positive(rope, "attention_factor")
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
+    return grown(1.0)
 
 
 def _expect(values: Mapping[str, Any], **wanted: Any) -> None:
@@ -243,12 +289,30 @@ def config_to_hf(config: LMConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
     }
     if config.rope_scaling is not None:
-        scaling = config.rope_scaling
-        values["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
+        values["rope_scaling"] = _scaling_to_hf(config.rope_scaling)
     return values
+
+
+def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
+    match scaling:
+        case LinearScaling():
+            return {"rope_type": "linear", "factor": scaling.factor}
+        case DynamicNTKScaling():  # its original context is max_position_embeddings
+            return {"rope_type": "dynamic", "factor": scaling.factor}
+        case YarnScaling():
+            return {
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original_context,
+                "attention_factor": scaling.attention_factor,
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "truncate": scaling.truncate,
+            }
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_frequency_factor,
+        "high_freq_factor": scaling.high_frequency_factor,
+        "original_max_position_embeddings": scaling.original_context,
+    }

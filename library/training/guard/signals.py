@@ -67,13 +67,19 @@ class SignalHandler:
     """Looks for requests to a run that writes into ``folder``."""
 
     def __init__(
-        self, folder: Path, accelerator: Accelerator, begun: float, has_unsaved: Callable[[], bool] = lambda: False
+        self,
+        folder: Path,
+        accelerator: Accelerator,
+        begun: float,
+        has_unsaved: Callable[[], bool] = lambda: False,
+        answer: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Remove request files from before ``begun`` (seconds since 1970), which were meant for another run.
 
-        ``has_unsaved`` tells on the main process whether something must be saved that could not be.
+        ``has_unsaved`` tells on the main process whether something must be saved that could not be. ``answer`` is
+        called with the name of the first signal as soon as it comes, between any two lines of Python.
         """
-        self._folder, self._accelerator, self._has_unsaved = folder, accelerator, has_unsaved
+        self._folder, self._accelerator, self._has_unsaved, self._answer = folder, accelerator, has_unsaved, answer
         self._signal = 0
         self._signalled_at = self._looked_at = float("-inf")
         self._in_step: int | None = None
@@ -112,6 +118,8 @@ class SignalHandler:
         now = time.monotonic()
         if not self._signal:
             self._signal, self._signalled_at = number, now
+            with suppress(RuntimeError):  # it came while a line was being printed, which cannot be done twice at once
+                self._answer(signal.Signals(number).name)
         elif self._accelerator.num_processes == 1 or now - self._signalled_at > _ECHO_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

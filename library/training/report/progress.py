@@ -55,20 +55,25 @@ def plain_table(*headings: str, left: Collection[str] = (), title: str | None = 
 class TrainingProgress:
     """The live lines of a training run: how far, how long still; and below, the newest metrics.
 
-    Where the output is no terminal (a log file, CI) a line is printed at most every ``_QUIET_SECONDS`` instead.
+    Where the output is no terminal (a log file, CI) a line is printed at most every ``_QUIET_SECONDS`` instead, and
+    every line begins with the time.
+
+    Attributes:
+        doing: what goes on, for people: "training", or the name of a :meth:`phase`.
     """
 
-    def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
-        self._console, self._total = console, total_steps
+    def __init__(self, console: Console, total_steps: int, total_epochs: int, first_step: int) -> None:
+        self._console, self._total, self._epochs, self.doing = console, total_steps, total_epochs, "training"
         self._bar = Progress(
-            TextColumn("[bold]{task.fields[phase]:<9}"),
+            TextColumn("[bold]{task.fields[phase]:<10}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
+            TextColumn("{task.fields[epoch]}"),
             TimeElapsedColumn(),
             TextColumn("eta"),
             TimeRemainingColumn(),
         )
-        self._task: TaskID = self._bar.add_task("", total=total_steps, completed=first_step, phase="training")
+        self._task: TaskID = self._bar.add_task("", total=total_steps, completed=first_step, phase=self.doing, epoch="")
         self._numbers = Text("")
         self._live = Live(Group(self._bar, self._numbers), console=console, refresh_per_second=4)
         self._last_line = float("-inf")
@@ -94,15 +99,18 @@ class TrainingProgress:
         self._shown, self._busy = self._shown + 1, self._busy + metrics["s_per_it"]
         self._waited += metrics["data_wait_s"]
         self._numbers.plain = one_line(metrics)
+        epoch = f"epoch {int(metrics['epoch']) + 1}/{self._epochs}"
+        self._bar.update(self._task, epoch=epoch)
         now, step = time.monotonic(), int(metrics["step"])
         if not self._console.is_terminal and (now - self._last_line >= _QUIET_SECONDS or step == self._total):
             self._last_line = now
             eta = duration((self._total - step) * metrics["s_per_it"])
-            self._console.print(f"step {step}/{self._total}  {one_line(metrics)}  eta {eta}", soft_wrap=True)
+            self.note(f"step {step}/{self._total}  {epoch}  {one_line(metrics)}  eta {eta}")
 
     def note(self, text: str) -> None:
-        """Print a line that stays, above the live ones."""
-        self._console.print(text, soft_wrap=True)
+        """Print a line that stays, above the live ones; in a log file with the time before it."""
+        at = "" if self._console.is_terminal else time.strftime("%Y-%m-%d %H:%M:%S  ")
+        self._console.print(f"{at}{text}", soft_wrap=True)
 
     def summary(self) -> list[tuple[str, str]]:
         """Return the rows on speed, as means over what was shown, and on the last learning rates."""
@@ -114,15 +122,23 @@ class TrainingProgress:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name what is going on (validating, sampling, saving) while the block runs."""
+        before, self.doing = self.doing, name
         self._bar.update(self._task, phase=name)
-        yield
-        self._bar.update(self._task, phase="training")
+        try:
+            yield
+        finally:
+            self.doing = before
+            self._bar.update(self._task, phase=before)
 
 
 def one_line(metrics: dict[str, float]) -> str:
-    """Return loss, lr, d*lr (where the optimizer has a d), speed, waiting and memory in one short line."""
-    parts = [f"loss {metrics['loss_ema']:.4f}", *_rates(metrics)]
-    parts += [f"{metrics['s_per_it']:.2f} s/it", f"wait {metrics['data_wait_s']:.2f} s"]
+    """Return average loss, lr, d*lr (where the optimizer has a d), speed and memory in one short line.
+
+    Waiting for data is told where it takes more than a twentieth of a step.
+    """
+    speed, waited = metrics["s_per_it"], metrics["data_wait_s"]
+    waiting = f" ({waited:.2f} s of it waiting for data)" if waited > speed / 20 else ""
+    parts = [f"avg loss {metrics['loss_ema']:.4f}", *_rates(metrics), f"{speed:.2f} s/it{waiting}"]
     parts += [f"{metrics['peak_mem_bytes'] / 2**30:.1f} GiB"]
     return "  ".join(parts)
 

@@ -9,7 +9,7 @@ sampled before it was interrupted.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,15 +59,20 @@ class Sampler:
     sampled: dict[int, list[Path]] = field(default_factory=dict)
     _conditions: dict[int, Conditions] = field(default_factory=dict)
 
-    def sample(self, transformer: nn.Module, step: int) -> list[Path]:
+    def sample(self, transformer: nn.Module, step: int, is_stopping: Callable[[], bool] = lambda: False) -> list[Path]:
         """Sample every prompt; return the files. The VAE is loaded for it and freed again.
 
         Args:
             transformer: the network itself, out of any wrapper.
             step: names the files.
+            is_stopping: asked before each image; the run that goes on samples all of them again.
         """
+        paths: list[Path] = []
         try:
-            paths = [self._sample(transformer, i, prompt, step) for i, prompt in enumerate(self.prompts)]
+            for i, prompt in enumerate(self.prompts):
+                if is_stopping():
+                    return paths
+                paths.append(self._sample(transformer, i, prompt, step))
         finally:
             self.image_encoder.release()
         self.sampled[step] = paths

@@ -43,8 +43,11 @@ class TextSampler:
     console: Console
     sampled: dict[int, list[Path]] = field(default_factory=dict)
 
-    def sample(self, transformer: nn.Module, step: int) -> list[Path]:
-        """Write the file and return it; of split weights every process takes part."""
+    def sample(self, transformer: nn.Module, step: int, is_stopping: Callable[[], bool] = lambda: False) -> list[Path]:
+        """Write the file and return it; of split weights every process takes part.
+
+        ``is_stopping`` is asked after each token; the run that goes on writes the file then.
+        """
         assert isinstance(transformer, TransformerLM)
         config, prompts = self.config, self.config.sample_prompts
         settings = SamplingSettings(
@@ -55,7 +58,9 @@ class TextSampler:
             stop_tokens=self.stop_tokens,
         )
         with evaluating(transformer), self.accelerator.autocast():
-            written = generate_tokens(transformer, self.tokens, settings)
+            written = generate_tokens(transformer, self.tokens, settings, is_stopping)
+        if is_stopping():
+            return []
         texts = [self.tokenizer.decode(tokens, skip_special=True) for tokens in written]
         path = self.folder / self.file.format(step)
         if self.accelerator.is_main_process:

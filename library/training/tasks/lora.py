@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -129,9 +130,9 @@ class LoraTask(Task):
         config, training, (_, processes) = self.config, self.config.training, dp_rank_and_size(self.accelerator)
         groups = self.plan.parameter_groups(self.network)
         optimizer = build_optimizer(config.optimizer, groups, training.full_bf16, training.seed)
-        self.total_steps = total_steps(
-            training, self.batches.batches_per_epoch() // processes, training.gradient_accumulation_steps
-        )
+        per_epoch, per_step = self.batches.batches_per_epoch() // processes, training.gradient_accumulation_steps
+        self.total_steps = total_steps(training, per_epoch, per_step)
+        self.total_epochs = math.ceil(self.total_steps * per_step / per_epoch)
         self.lr_schedule = build_schedule(config.optimizer, optimizer, self.total_steps)
         if many_shapes:
             expect_many_shapes(self.accelerator)

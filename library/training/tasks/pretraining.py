@@ -13,6 +13,7 @@ so it lowers the figure as it lowers the speed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -151,6 +152,7 @@ class Pretraining(Task):
         self.batch_stride = data.train_batch_size * processes
         self.windows_in_step = accumulation * self.batch_stride
         self.total_steps = total_steps(training, self.batches.windows, self.windows_in_step, "windows")
+        self.total_epochs = math.ceil(self.total_steps * self.windows_in_step / self.batches.windows)
 
     def _find_held_out(self) -> None:
         """Find what to validate on; nothing where the corpus holds nothing out and nothing asks for it."""

@@ -55,7 +55,7 @@ class Sampler(Protocol):
     @property
     def sampled(self) -> dict[int, list[Path]]: ...  # by step
 
-    def sample(self, transformer: nn.Module, step: int) -> list[Path]: ...
+    def sample(self, transformer: nn.Module, step: int, is_stopping: Callable[[], bool]) -> list[Path]: ...
 
     def recall(self, last_step: int) -> None: ...
 
@@ -95,6 +95,7 @@ class Task(ABC):
     loader: Any
     batches: Batches
     total_steps: int
+    total_epochs: int  # the last may be begun only
     batch_stride: int
     settings: Mapping[str, Any]
     pipeline: Pipeline | None = None

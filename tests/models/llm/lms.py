@@ -15,6 +15,14 @@ _LLAMA31 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "llama2": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "num_key_value_heads": 4},
     "llama3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "num_key_value_heads": 2},
@@ -24,6 +32,14 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        "max_position_embeddings": 32,
+    },
+    "yarn": {"rope_parameters": _YARN},
+    "yarn in detail": {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}},
+    "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
 }
 NAMES = ["gpt2", *SIZES]
 VOCABULARY = 131  # odd, so that padding shows
@@ -36,7 +52,7 @@ def reference(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=48, n_layer=3, n_head=4, **changes)
         model: PreTrainedModel = GPT2LMHeadModel(config)
     else:
-        sizes = SIZES[name] | changes
+        sizes = {"max_position_embeddings": 128} | SIZES[name] | changes
         model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=VOCABULARY,
@@ -44,7 +60,6 @@ def reference(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
                 intermediate_size=80,
                 num_hidden_layers=3,
                 num_attention_heads=4,
-                max_position_embeddings=128,
                 rms_norm_eps=1e-5,
                 **sizes,
             )

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from library.errors import UserError
+from library.llm.generation import SamplingSettings, generate_tokens
 from library.models.llm.files import export_hf, load_lm
-from library.models.llm.model import TransformerLM, resize_vocabulary
+from library.models.llm.model import TransformerLM, resize_vocabulary, separate_projections
 from library.models.llm.spec import PRESETS, preset
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.recipe import Fp8Loader, Fp8Recipe
@@ -61,7 +62,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert relative(ours(tokens()), theirs(tokens()).logits) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3.2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3.2", "yarn", "biases"])
 def test_loss_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = write_reference(tmp_path, name)
     ours = load_lm(tmp_path, torch.float32).requires_grad_(True)
@@ -89,6 +90,43 @@ def test_the_way_to_us_and_back_is_bit_exact(name: str, tmp_path: Path) -> None:
         assert getattr(again.config, key) == getattr(reference(name).config, key)
     with torch.no_grad():
         assert torch.equal(again(tokens()).logits, reference(name)(tokens()).logits)
+
+
+def test_rope_that_grows_with_the_text_generates_like_transformers_beyond_its_context(tmp_path: Path) -> None:
+    theirs = write_reference(tmp_path, "dynamic")  # made for 32 tokens
+    ours, prompt = load_lm(tmp_path, torch.float32), tokens()[:1, :28]
+    expected = theirs.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None)[0, 28:].tolist()
+    assert generate_tokens(ours, prompt.tolist(), SamplingSettings(max_new_tokens=30, temperature=0)) == [expected]
+
+
+def test_the_names_of_gpt2s_activation_are_one_function(tmp_path: Path) -> None:
+    for name in ("gelu_pytorch_tanh", "gelu_fast"):
+        theirs = reference("gpt2", activation_function=name)
+        theirs.save_pretrained(tmp_path)
+        with torch.no_grad():
+            assert relative(load_lm(tmp_path, torch.float32)(tokens()), theirs(tokens()).logits) < 1e-4
+
+
+def test_a_file_from_before_pytorch_1_6_is_told_to_be_a_pickle(tmp_path: Path) -> None:
+    model = write_reference(tmp_path, "gpt2")
+    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False)
+    with pytest.raises(UserError, match=r"pytorch_model.bin: one pickle, .* no pickle is executed.*save_pretrained"):
+        load_lm(tmp_path, torch.float32)
+    path.write_bytes(b"<html>")
+    with pytest.raises(UserError, match=r"pytorch_model.bin: no file of torch.save's, or cut off; download it again"):
+        load_lm(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_separated_projections_keep_their_biases(fp8: bool, tmp_path: Path) -> None:
+    write_reference(tmp_path, "biases")
+    loader = Fp8Loader(Fp8Recipe()) if fp8 else None
+    model = load_lm(tmp_path, torch.float32, fp8=loader)
+    before = model(tokens())
+    separate_projections(model)
+    torch.testing.assert_close(model(tokens()), before, rtol=1e-4, atol=1e-5)
 
 
 def test_gpt2s_first_files_have_no_prefix_and_store_masks(tmp_path: Path) -> None:
@@ -332,8 +370,11 @@ def test_fresh_weights_that_add_to_the_stream_are_smaller_with_depth() -> None:
     ("changes", "message"),
     [
         ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
-        ({"attention_bias": True}, "attention_bias = True is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor = '4' is no number above 0"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'factor' is missing"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not"),
         ({"num_key_value_heads": 3}, "4 heads are no multiple of 3 kv_heads"),
     ],
 )

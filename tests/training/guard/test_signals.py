@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def _wait(until: Callable[[], bool], process: Script | None = None) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_with_the_same_bits(
-    number: signal.Signals, base: Path, dataset: Path, tmp_path: Path
+    number: signal.Signals, base: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = arguments(base, dataset, tmp_path / "out", **LONG, max_data_loader_n_workers=1)
     process = Script(ROOT / "train_lora.py", flags, tmp_path)
@@ -56,10 +57,47 @@ def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_with_the_same_bits(
     assert f"stopped by {number.name} after step {step}: go on with --resume" in output
     assert not (tmp_path / "out" / "x.safetensors").exists()
     settings = {"output_name": "x", "max_train_steps": step + 1}
+    capsys.readouterr()
     run(base, dataset, tmp_path / "out", **settings, resume="auto")
+    summary = " ".join(capsys.readouterr().out.split())
+    assert re.search(rf" steps 1 in 0 min \d+ s, from step {step} to {step + 1} ", summary), summary  # its own alone
     run(base, dataset, tmp_path / "whole", **settings)
     resumed = lora(tmp_path / "out", "x")
     assert all(torch.equal(resumed[name], tensor) for name, tensor in lora(tmp_path / "whole", "x").items())
+
+
+def test_a_first_ctrl_c_is_answered_while_sampling_and_the_rest_of_the_samples_is_left_for_later(
+    base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "prompts.txt").write_text("a disc --w 64 --h 64 --s 60\n" * 40)  # of a minute or more
+    sampling = {"sample_prompts": tmp_path / "prompts.txt", "sample_every_n_steps": 2}
+    flags = arguments(base, dataset, out, **LONG, **sampling)
+    process = Script(ROOT / "train_lora.py", flags, tmp_path)
+    _wait(lambda: (out / "samples" / "step000002_00.png").exists(), process)
+    os.kill(process.pid, signal.SIGINT)
+    done = process.wait()
+    assert done.returncode == 130, done.stdout + done.stderr
+    answer = "SIGINT: stopping after this sample, then saving the LoRA and a state; once more ends it at once, without"
+    assert answer in done.stdout
+    assert done.stdout.index(answer) < done.stdout.index("saved at step 3: ")
+    assert len(list((out / "samples").glob("step000002_*.png"))) < 40
+    assert "sampled at step 2" not in done.stdout  # a resumed run draws what is missing
+
+
+def test_ctrl_c_before_the_first_step_ends_it_with_one_line() -> None:
+    code = (
+        "import sys\n"
+        "from library.errors import exit_on_user_error\n"
+        "from library.training.trainer import Trainer\n"
+        "class Task:\n"
+        "    config = accelerator = None\n"
+        "    def open(self): raise KeyboardInterrupt\n"
+        "exit_on_user_error(Trainer(Task()).run)()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stderr == "interrupted: before the first step; what is cached is kept\n"
+    assert done.returncode == 130
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from datetime import datetime
 
+import pytest
 from rich.console import Console
 
 from library.training.report.progress import TrainingProgress, print_summary
 
 STEP = {
+    "epoch": 1,
     "loss_ema": 0.25,
     "lr/lora": 1.0,
     "d/lora": 2e-4,
@@ -25,16 +28,42 @@ def _console() -> tuple[Console, io.StringIO]:
 
 def test_a_log_file_gets_a_line_with_every_figure_and_a_summary_of_the_run() -> None:
     console, file = _console()
-    with TrainingProgress(console, total_steps=2, first_step=0) as progress:
+    with TrainingProgress(console, total_steps=2, total_epochs=3, first_step=0) as progress:
         progress.show(STEP | {"step": 1, "s_per_it": 1.0})
         progress.show(STEP | {"step": 2, "s_per_it": 3.0})
-    first, last = file.getvalue().splitlines()
-    assert first == "step 1/2  loss 0.2500  lr 1.0e+00  d·lr 2.0e-04  1.00 s/it  wait 0.50 s  1.0 GiB  eta 0 min 1 s"
-    assert last.startswith("step 2/2")
+        progress.show(STEP | {"step": 2, "s_per_it": 3.0, "data_wait_s": 0.1})
+    first, second, third = (line.split("  ", 1) for line in file.getvalue().splitlines())
+    waiting = "1.00 s/it (0.50 s of it waiting for data)"
+    rates = "lr 1.0e+00  d·lr 2.0e-04"
+    assert first[1] == f"step 1/2  epoch 2/3  avg loss 0.2500  {rates}  {waiting}  1.0 GiB  eta 0 min 1 s"
+    assert second[1].startswith("step 2/2")
+    assert "3.00 s/it  1.0 GiB" in third[1]  # too little waiting to be told
+    for stamp, _ in (first, second, third):
+        assert abs((datetime.now() - datetime.fromisoformat(stamp)).total_seconds()) < 60
     assert progress.summary() == [
         ("learning rate", "lr 1.0e+00  d·lr 2.0e-04"),
-        ("speed", "2.00 s/it, of it 0.50 s waiting for data"),
+        ("speed", "2.33 s/it, of it 0.37 s waiting for data"),
     ]
+
+
+def test_a_terminal_gets_its_lines_without_the_time() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=100, force_terminal=True, highlight=False)
+    TrainingProgress(console, total_steps=2, total_epochs=1, first_step=0).note("saved at step 2: x.safetensors")
+    assert file.getvalue() == "saved at step 2: x.safetensors\n"
+
+
+def test_a_phase_that_fails_is_over() -> None:
+    progress = TrainingProgress(_console()[0], total_steps=2, total_epochs=1, first_step=0)
+
+    def sample() -> None:
+        with progress.phase("sampling"):
+            assert progress.doing == "sampling"
+            raise ValueError("torn")
+
+    with pytest.raises(ValueError, match="torn"):
+        sample()
+    assert progress.doing == "training"
 
 
 def test_brackets_in_a_name_are_printed_as_they_are() -> None:
