@@ -1,4 +1,4 @@
-"""Files on disk: written in one step, put right after a crash, and recognised again by a fingerprint.
+"""Files on disk: written in one step, put right after a crash, held against checksums, recognised by a fingerprint.
 
 What is written goes to a temporary name in the same folder, ``.<name>.<process>.tmp``, is flushed to the disk and then
 renamed, which the operating system does in one step: a reader sees the old content or the new, never half of one. A
@@ -22,6 +22,7 @@ import platform
 import re
 import shutil
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -281,6 +282,68 @@ def written_path(text: str, where: str) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{where} {text[:80]!r} is no path that can be looked at ({reason}); correct it") from None
     return path
+
+
+_CHECKED_HEAD = len('{"crc32":"01234567","content":')
+
+
+def _checked_head(body: bytes) -> bytes:
+    return b'{"crc32":"%08x","content":' % zlib.crc32(body)
+
+
+def write_checked_json(path: str | Path, content: Any) -> None:
+    """Write ``content`` as JSON behind a checksum of itself, for :func:`read_checked_json`."""
+    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass") + b"}\n"
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(_checked_head(body) + body)
+
+
+def read_checked_json(path: str | Path) -> Any:
+    """Return what :func:`write_checked_json` wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: not a byte of it can be relied on.
+    """
+    data = Path(path).read_bytes()
+    head, body = data[:_CHECKED_HEAD], data[_CHECKED_HEAD:]
+    if head != _checked_head(body):
+        raise ValueError("its checksum does not fit")
+    return json.loads(body[:-2].decode("utf-8", "surrogatepass"))
+
+
+def checksum(path: str | Path) -> str:
+    """Return the CRC-32 of a file's content, eight hex digits."""
+    crc = 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
+
+
+MANIFEST = "checksums.json"
+
+
+def write_manifest(folder: Path) -> None:
+    """Note in ``checksums.json`` what the files of ``folder`` hold; the last to be written into it."""
+    write_checked_json(folder / MANIFEST, {path.name: checksum(path) for path in sorted(folder.iterdir())})
+
+
+def find_change(folder: Path) -> str | None:
+    """Return in words which file of ``folder`` is missing or not as :func:`write_manifest` saw it; None for none."""
+    try:
+        known = read_checked_json(folder / MANIFEST)
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}"
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    for name, stored in known.items():
+        try:
+            if checksum(folder / name) != stored:
+                return f"{name} is damaged (its checksum does not fit)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror or error})"
+    return None
 
 
 def fingerprint(path: str | Path) -> str:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from library.conditions import NO_CONDITIONS, Conditions, stack_conditions
 from library.data.buckets import Size
@@ -31,6 +31,7 @@ from library.data.captions import caption_variants, choose_caption, plain_captio
 from library.data.samples import Sample
 from library.errors import UserError
 from library.randomness import generator, python_random
+from library.safetensors_io import DamagedFile
 
 
 @dataclass
@@ -99,8 +100,29 @@ class Batch(TensorBatch):
         return replace(part, captions=part.captions[rows])
 
 
+@dataclass
+class UnreadBatch:
+    """What a data loader's worker gives for a batch of which a cache file is damaged or gone: where its items are.
+
+    A worker cannot encode it again: encoders belong to the main process, and their device may too.
+    """
+
+    items: list[tuple[int, int]]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return itself: nothing lies on a device."""
+        return self
+
+    def pin_memory(self) -> Self:
+        """Return itself (asked for by the data loader)."""
+        return self
+
+
 class CachedDataset(Dataset[Item]):
     """Samples times repeats, read from caches. Item ``i``'s bucket is ``buckets[i]``.
+
+    ``encode_again`` is called, in the main process only, with a sample and its caption's job where a file of theirs
+    cannot be used; then they are read once more.
 
     Args:
         samples: of one size each, with hashed contents.
@@ -129,6 +151,7 @@ class CachedDataset(Dataset[Item]):
         self.image_fingerprint: str | None = None  # of the encoders whose cached outputs are read;
         self.text_fingerprint: str | None = None  # set once the caches are looked into
         self.text_sees_references = False
+        self.encode_again: Callable[[Sample, TextJob], None] | None = None
         repeats = torch.tensor([sample.repeats for sample in samples])
         self._owner = torch.repeat_interleave(torch.arange(len(samples)), repeats)  # item -> sample
         self._first = repeats.cumsum(0) - repeats  # sample -> its first item
@@ -172,12 +195,38 @@ class CachedDataset(Dataset[Item]):
         owner = int(self._owner[index])
         return self.samples[owner].sample_id(index - int(self._first[owner]))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker process gets: encoders stay where they are."""
+        return self.__dict__ | {"encode_again": None}
+
     def __getitem__(self, position: tuple[int, int]) -> Item:
-        """Return item ``index`` as it is in ``epoch``."""
+        """Return item ``index`` as it is in ``epoch``.
+
+        Raises:
+            DamagedFile: a cache file cannot be used, and not be made again here.
+        """
+        try:
+            return self._read(position)
+        except DamagedFile:
+            if self.encode_again is None or get_worker_info() is not None:
+                raise
+        self.encode_again(*self._source(position))
+        return self._read(position)
+
+    def __getitems__(self, positions: list[tuple[int, int]]) -> list[Item] | UnreadBatch:
+        """Return the items of a batch (asked for by the data loader)."""
+        try:
+            return [self[position] for position in positions]
+        except DamagedFile:
+            if get_worker_info() is None:
+                raise
+            return UnreadBatch(positions)
+
+    def _read(self, position: tuple[int, int]) -> Item:
         epoch, index = position
         sample, sample_id = self.samples[int(self._owner[index])], self.sample_id(index)
         rng = python_random("orientation and crop", self.seed, epoch, sample_id)
-        flipped = sample.flips and rng.random() < 0.5
+        flipped = self._flipped(sample, rng)
         assert self.image_fingerprint is not None, "ask missing_latents or cache_latents first"
         assert self.text_fingerprint is not None, "ask missing_text or cache_text first"
         cached = read_cached(latent_path(sample, flipped, self.image_fingerprint), self._crop(sample, rng))
@@ -185,13 +234,26 @@ class CachedDataset(Dataset[Item]):
         conditions = read_conditions(sample, flipped, epoch, sample_id, self.seed, self.image_fingerprint)
         if mask is None and self._has_masks:
             mask = self._default_mask(latents, conditions)
-        if sample.held_out:
-            caption = self.captions_of(sample)[0]
-        else:
-            caption = choose_caption(self.captions_of(sample), sample.settings, self.seed, epoch, sample_id)
+        caption = self._caption(sample, epoch, sample_id)
         job = self.text_job(sample, caption, flipped)
         text = read_cached(job.path(self.text_folder, self.text_fingerprint))
         return Item(latents, text, sample.group.loss_weight, mask, sample_id, caption, conditions)
+
+    def _caption(self, sample: Sample, epoch: int, sample_id: int) -> str:
+        captions = self.captions_of(sample)
+        if sample.held_out:
+            return captions[0]
+        return choose_caption(captions, sample.settings, self.seed, epoch, sample_id)
+
+    def _source(self, position: tuple[int, int]) -> tuple[Sample, TextJob]:
+        """Return what the files of an item are made from."""
+        epoch, index = position
+        sample, sample_id = self.samples[int(self._owner[index])], self.sample_id(index)
+        flipped = self._flipped(sample, python_random("orientation and crop", self.seed, epoch, sample_id))
+        return sample, self.text_job(sample, self._caption(sample, epoch, sample_id), flipped)
+
+    def _flipped(self, sample: Sample, rng: random.Random) -> bool:
+        return sample.flips and rng.random() < 0.5
 
     def _default_mask(self, latents: Tensor, conditions: Conditions) -> Tensor:
         """The loss mask [1, h, w] of a sample without one among others with: its region to fill, else all of it."""
@@ -216,6 +278,24 @@ class CachedDataset(Dataset[Item]):
 def has_mask(sample: Sample) -> bool:
     """Whether a sample brings a mask of its own."""
     return sample.mask is not None or sample.settings.alpha_mask
+
+
+class WholeBatches:
+    """The batches of a loader on its device, those among them that a worker could not read read by this process."""
+
+    def __init__(self, loader: Iterable[Batch | UnreadBatch], dataset: CachedDataset, device: torch.device) -> None:
+        self.loader, self.dataset, self.device = loader, dataset, device
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.loader:
+            if isinstance(batch, UnreadBatch):
+                batch = collate([self.dataset[item] for item in batch.items]).to(self.device)
+            yield batch
+
+
+def collate_if_read(items: list[Item] | UnreadBatch) -> Batch | UnreadBatch:
+    """Return :func:`collate`'s batch, or what is there instead."""
+    return items if isinstance(items, UnreadBatch) else collate(items)
 
 
 def collate(items: list[Item]) -> Batch:

@@ -14,7 +14,8 @@ A key is a hash of everything the content depends on, so there is nothing to inv
 crop, orientation, encoder or setting is another name, and what lies under the old name is never looked at again. Files
 are written in one step. At the start a folder is listed once; a file counts only if its size is that of a file whose
 header was read and agrees with it: one open for each distinct size instead of one a sample. What is truncated or empty
-is thereby encoded again.
+is thereby encoded again. Every file carries a checksum, which is compared whenever it is read: what does not fit it,
+or is gone by then, is encoded again too (``library.data.dataset``).
 
 Inpainting masks have two values, as FluxFillPipeline makes them: a pixel is filled from half white on. A sample may
 have several generated masks; which one an epoch sees is a function of (seed, epoch, sample), and held-out samples see
@@ -37,7 +38,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from PIL import Image, ImageChops
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
@@ -56,7 +56,7 @@ from library.data.masks import MASKS_VERSION, Mask, generated_mask
 from library.data.samples import ControlImage, Sample
 from library.errors import UserError
 from library.randomness import python_random
-from library.safetensors_io import read_safetensors_header, write_safetensors
+from library.safetensors_io import DamagedFile, is_checked, read_checked, read_safetensors_header, write_safetensors
 
 _DECODERS = 4  # threads that decode and resize ahead while the encoder works
 _HALF_WHITE = 128
@@ -75,6 +75,10 @@ class ImageEncoder(Protocol):
         """[B, 3, H, W] fp32 in [-1, 1] -> normalised latents [B, C, h, w]."""
         ...
 
+    def release(self) -> None:
+        """Free the weights; the next image loads them again."""
+        ...
+
 
 class TextEncoder(Protocol):
     """What caching needs of ``library.models.text.TextEncoder``."""
@@ -84,6 +88,10 @@ class TextEncoder(Protocol):
 
     def encode(self, captions: list[str], references: list[list[Image.Image]] | None = None) -> list[dict[str, Tensor]]:
         """One dict a caption, without a batch dimension; ``references``: each caption's images, if it sees them."""
+        ...
+
+    def release(self) -> None:
+        """Free the weights; the next caption loads them again."""
         ...
 
 
@@ -122,6 +130,11 @@ def missing_latents(samples: Iterable[Sample], seed: int, fingerprint: str) -> l
                 path = cache / kind / name
                 jobs.setdefault(path, EncodeJob(path, tensor_name, source, size, load))
     return list(jobs.values())
+
+
+def cached_files(sample: Sample, seed: int, fingerprint: str) -> list[Path]:
+    """Return the files that :func:`missing_latents` looks for, of one sample."""
+    return [sample.group.cache / kind / name for kind, name, *_ in _files_of(sample, seed, fingerprint)]
 
 
 def _files_of(sample: Sample, seed: int, fingerprint: str) -> Iterator[tuple[str, str, str, str, Size, Callable]]:
@@ -261,22 +274,19 @@ def readable_files(folder: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     complete: set[str] = set()
-    for size, names in by_size.items():
-        if _is_complete(folder / names[0], size):
+    for names in by_size.values():
+        if is_complete(folder / names[0]):
             complete.update(names)
         else:
-            complete.update(name for name in names[1:] if _is_complete(folder / name, size))
+            complete.update(name for name in names[1:] if is_complete(folder / name))
     return complete
 
 
-def _is_complete(path: Path, size: int) -> bool:
+def is_complete(path: Path) -> bool:
+    """Whether a file has the length that its header says, and a checksum, which those of earlier versions have not."""
     try:
-        with open(path, "rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-        header = read_safetensors_header(path)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return bool(ends) and 8 + header_bytes + max(ends) == size
-    except (UserError, OSError, KeyError, TypeError, IndexError, AttributeError):
+        return is_checked(read_safetensors_header(path))
+    except UserError:
         return False
 
 
@@ -294,7 +304,8 @@ def encode_latents(
                 latents = encoder.encode(pixels)
             _check_latents(latents, pixels, encoder, batch)
             for job, latent, more in zip(batch, latents, besides, strict=True):
-                write_safetensors(job.path, {job.tensor_name: latent, **more}, {"image": Path(job.source).name})
+                tensors, source = {job.tensor_name: latent, **more}, {"image": Path(job.source).name}
+                write_safetensors(job.path, tensors, source, checked=True)
             advance(len(batch))
 
 
@@ -322,20 +333,28 @@ def _check_latents(latents: Tensor, pixels: Tensor, encoder: ImageEncoder, batch
 
 
 def read_cached(path: Path, crop: tuple[int, int, int, int] | None = None) -> dict[str, Tensor]:
-    """Return a cache file's tensors; with ``crop`` (top, left, height, width) only that part of each [_, h, w]."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            if crop is None:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            top, left, height, width = crop
-            return {
-                name: file.get_slice(name)[:, top : top + height, left : left + width].contiguous()
-                for name in file.keys()  # noqa: SIM118
-            }
-    except FileNotFoundError:
-        raise UserError(f"{path}: removed while training; start again: it is encoded anew") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: damaged ({error}); delete it and start again: it is encoded anew") from error
+    """Return a cache file's tensors; with ``crop`` (top, left, height, width) only that part of each [_, h, w].
+
+    Raises:
+        DamagedFile: it is gone, or not what was written.
+    """
+    tensors = read_checked(path)
+    if crop is None:
+        return tensors
+    top, left, height, width = crop
+    return {name: tensor[:, top : top + height, left : left + width].clone() for name, tensor in tensors.items()}
+
+
+def discard_damaged(paths: Iterable[Path]) -> list[DamagedFile]:
+    """Delete those cache files that cannot be used; return what is wrong with them, and with those that are gone."""
+    found = []
+    for path in paths:
+        try:
+            read_cached(path)
+        except DamagedFile as damage:
+            found.append(damage)
+            path.unlink(missing_ok=True)
+    return found
 
 
 def inpaint_variant(sample: Sample, seed: int, epoch: int, sample_id: int) -> int:
@@ -402,7 +421,7 @@ def encode_texts(
             for name, tensor in tensors.items():
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                     raise UserError(f"caption {job.caption!r}: {name} is not finite; encode text in bf16 or fp32")
-            write_safetensors(job.path(folder, encoder.fingerprint), tensors)
+            write_safetensors(job.path(folder, encoder.fingerprint), tensors, checked=True)
         advance(len(batch))
 
 

@@ -3,7 +3,8 @@
 Opening 100,000 images at every start to learn their size takes minutes on a network disk, hashing their
 content longer. Each cache folder therefore keeps an ``index.json``: per file its bytes and modification
 time, and what was read while it had them (width and height, a hash of the content, a caption's text). A
-start lists each folder once and opens only what is new or changed.
+start lists each folder once and opens only what is new or changed. The file carries a checksum: where that does not
+fit, everything is read again.
 
 A file modified within two seconds of being read is not remembered: with a coarse file clock a second change
 could leave size and time as they were (git calls such entries "racily clean").
@@ -12,7 +13,6 @@ could leave size and time as they were (git calls such entries "racily clean").
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from library.data.images import read_size
 from library.errors import UserError
-from library.files import read_text, reading, write_text
+from library.files import read_checked_json, read_text, reading, write_checked_json
 
 _VERSION = 1
 _RACY_NS = 2_000_000_000
@@ -73,7 +73,7 @@ class FileIndex:
 
     def _load(self) -> None:
         try:
-            stored = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
+            stored = read_checked_json(self.folder / "index.json")
             if stored["version"] == _VERSION:
                 self._images, self._captions = dict(stored["images"]), dict(stored["captions"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -133,8 +133,7 @@ class FileIndex:
             return
         stored = {"version": _VERSION, "images": self._images, "captions": self._captions}
         try:
-            text = json.dumps(stored, ensure_ascii=False, separators=(",", ":"))
-            write_text(self.folder / "index.json", text)
+            write_checked_json(self.folder / "index.json", stored)
         except UserError as error:
             raise UserError(f"{error}: set cache_directory") from None
         self._changed = False

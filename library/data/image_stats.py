@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from PIL import Image, ImageFile
 from library.data.file_index import SourceFile, content_hash, read_bytes
 from library.data.images import decode, read_size
 from library.errors import UserError
-from library.files import write_text
+from library.files import read_checked_json, write_checked_json
 
 _VERSION = 1
 _REDUCED = 256  # longer side of the reduced image in which borders are looked for
@@ -122,7 +121,7 @@ class ImageStatsIndex:
         self._file = folder / "image_stats.json"
         self._known: dict[str, list[Any]] = {}  # path -> [bytes, mtime_ns, facts]
         try:
-            stored = json.loads(self._file.read_text(encoding="utf-8"))
+            stored = read_checked_json(self._file)
             if stored["version"] == _VERSION:
                 self._known = dict(stored["images"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -140,7 +139,7 @@ class ImageStatsIndex:
                 if started - file.mtime_ns > _RACY_NS:
                     self._known[file.path] = [file.bytes, file.mtime_ns, list(asdict(facts).values())]
         if new:
-            write_text(self._file, json.dumps({"version": _VERSION, "images": self._known}, separators=(",", ":")))
+            write_checked_json(self._file, {"version": _VERSION, "images": self._known})
         return [seen.get(file.path) or self._remembered(file) or measure_image(file.path) for file in files]
 
     def missing(self, files: Sequence[SourceFile]) -> int:

@@ -93,9 +93,7 @@ class CalibrationPlan:
         )
         with counting(console) as progress:
             data.cache_latents(image_encoder, arguments.vae_batch_size, progress)
-            image_encoder.release()
             data.cache_text(text_encoder, [], arguments.text_encoder_batch_size, progress)
-            text_encoder.release()
         batches = _chosen(data, options)
         held_out = len(batches) // 4
         kept = len(batches) - held_out

@@ -4,15 +4,18 @@
 
     train_00000.bin, train_00001.bin, ...   tokens one behind the other, uint16 or (above 65,536 tokens) uint32
     train_00000.ends, ...                   where each document ends, uint64, counted in tokens of the split
+    train_00000.sums, ...                   CRC-32 of every 64 KiB of the .bin file, uint32
     validation_00000.bin, ...               the documents that are held out
-    index.json                              dtype, vocabulary, and for each split its shards and sizes
+    index.json                              dtype, vocabulary, for each split its shards and sizes; checksums of all
+                                            other files, and of itself
 
 A document is its tokens between the tokenizer's first token (where that differs from the last) and its last token.
 The main process reads documents and hands out about a megabyte of text at a time; workers tokenise; results are taken
 back in order, so the shards do not depend on the number of workers, and only a few chunks per worker are in flight, so
 memory stays flat. Which documents are held out is a function of seed and document. ``index.json`` is written last.
 
-Shards are read through memory maps. An epoch cuts the corpus into windows of ``context`` tokens, from a start that
+Shards are read through memory maps; what 64 KiB of one hold is compared with its checksum before the first window of
+them is used. An epoch cuts the corpus into windows of ``context`` tokens, from a start that
 differs by epoch, and shuffles them. A position is an epoch and how many of its windows all processes together have
 seen; which windows come next follows from it and the seed alone. So a run goes on with another batch size or number of
 processes, and sees every window once.
@@ -20,9 +23,9 @@ processes, and sees every window once.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -36,15 +39,16 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import write_text
+from library.files import checksum, read_checked_json, write_checked_json
 from library.llm.tokenizers import Tokenizer, load_tokenizer
 from library.randomness import derive_seed, python_random
 
 Split = Literal["train", "validation"]
-_FORMAT = "tandem-tokens-1"
+_FORMAT = "tandem-tokens-2"
 INDEX = "index.json"
 _CHUNK = 1 << 20  # characters handed to a worker at once
 _IN_FLIGHT = 3  # chunks for each worker
+_BLOCK = 1 << 16  # bytes with a checksum
 
 _worker: Tokenizer  # each process has one
 
@@ -55,7 +59,7 @@ class SplitIndex:
 
     tokens: int = 0
     documents: int = 0
-    shards: list[dict[str, Any]] = field(default_factory=list)  # file, tokens, documents
+    shards: list[dict[str, Any]] = field(default_factory=list)  # file, tokens, documents, checksums of sums and ends
 
 
 class ShardWriter:
@@ -90,12 +94,21 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        stem = Path(self.index.shards[-1]["file"]).stem
-        np.asarray(self._ends, dtype=np.uint64).tofile(self._folder / f"{stem}.ends")
+        shard = self.index.shards[-1]
+        sums, ends = (_beside(self._folder / shard["file"], suffix) for suffix in ("sums", "ends"))
+        np.asarray(self._ends, dtype=np.uint64).tofile(ends)
+        with open(self._folder / shard["file"], "rb") as written:
+            blocks = iter(lambda: written.read(_BLOCK), b"")
+            np.asarray([zlib.crc32(block) for block in blocks], dtype=np.uint32).tofile(sums)
+        shard |= {"sums": checksum(sums), "ends": checksum(ends)}
         self._file, self._ends = None, []
 
     def _shard_tokens(self) -> int:
         return self.index.shards[-1]["tokens"]
+
+
+def _beside(shard: Path, suffix: str) -> Path:
+    return shard.with_suffix(f".{suffix}")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -105,9 +118,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def write_index(folder: Path, dtype: np.dtype, vocab_size: int, splits: dict[Split, SplitIndex]) -> None:
     """Write ``index.json``, which makes the shards readable."""
+    others = [path for path in sorted(folder.glob("*.*")) if path.suffix in (".json", ".txt", ".model")]
     about = {"format": _FORMAT, "dtype": dtype.name, "vocab_size": vocab_size}
     about["splits"] = {name: asdict(index) for name, index in splits.items()}
-    write_text(folder / INDEX, json.dumps(about, indent=1) + "\n")
+    about["files"] = {path.name: checksum(path) for path in others if path.name != INDEX}  # the tokenizer's
+    write_checked_json(folder / INDEX, about)
 
 
 def write_corpus(
@@ -220,37 +235,79 @@ class TokenShards:
     """
 
     def __init__(self, folder: str | Path, split: Split) -> None:
-        """Map every shard."""
+        """Map every shard.
+
+        Raises:
+            UserError: there is no corpus, a file of it is missing or damaged, or of another version of Tandem.
+        """
         self.folder = Path(folder)
         try:
-            about = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+            about = read_checked_json(self.folder / INDEX)
             if about["format"] != _FORMAT:
                 raise ValueError(f"format {about['format']!r}")
             index = SplitIndex(**about["splits"][split])
         except FileNotFoundError:
             raise UserError(f"{self.folder / INDEX}: no such file; run tools/prepare_text.py first") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.folder / INDEX}: damaged ({error}); run tools/prepare_text.py again") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.folder / INDEX}: damaged, or of another version of Tandem ({error}); "
+                "run tools/prepare_text.py again"
+            ) from None
         self.tokens, self.documents, self.vocab_size = index.tokens, index.documents, int(about["vocab_size"])
         dtype = np.dtype(about["dtype"])
-        self._maps, self._starts, start = [], [], 0
+        for name, stored in about["files"].items():
+            self._check(self.folder / name, stored)
+        self._maps, self._sums, self._seen, self._starts, start = [], [], [], [], 0
         for shard in index.shards:
             file = self.folder / shard["file"]
             if not file.is_file() or file.stat().st_size != shard["tokens"] * dtype.itemsize:
                 raise UserError(
                     f"{file}: missing or of another size than {INDEX} says; run tools/prepare_text.py again"
                 )
+            for suffix in ("sums", "ends"):
+                self._check(_beside(file, suffix), shard[suffix])
             self._maps.append(np.memmap(file, dtype=dtype, mode="r"))
+            self._sums.append(np.fromfile(_beside(file, "sums"), dtype=np.uint32))
+            self._seen.append(np.zeros(len(self._sums[-1]), dtype=bool))
             self._starts.append(start)
             start += shard["tokens"]
 
+    @staticmethod
+    def _check(file: Path, stored: str) -> None:
+        try:
+            fits = checksum(file) == stored
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror}); run tools/prepare_text.py again") from None
+        if not fits:
+            raise UserError(f"{file}: damaged (its checksum does not fit); run tools/prepare_text.py again")
+
+    def _check_blocks(self, shard: int, begin: int, end: int) -> None:
+        """Compare the blocks that hold the tokens ``begin`` to ``end`` of a shard with their checksums, each once."""
+        tokens = self._maps[shard]
+        size = tokens.dtype.itemsize
+        for block in range(begin * size // _BLOCK, -(-end * size // _BLOCK)):
+            if self._seen[shard][block]:
+                continue
+            content = tokens[block * _BLOCK // size : (block + 1) * _BLOCK // size]
+            if zlib.crc32(content) != self._sums[shard][block]:  # type: ignore[arg-type]  # a memory map is a buffer
+                raise UserError(
+                    f"{tokens.filename}: damaged (the checksum of its bytes from {block * _BLOCK} does not fit); "
+                    "run tools/prepare_text.py again"
+                )
+            self._seen[shard][block] = True
+
     def read(self, start: int, length: int) -> np.ndarray:
-        """Return tokens ``start`` to ``start + length`` as int64, across shards where need be."""
+        """Return tokens ``start`` to ``start + length`` as int64, across shards where need be.
+
+        Raises:
+            UserError: they are not what was written.
+        """
         out = np.empty(length, dtype=np.int64)
         shard, filled = int(np.searchsorted(self._starts, start, side="right")) - 1, 0
         while filled < length:
             offset = start + filled - self._starts[shard]
             part = self._maps[shard][offset : offset + length - filled]
+            self._check_blocks(shard, offset, offset + len(part))
             out[filled : filled + len(part)] = part
             filled, shard = filled + len(part), shard + 1
         return out

@@ -82,6 +82,8 @@ class AverageEncoder:
         self.batches.append(tuple(pixels.shape))
         return torch.nn.functional.avg_pool2d(pixels, 8)
 
+    def release(self) -> None: ...
+
 
 class LettersEncoder:
     """Stands for text encoders: one row a letter, and a pooled vector in bf16."""
@@ -101,6 +103,8 @@ class LettersEncoder:
             }
             for text in captions
         ]
+
+    def release(self) -> None: ...
 
 
 def spelled(text: dict[str, Tensor]) -> str:

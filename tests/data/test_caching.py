@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import builtins
 import os
+import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
-from library.data.batches import collate
-from library.errors import UserError, one_line
+from library.data.batches import WholeBatches, collate, collate_if_read
+from library.errors import UserError
 from tests.data.folders import (
     LONG_AGO,
     AverageEncoder,
@@ -131,22 +133,86 @@ def test_a_damaged_cache_file_is_encoded_again(tmp_path: Path, damage: str) -> N
     assert len(items(data.train)) == 3
 
 
-def test_a_cache_file_damaged_or_removed_while_training_is_one_line(tmp_path: Path) -> None:
+def _cached(folder: Path) -> list[Path]:
+    return sorted((folder / "img" / ".tandem_cache").rglob("*.safetensors"))
+
+
+def test_any_changed_byte_of_a_cache_file_is_noticed_and_the_file_encoded_again(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "a.png")
+    data, said = build(write_toml(tmp_path)), list[str]()
+    data.say = said.append
+    cache_all(data)
+    before, draw = data.train[(0, 0)], random.Random(0)
+    for path in _cached(tmp_path):
+        whole = path.read_bytes()
+        for place in sorted({*range(0, 200, 7), len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(50))}):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << draw.randrange(8)
+            path.write_bytes(changed)
+            again = data.train[(0, 0)]
+            assert torch.equal(again.latents, before.latents), place
+            assert again.text.keys() == before.text.keys(), place
+            assert all(torch.equal(again.text[name], before.text[name]) for name in before.text), place
+            assert path.read_bytes() == whole, place
+            assert said.pop().startswith(f"{path}: damaged"), place
+            assert not said
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_vanishes_while_training_is_encoded_again_from_images_and_captions(workers: int, tmp_path: Path) -> None:
+    for i in range(3):
+        add_image(tmp_path / "img", f"{i}.png", seed=i, caption=f"caption {i}")
+    data, said = build(write_toml(tmp_path)), list[str]()
+    data.say = said.append
+    cache_all(data)
+    loader = DataLoader(
+        data.train, batch_sampler=data.batch_sampler(), collate_fn=collate_if_read, num_workers=workers,
+        persistent_workers=workers > 0,
+    )  # fmt: skip
+    batches = WholeBatches(loader, data.train, torch.device("cpu"))
+    before = list(batches)
+    assert len(before) == 3
+    shutil.rmtree(tmp_path / "img" / ".tandem_cache")
+    for one, other in zip(list(batches), before, strict=True):
+        assert torch.equal(one.latents, other.latents)
+        assert torch.equal(one.text["prompt_embeds"], other.text["prompt_embeds"])
+    assert len(said) == 1
+    assert said[0].endswith(": missing; encoded again, and 5 more")
+    assert len(_cached(tmp_path)) == 6
+
+
+def test_what_can_not_be_encoded_again_is_told_with_the_reason_and_leaves_no_damaged_file(tmp_path: Path) -> None:
+    image = add_image(tmp_path / "img", "a.png")
     data = build(write_toml(tmp_path))
     cache_all(data)
     (victim,) = (tmp_path / "img" / ".tandem_cache" / "latents").iterdir()
     victim.write_bytes(b"hello")
-    with pytest.raises(UserError, match=r"safetensors: damaged \(.*\); delete it and start again: it is encoded anew$"):
-        data.train[(0, 0)]
-    victim.unlink()
-    removed = r"safetensors: removed while training; start again: it is encoded anew$"
-    with pytest.raises(UserError, match=removed):
-        data.train[(0, 0)]
-    loader = DataLoader(data.train, batch_sampler=data.batch_sampler(), collate_fn=collate, num_workers=1)
+    image.unlink()
     with pytest.raises(UserError) as caught:
-        next(iter(loader))
-    assert one_line(caught.value) == f"{victim}: removed while training; start again: it is encoded anew"
+        data.train[(0, 0)]
+    said = f"{victim}: damaged (no checksum in it), and cannot be encoded again: {image}: no such file"
+    assert str(caught.value).startswith(said)
+    assert not victim.exists()
+
+    class Small(AverageEncoder):
+        def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    make_image(64, 64).save(image)
+    data.cache_latents(AverageEncoder(), 1, silent)
+    data.cache_latents(Small(), 1, silent)  # finds all there
+    victim.unlink()
+    with pytest.raises(UserError, match=r"missing, and beside the model there is no memory .* --resume auto"):
+        data.train[(0, 0)]
+
+
+def test_a_cache_file_of_an_earlier_version_is_encoded_again(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    data = build(write_toml(tmp_path))
+    cache_all(data)
+    (path,) = (tmp_path / "img" / ".tandem_cache" / "latents").iterdir()
+    save_file(load_file(path), path)  # as they were without checksums
+    assert build(write_toml(tmp_path)).missing_latents("vae-1") == 1
 
 
 def test_an_image_changed_while_caching_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from pathlib import Path
 
@@ -85,6 +86,24 @@ def test_a_damaged_index_is_begun_anew(tmp_path: Path, text: str) -> None:
     file = record(index, path)
     index.measure([file])
     assert file.size == (30, 20)
+
+
+def test_a_changed_byte_of_the_index_changes_no_size_and_no_caption(tmp_path: Path) -> None:
+    path = add_image(tmp_path, "a.png", (30, 20), caption="a cat")
+    stat = (5, path.with_suffix(".txt").stat().st_mtime_ns)
+    index = FileIndex(tmp_path / ".tandem_cache")
+    index.measure([record(index, path)])
+    index.caption(str(path.with_suffix(".txt")), stat)
+    index.save()
+    stored = tmp_path / ".tandem_cache" / "index.json"
+    whole, draw = stored.read_bytes(), random.Random(0)
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << draw.randrange(8)
+        stored.write_bytes(changed)
+        again = FileIndex(tmp_path / ".tandem_cache")
+        assert record(again, path).size is None, place  # nothing is remembered
+        assert again.caption(str(path.with_suffix(".txt")), stat) == "a cat", place
 
 
 def test_hidden_files_and_folders_are_not_listed(tmp_path: Path) -> None:

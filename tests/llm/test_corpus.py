@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,35 @@ def test_a_corpus_is_not_replaced_by_mistake_and_damage_is_found(tmp_path: Path)
     shard.write_bytes(shard.read_bytes()[:-2])
     with pytest.raises(UserError, match=r"train_00000\.bin: missing or of another size"):
         TokenShards(folder, "train")
+
+
+def test_any_changed_byte_of_a_corpus_is_noticed_when_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("|".join(DOCUMENTS))
+    folder, draw = run(tmp_path, "--separator", "|", "--shard_tokens", "1000"), random.Random(0)
+
+    def read_all() -> list[int]:
+        tokens: list[int] = []
+        for split in ("train", "validation"):
+            shards = TokenShards(folder, split)
+            tokens += [*shards.read(0, shards.tokens).tolist(), *shards.document_ends().tolist()]
+        return tokens
+
+    read_all()
+    assert len(list(folder.glob("train_*.bin"))) > 1
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for place in {0, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(20))}:
+            changed = bytearray(whole)
+            changed[place] ^= 1 << draw.randrange(8)
+            path.write_bytes(changed)
+            with pytest.raises(UserError, match=rf"{path.name}: damaged.*; run tools/prepare_text.py again"):
+                read_all()
+        path.unlink()
+        with pytest.raises(UserError, match=rf"{path.name}: .*run tools/prepare_text.py"):
+            read_all()
+        path.write_bytes(whole)
+    read_all()
 
 
 def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 import tools.demo_llm as demo_llm
+from library.files import read_checked_json
 from tools.demo_llm import story
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ def test_the_demo_leads_from_nothing_to_curves_and_samples(tmp_path: Path, capsy
     before, after = (json.loads((folder / f"{name}.json").read_text()) for name in ("untrained", "demo_llm"))
     (first,), (last,) = before["perplexity"].values(), after["perplexity"].values()
     # fresh weights know nothing: close to as many equally likely tokens as there are
-    vocabulary = json.loads((folder / "corpus" / "index.json").read_text())["vocab_size"]
+    vocabulary = read_checked_json(folder / "corpus" / "index.json")["vocab_size"]
     assert 0.7 * vocabulary < first["perplexity"] < 1.5 * vocabulary
     assert last["perplexity"] < first["perplexity"]
     shown = capsys.readouterr().out

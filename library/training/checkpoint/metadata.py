@@ -39,7 +39,7 @@ from library.data.config import Dataset, Subset
 from library.data.dataset import TrainingData
 from library.data.samples import Sample
 from library.errors import UserError
-from library.files import write_text
+from library.files import read_checked_json, write_checked_json
 from library.models.registry import lora_targets
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Position
@@ -351,14 +351,14 @@ def sha256_of(path: Path, memory: Path) -> str:
     about = path.stat()
     key = f"{path.resolve()}|{about.st_size}|{about.st_mtime_ns}"
     try:
-        known = json.loads(memory.read_text(encoding="utf-8"))
+        known = read_checked_json(memory)
         assert isinstance(known, dict)
     except (OSError, ValueError, AssertionError):  # nothing there yet, or cut short: found out again
         known = {}
     if key not in known:
         with open(path, "rb") as file:
             known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        write_text(memory, json.dumps(known, indent=1) + "\n")
+        write_checked_json(memory, known)
     return known[key]
 
 

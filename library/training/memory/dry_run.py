@@ -42,6 +42,7 @@ from library.errors import UserError
 from library.models.family import Family
 from library.models.text import TextEncoder
 from library.randomness import generator
+from library.safetensors_io import DamagedFile
 from library.training.checkpoint.state import Position
 from library.training.guard.update_guard import UpdateGuard
 from library.training.memory.block_swap import kind_sizes, most_swapped
@@ -135,7 +136,8 @@ class MemoryProbe:
         path = TextJob(caption).path(data.text_folder, encoder.fingerprint)
         if path.exists() and not encoder.sees_references:
             data.missing_text(encoder.fingerprint)
-            return data.text_embeddings(caption)
+            with suppress(DamagedFile):  # it is encoded here, and again with the others
+                return data.text_embeddings(caption)
         images = [Image.new("RGB", control.fit.encoded) for control in self.bucket[0].control_images]
         (embeddings,) = encoder.encode([caption], [images] if encoder.sees_references else None)
         encoder.release()

@@ -30,6 +30,7 @@ from torch import nn
 from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
 from library.config.schema import FlowConfig, TrainConfig, TrainingConfig
 from library.data.batches import Batch, collate
+from library.data.cache import is_complete
 from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.files import clear_leftovers, fingerprint
@@ -119,7 +120,7 @@ def _coming_batches(
 
 
 def _is_cached(teacher: Teacher, step: int, items: list[tuple[int, int]], data: TrainingData) -> bool:
-    return all(teacher.path(step, data.train.sample_id(index)).exists() for _, index in items)
+    return all(is_complete(teacher.path(step, data.train.sample_id(index))) for _, index in items)
 
 
 @torch.no_grad()
@@ -144,7 +145,7 @@ def _predict(
     for sample, target in zip(batch.sample_ids.tolist(), velocity.cpu(), strict=True):
         if not torch.isfinite(target).all():
             raise UserError(f"distill_from: its velocity at step {step} is not finite; check the teacher and its LoRA")
-        write_safetensors(teacher.path(step, int(sample)), {"velocity": target})
+        write_safetensors(teacher.path(step, int(sample)), {"velocity": target}, checked=True)
 
 
 def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData) -> str:

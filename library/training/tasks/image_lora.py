@@ -26,7 +26,15 @@ from library.accelerator import dp_rank_and_size
 from library.conditions import ConditionKind
 from library.config.markers import resume_keys
 from library.config.schema import DatasetArguments, FlowConfig, TrainConfig, TrainingConfig
-from library.data.batches import Batch, Bucket, CachedDataset, EpochBatchSampler, collate
+from library.data.batches import (
+    Batch,
+    Bucket,
+    CachedDataset,
+    EpochBatchSampler,
+    WholeBatches,
+    collate,
+    collate_if_read,
+)
 from library.data.dataset import TrainingData, build_dataset
 from library.data.lint import check, summarise
 from library.errors import UserError
@@ -183,6 +191,7 @@ class ImageLora(LoraTask):
         check_microbatches(config.parallel, max(sizes.values()))
         self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator)
         self.wrap(many_shapes=len(sizes) > 1)
+        self.loader = WholeBatches(self.loader, self.data.train, self.accelerator.device)
         self.step = FlowStep(self.family, config.flow, config.training.seed, self.text_encoders, self.teacher)
 
     def trial(self, training: TrainingConfig) -> ImageLora:
@@ -292,6 +301,8 @@ def read_data(
     )
     check_seam(flow, data)
     check_references(data, most_references)
+    if accelerator.is_main_process:  # another one's console is quiet
+        data.say = functools.partial(console.print, soft_wrap=True)
     console.print(data.describe())
     look_over(data, arguments.strict_dataset, accelerator, console)
     return data
@@ -316,11 +327,9 @@ def cache_data(
         tidy(data.cache_folders, console.print)
     with counting(console) as progress:
         data.cache_latents(image_encoder, arguments.vae_batch_size, progress, rank, world)
-        image_encoder.release()
         rules, sees = PromptImageRules.of(data), text_encoder.sees_references
         texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
         data.cache_text(text_encoder, texts, arguments.text_encoder_batch_size, progress, rank, world)
-        text_encoder.release()
     accelerator.wait_for_everyone()
 
 
@@ -361,7 +370,7 @@ def training_loader(
     loader = DataLoader(
         data.train,
         batch_sampler=sampler,
-        collate_fn=collate,
+        collate_fn=collate_if_read,
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=ignore_signals,

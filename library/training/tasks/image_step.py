@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, max_pool2d
 
@@ -30,6 +28,7 @@ from library.data.batches import Batch
 from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.models.family import Family
+from library.safetensors_io import DamagedFile, read_checked
 from library.training.flow import add_noise, loss_weights, noise_for, resolve_sampling, sample_losses, sample_sigmas
 
 
@@ -165,6 +164,10 @@ class Teacher:
     def _read(self, step: int, sample_id: int) -> Tensor:
         path = self.path(step, sample_id)
         try:
-            return load_file(path)["velocity"].float()
-        except (OSError, SafetensorError, KeyError) as error:
-            raise UserError(f"{path}: the teacher's answer cannot be read ({error}); start again") from None
+            return read_checked(path)["velocity"].float()
+        except DamagedFile as damage:
+            path.unlink(missing_ok=True)
+            raise UserError(
+                f"{path}: the teacher's answer is {damage.reason}; go on with --resume auto: the teacher is loaded "
+                "before the model and gives it again"
+            ) from None

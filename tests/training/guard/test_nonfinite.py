@@ -14,9 +14,10 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from library.errors import UserError
+from library.safetensors_io import write_safetensors
 from library.training.events import RunEvents
 from tests.runs import arguments as flags
 from tests.runs import lora, run, start, train_flags, write_dataset
@@ -49,7 +50,7 @@ def spoilt(clean: Path, folder: Path, value: float) -> Path:
         if metadata["image"] == BAD:
             tensors = load_file(file)
             tensors["latents"][3, 2, 1] = value
-            save_file(tensors, file, metadata)
+            write_safetensors(file, tensors, metadata, checked=True)
     return folder / clean.name
 
 
@@ -162,7 +163,8 @@ def test_a_run_in_which_nothing_is_finite_stops_after_the_limit(base: Path, clea
     data = tmp_path / "data" / clean.name
     shutil.copytree(clean.parent, data.parent, ignore=shutil.ignore_patterns("out"))
     for file in data.parent.rglob("text/*.safetensors"):
-        save_file({name: tensor * math.nan for name, tensor in load_file(file).items()}, file)
+        broken = {name: tensor * math.nan for name, tensor in load_file(file).items()}
+        write_safetensors(file, broken, checked=True)
     with pytest.raises(UserError, match="4 steps in a row are not finite, .*the cached"):
         run(base, data, tmp_path / "out", on_nan="skip", on_nan_limit=3, max_train_steps=50)
     assert list((tmp_path / "out").glob("*.safetensors")) == []
