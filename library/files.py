@@ -5,6 +5,8 @@ renamed, which the operating system does in one step: a reader sees the old cont
 folder that exists cannot be renamed onto, so the two change places where the file system can do that (Linux'
 ``renameat2``), and elsewhere the old one steps aside as ``.<name>.<process>.old`` for a moment. A folder that is to be
 deleted is renamed to ``.<name>.<process>.gone`` first, so that a half-deleted one is never taken for a complete one.
+Windows lets nobody rename or delete what somebody has open, a virus scanner for instance: there it is tried again for
+two seconds.
 
 ``<process>`` names machine (or container), process and when it began. ``clear_leftovers`` thereby knows whose work in
 progress it must leave alone: that of processes still running, and for ten minutes that of other machines on the same
@@ -21,6 +23,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -36,6 +39,7 @@ _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(
 # Another machine's leftover is one when it has not been touched for so long; two renames take no time.
 _FOREIGN_SECONDS = {"tmp": 600.0, "gone": 600.0, "old": 5.0}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.5, 0.75)  # between tries to rename on Windows
 
 
 @contextmanager
@@ -50,7 +54,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         _flush(temporary)
-        os.replace(temporary, target)
+        rename(temporary, target)
     except OSError as error:
         raise WriteError(target, error.strerror or str(error)) from error
     finally:
@@ -83,6 +87,17 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def rename(source: Path, target: Path) -> None:
+    """Rename a file, over an existing one too, or a folder to a name that is free (``os.replace``)."""
+    for pause in _RETRY_SECONDS if sys.platform == "win32" else ():
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            time.sleep(pause)
+    os.replace(source, target)
+
+
 def discard(path: str | Path) -> None:
     """Delete a file or folder; a folder is never seen half deleted under its name."""
     path = Path(path)
@@ -90,7 +105,7 @@ def discard(path: str | Path) -> None:
         path.unlink(missing_ok=True)
         return
     gone = _beside(path, "gone")
-    os.replace(path, gone)
+    rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -116,7 +131,7 @@ def clear_leftovers(folder: str | Path) -> list[Path]:
         final = leftover.with_name(match["name"])
         with suppress(OSError):
             if match["kind"] == "old" and not final.exists():
-                os.replace(leftover, final)
+                rename(leftover, final)
                 restored.append(final)
             elif leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -162,7 +177,17 @@ def _machine() -> str:
 
 
 def _begun(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot (proc(5): field 22 of stat); 0 if there is none."""
+    """Return when a process began, in clock ticks since boot (proc(5): field 22 of stat); 0 if there is none.
+
+    Where there is no /proc, in hundredths of a second since 1970.
+    """
+    if sys.platform != "linux":
+        import psutil
+
+        try:
+            return round(psutil.Process(pid).create_time() * 100)
+        except psutil.Error:
+            return 0
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         state, *fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces
@@ -173,11 +198,11 @@ def _begun(pid: int) -> int:
 
 def _replace_folder(new: Path, folder: Path) -> None:
     if not folder.exists():
-        os.replace(new, folder)
+        rename(new, folder)
     elif not _exchange(new, folder):
         old = _beside(folder, "old")
-        os.replace(folder, old)
-        os.replace(new, folder)
+        rename(folder, old)
+        rename(new, folder)
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -185,7 +210,7 @@ def _exchange(one: Path, other: Path) -> bool:
     """Let two names change places in one step; return whether this system and file system can."""
     try:
         renameat2 = ctypes.CDLL(None).renameat2
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # Windows: there is no library without a name
         return False
     paths = os.fsencode(one), os.fsencode(other)
     return bool(renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)
@@ -199,7 +224,8 @@ def _flush_names(folder: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Wait until what ``path`` holds is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    # Windows flushes only what is open for writing; elsewhere a folder can only be opened for reading
+    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -213,7 +239,7 @@ _FINGERPRINT_SLICE_BYTES = 16384  # ... of this many bytes each: 4 MiB read from
 def write_text(path: str | Path, text: str) -> None:
     """Write ``text`` (UTF-8) to ``path`` in one step."""
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 @contextmanager

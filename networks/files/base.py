@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import write_text
+from library.files import rename, write_text
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.registry import lora_namings
 from library.precision.checkpoint_layouts import WeightFiles
@@ -147,7 +147,7 @@ def folder_copy(
         yield inside
         if target.exists():
             target.rmdir()
-        os.replace(temporary, target)
+        rename(temporary, target)
     except OSError as error:
         raise UserError(f"{target}: cannot be written ({error.strerror}); choose another folder") from error
     finally:

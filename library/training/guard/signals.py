@@ -1,7 +1,7 @@
 """What a running job is asked from outside: to stop, to save, to sample.
 
-By signal: SIGINT (Ctrl-C), SIGTERM (schedulers, ``kill``) and SIGHUP (a closed terminal) ask it to stop after the step
-it is in; a second one ends it at once. By file in the output folder: ``STOP``, ``SAVE``, ``SAMPLE`` ask for just that;
+By signal: SIGINT (Ctrl-C), SIGTERM (schedulers, ``kill``) and SIGHUP (a closed terminal; on Windows SIGBREAK) ask it to
+stop after the step it is in; a second one ends it at once. By file in the output folder: ``STOP``, ``SAVE``, ``SAMPLE`` ask for just that;
 a file is removed when it has been answered, and one that is older than the run is removed at its start.
 
 Every process of a run must answer at the same step. One process alone looks after every step; several agree by one
@@ -28,7 +28,8 @@ from library.processes import watched
 
 FILES = ("STOP", "SAVE", "SAMPLE")
 STOPPED_BY_FILE = 3  # exit code; a signal's is 128 + its number, as a shell has it
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Windows has no SIGHUP; a closed window and Ctrl-Break arrive there as SIGBREAK
+_SIGNALS = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, n))
 _FILE_SECONDS = 1.0  # between two looks into the folder, which may be on a slow network
 _AGREEMENT_SECONDS = 2.0  # between two reductions of several processes, about
 _MOST_STEPS = 1000  # between them, at most
@@ -122,7 +123,7 @@ class SignalHandler:
                 self._answer(signal.Signals(number).name)
         elif self._accelerator.num_processes == 1 or now - self._signalled_at > _ECHO_SECONDS:
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)  # os.kill would end a process of Windows without asking it
 
     def look(self, step: int) -> StopRequest:
         """Return what is asked for after ``step``; every process calls this after every step and gets the same.
@@ -189,7 +190,10 @@ def ignore_signals(worker: int) -> None:
             pass
         os._exit(0)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in _SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    if not hasattr(signal, "sigwaitinfo"):  # Windows, macOS
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=end_if_the_loader_says_so, daemon=True).start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import resource
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from library.config.schema import SharedTrainingKeys
@@ -36,8 +37,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _address_space_is_spent() -> bool:
     """Whether this process has come close to its ``ulimit -v``, the one limit that makes the host refuse memory."""
+    limit = _address_limit()
+    return limit is not None and _status("VmPeak") > 7 / 8 * limit
+
+
+def _address_limit() -> int | None:
+    """Return Linux' limit of this process's addresses in bytes (``ulimit -v``), if there is one."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return limit != resource.RLIM_INFINITY and _status("VmPeak") > 7 / 8 * limit
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 @contextmanager
@@ -66,24 +77,19 @@ def available_bytes(device: torch.device) -> int:
     """Return how much memory this process could have in all: what it holds, and what is free beside it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    held = _status("VmRSS")
-    free = next(int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable"))
-    limits = [held + free]
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:  # it counts addresses, of which most are never touched
-        limits.append(max(held, held + soft - _status("VmSize")))
+    held = psutil.Process().memory_info().rss
+    limits = [held + psutil.virtual_memory().available]
+    if limit := _address_limit():  # it counts addresses, of which most are never touched
+        limits.append(max(held, held + limit - _status("VmSize")))
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
         with suppress(OSError, ValueError):
             limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
     return min(limits)
 
 
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text(encoding="utf-8").splitlines()
-
-
 def _status(key: str) -> int:
-    return next(int(line.split()[1]) * 1024 for line in _lines("/proc/self/status") if line.startswith(key))
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def tensor_bytes(tensors: Any) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import toml
 import torch
 from accelerate import Accelerator
@@ -107,7 +107,12 @@ def peak_memory_bytes() -> int:
     """Return the peak memory so far: the device's allocator on CUDA, the process's resident set on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 Values = NDArray[np.float64]

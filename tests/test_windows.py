@@ -1,0 +1,93 @@
+"""Whether Tandem starts on Windows, and trains there: as far as its rules can be set up on another system."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import run_command
+from tests.runs import ROOT, arguments, lora, run, write_base, write_dataset
+
+# a pipe's encoding in western Europe; what opens a text file without one says so
+ENVIRONMENT = {"PYTHONIOENCODING": "cp1252", "PYTHONWARNDEFAULTENCODING": "1", "PYTHONPATH": str(ROOT)}
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the rules are set up by what Linux tells of a process")
+
+
+def under_windows_rules(cwd: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run ``tests/windows.py`` with ``words`` in ``cwd``."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.windows", *map(str, words)]
+    return run_command(command, cwd, ENVIRONMENT)
+
+
+FORBIDDEN = """
+import errno, os, signal, sys
+from pathlib import Path
+
+def refused(what, kind, call):
+    try:
+        call()
+    except kind:
+        return
+    print("allowed:", what)
+
+Path("held").write_bytes(b"x")
+held = open("held", "rb")
+os.mkdir("folder")
+Path("folder/inside").write_bytes(b"x")
+inside = open("folder/inside", "rb")
+refused("resource", ImportError, lambda: __import__("resource"))
+refused("SIGHUP", AttributeError, lambda: signal.SIGHUP)
+refused("fork", AttributeError, lambda: os.fork)
+refused("proc", OSError, lambda: open("/proc/self/stat"))
+refused("delete what is open", PermissionError, lambda: os.remove("held"))
+refused("rename over what is open", PermissionError, lambda: (Path("new").write_bytes(b""), os.replace("new", "held")))
+refused("rename a folder in use", PermissionError, lambda: os.rename("folder", "other"))
+refused("open a folder", PermissionError, lambda: os.open("folder", os.O_RDONLY))
+refused("flush what is read", OSError, lambda: os.fsync(held.fileno()))
+refused("a colon", OSError, lambda: open("a:b", "wb"))
+refused("a device", OSError, lambda: os.mkdir("aux.txt"))
+refused("a link", OSError, lambda: os.symlink("held", "link"))
+print(sys.platform, hasattr(signal, "SIGHUP"))
+"""
+
+
+def test_the_rules_forbid_what_windows_does(tmp_path: Path) -> None:
+    (tmp_path / "forbidden.py").write_text(FORBIDDEN)
+    done = under_windows_rules(tmp_path, tmp_path / "forbidden.py")
+    assert done.stdout.split("\n") == ["win32 False", ""], done.stdout + done.stderr
+
+
+def test_every_module_is_imported_where_unix_is_missing(tmp_path: Path) -> None:
+    done = under_windows_rules(tmp_path)
+    modules = sum(len(list((ROOT / name).rglob("*.py"))) for name in ("library", "networks", "tools", "dev"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 0.8 * modules  # the rest: empty __init__.py, what has no __init__.py beside it
+
+
+def test_a_run_trains_saves_samples_and_is_resumed(tmp_path: Path) -> None:
+    base, dataset = write_base(tmp_path / "base"), write_dataset(tmp_path / "data")
+    (tmp_path / "prompts.txt").write_text('a disc: "red"? --w 64 --h 64 --s 2\n')
+    settings = {
+        "save_state": True,
+        "save_every_n_steps": 2,
+        "sample_prompts": tmp_path / "prompts.txt",
+        "sample_every_n_steps": 2,
+        "max_data_loader_n_workers": 1,
+        "log_with": "tensorboard",
+        "logging_dir": tmp_path / "logs",
+        "resume": "auto",
+    }
+    for steps in (2, 4):
+        flags = arguments(base, dataset, tmp_path / "out", max_train_steps=steps, lr_scheduler="constant", **settings)
+        done = under_windows_rules(tmp_path, ROOT / "train_lora.py", *flags)
+        assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+        assert "in use on Windows" not in done.stdout + done.stderr
+    assert not [name for name in os.listdir(tmp_path / "out") if name.endswith((".tmp", ".old", ".gone"))]
+    run(base, dataset, tmp_path / "here", lr_scheduler="constant")
+    here = lora(tmp_path / "here")
+    assert all(torch.equal(tensor, here[name]) for name, tensor in lora(tmp_path / "out").items())
