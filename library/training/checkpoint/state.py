@@ -356,7 +356,8 @@ def read_state(stem: Path) -> Any:
     """
     try:
         data = stem.with_suffix(".safetensors")
-        tensors = load_file(data) if data.exists() else {}
+        # copied: the file is mapped, and Windows replaces none that is
+        tensors = {name: tensor.clone() for name, tensor in load_file(data).items()} if data.exists() else {}
         return _decode(json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")), tensors)
     except Exception as error:
         raise UserError(f"{stem}.json: the saved state cannot be read ({error}); resume from another one") from error
