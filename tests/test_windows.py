@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +86,7 @@ def test_a_run_trains_saves_samples_and_is_resumed(tmp_path: Path) -> None:
         done = under_windows_rules(tmp_path, ROOT / "train_lora.py", *flags)
         assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
         assert "in use on Windows" not in done.stdout + done.stderr
-    assert not [name for name in os.listdir(tmp_path / "out") if name.endswith((".tmp", ".old", ".gone"))]
+    assert not [file for file in (tmp_path / "out").iterdir() if file.suffix in (".tmp", ".old", ".gone")]
     run(base, dataset, tmp_path / "here", lr_scheduler="constant")
     here = lora(tmp_path / "here")
     assert all(torch.equal(tensor, here[name]) for name, tensor in lora(tmp_path / "out").items())

@@ -31,6 +31,7 @@ import sys
 import sysconfig
 import types
 import warnings
+from contextlib import suppress
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -98,7 +99,7 @@ def _without_missing_modules(original: Any) -> Any:
 def _refuse_name(path: str) -> None:
     for part in PureWindowsPath(path).parts:
         stem = part.split(".")[0].rstrip().upper()
-        if re.search(r'[<>:"|?*\x00-\x1f]', part) or part[-1:] in (" ", ".") and part.strip(".") or stem in _RESERVED:
+        if re.search(r'[<>:"|?*\x00-\x1f]', part) or (part[-1:] in (" ", ".") and part.strip(".")) or stem in _RESERVED:
             raise OSError(errno.EINVAL, "Windows has no such names", path)
 
 
@@ -106,11 +107,9 @@ def _refuse_held(path: str) -> None:
     """Raise if this process has the file, or one below the folder, open or mapped."""
     path = os.path.realpath(path)
     held = set()
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            held.add(os.readlink(f"/proc/self/fd/{entry}"))
-        except OSError:
-            continue
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            held.add(str(entry.readlink()))
     with io.FileIO("/proc/self/maps") as maps:
         held |= {line.split(None, 5)[5] for line in maps.read().decode().splitlines() if line.count("/")}
     for name in held:
@@ -141,7 +140,7 @@ def _judge(event: str, arguments: tuple[Any, ...]) -> None:
         path, mode, flags = arguments
         if paths[0].startswith(("/proc/", "/sys/", "/dev/")):
             raise FileNotFoundError(errno.ENOENT, "no such file on Windows", paths[0])
-        if os.path.isdir(paths[0]):
+        if Path(paths[0]).is_dir():
             raise PermissionError(errno.EACCES, "Windows opens no folders", paths[0])
         if flags & os.O_CREAT or (mode and set(mode) & set("wax")):
             _refuse_name(paths[0])
@@ -193,7 +192,7 @@ def obey() -> None:
 
     import accelerate  # noqa: F401  what asks for the system while it is imported
     import matplotlib.pyplot  # noqa: F401
-    import torch.utils.data
+    import torch.utils.data  # noqa: F401
 
     os.fsync, signal.signal = _fsync(os.fsync), _signal(signal.signal)
     ctypes.CDLL = _cdll(ctypes.CDLL)  # type: ignore[misc]

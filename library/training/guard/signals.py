@@ -1,8 +1,9 @@
 """What a running job is asked from outside: to stop, to save, to sample.
 
 By signal: SIGINT (Ctrl-C), SIGTERM (schedulers, ``kill``) and SIGHUP (a closed terminal; on Windows SIGBREAK) ask it to
-stop after the step it is in; a second one ends it at once. By file in the output folder: ``STOP``, ``SAVE``, ``SAMPLE`` ask for just that;
-a file is removed when it has been answered, and one that is older than the run is removed at its start.
+stop after the step it is in; a second one ends it at once. By file in the output folder: ``STOP``, ``SAVE``, ``SAMPLE``
+ask for just that; a file is removed when it has been answered, and one that is older than the run is removed at its
+start.
 
 Every process of a run must answer at the same step. One process alone looks after every step; several agree by one
 reduction of eight numbers every two seconds or so, at steps that follow from the time of those before, so that the
