@@ -40,6 +40,7 @@ from accelerate.utils import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._triton import has_triton_package
 from torch.utils.data import DataLoader
 
 from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
@@ -81,6 +82,9 @@ def build_accelerator(
             )
     if training.mixed_precision == "fp16" and on_cpu:
         raise UserError('mixed_precision: fp16 needs a GPU; on a CPU use "bf16" or "no"')
+    if world > 1 and not on_cpu and not torch.distributed.is_nccl_available():
+        raise UserError(f"{world} processes: GPUs speak to each other through NCCL, which PyTorch for Windows does not "
+                        "have; start one process, or train in WSL 2")  # fmt: skip
     if parallel.accelerate_shards and on_cpu:
         _let_accelerate_shard_on_a_cpu(timeout)
     # torch would have it another name, which accelerate does not know
@@ -188,6 +192,9 @@ def _dynamo(accelerate: AccelerateConfig) -> TorchDynamoPlugin:
     """Return the compilation plugin; blocks are compiled once each kind (regional), not the whole model."""
     if not accelerate.torch_compile:
         return TorchDynamoPlugin(backend="no")
+    if torch.cuda.is_available() and accelerate.dynamo_backend == "inductor" and not has_triton_package():
+        raise UserError("torch_compile: needs triton, which is not installed; pip install triton, on Windows "
+                        "triton-windows, or remove torch_compile")  # fmt: skip
     return TorchDynamoPlugin(accelerate.dynamo_backend, accelerate.dynamo_mode, use_regional_compilation=True)
 
 

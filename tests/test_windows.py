@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from library.accelerator import build_accelerator
+from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
+from library.errors import UserError
 from tests.processes import run_command
 from tests.runs import ROOT, arguments, lora, run, write_base, write_dataset
 
@@ -90,3 +93,16 @@ def test_a_run_trains_saves_samples_and_is_resumed(tmp_path: Path) -> None:
     run(base, dataset, tmp_path / "here", lr_scheduler="constant")
     here = lora(tmp_path / "here")
     assert all(torch.equal(tensor, here[name]) for name, tensor in lora(tmp_path / "out").items())
+
+
+def test_what_pytorch_for_windows_lacks_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes without NCCL and without triton; its CUDA build is told apart from ours by just these."""
+    sections = TrainingConfig(), SavingConfig(), LoggingConfig()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("library.accelerator.has_triton_package", lambda: False)
+    with pytest.raises(UserError, match="torch_compile: needs triton.* triton-windows"):
+        build_accelerator(AccelerateConfig(torch_compile=True), *sections)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="2 processes: .*NCCL.* WSL 2"):
+        build_accelerator(AccelerateConfig(), *sections)
