@@ -112,10 +112,11 @@ class AdapterNetwork:
 
         With ``allow_partial``, what does not fit is named in the result and left as it was initialised.
         """
-        if not allow_partial:
-            return self.load(load_adapter(path, self.targets).weights, str(path))
         left_out: list[str] = []
-        weights = load_adapter(path, self.targets, left_out).weights
+        file = load_adapter(path, self.targets, left_out if allow_partial else None, self.options.dora_norm)
+        weights, notes = file.weights, "".join(f"\nnote: {note}" for note in file.notes)
+        if not allow_partial:
+            return self.load(weights, str(path)) + notes
         fit = PartialFit(str(path), left_out, sorted(weights.keys() - self.modules.keys()))
         for name, layer in self.modules.items():
             if name not in weights:
@@ -125,7 +126,7 @@ class AdapterNetwork:
             else:
                 layer.load_weights(weights[name])
                 fit.matched.add(name)
-        return fit.line(self.modules)
+        return fit.line(self.modules) + notes
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, AdapterWeights], source: str) -> str:

@@ -16,6 +16,8 @@
                                    diffusers has them. With include_patterns only what matches one of them
                                    is trained; exclude_patterns then take away
 
+    dora_norm                      of network_type dora with network_weights: "merged" or "base", what dora_scale in
+                                   that file is divided by where its metadata do not tell
     factor, decompose_both         of network_type lokr, see ``networks.adapters.lycoris``
 
 alpha is the same for every rank, as in kohya's: a layer's scale is ``network_alpha / its rank``. Ranks by kind,
@@ -33,6 +35,7 @@ from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
 from library.models.layer_names import LoraTargets
 from networks.adapters.lora import StartName
+from networks.files.weights import DORA_NORMS
 
 _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
     "train_blocks": "write train_single_block_indices=none or train_double_block_indices=none",
@@ -45,7 +48,14 @@ _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
     "ggpo_beta": "gradient-guided perturbation is not available; remove it",
     "ggpo_sigma": "gradient-guided perturbation is not available; remove it",
 }
-_PLAIN_KEYS = ("rank_dropout", "module_dropout", "loraplus_lr_ratio", "include_patterns", "exclude_patterns")
+_PLAIN_KEYS = (
+    "rank_dropout",
+    "module_dropout",
+    "loraplus_lr_ratio",
+    "include_patterns",
+    "exclude_patterns",
+    "dora_norm",
+)
 _LOKR_KEYS = ("factor", "decompose_both")
 _TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
 _OF_TRANSFORMER = ("dims", "dim_sources", "blocks", "include_patterns", "exclude_patterns", "train_t5xxl")
@@ -60,6 +70,7 @@ class NetworkOptions:
         kind: of adapter, see ``networks.adapters.base``.
         rank_stabilised: the scale is alpha / sqrt(rank).
         start: "default", "pissa" or "olora", see ``networks.adapters.lora``.
+        dora_norm: how ``network_weights`` are read, see :func:`networks.files.adapters.load_adapter`.
         factor, decompose_both: how lokr cuts a layer, see ``networks.adapters.lycoris``.
         dropout, rank_dropout, module_dropout: probabilities, see ``networks.adapters.lora``.
         dims: kind -> rank (0: left out), from the ``*_dim`` options and lists such as ``in_dims``.
@@ -87,6 +98,7 @@ class NetworkOptions:
     kind: str = "lora"
     rank_stabilised: bool = False
     start: StartName = "default"
+    dora_norm: str = "auto"
     factor: int = -1
     decompose_both: bool = False
 
@@ -143,6 +155,7 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
             kind=config.network_type,
             rank_stabilised=config.use_rslora,
             start=config.init_lora_weights,
+            dora_norm=_dora_norm(values.get("dora_norm", "auto")),
             factor=_factor(values.get("factor", "-1")),
             decompose_both=_flag("decompose_both", values.get("decompose_both", "False")),
         )
@@ -167,6 +180,8 @@ def _check_kind(config: NetworkConfig, values: Mapping[str, str]) -> None:
             raise UserError(f"network_args: {key}: network_type {kind} has no A and B; remove it")
         if key in _LOKR_KEYS and kind != "lokr":
             raise UserError(f"network_args: {key}: has no effect on network_type {kind}, only on lokr; remove it")
+    if "dora_norm" in values and not (kind == "dora" and config.network_weights):
+        raise UserError("network_args: dora_norm: is about network_weights of network_type dora; remove it")
     if config.use_rslora and not low_rank:
         raise UserError(f"use_rslora: is about the scale of a LoRA or DoRA, not of network_type {kind}; remove it")
     if start != "default" and kind != "lora":
@@ -223,6 +238,12 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise UserError(f"{option}={text}: must be a number") from None
+
+
+def _dora_norm(text: str) -> str:
+    if text not in DORA_NORMS:
+        raise UserError(f"dora_norm={text}: must be one of {', '.join(DORA_NORMS)}")
+    return text
 
 
 def _factor(text: str) -> int:

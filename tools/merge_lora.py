@@ -47,7 +47,7 @@ from tools.command import (
     value_range,
 )
 
-_OF_A_MODEL = ("transformer_only", "allow_partial")
+_OF_A_MODEL = ("transformer_only", "allow_partial", "dora_norm")
 _OF_A_LORA = ("method", "new_rank", "save_format", "overwrite")
 _OF_FP8 = ("rounding", "correction_rank", "retention", "accept_loss", "dataset_config")
 
@@ -105,6 +105,7 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
         show_progress,
         options.transformer_only,
         options.allow_partial,
+        options.dora_norm or "auto",
     )
     for note in report.notes:
         print(f"note: {note}")
@@ -157,6 +158,7 @@ def merge_into_fp8(options: argparse.Namespace, targets: LoraTargets) -> None:
         accept_loss=options.accept_loss,
         transformer_only=options.transformer_only,
         allow_partial=options.allow_partial,
+        dora_norm=options.dora_norm or "auto",
         shown=None if options.retention else 10,
     )
 
@@ -179,6 +181,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
     parser.add_argument(
         "--allow_partial", action="store_true", help="merge what fits of each LoRA; what does not is named, not refused"
+    )
+    parser.add_argument(
+        "--dora_norm",
+        choices=["merged", "base"],
+        help="what dora_scale of rows is divided by: |W + BA|, as LyCORIS and OneTrainer train it, or |W|, as ComfyUI "
+        "does (default: as the file's metadata say, else merged)",
     )
     lora = parser.add_argument_group("without --model")
     lora.add_argument("--method", choices=["concat", "svd"], help="how LoRAs become one (default: concat)")

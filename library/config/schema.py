@@ -213,8 +213,7 @@ class NetworkConfig(Section):
         "mod_dim, refiner_dim (Z-Image), q_proj_dim, k_proj_dim, v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, "
         "down_proj_dim (Llama), c_attn_dim, attn_c_proj_dim, c_fc_dim, mlp_c_proj_dim (GPT-2), "
         "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Llama, "
-        "GPT-2); factor, "
-        "decompose_both (lokr)",
+        "GPT-2); factor, decompose_both (lokr), dora_norm (dora)",
     )
     network_weights: str | None = Field(None, description="LoRA file to go on from")
     allow_partial: Annotated[bool, OnlyWith(network_weights=True, dim_from_weights=False)] = Field(

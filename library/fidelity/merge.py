@@ -52,6 +52,7 @@ def merge_to_fp8(
     accept_loss: bool = False,
     transformer_only: bool = False,
     allow_partial: bool = False,
+    dora_norm: str = "auto",
     shown: int | None = 10,
 ) -> dict[str, UpdateRetention]:
     """Merge into fp8; return what is left of each tensor's update in what was written.
@@ -70,6 +71,7 @@ def merge_to_fp8(
         accept_loss: write although rounding loses updates.
         transformer_only: leave out the LoRAs' text encoder layers.
         allow_partial: merge what fits.
+        dora_norm: see :func:`networks.files.adapters.load_adapter`.
         shown: layers in a table; None for all.
 
     Raises:
@@ -78,7 +80,7 @@ def merge_to_fp8(
     base = open_base(model, fp8=True)
     kind, recipe = _what_is_written(base, precision, rounding, seed)
     check_target(base, save_to, recipe.fp8.dtype)
-    files, fits = read_sources(sources, targets, allow_partial)
+    files, fits = read_sources(sources, targets, allow_partial, dora_norm)
     for note in base_notes(base.weights_path, files):
         console.print(f"note: {note}")
     read = [(source, targets.by_component(file.weights)) for source, file in files]

@@ -75,8 +75,10 @@ class AdapterLinear(nn.Module):
 
     def misfit(self, weights: AdapterWeights) -> tuple[str, str] | None:
         """Return why a file's ``weights`` are none for this layer, and what to do about it; None if they are."""
-        if weights.kind != self.kind:
-            return f"is a {weights.title}, here it is a {KINDS[self.kind].title}", "set network_type"
+        if weights.kind != self.kind or "rows" in weights.tensors:
+            joined = " of a joined layer" if "rows" in weights.tensors else ""
+            remedy = "set network_type" if weights.trained and not joined else "merge it into the model instead"
+            return f"is a {weights.title}{joined}, here it is a {KINDS[self.kind].title}", remedy
         for name, parameter in self.trained().items():
             found = weights.tensors.get(name)
             if found is None or found.shape != parameter.shape:

@@ -19,7 +19,8 @@ The scale alpha / rank stays when alpha grows by the same factor. Parts that dif
 up with zero rows in A, which reading recognises and removes again; parts that differ in scale get it folded into B. A
 fused LoRA that was trained as one (kohya's) has a dense B: every part then takes the same A and its rows of B.
 Products and rotations of other kinds cannot be joined, so those keep diffusers' names; ComfyUI applies each to its rows
-of the original qkv, diffusers loads DoRA, as peft's, and none of the others.
+of the original qkv, diffusers loads DoRA, as peft's, and none of the others. Of those that were trained on a joined
+layer (LyCORIS in sd-scripts), each part takes its rows (``of_rows``).
 
 Reading takes any mixture of the prefixes, suffixes and namings seen in published files. A key that cannot be mapped is
 named in the error: an adapter that is loaded in part is a wrong adapter. Whoever asks for a part all the same
@@ -53,6 +54,7 @@ from networks.files.metadata import (
 from networks.files.weights import (
     ADAPTER_MARKS,
     KINDS,
+    NORMS,
     TITLES,
     AdapterWeights,
     LoraWeights,
@@ -116,6 +118,7 @@ _ROLES = {  # suffix -> the tensor in memory; PEFT may put the adapter's name be
     ".lora.up.weight": "up",
     ".lora_linear_layer.up.weight": "up",
     ".lora_magnitude_vector.weight": "magnitude",
+    ".magnitude": "magnitude",  # ai-toolkit's DoRA
     ".alpha": "alpha",
     **{f".{written}": name for row in LAYOUTS.values() for name, written in row.names.items() if written},
     **{f".{name}": name for kind in KINDS.values() for names in kind.complete for name in names - _KOHYA.keys()},
@@ -139,11 +142,13 @@ class AdapterFile:
         weights: diffusers module name -> weights; a text encoder's names begin with its component.
         layout: rows of :data:`LAYOUTS`, or "bare" (module names without a prefix); several joined by "+".
         metadata: the file's metadata strings.
+        notes: what had to be taken for granted.
     """
 
     weights: dict[str, AdapterWeights]
     layout: str
     metadata: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,6 +198,8 @@ def save_adapter(
         if layout.alpha:
             tensors[f"{stem}.alpha"] = torch.tensor(float(module.alpha))
     strings = {"format": "pt", **(metadata or {})}
+    if any(key.endswith(".dora_scale") for key in tensors):
+        strings[DORA_NORM] = "base"
     if not layout.alpha:
         components = targets.by_component(weights)
         strings[ADAPTER_METADATA_KEY] = adapter_metadata(
@@ -308,16 +315,19 @@ def _for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Ten
     return out
 
 
-def load_adapter(path: str | Path, targets: LoraTargets, left_out: list[str] | None = None) -> AdapterFile:
+def load_adapter(
+    path: str | Path, targets: LoraTargets, left_out: list[str] | None = None, dora_norm: str = "auto"
+) -> AdapterFile:
     """Read an adapter file of any kind, in any known layout.
 
     Args:
         path: a safetensors file, or a folder written by PEFT (``adapter_model.safetensors``).
         targets: the family's row.
         left_out: receives the keys that cannot be mapped, which are refused otherwise.
+        dora_norm: one of :data:`networks.files.weights.DORA_NORMS`.
 
     Returns:
-        The weights under diffusers' module names, LoRAs split where the file has fused layers, in the file's dtype
+        The weights under diffusers' module names, split where the file has fused layers, in the file's dtype
         (8-bit floats become fp32), on the CPU.
 
     Raises:
@@ -348,16 +358,44 @@ def load_adapter(path: str | Path, targets: LoraTargets, left_out: list[str] | N
             if name in weights:
                 raise UserError(f"{path}: {name} is there twice, in two namings ({stem}); keep one")
             weights[name] = read
+    notes = _settle_norms(path, weights, metadata, dora_norm)
     modules = [module for module, _ in found.values()]
     # comfy files have kohya's keys for text encoders: the transformer's keys tell the layout where there are any
     layouts = {m.layout for m in modules if m.encoder is None} or {m.layout for m in modules}
-    return AdapterFile(weights, "+".join(sorted(layouts)), metadata)
+    return AdapterFile(weights, "+".join(sorted(layouts)), metadata, notes)
+
+
+DORA_NORM = "tandem.dora_norm"  # in a file's metadata
+
+
+def _settle_norms(
+    path: Path, weights: dict[str, AdapterWeights], metadata: Mapping[str, str], dora_norm: str
+) -> tuple[str, ...]:
+    """Rename ``dora_scale`` with a row for each output where it stands for rows of V; return a note if that is a guess.
+
+    Trainers (LyCORIS, OneTrainer) mean V = W + BA, ComfyUI divides by W: so mean files that were written here for it.
+    """
+    by_rows = {n: w for n, w in weights.items() if "dora_scale" in w.tensors and w.tensors["dora_scale"].shape[1] == 1}
+    stated = metadata.get(DORA_NORM) or ("base" if any(key.startswith("tandem.") for key in metadata) else "")
+    norm = dora_norm if dora_norm != "auto" else stated or "merged"
+    if norm == "base":
+        return ()
+    for name, module in by_rows.items():
+        tensors = {"magnitude" if n == "dora_scale" else n: t for n, t in module.tensors.items()}
+        weights[name] = module.of({**tensors, "magnitude": tensors["magnitude"].flatten()}, module.alpha)
+    known = dora_norm != "auto" or stated or any(key.startswith("ot_") for key in metadata)
+    if not by_rows or known or "lycoris" in metadata.get("ss_network_module", ""):
+        return ()
+    return (
+        f"{path}: {len(by_rows)} dora_scale are taken for row norms of W + BA, as LyCORIS and OneTrainer train them; "
+        "ComfyUI divides by those of W: dora_norm=base does so too",
+    )
 
 
 def load_lora(path: str | Path, targets: LoraTargets, left_out: list[str] | None = None) -> LoraFile:
     """Read a file of LoRAs, and refuse other kinds; see :func:`load_adapter`."""
     path = weight_file(Path(path))
-    for key in read_safetensors_header(path):
+    for key in sorted(read_safetensors_header(path)):
         if kind := non_lora_kind([key]):
             raise UserError(f"{path}: is a {TITLES[kind]} ({key}), no LoRA; merge it into a model with merge_lora.py")
     file = load_adapter(path, targets, left_out)
@@ -396,9 +434,6 @@ def _by_module(path: Path, entries: Mapping[str, TensorEntry], targets: LoraTarg
             raise UserError(f"{path}: {stem} has two {name} tensors; keep one of them")
         tensor = read_tensor(entries, key)
         tensors[name] = tensor.float() if tensor.element_size() == 1 else tensor
-    for stem in [stem for stem, (module, tensors) in found.items() if module.is_fused and _kind_of(tensors) != "lora"]:
-        del found[stem]
-        unknown += [key for key in entries if key.startswith(f"{stem}.")]
     return found, unknown
 
 
@@ -423,8 +458,10 @@ _PREFIXES = [*((name, prefix) for name, row in LAYOUTS.items() for prefix in row
 
 
 def _kind_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return the kind of adapter that one module's tensors are of."""
-    kind = "dora" if "magnitude" in tensors else non_lora_kind(f".{name}" for name in sorted(tensors)) or "lora"
+    """Return the kind of adapter that one module's tensors are of: the one they make complete, else what they show."""
+    complete = (kind for kind, each in KINDS.items() if set(tensors) in each.complete)
+    shown = sorted(f".{name}" for name in tensors if name not in NORMS) + [f".{name}" for name in tensors]
+    kind = next(complete, None) or non_lora_kind(shown) or "lora"
     return "boft" if kind == "oft" and tensors["oft_blocks"].ndim == 4 else kind
 
 
@@ -433,38 +470,66 @@ def _modules_of(
 ) -> dict[str, AdapterWeights]:
     """Check one module's tensors and return them under its diffusers names, split if it is fused."""
     alpha = tensors.pop("alpha", None)
-    kind, names = KINDS[_kind_of(tensors)], set(tensors)
+    kind = KINDS[_kind_of(tensors)]
+    _check_tensors(where, kind, tensors, alpha)
+    place, rank = module.place, rank_of(tensors)
+    name = place.original if place.part is None or module.encoder else place.modules[place.part]
+    value = float(rank) if stated is None or "down" not in tensors else stated.alpha_of(name, rank)
+    value = float(alpha) if alpha is not None else value
+    component = f"{module.encoder.name}." if module.encoder else ""
+    if "down" in tensors:
+        value = value or float(rank)  # alpha 0 means "no scaling" in sd-scripts
+    read = kind.of(tensors, value)
+    try:
+        _check_norms(read)
+        if not module.is_fused and place.part is not None:
+            return {component + place.modules[place.part]: read}
+        parts: Mapping[int, AdapterWeights]
+        parts = split_fused(place.row, read) if isinstance(read, LoraWeights) else split_rows(place.row, read)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; the file was made for another model") from None
+    return {component + place.modules[part]: weights for part, weights in parts.items()}
+
+
+def _check_tensors(where: str, kind: type[AdapterWeights], tensors: Mapping[str, Tensor], alpha: Tensor | None) -> None:
+    """Refuse tensors that are no complete adapter of their kind."""
+    names = set(tensors)
     if kind is LoraWeights and (missing := [role for role in ("down", "up") if role not in names]):
         raise UserError(f"{where} has no {missing[0]}-projection; the file is incomplete")
     if names not in kind.complete:
         has = ", ".join(sorted(names))
         raise UserError(f"{where} has {has}, which is no complete {kind.title}; the file cannot be read")
-    if "down" in names:
-        down, up = tensors["down"], tensors["up"]
-        if down.ndim != 2 or up.ndim != 2 or up.shape[1] != down.shape[0] or not down.numel() * up.numel():
-            shapes = f"down {tuple(down.shape)} and up {tuple(up.shape)}"
-            raise UserError(f"{where}: {shapes} are no LoRA of a linear layer; only those can be read")
+    if not _multiply(tensors):
+        shapes = " and ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise UserError(f"{where}: {shapes} are no {kind.title} of a linear layer; only those can be read")
     if alpha is not None and alpha.numel() != 1:
         raise UserError(f"{where} has {alpha.numel()} alphas; it takes one")
     if not all(bool(torch.isfinite(tensor.float()).all()) for tensor in tensors.values()):
         raise UserError(f"{where} holds NaN or infinity; use an earlier save")
-    place, rank = module.place, rank_of(tensors) if all(t.ndim for t in tensors.values()) else 0
-    name = place.original if place.part is None or module.encoder else place.modules[place.part]
-    value = float(rank) if stated is None or "down" not in names else stated.alpha_of(name, rank)
-    value = float(alpha) if alpha is not None else value
-    component = f"{module.encoder.name}." if module.encoder else ""
-    if kind is LoraWeights:
-        value = value or float(rank)  # alpha 0 means "no scaling" in sd-scripts
-    read = kind.of(tensors, value)
-    if not module.is_fused and place.part is not None:
-        return {component + place.modules[place.part]: read}
-    if not isinstance(read, LoraWeights):
-        return {component + place.modules[0]: read}
-    try:
-        parts = split_fused(place.row, read)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}; the file was made for another model") from None
-    return {component + place.modules[part]: weights for part, weights in parts.items()}
+
+
+def _multiply(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether an adapter's tensors have shapes that can be multiplied as its kind does."""
+    pairs = [("up", "down"), *((f"{n}_a", f"{n}_b") for n in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2"))]
+    products = [(tensors[a].shape, tensors[b].shape) for a, b in pairs if a in tensors]
+    blocks = tensors.get("oft_blocks")
+    return (
+        all(tensor.numel() for tensor in tensors.values())
+        and all(len(a) == len(b) == 2 and a[1] == b[0] for a, b in products)
+        and ("hada_w1_a" not in tensors or len({(a[0], b[1]) for a, b in products}) == 1)
+        and all(tensor.ndim == 2 for name, tensor in tensors.items() if name in ("lokr_w1", "lokr_w2"))
+        and (blocks is None or (blocks.ndim in (3, 4) and blocks.shape[-1] == blocks.shape[-2]))
+    )
+
+
+def _check_norms(read: AdapterWeights) -> None:
+    """Refuse norms that are neither of the layer's rows nor of its columns, which would be stretched over it."""
+    out, columns = read.shape
+    allowed: dict[str, list[tuple[int | None, ...]]] = {"magnitude": [(out,)], "dora_scale": [(out, 1), (1, columns)]}
+    for name in NORMS:
+        if name in read.tensors and tuple(read.tensors[name].shape) not in allowed[name]:
+            shape = tuple(read.tensors[name].shape)
+            raise ValueError(f"{name} {shape} is not one norm a row or column of {out}x{columns}")
 
 
 def fitting_targets(keys: Iterable[str]) -> list[LoraTargets]:
@@ -545,6 +610,20 @@ def split_fused(row: KeyRow, fused: LoraWeights) -> dict[int, LoraWeights]:
             alpha = fused.scale * kept
             parts[i] = LoraWeights(fused.down[block][filled], up[:, block][:, filled].contiguous(), alpha)
     return parts
+
+
+def split_rows(row: KeyRow, joined: AdapterWeights) -> dict[int, AdapterWeights]:
+    """Return part index -> its rows of an adapter of another kind that was trained on the original module.
+
+    Raises:
+        ValueError: the shapes are not those of this module, or the rows' changes depend on one another.
+    """
+    out, columns = joined.shape
+    if len(row.parts) == 1:
+        order = row.swap(torch.arange(out))
+        return {0: joined.of_rows(order) if row.halves_swapped else joined}
+    ends = row.part_rows(out, out // sum(row.rows) if columns is None else columns)
+    return {i: joined.of_rows(rows) for i, rows in enumerate(torch.arange(out).split(ends))}
 
 
 def _same_down(a: LoraWeights, b: LoraWeights) -> bool:

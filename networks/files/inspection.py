@@ -88,7 +88,7 @@ def inspect_lora(path: Path) -> LoraReport:
     layers = tuple(_layer(name, loras[name]) for name in sorted(loras, key=lambda name: _order(name, targets)))
     title = next((weights.title for weights in file.weights.values() if weights.kind != "lora"), LoraWeights.title)
     notes = () if layers else (f"is no LoRA; merge_lora.py merges a {title} into a model",)
-    return LoraReport(title, families, file.layout if loras else "", len(file.weights), layers, (), notes)
+    return LoraReport(title, families, file.layout if loras else "", len(file.weights), layers, (), notes + file.notes)
 
 
 def _order(name: str, targets: LoraTargets) -> tuple[int, int, str]:

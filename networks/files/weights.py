@@ -6,8 +6,10 @@ compute the same without forming a weight. A new kind is a class here, in :data:
 The formulas are ComfyUI's (``comfy/weight_adapter``), whose names the tensors have. Two of them deserve a warning:
 
 * ``dora_scale`` with a row for each output is divided there by the row norms of the *base*, |W|, not of V = W + s B A
-  as in the paper and in peft (``lora_magnitude_vector``). A DoRA trained as in the paper is right in ComfyUI if its
-  ``dora_scale`` is m |W| / |V|; so it is written here. With a column for each input it is divided by V's columns.
+  as in the paper, in peft (``lora_magnitude_vector``) and where LyCORIS and OneTrainer train it. A DoRA trained as in
+  the paper is right in ComfyUI if its ``dora_scale`` is m |W| / |V|; so it is written here. With a column for each
+  input all of them divide by V's columns. In memory the name tells: rows of V are ``magnitude``, rows of the base
+  ``dora_scale`` (:func:`networks.files.adapters.load_adapter` decides which a file means).
 * ComfyUI's ``alpha`` of OFT and BOFT is no scale but a limit on |Q|, 0 for none.
 """
 
@@ -26,7 +28,9 @@ class AdapterWeights:
     """A change to one linear layer.
 
     Attributes:
-        kind: as ``network_type`` names it. title: the same in messages. marks: what in a file's key shows the kind.
+        kind: as ``network_type`` names it, if it can be trained. title: the same in messages.
+        marks: what in a file's key shows the kind.
+        trained: whether there is a layer for it in ``networks.adapters``.
         complete: the sets of tensors that an adapter of this kind may consist of, by name.
         tensors: by name, on one device, of any floating dtype.
         alpha: numerator of the scale; the limit on |Q| of oft and boft.
@@ -36,6 +40,7 @@ class AdapterWeights:
     title: ClassVar[str]
     marks: ClassVar[tuple[str, ...]] = ()
     complete: ClassVar[tuple[set[str], ...]]
+    trained: ClassVar[bool] = True
     tensors: Mapping[str, Tensor]
     alpha: float
 
@@ -63,13 +68,33 @@ class AdapterWeights:
         """Return ``weight`` [out, in] fp32 changed by ``strength`` times what the adapter changes."""
         raise NotImplementedError
 
+    def of_rows(self, rows: Tensor) -> AdapterWeights:
+        """Return the same change of some output rows alone, in the order of ``rows`` [n] int64.
+
+        Raises:
+            ValueError: what becomes of these rows depends on others too.
+        """
+        raise NotImplementedError
+
 
 def rank_of(tensors: Mapping[str, Tensor]) -> int:
     """Return the rank that alpha is divided by, 0 where there is none."""
     return next((tensors[n].shape[0] for n in ("down", "lokr_w2_b", "lokr_w1_b", "hada_w1_b") if n in tensors), 0)
 
 
-class LoraWeights(AdapterWeights):
+class AddedWeights(AdapterWeights):
+    """What is added to the base's weight."""
+
+    def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the update, [out, in], computed in ``dtype``."""
+        raise NotImplementedError
+
+    def apply(self, weight: Tensor, strength: float) -> Tensor:
+        """W + strength * delta."""
+        return weight + self.delta().mul_(strength)
+
+
+class LoraWeights(AddedWeights):
     """The update ``alpha / rank * up @ down``, down [rank, in], up [out, rank]."""
 
     kind, title, complete = "lora", "LoRA", ({"down", "up"},)
@@ -98,43 +123,19 @@ class LoraWeights(AdapterWeights):
         return self.up.shape[0], self.down.shape[1]
 
     def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the update, [out, in], computed in ``dtype``."""
+        """s B A."""
         return torch.mm(self.up.to(dtype), self.down.to(dtype)).mul_(self.scale)
 
-    def apply(self, weight: Tensor, strength: float) -> Tensor:
-        """W + strength * s B A."""
-        return weight + self.delta().mul_(strength)
-
-
-class DoraWeights(AdapterWeights):
-    """``down``, ``up`` and row norms: ``magnitude`` [out] (peft's) or ``dora_scale`` [out, 1] or [1, in] (ComfyUI's).
-
-    Made of a trained layer it has both.
-    """
-
-    kind, title, marks = "dora", "DoRA", (".dora_scale", ".lora_magnitude_vector")
-    complete = ({"down", "up", "magnitude"}, {"down", "up", "dora_scale"})
-
-    @property
-    def shape(self) -> tuple[int, int | None]:
+    def of_rows(self, rows: Tensor) -> LoraWeights:
         """See the base class."""
-        return self.tensors["up"].shape[0], self.tensors["down"].shape[1]
-
-    def apply(self, weight: Tensor, strength: float) -> Tensor:
-        """W + strength * (m V / |V| - W)."""
-        t = {name: tensor.float() for name, tensor in self.tensors.items()}
-        merged = weight + self.scale * (t["up"] @ t["down"])
-        if "magnitude" in t:
-            changed = merged * (t["magnitude"].reshape(-1, 1) / merged.norm(dim=1, keepdim=True))
-        elif t["dora_scale"].shape[0] == weight.shape[0]:
-            changed = merged * (t["dora_scale"].reshape(-1, 1) / weight.norm(dim=1, keepdim=True))
-        else:
-            changed = merged * (t["dora_scale"].reshape(1, -1) / merged.norm(dim=0, keepdim=True))
-        return weight + strength * (changed - weight)
+        return LoraWeights(self.down, self.up[rows], self.alpha)
 
 
-class LokrWeights(AdapterWeights):
-    """``lokr_w1`` or its factors ``lokr_w1_a`` and ``lokr_w1_b``; ``lokr_w2`` likewise."""
+class LokrWeights(AddedWeights):
+    """``lokr_w1`` or its factors ``lokr_w1_a`` and ``lokr_w1_b``; ``lokr_w2`` likewise.
+
+    Rows of a product are mostly none themselves: ``rows`` [n], never in a file, picks those that are meant.
+    """
 
     kind, title, marks = "lokr", "LoKr", (".lokr_",)
     complete = tuple(
@@ -145,19 +146,26 @@ class LokrWeights(AdapterWeights):
     def shape(self) -> tuple[int, int | None]:
         """See the base class."""
         (rows, columns), (more_rows, more_columns) = self._side("lokr_w1").shape, self._side("lokr_w2").shape
-        return rows * more_rows, columns * more_columns
+        picked = self.tensors.get("rows")
+        return rows * more_rows if picked is None else len(picked), columns * more_columns
 
-    def apply(self, weight: Tensor, strength: float) -> Tensor:
-        """W + strength * s w1 (x) w2."""
-        return weight + strength * self.scale * torch.kron(self._side("lokr_w1"), self._side("lokr_w2"))
+    def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """s w1 (x) w2."""
+        product = torch.kron(self._side("lokr_w1", dtype), self._side("lokr_w2", dtype)).mul_(self.scale)
+        return product if (picked := self.tensors.get("rows")) is None else product[picked.to(product.device)]
 
-    def _side(self, name: str) -> Tensor:
+    def of_rows(self, rows: Tensor) -> LokrWeights:
+        """See the base class."""
+        picked = self.tensors.get("rows")
+        return LokrWeights({**self.tensors, "rows": rows if picked is None else picked[rows]}, self.alpha)
+
+    def _side(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return w1 or w2, multiplied out."""
         t = self.tensors
-        return t[name].float() if name in t else t[f"{name}_a"].float() @ t[f"{name}_b"].float()
+        return t[name].to(dtype) if name in t else t[f"{name}_a"].to(dtype) @ t[f"{name}_b"].to(dtype)
 
 
-class LohaWeights(AdapterWeights):
+class LohaWeights(AddedWeights):
     """``hada_w1_a``, ``hada_w1_b``, ``hada_w2_a``, ``hada_w2_b``."""
 
     kind, title, marks = "loha", "LoHa", (".hada_",)
@@ -168,11 +176,77 @@ class LohaWeights(AdapterWeights):
         """See the base class."""
         return self.tensors["hada_w1_a"].shape[0], self.tensors["hada_w1_b"].shape[1]
 
+    def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """s (a1 b1) * (a2 b2)."""
+        t = {name: tensor.to(dtype) for name, tensor in self.tensors.items()}
+        return (t["hada_w1_a"] @ t["hada_w1_b"]).mul_(t["hada_w2_a"] @ t["hada_w2_b"]).mul_(self.scale)
+
+    def of_rows(self, rows: Tensor) -> LohaWeights:
+        """See the base class."""
+        return LohaWeights({n: t[rows] if n.endswith("_a") else t for n, t in self.tensors.items()}, self.alpha)
+
+
+NORMS = ("magnitude", "dora_scale")
+DORA_NORMS = ("auto", "merged", "base")  # what a file's dora_scale of rows is divided by: |V|, |W|, or as it says
+
+
+class DoraWeights(AdapterWeights):
+    """A LoRA and norms: ``magnitude`` [out], rows of V; or ``dora_scale`` [out, 1], rows of W, or [1, in], V's columns.
+
+    Made of a trained layer it has both.
+    """
+
+    kind, title = "dora", "DoRA"
+    marks: ClassVar[tuple[str, ...]] = (".dora_scale", ".lora_magnitude_vector", ".magnitude")
+    complete: ClassVar[tuple[set[str], ...]] = ({"down", "up", "magnitude"}, {"down", "up", "dora_scale"})
+    added: ClassVar[type[AddedWeights]] = LoraWeights
+
+    @property
+    def update(self) -> AddedWeights:
+        """What is added to W to make V."""
+        return self.added.of({n: t for n, t in self.tensors.items() if n not in NORMS}, self.alpha)
+
+    @property
+    def shape(self) -> tuple[int, int | None]:
+        """See the base class."""
+        return self.update.shape
+
     def apply(self, weight: Tensor, strength: float) -> Tensor:
-        """W + strength * s (a1 b1) * (a2 b2)."""
-        t = {name: tensor.float() for name, tensor in self.tensors.items()}
-        product = (t["hada_w1_a"] @ t["hada_w1_b"]) * (t["hada_w2_a"] @ t["hada_w2_b"])
-        return weight + strength * self.scale * product
+        """W + strength * (m V / |V| - W)."""
+        merged = self.update.apply(weight, 1.0)
+        if (magnitude := self.tensors.get("magnitude")) is not None:
+            norm, wanted = merged.norm(dim=1, keepdim=True), magnitude.reshape(-1, 1)
+        else:
+            wanted = self.tensors["dora_scale"]
+            rows = wanted.shape[0] == weight.shape[0]
+            norm = weight.norm(dim=1, keepdim=True) if rows else merged.norm(dim=0, keepdim=True)
+        return weight + strength * (merged * (wanted.float() / norm) - weight)
+
+    def of_rows(self, rows: Tensor) -> DoraWeights:
+        """See the base class."""
+        norms = {name: tensor for name, tensor in self.tensors.items() if name in NORMS}
+        if any(len(norm) != self.shape[0] for norm in norms.values()):
+            raise ValueError("the norms are those of all columns of the joined layer")
+        kept = {name: norm[rows] for name, norm in norms.items()}
+        return type(self)({**self.update.of_rows(rows).tensors, **kept}, self.alpha)
+
+
+class DoraLokrWeights(DoraWeights):
+    """The same of a LoKr: LyCORIS's ``weight_decompose``."""
+
+    kind, title, added = "lokr with dora_scale", "LoKr with dora_scale", LokrWeights
+    trained = False
+    marks: ClassVar[tuple[str, ...]] = ()
+    complete = tuple(names | {norm} for names in LokrWeights.complete for norm in NORMS)
+
+
+class DoraLohaWeights(DoraWeights):
+    """The same of a LoHa."""
+
+    kind, title, added = "loha with dora_scale", "LoHa with dora_scale", LohaWeights
+    trained = False
+    marks: ClassVar[tuple[str, ...]] = ()
+    complete = tuple(names | {norm} for names in LohaWeights.complete for norm in NORMS)
 
 
 class OftWeights(AdapterWeights):
@@ -194,6 +268,16 @@ class OftWeights(AdapterWeights):
             blocks = blocks * min(1.0, self.alpha / float(size))
         return weight + strength * (rotate(weight.t(), cayley(blocks)).t() - weight)
 
+    def of_rows(self, rows: Tensor) -> OftWeights:
+        """See the base class."""
+        blocks = self.tensors["oft_blocks"]
+        size = blocks.shape[-1]
+        starts = rows[::size]
+        together = len(rows) % size == 0 and torch.equal(rows, (starts[:, None] + torch.arange(size)).flatten())
+        if blocks.ndim != 3 or self.alpha > 0 or not together or bool((starts % size).any()):
+            raise ValueError("the rotation mixes rows of several layers")
+        return OftWeights({"oft_blocks": blocks[starts // size]}, 0.0)
+
 
 class BoftWeights(OftWeights):
     """``oft_blocks`` P [stages, blocks, size, size]."""
@@ -203,7 +287,17 @@ class BoftWeights(OftWeights):
 
 
 KINDS: dict[str, type[AdapterWeights]] = {
-    each.kind: each for each in (LoraWeights, DoraWeights, LokrWeights, LohaWeights, OftWeights, BoftWeights)
+    each.kind: each
+    for each in (
+        LoraWeights,
+        DoraWeights,
+        LokrWeights,
+        LohaWeights,
+        OftWeights,
+        BoftWeights,
+        DoraLokrWeights,
+        DoraLohaWeights,
+    )
 }
 TITLES = {kind: each.title for kind, each in KINDS.items()}
 ADAPTER_MARKS = {mark: kind for kind, each in KINDS.items() for mark in each.marks}

@@ -85,6 +85,7 @@ def merge_loras(
     progress: Callable[[int, int], None] = lambda done, total: None,
     transformer_only: bool = False,
     allow_partial: bool = False,
+    dora_norm: str = "auto",
 ) -> MergeReport:
     """Merge LoRAs into ``model`` and write the result to ``save_to``.
 
@@ -97,6 +98,7 @@ def merge_loras(
         progress: called with (tensors done, tensors in all).
         transformer_only: leave out the LoRAs' text encoder layers; a note says so.
         allow_partial: leave out what has no place in the base or another shape; a note names it.
+        dora_norm: see :func:`networks.files.adapters.load_adapter`.
 
     Raises:
         UserError: a file is missing, a LoRA does not fit, a value leaves fp16's range, the disk is full.
@@ -105,7 +107,7 @@ def merge_loras(
         raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
     dtype = PRECISIONS[precision] if precision else None
     base = open_base(model)
-    read, fits = read_sources(sources, targets, allow_partial)
+    read, fits = read_sources(sources, targets, allow_partial, dora_norm)
     loras = [(source, file.weights) for source, file in read]
     components = _components(base, loras, targets, transformer_only, fits)
     fitting = partial_notes(fits)
@@ -137,12 +139,13 @@ def merge_loras(
 
 
 def read_sources(
-    sources: Sequence[LoraSource], targets: LoraTargets, allow_partial: bool
+    sources: Sequence[LoraSource], targets: LoraTargets, allow_partial: bool, dora_norm: str = "auto"
 ) -> tuple[list[tuple[LoraSource, AdapterFile]], Fits]:
     """Return what LoRA files hold, and with ``allow_partial`` a tally for each of what fits."""
     fits = {source.path: PartialFit(str(source.path)) for source in sources if allow_partial}
     unknown = {path: fit.unknown for path, fit in fits.items()}
-    return [(source, load_adapter(source.path, targets, unknown.get(source.path))) for source in sources], fits
+    read = [load_adapter(source.path, targets, unknown.get(source.path), dora_norm) for source in sources]
+    return list(zip(sources, read, strict=True)), fits
 
 
 def partial_notes(fits: Fits) -> list[str]:
@@ -305,7 +308,9 @@ def _left_out_notes(loras: Sequence[tuple[LoraSource, Updates]], targets: LoraTa
 
 
 def base_notes(weights: Path, loras: Sequence[tuple[LoraSource, AdapterFile]]) -> Iterator[str]:
-    """Yield a remark for every LoRA that says it was trained on other weights."""
+    """Yield a remark for every LoRA that says it was trained on other weights, or leaves open what it means."""
+    for _, lora in loras:
+        yield from lora.notes
     if any("tandem.base_fingerprint" in lora.metadata for _, lora in loras):
         here = weights_fingerprint(weights)
         for source, lora in loras:

@@ -116,7 +116,7 @@ LOKR = {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(8, 8), "alpha": torch
     [
         ({f"{STEM}.{k}": t for k, t in LOKR.items() if k != "lokr_w2"}, "has lokr_w1, which is no complete LoKr"),
         ({f"{STEM}.{k}": t for k, t in (LOKR | {"lokr_t2": torch.ones(1)}).items()}, f"encoders: {STEM}.lokr_t2;"),
-        ({f"lora_unet_double_blocks_0_img_attn_qkv.{k}": t for k, t in LOKR.items()}, "img_attn_qkv.alpha"),
+        ({f"lora_unet_double_blocks_0_img_attn_qkv.{k}": t for k, t in LOKR.items()}, "32 output rows, 96 expected"),
         ({f"{STEM}.{k}": t for k, t in (LOKR | {"lokr_w1": torch.full((4, 4), torch.nan)}).items()}, "NaN or infinity"),
         ({f"{STEM}.lora_down.weight": torch.ones(2, 32)}, "has no up-projection; the file is incomplete"),
     ],
