@@ -247,16 +247,12 @@ def model_parallel_rank_and_size(accelerator: Accelerator) -> tuple[int, int]:
 
 
 def prepare_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return ``loader`` as accelerate runs it, giving this process its share of the batches.
-
-    accelerate's own method knows of no processes that compute a batch together.
-    """
-    rank, count = dp_rank_and_size(accelerator)
+    """Return ``loader``, whose sampler gives this process's batches alone, as accelerate runs it."""
     prepared = prepare_data_loader(
         loader,
         accelerator.device,
-        num_processes=count,
-        process_index=rank,
+        num_processes=1,
+        process_index=0,
         put_on_device=True,
         even_batches=False,
         non_blocking=accelerator.non_blocking,

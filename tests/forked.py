@@ -35,7 +35,8 @@ def fork_server() -> ForkServerContext:
     """Return the context whose processes begin with everything imported; there is one server in each test process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):  # wherever pytest was started, the modules are found
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with mock.patch.dict(os.environ, PYTHONPATH=paths):  # wherever pytest was started, the modules are found
         forkserver.ensure_running()
     return context
 

@@ -5,10 +5,15 @@
 
 All items of an epoch are permuted, then dealt in that order into the open batch of their bucket; a batch is given out
 when it is full. With one bucket this is "permute, then cut": batches of four hold the very samples, in the very order,
-of four batches of one, so accumulation and batch size can be exchanged. What remains in the buckets at the end is given
-out as smaller batches, so every item is seen once an epoch. With several processes the plan is filled up to a multiple
-of their number with its own first batches, because every process must take the same number of steps; accelerate
-(``even_batches=False``) deals batch ``i * processes + rank`` of the sampler to ``rank``.
+of four batches of one. What remains in the buckets at the end is given out as smaller batches, so every item is seen
+once an epoch.
+
+The plan of an epoch knows nothing of processes. An optimizer step takes the next ``processes * accumulation`` batches
+of it, the last of an epoch what is left: nothing is seen twice and nothing left out. A batch weighs as much as it has
+samples, so that a step learns from the mean over its samples. So one process that accumulates over N batches, N
+processes, and (with one bucket) batches N times as large are the same training. Batch ``i * processes + rank`` of a
+step is that of ``rank``. Processes exchange gradients, so all compute as many batches: one for which none is left
+computes the epoch's last batch with the weight 0 (:class:`MicroStep`).
 """
 
 from __future__ import annotations
@@ -21,9 +26,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from library.accelerator import dp_rank_and_size
 from library.conditions import NO_CONDITIONS, Conditions, stack_conditions
 from library.data.buckets import Size
 from library.data.cache import TextJob, latent_path, read_cached, read_conditions
@@ -329,26 +336,82 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 Bucket = tuple[int, Size, *tuple[Size, ...]]  # number of the dataset, size of the image, of its control images
 
 
-class PlannedBatchSampler(Sampler[list[tuple[int, int]]]):
-    """Batch sampler whose epochs are planned wholly; one pass gives the rest of one epoch, from the position set.
+@dataclass(frozen=True)
+class MicroStep:
+    """One batch of every process: an optimizer step has as many of them as gradients are accumulated over.
 
-    A plan is filled up to a multiple of ``num_processes`` with its own first batches. There is deliberately no
-    ``batch_size`` attribute: with one, accelerate would withhold batches that are smaller.
+    Attributes:
+        weight: of this process's loss, so that the mean over processes and accumulated batches is that over the step's
+            samples, also where batches are smaller or fewer; 0 where the process computes only to take part.
+        number: of this process's batch in the epoch.
+        done: batches of all processes (of pretraining windows).
+        samples: of all processes.
+        ends_step: whether it is the step's last.
     """
 
-    def __init__(self, num_processes: int) -> None:
-        self.num_processes = num_processes
+    weight: float
+    number: int
+    done: int
+    samples: int
+    ends_step: bool
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of an epoch's batches a process computes.
+
+    Attributes:
+        processes: that have batches of their own.
+        rank: of this one among them.
+        accumulation: batches of each process in an optimizer step.
+    """
+
+    processes: int = 1
+    rank: int = 0
+    accumulation: int = 1
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> Self:
+        """Return this process's."""
+        rank, processes = dp_rank_and_size(accelerator)
+        return cls(processes, rank, accelerator.gradient_accumulation_steps)
+
+    @property
+    def step_batches(self) -> int:
+        """Batches of a full optimizer step."""
+        return self.processes * self.accumulation
+
+
+ALL = Share()
+
+
+class PlannedBatchSampler(Sampler[list[Any]]):
+    """Batch sampler whose epochs are planned wholly.
+
+    One pass gives this process's batches of the rest of one epoch, from the position set, :meth:`micro_steps` what the
+    loop has to know of each.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
         self.drop_last = False  # accelerate asks
         self.epoch = self.first_batch = 0
-        self._plans: dict[int, list[list[int]]] = {}
+        self._plan: tuple[int, list[list[int]]] | None = None
 
     def plan_epoch(self, epoch: int) -> list[list[int]]:
-        """Return the batches of an epoch as indices, before they are filled up: a function of seed and epoch."""
+        """Return the batches of an epoch as indices: a function of seed and epoch."""
         raise NotImplementedError
+
+    def key(self, index: int) -> Any:
+        """Return what the dataset is asked for to get ``index`` of the present epoch."""
+        return index
+
+    def weight(self, batch: Sequence[int]) -> int:
+        """Return how much a batch counts in its step: its samples."""
+        return len(batch)
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None:
         """Start the next pass in ``epoch`` (from 0) at ``first_batch``, counted over all processes."""
-        assert first_batch % self.num_processes == 0, "processes would swap their batches"
         self.epoch, self.first_batch = epoch, first_batch
 
     def batches_per_epoch(self, epoch: int | None = None) -> int:
@@ -356,17 +419,31 @@ class PlannedBatchSampler(Sampler[list[tuple[int, int]]]):
         return len(self.planned(self.epoch if epoch is None else epoch))
 
     def __len__(self) -> int:
-        """Batches of the next pass, over all processes."""
-        return max(0, self.batches_per_epoch() - self.first_batch)
+        """Batches of this process in the next pass."""
+        return -(-max(0, self.batches_per_epoch() - self.first_batch) // self.share.processes)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        plan, (processes, rank) = self.planned(self.epoch), (self.share.processes, self.share.rank)
+        for first in range(self.first_batch, len(plan), processes):
+            yield [self.key(index) for index in plan[min(first + rank, len(plan) - 1)]]
+
+    def micro_steps(self) -> Iterator[MicroStep]:
+        """Yield what the loop has to know of each batch of the next pass."""
+        plan, share = self.planned(self.epoch), self.share
+        for begin in range(self.first_batch, len(plan), share.step_batches):
+            step = plan[begin : begin + share.step_batches]
+            weights = list(map(self.weight, step))
+            for first in range(0, len(step), share.processes):
+                own, behind = first + share.rank, first + share.processes
+                weight = share.step_batches * weights[own] / sum(weights) if own < len(step) else 0.0
+                number, everyone = min(begin + own, len(plan) - 1), step[first:behind]
+                yield MicroStep(weight, number, len(everyone), sum(map(len, everyone)), behind >= len(step))
 
     def planned(self, epoch: int) -> list[list[int]]:
         """Return the batches of an epoch over all processes."""
-        if epoch not in self._plans:
-            if len(self._plans) > 1:  # an optimizer step may reach from one epoch into the next
-                del self._plans[min(self._plans)]
-            plan = self.plan_epoch(epoch)
-            self._plans[epoch] = plan + [plan[i % len(plan)] for i in range(-len(plan) % self.num_processes)]
-        return self._plans[epoch]
+        if self._plan is None or self._plan[0] != epoch:
+            self._plan = epoch, self.plan_epoch(epoch)
+        return self._plan[1]
 
 
 class EpochBatchSampler(PlannedBatchSampler):
@@ -376,13 +453,13 @@ class EpochBatchSampler(PlannedBatchSampler):
         buckets: the bucket of each item; only items of one bucket share a batch.
         batch_sizes: items in a batch, for each bucket.
         seed: what the order follows from.
-        num_processes: that share the batches.
+        share: of this process.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], batch_sizes: Mapping[Bucket, int], seed: int, num_processes: int = 1
+        self, buckets: Sequence[Bucket], batch_sizes: Mapping[Bucket, int], seed: int, share: Share = ALL
     ) -> None:
-        super().__init__(num_processes)
+        super().__init__(share)
         self.buckets, self.batch_sizes, self.seed = buckets, batch_sizes, seed
         self._instead: dict[int, int] = {}  # items left out, and those that take their places
 
@@ -407,10 +484,8 @@ class EpochBatchSampler(PlannedBatchSampler):
                 )
             self._instead[item] = next((other for other in kept if other > item), kept[0])
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch = self.epoch
-        for batch in self.planned(epoch)[self.first_batch :]:
-            yield [(epoch, self._instead.get(index, index)) for index in batch]
+    def key(self, index: int) -> tuple[int, int]:
+        return self.epoch, self._instead.get(index, index)
 
     def plan_epoch(self, epoch: int) -> list[list[int]]:
         """Return the batches of an epoch: all items permuted, then dealt into the open batch of their bucket."""

@@ -16,8 +16,8 @@ Packed, a window holds several chats, the fullest fit first (best-fit decreasing
 nothing of the others (``library.nn.attention.document_mask``). Otherwise a window is one chat, and batches are made of
 chats of similar length, padded on the right. Padding is never a target, and causal attention never looks at it.
 
-Every batch knows how many targets its optimizer step has over all batches and processes: the loss is the mean over
-those, whatever the batch size, the accumulation and the packing are.
+A batch weighs as much as it has targets: the loss of an optimizer step is the mean over all of its targets, whatever
+the batch size, the accumulation, the number of processes and the packing are.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from library.data.batches import PlannedBatchSampler, TensorBatch
+from library.data.batches import ALL, PlannedBatchSampler, Share, TensorBatch
 from library.errors import UserError
 from library.files import parse_json, read_json_lines, read_text
 from library.llm.chat_templates import ChatTemplate, Message
@@ -278,14 +277,14 @@ class ChatBatch(TensorBatch):
         tokens: [B, S] int64, padding 0.
         targets: [B, S] int64, ``IGNORED`` where nothing is trained on.
         documents: [B, S] int64, the number of the chat in its window; None where each is alone in its window.
-        step_targets: targets of the optimizer step over all batches and processes.
+        target_count: how many targets the batch has, all of its microbatches together.
         microbatches: into how many of its size a batch was split, whose loss is the mean of theirs.
     """
 
     tokens: Tensor
     targets: Tensor
     documents: Tensor | None
-    step_targets: int
+    target_count: int
     microbatches: int = 1
 
     def __len__(self) -> int:
@@ -298,62 +297,39 @@ class ChatBatch(TensorBatch):
         return [replace(self._map(operator.itemgetter(part)), microbatches=self.microbatches * count) for part in rows]
 
 
-Item = tuple[Window, int]  # a window, and the targets of its optimizer step
-
-
-class Windows(Dataset[Item]):
-    """Windows by (index, targets of the step)."""
-
-    def __init__(self, windows: Sequence[Window]) -> None:
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, key: tuple[int, int]) -> Item:
-        return self.windows[key[0]], key[1]
-
-
-def collate_windows(items: Sequence[Item]) -> ChatBatch:
-    """Return ``items`` of one batch, stacked."""
-    longest = max(sum(len(e.tokens) for e in window) for window, _ in items)
-    shape = (len(items), longest)
+def collate_windows(windows: Sequence[Window]) -> ChatBatch:
+    """Return ``windows`` of one batch, stacked."""
+    longest = max(sum(len(e.tokens) for e in window) for window in windows)
+    shape = (len(windows), longest)
     tokens, targets = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)
     documents = torch.full(shape, -1)
-    for row, (window, _) in enumerate(items):
+    for row, window in enumerate(windows):
         start = 0
         for number, example in enumerate(window):
             place = slice(start, start + len(example.tokens))
             tokens[row, place], targets[row, place], documents[row, place] = example.tokens, example.targets, number
             start = place.stop
-    alone = all(len(window) == 1 for window, _ in items)
-    return ChatBatch(tokens, targets, None if alone else documents, items[0][1])
+    alone = all(len(window) == 1 for window in windows)
+    return ChatBatch(tokens, targets, None if alone else documents, target_count(windows))
+
+
+def target_count(windows: Iterable[Window]) -> int:
+    """Return how many tokens of ``windows`` are trained on."""
+    return sum(example.target_count for window in windows for example in window)
 
 
 class ChatSampler(PlannedBatchSampler):
-    """Batch sampler over :class:`Windows`: yields lists of (index, targets of the step)."""
+    """Batch sampler over windows: yields lists of their numbers."""
 
-    def __init__(
-        self, windows: Sequence[Window], batch_size: int, seed: int, num_processes: int = 1, accumulation: int = 1
-    ) -> None:
-        super().__init__(num_processes)
+    def __init__(self, windows: Sequence[Window], batch_size: int, seed: int, share: Share = ALL) -> None:
+        super().__init__(share)
         self._lengths = [sum(len(e.tokens) for e in window) for window in windows]
-        self._targets = [sum(e.target_count for e in window) for window in windows]
+        self._targets = [target_count([window]) for window in windows]
         self._size, self._seed = batch_size, seed
-        self._step_batches = num_processes * accumulation
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch, plan = self.epoch, self.planned(self.epoch)
-        for place in range(self.first_batch, len(plan)):
-            targets = self._step_targets(epoch * len(plan) + place)
-            yield [(index, targets) for index in plan[place]]
-
-    def _step_targets(self, number: int) -> int:
-        """Return the targets of the optimizer step that batch ``number``, counted through all epochs, belongs to."""
-        first = number // self._step_batches * self._step_batches
-        per_epoch = self.batches_per_epoch()
-        batches = (self.planned(n // per_epoch)[n % per_epoch] for n in range(first, first + self._step_batches))
-        return sum(self._targets[index] for batch in batches for index in batch)
+    def weight(self, batch: Sequence[int]) -> int:
+        """Return the number of a batch's targets."""
+        return sum(self._targets[index] for index in batch)
 
     def plan_epoch(self, epoch: int) -> list[list[int]]:
         """Return the epoch's batches: shuffled, then sorted by length within pools, then the batches shuffled."""

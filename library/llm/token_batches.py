@@ -18,7 +18,7 @@ Shards are read through memory maps; what 64 KiB of one hold is compared with it
 them is used. An epoch cuts the corpus into windows of ``context`` tokens, from a start that
 differs by epoch, and shuffles them. A position is an epoch and how many of its windows all processes together have
 seen; which windows come next follows from it and the seed alone. So a run goes on with another batch size or number of
-processes, and sees every window once.
+processes, and sees every window once. The last step of an epoch has the windows that are left.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from library.data.batches import ALL, MicroStep, Share
 from library.errors import UserError
 from library.files import checksum, read_checked_json, write_checked_json
 from library.llm.tokenizers import Tokenizer, load_tokenizer
@@ -319,17 +320,10 @@ class TokenShards:
 
 
 class TokenBatches:
-    """Shuffled windows of a split for one of ``world`` processes."""
+    """Shuffled windows of a split for one of several processes."""
 
     def __init__(
-        self,
-        shards: TokenShards,
-        context: int,
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        pinned: bool = False,
+        self, shards: TokenShards, context: int, batch_size: int, seed: int, share: Share = ALL, pinned: bool = False
     ) -> None:
         """Plan the epochs; ``pinned`` batches can be copied to a GPU while it works."""
         # one window is given up, so that the start can move, and the last token is only a target
@@ -340,51 +334,69 @@ class TokenBatches:
                 "add text"
             )
         self._shards, self._context, self._size, self._seed = shards, context, batch_size, seed
-        self._rank, self._world, self._pinned = rank, world, pinned
-        self._orders: dict[int, tuple[np.ndarray, int]] = {}
+        self.share, self._pinned = share, pinned
+        self._order: tuple[int, np.ndarray, int] | None = None
         self.set_position(0)
+
+    @property
+    def windows_in_step(self) -> int:
+        """Windows of a full optimizer step, over all processes."""
+        return self.share.step_batches * self._size
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None:
         """Start the next pass in ``epoch`` (from 0) behind ``first_batch`` windows, counted over all processes."""
-        self._first, self._end = epoch * self.windows + first_batch, (epoch + 1) * self.windows
+        self._epoch, self._first = epoch, first_batch
 
     def batches_per_epoch(self, epoch: int | None = None) -> int:
         """Windows of an epoch, as :meth:`set_position` counts them."""
         return self.windows
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield this process's batches, int64 [batch, context + 1], to the end of the epoch; targets are one further.
+    def micro_steps(self) -> Iterator[MicroStep]:
+        """Yield what the loop has to know of each batch of the next pass."""
+        return (micro for _, micro in self._plan())
 
-        The last one reaches into the next epoch where the windows do not divide. The next batch is read while one is in
-        use.
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield this process's batches, int64 [up to batch, context + 1], to the end of the epoch.
+
+        Targets are one token further. The next batch is read while one is in use.
         """
-        begins = iter(range(self._first, self._end, self._world * self._size))
+        epoch, plan = self._epoch, self._plan()
         with ThreadPoolExecutor(1) as reader:
-            coming = [reader.submit(self.batch_at, begin) for begin in islice(begins, 1)]
+            coming = [reader.submit(self.read, epoch, windows) for windows, _ in islice(plan, 1)]
             while coming:
                 batch = coming.pop().result()
-                coming = [reader.submit(self.batch_at, begin) for begin in islice(begins, 1)]
+                coming = [reader.submit(self.read, epoch, windows) for windows, _ in islice(plan, 1)]
                 yield batch
 
-    def batch_at(self, window: int) -> Tensor:
-        """Return this process's part of the batch that begins at ``window``, counted through all epochs."""
-        first = window + self._rank * self._size
-        batch = torch.from_numpy(np.stack([self._window(first + i) for i in range(self._size)]))
+    def read(self, epoch: int, windows: Iterable[int]) -> Tensor:
+        """Return windows of an epoch, by their places in its order, int64 [n, context + 1]."""
+        batch = torch.from_numpy(np.stack([self._window(epoch, place) for place in windows]))
         return batch.pin_memory() if self._pinned else batch
 
-    def _window(self, sample: int) -> np.ndarray:
-        epoch, place = divmod(sample, self.windows)
-        order, offset = self._order(epoch)
-        return self._shards.read(offset + int(order[place]) * self._context, self._context + 1)
+    def _plan(self) -> Iterator[tuple[range, MicroStep]]:
+        """Yield the places of each of this process's batches.
 
-    def _order(self, epoch: int) -> tuple[np.ndarray, int]:
-        """Return an epoch's order of windows, and the token where its first one begins."""
-        if epoch not in self._orders:
+        The epoch's last step has what is left, spread over the processes; one that gets none of it takes a window that
+        is another's with the weight 0.
+        """
+        share, end = self.share, self.windows
+        for begin in range(self._first, end, self.windows_in_step):
+            in_step = min(self.windows_in_step, end - begin)
+            for first in range(begin, begin + in_step, share.processes * self._size):
+                behind = min(first + share.processes * self._size, begin + in_step)
+                each = -(-(behind - first) // share.processes)
+                own = range(min(first + share.rank * each, behind), min(first + (share.rank + 1) * each, behind))
+                weight = share.step_batches * len(own) / in_step
+                own = own or range(behind - 1, behind)
+                yield own, MicroStep(weight, own.start, behind - first, behind - first, behind == begin + in_step)
+
+    def _window(self, epoch: int, place: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
             drawn = np.random.default_rng(derive_seed(self._seed, "window order", epoch))
             offset = python_random(self._seed, "window offset", epoch).randrange(self._context)
-            kept = list(self._orders.items())[-1:]  # a batch may reach from one epoch into the next
-            self._orders = dict([*kept, (epoch, (drawn.permutation(self.windows), offset))])
-        return self._orders[epoch]
+            self._order = epoch, drawn.permutation(self.windows), offset
+        _, order, offset = self._order
+        return self._shards.read(offset + int(order[place]) * self._context, self._context + 1)
 
 
 def held_out_batches(shards: TokenShards, context: int, batch_size: int, most_tokens: int) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from library.accelerator import dp_rank_and_size
+from library.data.batches import MicroStep
 from library.errors import UserError
 from library.randomness import derive_seed
 from library.training.checkpoint.hub import build_upload
@@ -56,7 +56,7 @@ class Trainer:
             task.prepare()
         except KeyboardInterrupt:
             raise KeyboardInterrupt("before the first step; what is cached is kept") from None
-        self.position = task.resume(config.training.resume) if config.training.resume else Position()
+        self.position = task.resume(config.training.resume) if config.training.resume else task.begins_at()
         write_config(task.names.folder, task.asked, accelerator)
         step, folder = self.position.step, task.names.folder
         self.metrics = MetricsStream(folder / "metrics.jsonl", accelerator, config.logging, step)
@@ -80,7 +80,6 @@ class Trainer:
             self.progress.note(f"{len(position.skipped_samples)} images stay left out, as in the state")
         for model in task.models:
             model.train()
-        self.step_ended = position.epoch, position.batches  # when the last whole step ended
         while position.step < task.total_steps and not self.events.stopped:
             self._epoch()
         self._undo_bad_steps(before_saving=True)  # where the end was not a step that is logged
@@ -90,16 +89,15 @@ class Trainer:
         task, position, record = self.task, self.position, self.record
         task.batches.set_position(position.epoch, position.batches)
         record.start_clock()
-        for batch, waited in _timed(task.loader):
+        for (batch, waited), micro in zip(_timed(task.loader), task.batches.micro_steps(), strict=True):
             self.guard.begin(position, record.ema)
             with when_memory_runs_out(partial(self._out_of_memory, batch)):
-                loss, values, grad_norm = self._batch(batch)
-            position.batches += task.batch_stride
-            record.add(loss, values, waited, len(batch))
+                loss, values, grad_norm = self._batch(batch, micro)
+            position.batches += micro.done
+            record.add(loss, values, waited, len(batch) if micro.weight else 0, micro.samples)
             if grad_norm is None:
                 continue
             position.step += 1
-            position.step_ended, self.step_ended = None, (position.epoch, position.batches)
             self.guard.end(position)
             record.end_step(grad_norm)
             logged, due = self._is_logged(position.step), self.events.is_due(position)
@@ -119,29 +117,30 @@ class Trainer:
             return
         if record.ema is not None:  # steps were taken, of which the last may not have been logged
             record.read_average()
-        position.step_ended = None if task.accelerator.sync_gradients else self.step_ended
-        task.next_epoch(position)
+        position.epoch, position.batches = position.epoch + 1, 0
         self.events.after_epoch(position)
 
-    def _batch(self, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _batch(self, batch: Any, micro: MicroStep) -> tuple[Tensor, Tensor, Tensor | None]:
         """Forward and backward of one batch, and the update where the accumulation is complete.
 
-        Return its loss [], its values, and at the end of a step the gradients' norm.
+        Return its loss [] times its weight, its values, and at the end of a step the gradients' norm.
         """
-        task, position, accelerator, grad_norm = self.task, self.position, self.task.accelerator, None
-        with task.accumulate():
-            # LoRA dropout is the one global draw; seeding it here makes it a function of the position too.
-            rank, _ = dp_rank_and_size(accelerator)  # those that compute one batch together draw the same
-            seed = task.seed
-            torch.manual_seed(derive_seed(seed, "dropout", position.step, position.batches, rank))
-            loss, values = task.forward_backward(batch, position.step, self.guard.nan_if_bad)
-            if accelerator.sync_gradients:
+        task, position, grad_norm = self.task, self.position, None
+
+        def checked(loss: Tensor) -> Tensor:
+            return self.guard.nan_if_bad(loss) * micro.weight
+
+        with task.accumulate(micro.ends_step):
+            # LoRA dropout is the one global draw; seeding it here makes it a function of the batch's place too.
+            torch.manual_seed(derive_seed(task.seed, "dropout", position.step, micro.number))
+            loss, values = task.forward_backward(batch, position.step, checked)
+            if micro.ends_step:
                 grad_norm = task.clip_gradients(position.step)
                 if self._is_logged(position.step + 1):
                     self.rates = read_learning_rates(task.optimizer)  # as this step is going to use them
                 self.guard.update(grad_norm, self._update)
             task.optimizer.zero_grad()
-        return loss, values, grad_norm
+        return loss * micro.weight, values, grad_norm
 
     def _update(self, good: Tensor | None) -> None:
         self.task.optimizer.step()
@@ -157,7 +156,6 @@ class Trainer:
             return False
         self.record.go_back(snapshot.loss_ema)
         note = respond(self.task, self.position, snapshot.end, self.events.save_before_fault)
-        self.step_ended = self.position.epoch, self.position.batches
         self.progress.note(note)
         self.metrics.write({"step": self.position.step, "updates_dropped": self.position.updates_dropped})
         return True
@@ -195,20 +193,22 @@ class _Record:
         self.ema: Tensor | None = None
         self._losses: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._steps, self._samples, self._waited, self._busy = 0, 0, 0.0, 0.0
+        self._steps, self._samples, self._all_samples, self._waited, self._busy = 0, 0, 0, 0.0, 0.0
         self._loss = self._grad_norm = torch.zeros(())
         self._clock = time.perf_counter()
 
-    def add(self, loss: Tensor, values: Tensor, waited: float, samples: int) -> None:
-        """Take in one batch."""
+    def add(self, loss: Tensor, values: Tensor, waited: float, samples: int, of_all: int) -> None:
+        """Take in one batch: its weighted loss, its samples, and those of all processes."""
         self._samples += samples
+        self._all_samples += of_all
         self._losses.append(loss)
         self._values.append(values)
         self._waited += waited
 
     def end_step(self, grad_norm: Tensor) -> None:
         """Take in the end of an optimizer step."""
-        self._loss, self._grad_norm = torch.stack(self._losses).mean(), grad_norm
+        accumulated = self._accelerator.gradient_accumulation_steps  # by weight, if not by number
+        self._loss, self._grad_norm = torch.stack(self._losses).sum() / accumulated, grad_norm
         first = self._position.step == 1 and self.ema is None
         resumed = torch.tensor(self._position.loss_ema, device=self._loss.device)  # rounded as the average is
         past = self._loss if first else resumed if self.ema is None else self.ema
@@ -248,9 +248,10 @@ class _Record:
             "s_per_it": self._busy / self._steps,
             "data_wait_s": self._waited / self._steps,
         }
-        self._values, self._steps, self._samples, self._waited, self._busy = [], 0, 0, 0.0, 0.0
         each = of_each_process(self._accelerator, speed | {"peak_mem_bytes": peak_memory_bytes()})
-        speed[throughput] *= dp_rank_and_size(self._accelerator)[1]  # of all
+        speed[throughput] = self._all_samples * units / self._busy
+        self._values, self._steps, self._samples, self._all_samples = [], 0, 0, 0
+        self._waited = self._busy = 0.0
         return values | speed | each
 
 

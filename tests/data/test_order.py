@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from accelerate.data_loader import prepare_data_loader
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from library.data.batches import Bucket, EpochBatchSampler
+from library.data.batches import ALL, Bucket, EpochBatchSampler, Share
 
 SQUARE: Bucket = (0, (64, 64))
 WIDE: Bucket = (0, (96, 32))
@@ -18,10 +18,10 @@ OTHER: Bucket = (1, (64, 64))
 
 
 def plan_epoch(
-    buckets: list[Bucket], batch_sizes: dict[Bucket, int], seed: int, epoch: int, num_processes: int = 1
+    buckets: list[Bucket], batch_sizes: dict[Bucket, int], seed: int, epoch: int, share: Share = ALL
 ) -> list[list[int]]:
     """Return the items of the batches that a sampler gives in an epoch."""
-    sampler = EpochBatchSampler(buckets, batch_sizes, seed, num_processes)
+    sampler = EpochBatchSampler(buckets, batch_sizes, seed, share)
     sampler.set_position(epoch)
     return [[index for _, index in batch] for batch in sampler]
 
@@ -67,14 +67,42 @@ def test_the_plan_follows_from_seed_and_epoch() -> None:
     assert plan(1, 0) != plan(2, 0)
 
 
-@pytest.mark.parametrize("processes", [2, 3, 7])
-def test_the_plan_is_filled_up_with_its_first_batches(processes: int) -> None:
-    alone = plan_epoch([SQUARE] * 5, {SQUARE: 1}, 0, 0)
-    together = plan_epoch([SQUARE] * 5, {SQUARE: 1}, 0, 0, processes)
-    assert len(together) % processes == 0
-    assert len(together) - 5 < processes
-    assert together[:5] == alone
-    assert together[5:] == alone[: len(together) - 5]
+@given(
+    buckets=st.lists(st.sampled_from([SQUARE, WIDE, OTHER]), min_size=1, max_size=40),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
+    processes=st.integers(1, 5),
+    accumulation=st.integers(1, 4),
+    first=st.integers(0, 7),
+)
+def test_processes_share_each_step_and_weigh_every_sample_alike(
+    buckets: list[Bucket], sizes: tuple[int, int, int], processes: int, accumulation: int, first: int
+) -> None:
+    batch_sizes = dict(zip((SQUARE, WIDE, OTHER), sizes, strict=True))
+    plan = plan_epoch(buckets, batch_sizes, 5, 2)[first:]
+    ranks = []
+    for rank in range(processes):
+        sampler = EpochBatchSampler(buckets, batch_sizes, 5, Share(processes, rank, accumulation))
+        sampler.set_position(2, first)
+        batches = [[index for _, index in batch] for batch in sampler]
+        assert len(sampler) == len(batches)
+        ranks.append(list(zip(batches, sampler.micro_steps(), strict=True)))
+    steps: list[list[tuple[list[int], float]]] = [[]]
+    for together in zip(*ranks, strict=True):  # all compute as many batches
+        (about,) = {(m.done, m.samples, m.ends_step) for _, m in together}
+        real = [(batch, m.weight) for batch, m in together if m.weight]
+        assert about[:2] == (len(real), sum(len(batch) for batch, _ in real))
+        assert [plan[m.number - first] for _, m in together] == [batch for batch, _ in together]
+        steps[-1] += real
+        if about[2]:
+            steps.append([])
+    assert steps.pop() == []
+    assert [batch for step in steps for batch, _ in step] == plan  # each once, in order
+    full = processes * accumulation
+    assert [len(step) for step in steps[:-1]] == [full] * len(steps[:-1])
+    for step in steps:
+        samples = sum(len(batch) for batch, _ in step)
+        for batch, weight in step:  # engines divide by processes and accumulation, a batch's loss is a mean
+            assert weight / full / len(batch) == pytest.approx(1 / samples)
 
 
 def test_resuming_in_the_middle_gives_the_same_tail() -> None:
@@ -89,15 +117,6 @@ def test_resuming_in_the_middle_gives_the_same_tail() -> None:
     assert {epoch for batch in whole for epoch, _ in batch} == {4}
 
 
-def test_accelerate_deals_disjoint_batches_of_every_size_to_the_processes() -> None:
-    buckets = [SQUARE] * 7 + [WIDE] * 4
-    sampler = EpochBatchSampler(buckets, {SQUARE: 2, WIDE: 3}, seed=0, num_processes=2)
-    whole = list(sampler)
-    assert sorted(map(len, whole)) == [1, 1, 2, 2, 2, 3]
-    shares = [list(BatchSamplerShard(sampler, 2, rank, even_batches=False)) for rank in range(2)]  # type: ignore[arg-type]
-    assert shares == [whole[0::2], whole[1::2]]
-
-
 class Echo:
     """A data set that returns what it is asked for."""
 
@@ -110,11 +129,11 @@ class Echo:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loader_prepared_by_accelerate_starts_where_the_sampler_is_set(rank: int) -> None:
-    sampler = EpochBatchSampler([SQUARE] * 7, {SQUARE: 2}, seed=0, num_processes=2)
+    sampler = EpochBatchSampler([SQUARE] * 7, {SQUARE: 2}, 0, Share(2, rank))
     loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type,var-annotated]
-    prepared = prepare_data_loader(loader, num_processes=2, process_index=rank, even_batches=False)
+    prepared = prepare_data_loader(loader, num_processes=1, process_index=0, even_batches=False)
     for epoch, first in ((0, 0), (1, 2), (3, 0)):
         sampler.set_position(epoch, first)
-        expected = [[(epoch, i) for i in batch] for batch in plan_epoch([SQUARE] * 7, {SQUARE: 2}, 0, epoch, 2)]
+        expected = [[(epoch, i) for i in batch] for batch in plan_epoch([SQUARE] * 7, {SQUARE: 2}, 0, epoch)]
         assert len(prepared) == len(expected[first:]) // 2
         assert list(prepared) == expected[first:][rank::2]

@@ -14,6 +14,7 @@ import sentencepiece
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from library.data.batches import Share
 from library.errors import UserError
 from library.llm.chat_batches import (
     Chat,
@@ -322,7 +323,7 @@ def test_packing_keeps_every_conversation_once_and_fills_windows() -> None:
 
 
 def test_documents_have_positions_from_0_and_see_nothing_of_each_other() -> None:
-    batch = collate_windows([(tuple(examples([3, 2])), 1), (tuple(examples([4])), 1)])
+    batch = collate_windows([tuple(examples([3, 2])), tuple(examples([4]))])
     assert batch.documents is not None
     assert batch.documents.tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]
     assert batch.targets.tolist()[1] == [IGNORED, IGNORED, 0, 0, IGNORED]
@@ -332,24 +333,27 @@ def test_documents_have_positions_from_0_and_see_nothing_of_each_other() -> None
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_epoch_sees_all_and_each_batch_knows_what_its_step_learns(world: int) -> None:
+def test_every_epoch_sees_all_and_a_token_counts_alike_in_its_step(world: int) -> None:
     windows = [(example,) for example in examples([int(n) for n in range(4, 27)])]
-    sampler = ChatSampler(windows, 4, seed=1, num_processes=world, accumulation=3)
-    batches: list[tuple[int, int]] = []
+    ranks = [ChatSampler(windows, 4, 1, Share(world, rank, 2)) for rank in range(world)]
     orders = []
-    for epoch in range(6):
-        sampler.set_position(epoch)
-        plan = list(sampler)
-        assert len(plan) == sampler.batches_per_epoch() == 6
-        assert sorted(index for batch in plan for index, _ in batch) == list(range(23))
-        batches += [(sum(windows[i][0].target_count for i, _ in batch), batch[0][1]) for batch in plan]
-        orders.append([[i for i, _ in batch] for batch in plan])
-    step = 3 * world
-    for first in range(0, len(batches) - step + 1, step):
-        together = batches[first : first + step]
-        assert {said for _, said in together} == {sum(learnt for learnt, _ in together)}
+    for epoch in range(3):
+        found = []
+        for sampler in ranks:
+            sampler.set_position(epoch)
+            found.append(list(zip(sampler, sampler.micro_steps(), strict=True)))
+        together = [pair for pairs in zip(*found, strict=True) for pair in pairs]
+        assert len(together) == ranks[0].batches_per_epoch() == 6
+        assert sorted(index for batch, _ in together for index in batch) == list(range(23))
+        step = 2 * world
+        for first in range(0, 6, step):
+            of_step = together[first : first + step]
+            learnt = [sum(windows[i][0].target_count for i in batch) for batch, _ in of_step]
+            for count, (_, micro) in zip(learnt, of_step, strict=True):
+                assert micro.weight == pytest.approx(step * count / sum(learnt))
+        orders.append([batch for batch, _ in together])
     assert orders[0] != orders[1]
-    assert max(max(map(len, batch)) - min(map(len, batch)) for batch in [[windows[i][0].tokens for i in b]
-               for b in orders[0]]) <= 3  # fmt: skip
-    sampler.set_position(4, 2 * world)
-    assert [[i for i, _ in batch] for batch in sampler] == orders[4][2 * world :]
+    lengths = [[len(windows[i][0].tokens) for i in batch] for batch in orders[0]]
+    assert max(max(batch) - min(batch) for batch in lengths) <= 3
+    ranks[0].set_position(2, 2 * world)
+    assert list(ranks[0]) == orders[2][2 * world :: world]

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from library.data.batches import Share
 from library.errors import UserError
 from library.llm.documents import find_files, read_documents
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
@@ -77,17 +79,31 @@ def test_worker_processes_write_the_same_shards(corpus: Path, tmp_path: Path) ->
     assert all((corpus / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
-def test_an_epoch_is_every_window_once_whatever_the_number_of_processes(corpus: Path) -> None:
+@pytest.mark.parametrize(("world", "size", "accumulation"), [(1, 5, 2), (2, 3, 1), (3, 2, 4)])
+def test_an_epoch_is_every_window_once_whatever_the_number_of_processes(
+    corpus: Path, world: int, size: int, accumulation: int
+) -> None:
     shards = TokenShards(corpus, "train")
     whole = shards.read(0, shards.tokens)
 
-    def windows(world: int, size: int) -> list[tuple[int, ...]]:
-        ranks = [TokenBatches(shards, 16, size, seed=5, rank=rank, world=world) for rank in range(world)]
-        begins = range(0, ranks[0].windows // (world * size) * (world * size), world * size)
-        return [tuple(row.tolist()) for begin in begins for rank in ranks for row in rank.batch_at(begin)]
+    def windows(batch: Tensor) -> list[tuple[int, ...]]:
+        return [tuple(row.tolist()) for row in batch]
 
-    alone = windows(1, 1)
-    assert windows(2, 3) == alone[: len(windows(2, 3))]
+    alone = [row for batch in TokenBatches(shards, 16, 1, seed=5) for row in windows(batch)]
+    shares = [TokenBatches(shards, 16, size, 5, Share(world, rank, accumulation)) for rank in range(world)]
+    ranks = [list(zip(share, share.micro_steps(), strict=True)) for share in shares]
+    step, weights, seen = [], list[float](), 0
+    for together in zip(*ranks, strict=True):  # all compute as many batches
+        real = [row for batch, micro in together if micro.weight for row in windows(batch)]
+        step += real
+        assert {(m.done, m.samples) for _, m in together} == {(len(real), len(real))}
+        weights += [micro.weight / len(batch) for batch, micro in together if micro.weight]
+        if together[0][1].ends_step:
+            assert step == alone[seen : seen + world * size * accumulation]
+            # engines divide by processes and accumulation, and a batch's loss is a mean
+            assert weights == [pytest.approx(world * accumulation / len(step))] * len(weights)
+            step, weights, seen = [], [], seen + len(step)
+    assert (step, seen) == ([], len(alone))
     starts = [i for i in range(16) if tuple(whole[i : i + 17]) in set(alone)]
     assert len(starts) == 1  # one offset
     expected = {tuple(whole[i : i + 17].tolist()) for i in range(starts[0], starts[0] + len(alone) * 16, 16)}
@@ -98,16 +114,15 @@ def test_an_epoch_is_every_window_once_whatever_the_number_of_processes(corpus: 
 def test_a_batch_is_a_function_of_the_position(corpus: Path) -> None:
     shards = TokenShards(corpus, "train")
     batches = TokenBatches(shards, 16, 4, seed=1)
-    first = list(batches)  # to the end of the epoch, and a little into the next
-    batches.set_position(1, len(first) * 4 - batches.windows)
-    seen = [*first, *batches]
-    assert len(seen) >= 2 * batches.windows // 4
-    for number, batch in enumerate(seen):
-        assert torch.equal(batch, batches.batch_at(4 * number))
+    first = list(batches)
+    batches.set_position(1)
+    second = list(batches)
+    assert len(torch.cat(first)) == len(torch.cat(second)) == batches.windows
+    assert not torch.equal(first[0], second[0])
     resumed = TokenBatches(shards, 16, 8, seed=1)  # another batch size goes on where the first was
     resumed.set_position(0, 7 * 4)
-    assert torch.equal(next(iter(resumed)), torch.cat(seen[7:9]))
-    assert not torch.equal(TokenBatches(shards, 16, 4, seed=2).batch_at(0), seen[0])
+    assert torch.equal(next(iter(resumed)), torch.cat(first[7:9]))
+    assert not torch.equal(TokenBatches(shards, 16, 4, seed=2).read(0, range(4)), first[0])
 
 
 def test_held_out_windows_come_in_order(corpus: Path) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 from library.config.chat_schema import ChatTrainConfig
 from library.config.model_types import MODEL_FILE_KEYS
 from library.config.schema import TrainConfig, effective_learning_rate
+from library.data.batches import Share
 from library.data.buckets import Bucketing
 from library.data.config import Dataset, Subset
 from library.data.dataset import TrainingData
@@ -90,7 +91,7 @@ def lora_facts(config: TrainConfig | ChatTrainConfig, begun: float, total_steps:
 
 
 def image_facts(
-    config: TrainConfig, data: TrainingData, begun: float, batches_per_epoch: int, processes: int, total_steps: int
+    config: TrainConfig, data: TrainingData, begun: float, batches_per_epoch: int, share: Share, total_steps: int
 ) -> dict[str, object]:
     """Return the facts that an image LoRA's run adds to :func:`lora_facts`.
 
@@ -98,16 +99,16 @@ def image_facts(
         config: the whole configuration.
         data: the images.
         begun: when training began, seconds since 1970; names the session too.
-        batches_per_epoch: over all ``processes`` that have batches of their own.
+        batches_per_epoch: over all processes.
+        share: of one process.
         total_steps: of the run.
     """
-    accumulated, batches = config.training.gradient_accumulation_steps, batches_per_epoch // processes
     network, memory = config.network, data.text_folder / "file_hashes.json"
     facts: dict[str, object] = {
         **_OFF,
         **lora_targets()[config.model.model_type].kohya_facts,
         **{key: getattr(getattr(config, section), key) for section, keys in _IMAGE_OPTIONS.items() for key in keys},
-        **dataset_facts(data, processes * accumulated),
+        **dataset_facts(data, share.step_batches),
         **model_file_facts("sd_model", config.model.pretrained_model_name_or_path, memory),
         **model_file_facts("vae", config.model.ae or config.model.vae, memory),
         "network_dropout": network.network_dropout or None,
@@ -117,8 +118,8 @@ def image_facts(
         "huber_scale": 1.0,
         "huber_schedule": "constant",
         "session_id": derive_seed("session", config.training.seed, str(begun)) % 2**32,
-        "num_batches_per_epoch": batches,
-        "num_epochs": math.ceil(total_steps * accumulated / batches),
+        "num_batches_per_epoch": math.ceil(batches_per_epoch / share.processes),
+        "num_epochs": math.ceil(total_steps / math.ceil(batches_per_epoch / share.step_batches)),
     }
     if network.network_args:
         pairs = (pair.partition("=") for pair in network.network_args)

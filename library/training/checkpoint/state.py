@@ -63,15 +63,13 @@ class Position:
     nonfinite_in_row: int = 0  # those since the last that was
     skipped_samples: list[str] = field(default_factory=list)  # identities left out by on_nan = "rollback"
     validated_at: int | None = None  # the step of the last validation that was compared with the best
-    step_ended: tuple[int, int] | None = None  # epoch and batches when the last step ended, within an unfinished one
+    epoch_batches: int | None = None  # of the run that wrote it
 
-    def at_last_step(self) -> Position:
-        """Return where the last complete step ended: what was accumulated since is no part of a state.
-
-        The end of an epoch may lie within a step of several batches.
-        """
-        epoch, batches = self.step_ended or (self.epoch, self.batches)
-        return replace(self, epoch=epoch, batches=batches, step_ended=None)
+    def in_epoch_of(self, batches: int) -> Position:
+        """Return the same share of an epoch of ``batches``, where images, batch sizes or texts have changed."""
+        if self.epoch_batches in (None, batches):
+            return replace(self, epoch_batches=batches)
+        return replace(self, batches=self.batches * batches // self.epoch_batches, epoch_batches=batches)
 
 
 class Stateful(Protocol):
@@ -104,7 +102,7 @@ def save_training_state(
         WriteError: the disk is full or cannot be written to; the older state is as it was.
         UserError: a part's state holds something that cannot be written.
     """
-    about = asdict(position.at_last_step()) | {"base": base, "settings": dict(settings or {}), "saved": time.time()}
+    about = asdict(position) | {"base": base, "settings": dict(settings or {}), "saved": time.time()}
     with atomic_folder(folder) as temporary:
         write_safetensors(temporary / WEIGHTS, weights)
         for name, state in states.items():

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from library.accelerator import dp_rank_and_size, is_sharded, model_parallel_rank_and_size, zero_stage
+from library.accelerator import is_sharded, model_parallel_rank_and_size, zero_stage
+from library.data.batches import MicroStep
 from library.errors import UserError
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Position
@@ -93,35 +93,33 @@ def diagnose(task: Task, position: Position) -> Diagnosis:
     bad: list[BadSample] = []
     suspects: list[BadSample] = []
     if not broken:
-        single = ((sample, n) for batch, n in _batches(task, position) for sample in task.single_samples(batch))
-        last: tuple[Any, int] | None = None
+        single = ((sample, of) for batch, of in _batches(task, position) for sample in task.single_samples(batch))
+        last: tuple[Any, MicroStep] | None = None
         for own in lockstep_batches(single, task.accelerator):
             looked_at = own or last  # the last one again, only to take part
             assert looked_at is not None, "every process has a batch in every step"
             last = looked_at
-            sample, is_bad = _look_at(task, last[0], position, last[1])
-            if own is not None:
+            sample, is_bad = _look_at(task, last[0], position, last[1].number)
+            if own is not None and own[1].weight:
                 (bad if is_bad else suspects).append(sample)
     everyone = gather_object([(bad, suspects)] if model_parallel_rank_and_size(task.accelerator)[0] == 0 else [])
     bad, suspects = ([sample for pair in everyone for sample in pair[i]] for i in (0, 1))
     return Diagnosis(position.step + 1, task.trained, bad, suspects, broken)
 
 
-def _batches(task: Task, position: Position) -> Iterator[tuple[Any, int]]:
-    """Yield the batches of the step after ``position`` on this process, each with its place in the epoch."""
-    wanted, at = task.accelerator.gradient_accumulation_steps, replace(position)
-    while wanted > 0:
-        task.batches.set_position(at.epoch, at.batches)
-        for batch in islice(iter(task.loader), wanted):
-            yield batch, at.batches
-            at.batches, wanted = at.batches + task.batch_stride, wanted - 1
-        task.next_epoch(at)
+def _batches(task: Task, position: Position) -> Iterator[tuple[Any, MicroStep]]:
+    """Yield the batches of the step after ``position`` on this process."""
+    task.batches.set_position(position.epoch, position.batches)
+    for batch, micro in zip(task.loader, task.batches.micro_steps(), strict=False):
+        yield batch, micro
+        if micro.ends_step:
+            return
 
 
-def _look_at(task: Task, batch: Any, position: Position, batches: int) -> tuple[BadSample, bool]:
-    """Return what one sample does in the step, and whether that is not finite."""
+def _look_at(task: Task, batch: Any, position: Position, number: int) -> tuple[BadSample, bool]:
+    """Return what one sample of the epoch's batch ``number`` does in the step, and whether that is not finite."""
     accelerator = task.accelerator
-    torch.manual_seed(derive_seed(task.seed, "dropout", position.step, batches, dp_rank_and_size(accelerator)[0]))
+    torch.manual_seed(derive_seed(task.seed, "dropout", position.step, number))
     with contextlib.ExitStack() as stack:
         for model in task.models:
             stack.enter_context(accelerator.no_sync(model))

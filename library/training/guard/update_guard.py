@@ -264,7 +264,6 @@ class UpdateGuard:
         if task.average is not None:
             assert snapshot.average is not None
             task.average.updates = snapshot.average
-        task.accelerator.step = 0  # accelerate's count of batches, from which it knows where a step ends
         drop_gradients(task.optimizer)
 
 

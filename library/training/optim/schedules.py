@@ -32,7 +32,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from library.config.pretrain_schema import LLMTrainingConfig
 from library.config.schema import OptimizerConfig, TrainingConfig
+from library.data.batches import Share
 from library.errors import UserError
+from library.training.checkpoint.state import Position
 
 
 def build_schedule(config: OptimizerConfig, optimizer: Optimizer, total_steps: int) -> LambdaLR:
@@ -117,25 +119,36 @@ def _check_lengths(config: OptimizerConfig, total_steps: int) -> None:
         )
 
 
-def total_steps(
-    training: TrainingConfig | LLMTrainingConfig, per_epoch: int, per_step: int, unit: str = "batches"
-) -> int:
-    """Return the number of optimizer steps of the run; epochs win over steps.
+def run_length(
+    training: TrainingConfig | LLMTrainingConfig, per_epoch: int, per_step: int, begun: Position
+) -> tuple[int, int]:
+    """Return the number of optimizer steps of the run, and of epochs, of which the last may be begun only.
+
+    Epochs win over steps. The last step of an epoch is a smaller one where ``per_step`` does not divide ``per_epoch``.
+    A run that goes on with another number of processes takes as many steps as its epochs have left.
 
     Args:
         training: max_train_steps, max_train_epochs.
-        per_epoch, per_step: batches of one epoch and of one step on each process; or of any other ``unit``.
-
-    Raises:
-        UserError: the epochs hold less than one optimizer step.
+        per_epoch, per_step: batches, or windows, of an epoch and of a full step over all processes.
+        begun: where the run begins or goes on.
     """
-    if training.max_train_epochs is None:
-        return training.max_train_steps
-    steps = training.max_train_epochs * per_epoch // per_step
-    if steps == 0:
-        lower = "tokens_per_batch" if unit == "windows" else "gradient_accumulation_steps"
-        raise UserError(
-            f"max_train_epochs: {training.max_train_epochs} epochs of {per_epoch} {unit} are fewer than the {per_step} "
-            f"of a step; raise the epochs, or lower {lower}"
-        )
-    return steps
+    in_epoch = math.ceil(per_epoch / per_step)
+    done = begun.epoch * in_epoch + math.ceil(begun.batches / per_step)
+    if getattr(training, "on_nan", "stop") == "skip":
+        done -= begun.updates_dropped  # steps that were passed over
+    if training.max_train_epochs is not None:
+        return begun.step + training.max_train_epochs * in_epoch - done, training.max_train_epochs
+    return training.max_train_steps, math.ceil((done + training.max_train_steps - begun.step) / in_epoch)
+
+
+def describe_steps(per_epoch: int, share: Share, per_step: int, unit: str = "batch") -> str:
+    """Return in a line how an epoch's batches, or another ``unit``, become steps."""
+    several = f"{unit}es" if unit == "batch" else f"{unit}s"
+    counts = {"processes": share.processes, "accumulated": share.accumulation}
+    of = " x ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
+    left = per_epoch % per_step
+    last = f", the last of {left} {unit if left == 1 else several}" if left else ""
+    return (
+        f"{per_epoch:,} {several} an epoch, {per_step:,} in a step{f' ({of})' if of else ''}: "
+        f"{math.ceil(per_epoch / per_step):,} steps an epoch{last}"
+    )

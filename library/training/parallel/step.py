@@ -6,7 +6,7 @@ Whatever communicates is collective: every process of the run calls it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -47,17 +47,20 @@ def lockstep_batches(batches: Iterator[Item], accelerator: Accelerator) -> Itera
 
 
 @contextmanager
-def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Inside the block, a batch, FSDP2 within ``tp`` exchanges gradients only if it is a step's last.
+def no_sync(accelerator: Accelerator, models: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside the block, a batch that is not a step's last, processes exchange no gradients.
 
-    accelerate sees to the other layouts.
+    accelerate sees to all layouts but FSDP2 within ``tp``.
     """
-    within_tp = model if is_tensor_parallel(accelerator) and isinstance(model, FSDPModule) else None
-    if within_tp is not None:
-        within_tp.set_requires_gradient_sync(accelerator.sync_gradients)
-    yield
-    if within_tp is not None:
-        within_tp.set_requires_gradient_sync(True)
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(accelerator.no_sync(model))
+        within_tp = models[0] if is_tensor_parallel(accelerator) and isinstance(models[0], FSDPModule) else None
+        if within_tp is not None:
+            within_tp.set_requires_gradient_sync(False)
+        yield
+        if within_tp is not None:
+            within_tp.set_requires_gradient_sync(True)
 
 
 def clip_gradients(accelerator: Accelerator, model: nn.Module, trained: Sequence[nn.Parameter], limit: float) -> Tensor:

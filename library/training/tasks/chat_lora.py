@@ -17,9 +17,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from library.accelerator import dp_rank_and_size
 from library.config.chat_schema import ChatDataConfig, ChatSamplingConfig, ChatTrainConfig
 from library.config.markers import resume_keys
+from library.data.batches import Share
 from library.errors import UserError, error_prefix
 from library.files import weights_fingerprint
 from library.llm.chat_batches import (
@@ -29,7 +29,6 @@ from library.llm.chat_batches import (
     Example,
     TokenisedChats,
     Window,
-    Windows,
     collate_windows,
     pack_examples,
     read_chats,
@@ -67,7 +66,6 @@ class ChatLora(LoraTask):
         sizes: the model's.
         template: how chats are written.
         held_out: chats to validate on, in batches of similar length, the same on every process.
-        batches_in_step: batches of an optimizer step, over all processes.
     """
 
     metric: ClassVar[str] = "loss_tokens"
@@ -77,7 +75,6 @@ class ChatLora(LoraTask):
     sizes: LMConfig
     template: ChatTemplate
     held_out: Sequence[ChatBatch] = ()
-    batches_in_step: int
 
     def open(self) -> None:
         config, device, seed = self.config, self.accelerator.device, self.config.training.seed
@@ -123,21 +120,18 @@ class ChatLora(LoraTask):
         )  # fmt: skip
 
     def prepare(self) -> None:
-        config, (_, processes) = self.config, dp_rank_and_size(self.accelerator)
-        training, chat = config.training, config.chat
+        config, training, chat = self.config, self.config.training, self.config.chat
         windows, held_out = prepare_chats(chat, self.template, self.sizes, training.seed, self.console)
-        accumulation = training.gradient_accumulation_steps
         self.load_network()
         size = chat.train_batch_size
-        self.batches = ChatSampler(windows, size, training.seed, processes, accumulation)
+        self.batches = ChatSampler(windows, size, training.seed, Share.of(self.accelerator))
         self.loader = DataLoader(
-            Windows(windows),
+            windows,  # type: ignore[arg-type]  # a list is a dataset
             batch_sampler=self.batches,
             collate_fn=collate_windows,
             pin_memory=self.accelerator.device.type == "cuda",
         )
         self.wrap(many_shapes=True)  # a batch is as long as its longest window
-        self.batches_in_step = accumulation * processes
         self.held_out = batches_of_similar_length(held_out[: config.validation.max_validation_conversations], size)
         self.validates = bool(self.held_out)
         self.facts = lora_facts(config, self.begun, self.total_steps)
@@ -166,7 +160,7 @@ class ChatLora(LoraTask):
         return lm_parallel_spec(self.transformer, self.network)
 
     def loss(self, model: nn.Module, batch: ChatBatch, step: int) -> tuple[Tensor, Tensor]:
-        return token_mean_loss(model, batch, self.batches_in_step)
+        return token_mean_loss(model, batch)
 
     def held_out_batches(self) -> Sequence[ChatBatch]:
         return self.held_out
@@ -261,20 +255,19 @@ def _split(chats: Sequence[Chat], share: float, seed: int) -> tuple[list[Chat], 
 def batches_of_similar_length(examples: Sequence[Example], size: int) -> list[ChatBatch]:
     """Return chats in batches, the shortest first."""
     chosen = sorted(examples, key=lambda example: len(example.tokens))
-    rows = [[((example,), 1) for example in chosen[i : i + size]] for i in range(0, len(chosen), size)]
+    rows = [[(example,) for example in chosen[i : i + size]] for i in range(0, len(chosen), size)]
     return [collate_windows(row) for row in rows]
 
 
-def token_mean_loss(model: nn.Module, batch: ChatBatch, batches_in_step: int) -> tuple[Tensor, Tensor]:
+def token_mean_loss(model: nn.Module, batch: ChatBatch) -> tuple[Tensor, Tensor]:
     """Return the batch's loss (a scalar with gradient), and the number of tokens that it counts, [1].
 
-    The optimizer gets the mean over the batches of a step and over processes. Each batch is therefore weighed by its
-    share of what the step learns, so that this mean is the mean over tokens, and not one in which the tokens of short
-    answers count more. ``batches_in_step`` counts those of all processes.
+    A batch's loss is the mean over its tokens, to which microbatches, of which the mean is taken, contribute as many as
+    they have; else the tokens of short answers would count more.
     """
     count = (batch.targets != IGNORED).sum() * batch.microbatches
     mean = model(batch.tokens, batch.targets, documents=batch.documents)
-    return mean * (count * (batches_in_step / batch.step_targets)), count[None].float()
+    return mean * (count / batch.target_count), count[None].float()
 
 
 TEMPLATE = "tandem.chat_template"  # metadata: how the conversations were written that it was trained on

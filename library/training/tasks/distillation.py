@@ -27,9 +27,9 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
-from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
+from library.accelerator import model_parallel_rank_and_size
 from library.config.schema import FlowConfig, TrainConfig, TrainingConfig
-from library.data.batches import Batch, collate
+from library.data.batches import Batch, Share, collate
 from library.data.cache import is_complete
 from library.data.dataset import TrainingData
 from library.errors import UserError
@@ -38,7 +38,7 @@ from library.models.family import Family, model_family, with_transformer
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import Position, read_position
 from library.training.flow import add_noise, noise_for, sample_sigmas
-from library.training.optim.schedules import total_steps
+from library.training.optim.schedules import run_length
 from library.training.report.progress import counting
 from library.training.tasks.image_step import Teacher
 from library.training.tasks.lora import base_dtype
@@ -100,22 +100,20 @@ def _coming_batches(
     training: TrainingConfig, data: TrainingData, accelerator: Accelerator
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Yield step and items (epoch, index) of this process's batches as the training loop is going to see them."""
-    rank, world = dp_rank_and_size(accelerator)
-    sampler = data.batch_sampler(world)
-    position = read_position(training.resume, {}) if training.resume else Position()
-    epoch, first, done = position.epoch, position.batches, 0
-    accumulated = training.gradient_accumulation_steps
-    steps = total_steps(training, sampler.batches_per_epoch() // world, accumulated)
-    while position.step + done // accumulated < steps:
+    share = Share.of(accelerator)
+    sampler = data.batch_sampler(share)
+    per_epoch = sampler.batches_per_epoch()
+    position = (read_position(training.resume, {}) if training.resume else Position()).in_epoch_of(per_epoch)
+    steps, _ = run_length(training, per_epoch, share.step_batches, position)
+    step, epoch, first = position.step, position.epoch, position.batches
+    while step < steps:
         sampler.set_position(epoch, first)
-        for number, items in enumerate(sampler):
-            if number % world != rank:
-                continue
-            step = position.step + done // accumulated
-            if step >= steps:
+        for items, micro in zip(sampler, sampler.micro_steps(), strict=True):
+            if micro.weight:  # else another process's
+                yield step, items
+            step += micro.ends_step
+            if step == steps:
                 return
-            yield step, items
-            done += 1
         epoch, first = epoch + 1, 0
 
 

@@ -22,7 +22,6 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from library.accelerator import dp_rank_and_size
 from library.conditions import ConditionKind
 from library.config.markers import resume_keys
 from library.config.schema import DatasetArguments, FlowConfig, TrainConfig, TrainingConfig
@@ -31,6 +30,7 @@ from library.data.batches import (
     Bucket,
     CachedDataset,
     EpochBatchSampler,
+    Share,
     WholeBatches,
     collate,
     collate_if_read,
@@ -134,9 +134,9 @@ class ImageLora(LoraTask):
         self.sampler = build_sampler(
             family, self.prompts, self.image_encoder, self.data, samples, self.text_encoders, writes
         )
-        per_epoch = self.batches.batches_per_epoch()
         if writes:  # others write no files
-            own = image_facts(config, self.data, self.begun, per_epoch, self.batch_stride, self.total_steps)
+            share, per_epoch = self.batches.share, self.batches.batches_per_epoch()
+            own = image_facts(config, self.data, self.begun, per_epoch, share, self.total_steps)
             self.facts = {**lora_facts(config, self.begun, self.total_steps), **own}
 
     def load_networks(self) -> None:
@@ -365,7 +365,7 @@ def training_loader(
     data: TrainingData, arguments: DatasetArguments, accelerator: Accelerator
 ) -> tuple[EpochBatchSampler, DataLoader[Any]]:
     """Return the loader of training batches, to be prepared by accelerate, and the sampler that orders them."""
-    sampler = data.batch_sampler(dp_rank_and_size(accelerator)[1])
+    sampler = data.batch_sampler(Share.of(accelerator))
     workers = arguments.max_data_loader_n_workers
     loader = DataLoader(
         data.train,

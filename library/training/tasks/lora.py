@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from library import __version__
-from library.accelerator import dp_rank_and_size, expect_many_shapes
+from library.accelerator import expect_many_shapes
 from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.schema import ModelConfig, TrainConfig, TrainingConfig
+from library.data.batches import Share
 from library.errors import UserError
 from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.fp8_linear import ddp_ignored_names
@@ -27,7 +27,7 @@ from library.training.checkpoint.metadata import save_facts, without_folders
 from library.training.checkpoint.state import Position, check_state, load_training_state
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer
-from library.training.optim.schedules import build_schedule, total_steps
+from library.training.optim.schedules import build_schedule, describe_steps, run_length
 from library.training.parallel.gather import gathered, scatter_like
 from library.training.parallel.parallelize import parallelize
 from library.training.tasks.lora_plan import NetworkPlan, describe_base
@@ -127,12 +127,13 @@ class LoraTask(Task):
 
         ``many_shapes``: batches differ in size.
         """
-        config, training, (_, processes) = self.config, self.config.training, dp_rank_and_size(self.accelerator)
+        config, training, share = self.config, self.config.training, Share.of(self.accelerator)
         groups = self.plan.parameter_groups(self.network)
         optimizer = build_optimizer(config.optimizer, groups, training.full_bf16, training.seed)
-        per_epoch, per_step = self.batches.batches_per_epoch() // processes, training.gradient_accumulation_steps
-        self.total_steps = total_steps(training, per_epoch, per_step)
-        self.total_epochs = math.ceil(self.total_steps * per_step / per_epoch)
+        per_epoch = self.batches.batches_per_epoch()
+        self.total_steps, self.total_epochs = run_length(training, per_epoch, share.step_batches, self.begins_at())
+        if share.step_batches > 1:
+            self.console.print(describe_steps(per_epoch, share, share.step_batches), soft_wrap=True)
         self.lr_schedule = build_schedule(config.optimizer, optimizer, self.total_steps)
         if many_shapes:
             expect_many_shapes(self.accelerator)
@@ -144,7 +145,6 @@ class LoraTask(Task):
             self.accelerator, config.parallel, self.parallel(), optimizer, loader, clip
         )
         self.models = [model] if self.text_encoders is None else [model, self.text_encoders]
-        self.batch_stride = processes
         self.average = WeightAverage(self.parameters(), decay) if (decay := config.saving.ema_decay) else None
 
     def parameters(self) -> list[nn.Parameter]:
@@ -168,13 +168,7 @@ class LoraTask(Task):
                 parameter.copy_(scatter_like(parameter, weights[name]))
 
         shapes = {name: tensor.shape for name, tensor in own.items()}
-        position = load_training_state(folder, shapes, scatter, self.parts(), self.base_fingerprint, self.settings)
-        if position.batches % self.batch_stride:
-            raise UserError(
-                f"resume: {folder} was saved after batch {position.batches} of its epoch, which "
-                f"{self.batch_stride} processes cannot divide; go on with as many as it was trained with"
-            )
-        return position
+        return load_training_state(folder, shapes, scatter, self.parts(), self.base_fingerprint, self.settings)
 
     save_format = "peft"
     own_metadata: Mapping[str, str] = {}

@@ -13,12 +13,11 @@ so it lowers the figure as it lowers the speed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import exp
+from math import ceil, exp
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +35,7 @@ from library.config.pretrain_schema import (
     PretrainConfig,
 )
 from library.config.schema import TrainingConfig
+from library.data.batches import Share
 from library.errors import UserError
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
 from library.llm.tokenizers import Tokenizer, load_tokenizer
@@ -54,7 +54,7 @@ from library.training.optim.factory import (
     parse_optimizer_args,
 )
 from library.training.optim.muon import MuonWithAdamW
-from library.training.optim.schedules import build_schedule, resolve_steps, total_steps
+from library.training.optim.schedules import build_schedule, describe_steps, resolve_steps, run_length
 from library.training.parallel.gather import (
     full_shapes,
     gather_weights,
@@ -113,9 +113,10 @@ class Pretraining(Task):
         self.console.print(
             f"{sum(p.numel() for p in model.parameters()):,} parameters, {self.shards.tokens:,} tokens to train on"
         )
-        tokens = self.windows_in_step * self.context
-        epochs = self.total_steps * self.windows_in_step / self.batches.windows
-        self.console.print(f"{tokens:,} tokens a step, {epochs:.2f} epochs")
+        windows, in_step = self.batches.windows, self.batches.windows_in_step
+        epochs = self.total_steps / ceil(windows / in_step)
+        steps = describe_steps(windows, self.batches.share, in_step, "window")
+        self.console.print(f"{in_step * self.context:,} tokens a step, {epochs:.2f} epochs; {steps}", soft_wrap=True)
 
         optimizer = build_pretraining_optimizer(config.optimizer, model, training.full_bf16, training.seed)
         schedule = config.optimizer.with_defaults()
@@ -141,18 +142,15 @@ class Pretraining(Task):
 
     def _plan_batches(self, context: int) -> None:
         """Decide which windows a batch has, how many batches a step, and how many steps there are."""
-        data, training, (rank, processes) = self.config.data, self.config.training, dp_rank_and_size(self.accelerator)
-        on_gpu = self.accelerator.device.type == "cuda"
+        data, training, accelerator = self.config.data, self.config.training, self.accelerator
         self.context, self.throughput = context, ("tokens_per_s", context)
+        accelerator.gradient_accumulation_steps = accumulation_for(data, context, dp_rank_and_size(accelerator)[1])
+        share, on_gpu = Share.of(accelerator), accelerator.device.type == "cuda"
         self.batches = self.loader = TokenBatches(
-            self.shards, context, data.train_batch_size, training.seed, rank, processes, pinned=on_gpu
+            self.shards, context, data.train_batch_size, training.seed, share, pinned=on_gpu
         )
-        accumulation = accumulation_for(data, context, processes)
-        self.accelerator.gradient_accumulation_steps = accumulation
-        self.batch_stride = data.train_batch_size * processes
-        self.windows_in_step = accumulation * self.batch_stride
-        self.total_steps = total_steps(training, self.batches.windows, self.windows_in_step, "windows")
-        self.total_epochs = math.ceil(self.total_steps * self.windows_in_step / self.batches.windows)
+        windows, in_step = self.batches.windows, self.batches.windows_in_step
+        self.total_steps, self.total_epochs = run_length(training, windows, in_step, self.begins_at())
 
     def _find_held_out(self) -> None:
         """Find what to validate on; nothing where the corpus holds nothing out and nothing asks for it."""
@@ -182,10 +180,6 @@ class Pretraining(Task):
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return local_parameters(self.transformer)
-
-    def next_epoch(self, position: Position) -> None:
-        """Move on; a batch may have reached over the epoch's end, as every window is seen once."""
-        position.epoch, position.batches = position.epoch + 1, position.batches - self.batches.windows
 
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
         windows = position.epoch * self.batches.windows + position.batches

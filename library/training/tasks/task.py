@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from library.accelerator import build_accelerator, dp_rank_and_size
 from library.config.markers import resume_keys
+from library.data.batches import MicroStep
 from library.nn.modes import evaluating
 from library.training.checkpoint.state import (
     AUTO,
@@ -47,6 +48,8 @@ class Batches(Protocol):
     def set_position(self, epoch: int, first_batch: int = 0) -> None: ...
 
     def batches_per_epoch(self, epoch: int | None = None) -> int: ...
+
+    def micro_steps(self) -> Iterator[MicroStep]: ...
 
 
 class Sampler(Protocol):
@@ -73,7 +76,6 @@ class Task(ABC):
         transformer: the network itself, out of any wrapper.
         models: what the engine runs forward and backward; the first is ``transformer``.
         loader, batches: of training batches, and what orders them.
-        batch_stride: by how much a batch of every process moves ``Position.batches``.
         settings: that a state must have been trained with.
         sampler: None where nothing is sampled.
         summary: rows for the table at the end of the run.
@@ -96,7 +98,6 @@ class Task(ABC):
     batches: Batches
     total_steps: int
     total_epochs: int  # the last may be begun only
-    batch_stride: int
     settings: Mapping[str, Any]
     pipeline: Pipeline | None = None
     average: WeightAverage | None = None
@@ -166,11 +167,13 @@ class Task(ABC):
     def parameters(self) -> list[nn.Parameter]:
         return list(self.named_parameters().values())
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Inside the block, a batch: gradients are added up, and exchanged by processes in a step's last batch."""
-        with self.accelerator.accumulate(*self.models), no_sync(self.accelerator, self.models[0]):
-            yield
+    def accumulate(self, ends_step: bool) -> AbstractContextManager[None]:
+        """Inside the block, a batch: gradients are added up, and exchanged by processes in a step's last batch.
+
+        accelerate's own ``accumulate`` counts batches; here a step may have fewer.
+        """
+        self.accelerator.sync_gradients = ends_step
+        return nullcontext() if ends_step else no_sync(self.accelerator, self.models)
 
     def gradient_limit(self, step: int) -> float:
         """Return the norm that gradients are clipped to in ``step``, 0 for no clipping."""
@@ -184,10 +187,6 @@ class Task(ABC):
     @abstractmethod
     def parallel(self) -> ParallelSpec:
         """Return what layouts ask about the loaded model."""
-
-    def next_epoch(self, position: Position) -> None:
-        """Move ``position``, at the end of an epoch's batches, to the next one's beginning."""
-        position.epoch, position.batches = position.epoch + 1, 0
 
     @abstractmethod
     def held_out_batches(self) -> Iterable[Any]:
@@ -267,6 +266,12 @@ class Task(ABC):
             parts["average"] = self.average
         return parts
 
+    def begins_at(self) -> Position:
+        """Return where the state to resume is, the very beginning without one; no weights are read."""
+        resume = self.config.training.resume
+        begun = read_position(resume, {}) if resume else Position()
+        return begun.in_epoch_of(self.batches.batches_per_epoch())
+
     @abstractmethod
     def gathered(self, with_state: bool) -> Any:
         """Return a context in which the main process holds the full weights, and with ``with_state`` :meth:`state`.
@@ -286,10 +291,16 @@ class Task(ABC):
         """Put a saved state back; return where training goes on.
 
         Raises:
-            UserError: it is no state, or one of another model, or has nothing left to train, or was saved where this
-                number of processes cannot divide the batches that are left of the epoch.
+            UserError: it is no state, or one of another model, or has nothing left to train.
         """
-        position = self.restore(folder)
+        saved, per_epoch = self.restore(folder), self.batches.batches_per_epoch()
+        position = saved.in_epoch_of(per_epoch)
+        if saved.batches and saved.epoch_batches not in (None, per_epoch):
+            self.console.print(
+                f"note: an epoch is {per_epoch} batches (of texts: windows) long, not {saved.epoch_batches} as in the "
+                f"state; the run goes on at {position.batches}, where some of this epoch may come again or be left out",
+                soft_wrap=True,
+            )
         refuse_finished(folder, position, self.total_steps, self.resumes_finished)
         return position
 

@@ -128,14 +128,32 @@ def test_auto_begins_goes_on_and_ends(
         run(base, dataset, tmp_path, **settings, learning_rate=1e-5)
 
 
-def test_an_epoch_that_ends_within_a_step_is_resumed_at_the_last_whole_one(base: Path, tmp_path: Path) -> None:
+def test_the_state_of_an_epoch_whose_last_step_is_smaller_is_gone_on_from(base: Path, tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", images=5, text="batch_size = 1")
-    # two epochs of five batches and steps of two: the first epoch ends amid the third step
-    settings = {"save_every_n_epochs": 1, "save_state": True, "max_train_steps": 5, "gradient_accumulation_steps": 2}
+    # two epochs of five batches and steps of two: the last step of an epoch has one
+    settings = {"save_every_n_epochs": 1, "save_state": True, "max_train_epochs": 2, "gradient_accumulation_steps": 2}
     run(base, data, tmp_path / "out", **settings)
     whole = lora(tmp_path / "out")
+    position = json.loads((tmp_path / "out/lora-000001-state/position.json").read_text())
+    assert [position[key] for key in ("step", "epoch", "batches")] == [3, 1, 0]
     run(base, data, tmp_path / "out", **settings, resume=tmp_path / "out" / "lora-000001-state")
     assert all(torch.equal(whole[name], tensor) for name, tensor in lora(tmp_path / "out").items())
+
+
+def test_a_run_whose_batches_have_changed_goes_on_at_the_same_share_of_its_epoch(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_dataset(tmp_path / "data", text="batch_size = 1")
+    settings = {"max_train_steps": None, "max_train_epochs": 2, "save_every_n_steps": 4, "save_state": True}
+    run(base, data, tmp_path / "out", **settings)
+    assert "note: an epoch" not in capsys.readouterr().out
+    twos = write_dataset(tmp_path / "data", text="batch_size = 2")
+    state = tmp_path / "out/lora-step00000004-state"
+    events = run(base, twos, tmp_path / "rest", **settings, resume=state)
+    assert "an epoch is 4 batches (of texts: windows) long, not 8 as in the state; the run goes on at 2, where" in (
+        capsys.readouterr().out
+    )
+    assert events.task.total_steps == 4 + 2 + 4
 
 
 def test_two_processes_go_on_from_the_state_of_one(base: Path, tmp_path: Path) -> None:

@@ -60,10 +60,9 @@ def gradients(network: AdapterNetwork) -> dict[str, Tensor]:
 def test_a_step_has_the_loss_and_the_gradients_of_transformers_and_peft(tmp_path: Path, name: str) -> None:
     theirs = write_reference(tmp_path, name)
     model, network = model_with_lora(tmp_path)
-    batch = collate_windows([((example,), 22) for example in examples()])
+    batch = collate_windows([(example,) for example in examples()])
     learnt = int((batch.targets != IGNORED).sum())
-    batch.step_targets = learnt
-    loss, counted = token_mean_loss(model, batch, 1)
+    loss, counted = token_mean_loss(model, batch)
     loss.backward()
 
     config = LoraConfig(
@@ -97,23 +96,20 @@ def test_packed_conversations_learn_as_those_in_rows_of_their_own(
     if checkpointing:
         model.enable_gradient_checkpointing()
     four = examples()
-    learnt = sum(example.target_count for example in four)
-    alone = collate_windows([((example,), learnt) for example in four])
-    packed = collate_windows([((four[2], four[0]), learnt), ((four[1], four[3]), learnt)])
+    alone = collate_windows([(example,) for example in four])
+    packed = collate_windows([(four[2], four[0]), (four[1], four[3])])
     assert alone.documents is None
     assert packed.documents is not None
     found = []
     for batch in (alone, packed):
-        loss, _ = token_mean_loss(model, batch, 1)
+        loss, _ = token_mean_loss(model, batch)
         loss.backward()
         found.append((loss.detach(), gradients(network)))
     # the same numbers summed in other places; a token of another conversation would change the second digit
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=0)
     for key, gradient in found[0][1].items():
         assert (gradient - found[1][1][key]).abs().max() <= 2e-5 * gradient.abs().max(), key
-    leaking, _ = token_mean_loss(
-        model, collate_windows([((e,), learnt) for e in _joined(packed.tokens, packed.targets)]), 1
-    )
+    leaking, _ = token_mean_loss(model, collate_windows([(e,) for e in _joined(packed.tokens, packed.targets)]))
     assert (leaking.detach() - found[0][0]).abs() > 1e-3  # that is what a mask prevents
 
 
@@ -121,16 +117,15 @@ def _joined(tokens: Tensor, targets: Tensor) -> list[Example]:
     return [Example(row, target) for row, target in zip(tokens, targets, strict=True)]
 
 
-def test_accumulated_batches_give_the_mean_over_tokens(tmp_path: Path) -> None:
+def test_microbatches_give_the_mean_over_tokens(tmp_path: Path) -> None:
     write_reference(tmp_path, "llama3")
     model, network = model_with_lora(tmp_path)
-    four = examples()
-    learnt = sum(example.target_count for example in four)
-    loss, _ = token_mean_loss(model, collate_windows([((example,), learnt) for example in four]), 1)
+    batch = collate_windows([(example,) for example in examples()])
+    loss, _ = token_mean_loss(model, batch)
     loss.backward()
     together = gradients(network)
-    for example in four:
-        loss, _ = token_mean_loss(model, collate_windows([((example,), learnt)]), 4)
-        (loss / 4).backward()  # as accelerate divides
+    for part in batch.chunk(4):
+        loss, _ = token_mean_loss(model, part)
+        (loss / 4).backward()  # as a pipeline divides
     for key, gradient in gradients(network).items():
         assert (gradient - together[key]).abs().max() <= 2e-5 * gradient.abs().max(), key
