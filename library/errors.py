@@ -1,22 +1,40 @@
-"""One exception for everything a user can put right.
+"""One exception for everything a user can put right, and the filter that everything printed passes through.
 
 A ``UserError`` carries one line: which file, key or tensor is wrong, why, and what to do about it. Scripts
 wrap their ``main`` in :func:`exit_on_user_error`, which prints that line and leaves with exit code 2. A bug
 in Tandem is any other exception and keeps its traceback.
+
+Names of files and tensors, metadata and captions come from strangers, and a terminal obeys what some characters in
+them say: it moves the cursor, paints over what stood there, turns the text around. Whatever a script prints goes
+through :func:`printable`: ``print`` by the stream that ``exit_on_user_error`` puts before stdout, rich's tables by
+``library.console.Console``, which leaves rich's own colours alone.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import wraps
+from typing import TextIO, cast
+
+# C0, DEL and C1 controls; what turns the direction of text (Unicode TR 9) or breaks lines; marks nobody sees; and the
+# halves of surrogate pairs, which no encoding has: Python puts them for bytes of a file name that are not UTF-8.
+_STEERING = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
 
 
 class UserError(ValueError):
-    """Bad input from outside, described in one line that ends with the remedy."""
+    """Bad input from outside, described in one line that ends with the remedy; of a configuration, a line a mistake."""
+
+    def __str__(self) -> str:
+        """Return the lines."""
+        return "\n".join(map(str, self.args))
 
 
 class WriteError(UserError):
@@ -25,6 +43,10 @@ class WriteError(UserError):
     def __init__(self, path: object, reason: str) -> None:
         super().__init__(f"{path}: cannot be written ({reason}); free space or choose another folder")
         self.reason = reason
+
+
+class NotFiniteError(UserError):
+    """Numbers that are not finite where a picture should be made of them."""
 
 
 def nearest_of(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
@@ -48,27 +70,69 @@ def error_prefix(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error}") from error
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Return ``text`` with every character that steers a terminal spelt as Python spells it, ``\\x1b``.
+
+    Args:
+        text: from outside, or with something from outside in it.
+        keep: characters to leave, such as the ends of lines that are wanted.
+    """
+    return _STEERING.sub(lambda match: match[0] if match[0] in keep else _spelt(match[0]), text)
+
+
+def _spelt(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # a byte that is not UTF-8, as os.fsdecode gives it
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode("ascii")
+
+
+class PrintableStream:
+    """A text stream whose lines steer no terminal; rich, which writes colours, goes past it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = self.rich_proxied_file = stream  # the name by which rich.console.Console.file looks for it
+
+    def write(self, text: str) -> int:
+        """Write ``text``, its own line ends and tabs as they are."""
+        self._stream.write(printable(text, keep="\n\t"))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
 def one_line(error: UserError) -> str:
     """Return an error's message without the traceback that torch's data loader workers put in front of it.
 
-    A configuration with several problems keeps a line for each of them.
+    A configuration with several problems keeps a line for each of them; no other message has more than one.
     """
-    text = str(error).strip()
+    return "\n".join(map(_without_traceback, map(str, error.args)))
+
+
+def _without_traceback(text: str) -> str:
+    text = text.strip()
     if "Traceback (most recent call last)" in text:
         text = text.rpartition("\n")[2]
-    return text.removeprefix(f"{UserError.__module__}.{UserError.__qualname__}: ")
+    return printable(text.removeprefix(f"{UserError.__module__}.{UserError.__qualname__}: "))
 
 
 def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
     """Decorate a script's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
 
-    So does Ctrl-C, with the shell's own exit code for it, 130, and what a ``KeyboardInterrupt`` has to say.
+    So does Ctrl-C, with the shell's own exit code for it, 130, and what a ``KeyboardInterrupt`` has to say. What
+    ``main`` prints is made :func:`printable`.
     """
 
     @wraps(main)
     def wrapped() -> None:
         try:
-            main()
+            with redirect_stdout(cast(TextIO, PrintableStream(sys.stdout))):
+                main()
         except UserError as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
             raise SystemExit(2) from None

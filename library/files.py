@@ -1,4 +1,8 @@
-"""Files on disk: written in one step, put right after a crash, held against checksums, recognised by a fingerprint.
+"""Files on disk: read with care, written in one step, put right after a crash, held against checksums, and recognised.
+
+What a person names is read by :func:`reading` or what is made of it (:func:`read_text`, :func:`read_json`, ...): a
+folder, a pipe or a device in the place of a file would hang or never end, a file of gigabytes in the place of a
+configuration would fill the memory, and each is told in one line instead.
 
 What is written goes to a temporary name in the same folder, ``.<name>.<process>.tmp``, is flushed to the disk and then
 renamed, which the operating system does in one step: a reader sees the old content or the new, never half of one. A
@@ -15,7 +19,9 @@ disk.
 
 from __future__ import annotations
 
+import codecs
 import ctypes
+import errno
 import functools
 import hashlib
 import json
@@ -23,6 +29,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import sys
 import time
 import zlib
@@ -242,35 +249,106 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
+MOST_TEXT_BYTES = 64 * 2**20  # of a configuration, prompts, a vocabulary: hundreds of times what such files have
+MOST_TOML_BYTES = 4 * 2**20  # the parser takes a second a MiB
+MOST_DATA_BYTES = 16 * 2**30  # of a list of images or of conversations, which is held in memory
+_MOST_LINE_BYTES = 64 * 2**20  # of a jsonl file, which is read line by line
+_MOST_DEPTH = 64  # of tables within tables
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
 @contextmanager
 def reading(path: str | Path, remedy: str = "check the path") -> Iterator[None]:
-    """Within the block ``path`` is read: what goes wrong becomes a UserError that ends with ``remedy``."""
+    """Within the block ``path`` is read: what goes wrong becomes a UserError that ends with ``remedy``.
+
+    What is no regular file is refused before the block, since opening a pipe waits for somebody to write into it.
+    """
     try:
+        _refuse_irregular(path, remedy)
         yield
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {remedy}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+        reason = "its symbolic links go round in a circle" if error.errno == errno.ELOOP else error.strerror
+        raise UserError(f"{path}: cannot be read ({reason}); {remedy}") from error
 
 
-def read_text(path: str | Path, remedy: str = "check the path") -> str:
-    """Return what the text file ``path`` (UTF-8) holds; ``remedy`` ends the message where it cannot be read."""
-    with reading(path, remedy):
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+def _refuse_irregular(path: str | Path, remedy: str) -> None:
+    try:
+        kind = stat.S_IFMT(Path(path).stat().st_mode)
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise UserError(f"{path}: can be no file's name ({error}); {remedy}") from None
+    if kind == stat.S_IFDIR:
+        raise UserError(f"{path}: is a folder, where a file is wanted; {remedy}")
+    if kind != stat.S_IFREG:
+        raise UserError(f"{path}: is {_KINDS.get(kind, 'something else')}, where a file is wanted; {remedy}")
+
+
+def read_bytes(path: str | Path, remedy: str = "check the path", most: int = MOST_DATA_BYTES) -> bytes:
+    """Return a file's content; one of more than ``most`` bytes is refused."""
+    with reading(path, remedy), open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size > most or len(data := file.read(most + 1)) > most:
+            raise UserError(f"{path}: has more than {most / 2**20:,.0f} MiB, too much for such a file; {remedy}")
+        return data
+
+
+def read_text(path: str | Path, remedy: str = "check the path", most: int = MOST_TEXT_BYTES) -> str:
+    """Return what a text file holds, in UTF-8 or, where it begins with a byte order mark, in UTF-16.
+
+    Args:
+        path: the file; ``~`` is resolved.
+        remedy: ends the message where it cannot be read.
+        most: bytes that are read.
+    """
+    path = Path(path).expanduser()
+    return decoded(read_bytes(path, remedy, most), path)
+
+
+def decoded(data: bytes, path: str | Path) -> str:
+    """Return the text of a file's ``data``, its lines ended by newlines; ``path`` is for messages.
+
+    Raises:
+        UserError: neither UTF-8 nor UTF-16 with a byte order mark, or a text with NUL, which is another encoding's.
+    """
+    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        named = "UTF-16" if encoding == "utf-16" else "UTF-8"
+        raise UserError(f"{path}: not {named} (byte {error.start}); save it as UTF-8") from None
+    if "\0" in text:
+        raise UserError(f"{path}: holds NUL, so it is UTF-16, or no text; save it as UTF-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_toml(path: str | Path, remedy: str = "check the path") -> tuple[dict[str, Any], str]:
     """Return the tables of a TOML file, and its text; ``remedy`` ends the message where it cannot be read."""
-    text = read_text(path, remedy)
+    text = read_text(path, remedy, MOST_TOML_BYTES)
     try:
-        return toml.loads(text), text
+        tables = toml.loads(text)
     except toml.TomlDecodeError as error:
-        hint = "; in Windows paths write '/' or use single quotes" if "\\" in text else ""
+        hint = "; in Windows paths write '/', or single quotes: 'C:\\images'" if "\\" in text else ""
         raise UserError(f"{path} line {error.lineno}: not valid TOML ({error.msg}); correct this line{hint}") from None
+    except RecursionError:
+        raise UserError(f"{path}: not valid TOML (too many brackets within brackets); correct it") from None
     except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
         raise UserError(f"{path}: not valid TOML ({error}); correct it") from None
+    _refuse_depth(tables, str(path))
+    return tables, text
+
+
+def read_json(path: str | Path, remedy: str = "download it again", most: int = MOST_TEXT_BYTES) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        UserError: it cannot be read, is no JSON, or holds something else than an object.
+    """
+    found = parse_json(read_text(path, remedy, most), str(path), remedy)
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds no JSON object but {_named(found)}; {remedy}")
+    return found
 
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
@@ -279,18 +357,59 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
     Raises:
         UserError: the file cannot be read, is not UTF-8 (with or without a byte order mark), or a line is no JSON.
     """
-    with reading(path), open(path, encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
+    with reading(path), open(path, encoding="utf-8-sig") as file:
+        number = 0
+        while line := file.readline(_MOST_LINE_BYTES):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) == _MOST_LINE_BYTES and not line.endswith("\n"):
+                raise UserError(f"{where}: the line is longer than {_MOST_LINE_BYTES / 2**20:.0f} MiB; cut it up")
             if line.strip():
-                yield f"{path}:{number}", parse_json(line, f"{path}:{number}")
+                yield where, parse_json(line, where)
 
 
-def parse_json(text: str, where: str) -> Any:
-    """Return what a JSON text holds; raises a UserError that begins with ``where``."""
+def parse_json(text: str, where: str, remedy: str = "correct it") -> Any:
+    """Return what a JSON text holds; raises a UserError that begins with ``where`` and ends with ``remedy``.
+
+    Refused are also NaN and Infinity, which are no JSON though Python reads them, halves of characters, which no file
+    can be written with, and what is nested deeper than anything a person would write.
+    """
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error}); correct it") from None
+        found = json.loads(text, parse_constant=_no_number)
+        if _HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise UserError(f"{where}: {half} is half of a character, whose other half is missing; {remedy}") from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid JSON (too many brackets within brackets); {remedy}") from None
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({error}); {remedy}") from None
+    _refuse_depth(found, where)
+    return found
+
+
+_HALF = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _named(value: object) -> str:
+    names = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), "nothing")
+
+
+def _refuse_depth(value: object, where: str) -> None:
+    """Refuse what is nested deeper than ``_MOST_DEPTH``, of which whoever walks through it would run out of stack."""
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise UserError(f"{where}: tables or lists more than {_MOST_DEPTH} deep within each other; correct it")
 
 
 def written_path(text: str, where: str) -> Path:

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import atomic_path
+from library.files import atomic_path, read_json, reading
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64  # of a tensor in PyTorch
@@ -210,8 +210,8 @@ def shard_names(index: Path) -> list[str]:
         UserError: it is no such list, or names a file elsewhere than beside itself.
     """
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (TypeError, KeyError, AttributeError):
         raise UserError(f"{index}: not a list of weight files; download it again") from None
     for name in names:
         if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
@@ -235,7 +235,7 @@ def read_safetensors_header(path: str | Path, may_be_cut: bool = False) -> dict[
 def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, dict], int]:
     """Return the header and where the data begins."""
     try:
-        with open(path, "rb") as file:
+        with reading(path), open(path, "rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
             (length,) = struct.unpack("<Q", file.read(8))
@@ -243,11 +243,10 @@ def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, 
                 raise ValueError("header longer than the file")
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
-            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_without_repetition)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; check the path") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its rights") from None
+            text = file.read(length)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition)
+    except UserError:
+        raise
     except (ValueError, struct.error, RecursionError) as error:
         raise UserError(f"{path}: not a safetensors file ({error}); download or convert it again") from None
     _check_header(path, header, None if may_be_cut else size - 8 - length)

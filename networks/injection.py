@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,8 +92,13 @@ def attach_lora(
 def select_modules(
     model: nn.Module, options: NetworkOptions, targets: LoraTargets
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return module name -> rank, and pattern -> how many modules it matched."""
-    kinds = {name: kind for name, _ in _linears(model, targets) if (kind := targets.group_of(name))}
+    """Return module name -> rank, and pattern -> how many modules it matched.
+
+    Raises:
+        UserError: as of :func:`inject_adapter`.
+    """
+    linears = dict(_linears(model, targets))
+    kinds = {name: kind for name in linears if (kind := targets.group_of(name))}
     for name in _unused_modules(kinds, targets):
         del kinds[name]
     in_blocks = _in_chosen_blocks(list(kinds), options, targets)
@@ -112,7 +118,26 @@ def select_modules(
         ranks = {name: rank for name, rank in ranks.items() if name not in hits}
     if not ranks:
         raise UserError("network_args: nothing is left to train; relax the *_dim, block or pattern options")
+    asked: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+    for name, rank in ranks.items():
+        source = options.dim_sources.get(kinds[name].name)
+        shape: Any = linears[name].out_features, linears[name].in_features
+        asked.setdefault(f"network_args: {source}" if source else "network_dim", (rank, []))[1].append(shape)
+    for said, (rank, shapes) in asked.items():
+        refuse_large_rank(said, rank, shapes, options.kind)
+    if options.factor > (largest := max(size for _, shapes in asked.values() for shape in shapes for size in shape)):
+        raise UserError(f"network_args: factor={options.factor}: no layer has more than {largest} rows or columns")
     return ranks, counts
+
+
+def refuse_large_rank(option: str, rank: int, shapes: Iterable[Sequence[int]], kind: str) -> None:
+    """Refuse a rank above that of any matrix it is for; ``shapes``: [out, in] of them.
+
+    LoKr, OFT and BOFT take the largest that fits, so that a large number means just that.
+    """
+    most = max((min(shape) for shape in shapes), default=rank)
+    if kind in ("lora", "dora", "loha") and rank > most:
+        raise UserError(f"{option}: a rank of {rank}, where no layer can have more than {most}; lower it")
 
 
 def _unused_modules(names: Iterable[str], targets: LoraTargets) -> list[str]:
@@ -129,9 +154,9 @@ def _in_chosen_blocks(names: list[str], options: NetworkOptions, targets: LoraTa
         pattern = targets.block_options[option]
         index = {name: int(match[1]) for name in names if (match := re.fullmatch(pattern, name))}
         count = max(index.values(), default=-1) + 1
+        if (last := max((span.stop for span in ranges), default=0) - 1) >= count:
+            raise UserError(f"network_args: {option}: no block {last}; this model's are 0 to {count - 1}")
         wanted = set(itertools.chain.from_iterable(ranges))
-        if wanted and max(wanted) >= count:
-            raise UserError(f"network_args: {option}: no block {max(wanted)}; this model's are 0 to {count - 1}")
         names = [name for name in names if name not in index or index[name] in wanted]
     return names
 

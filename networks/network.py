@@ -20,7 +20,7 @@ from library.models.layer_names import LoraTargets
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import LoRALinear
 from networks.files.adapters import LAYOUTS, PartialFit, load_adapter, save_adapter
-from networks.files.weights import TITLES, AdapterWeights, names_in_short
+from networks.files.weights import TITLES, AdapterWeights, check_strength, names_in_short
 from networks.options import NetworkOptions
 
 
@@ -177,6 +177,7 @@ class AdapterNetwork:
 
     def set_multiplier(self, multiplier: float) -> None:
         """Set the strength of all updates; 1.0 is as trained, and all that kinds other than LoRA have."""
+        check_strength("LoRA", multiplier)
         for layer in self.modules.values():
             if isinstance(layer, LoRALinear) and layer.kind == "lora":
                 layer.multiplier = multiplier

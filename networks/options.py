@@ -48,6 +48,7 @@ _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
     "ggpo_beta": "gradient-guided perturbation is not available; remove it",
     "ggpo_sigma": "gradient-guided perturbation is not available; remove it",
 }
+_INDEX = r"\d{1,9}"
 _PLAIN_KEYS = (
     "rank_dropout",
     "module_dropout",
@@ -247,20 +248,20 @@ def _dora_norm(text: str) -> str:
 
 
 def _factor(text: str) -> int:
-    if not re.fullmatch(r"-1|[1-9]\d*", text):
+    if not re.fullmatch(r"-1|[1-9]\d{0,8}", text):
         raise UserError(f"factor={text}: must be a whole number of at least 1, or -1 for one near the square root")
     return int(text)
 
 
 def _rank(option: str, text: str) -> int:
-    if not re.fullmatch(r"\d+", text):
+    if not re.fullmatch(_INDEX, text):
         raise UserError(f"{option}={text}: must be a whole number, 0 to leave these layers out")
     return int(text)
 
 
 def _rank_list(option: str, text: str, kinds: tuple[str, ...]) -> dict[str, int]:
     parts = [part.strip() for part in text.removeprefix("[").removesuffix("]").split(",")]
-    if len(parts) != len(kinds) or not all(re.fullmatch(r"\d+", part) for part in parts):
+    if len(parts) != len(kinds) or not all(re.fullmatch(_INDEX, part) for part in parts):
         names = ", ".join(kind.removesuffix("_in") for kind in kinds)
         raise UserError(f"{option}={text}: must be {len(kinds)} whole numbers ({names}), 0 to leave one out")
     return dict(zip(kinds, map(int, parts), strict=True))
@@ -274,7 +275,7 @@ def _block_ranges(option: str, text: str) -> tuple[range, ...] | None:
         return ()
     ranges = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        match = re.fullmatch(rf"\s*({_INDEX})\s*(?:-\s*({_INDEX})\s*)?", part)
         if not match or (match[2] and int(match[2]) < int(match[1])):
             raise UserError(f"{option}={text}: {part.strip()!r} is no index or range; write '0-3,8', 'all' or 'none'")
         ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))

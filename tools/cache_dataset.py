@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 
 from library.config import TrainConfig, load_config
 from library.config.kohya.translate import Note, summary
+from library.console import Console
 from library.errors import exit_on_user_error
 
 if TYPE_CHECKING:

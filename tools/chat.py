@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from tools.command import add_language_model, add_sampling, sampling_settings, tool_parser
+from tools.command import add_language_model, add_sampling, count, sampling_settings, tool_parser, whole
 
 
 def chat(options: argparse.Namespace) -> None:
@@ -74,13 +74,13 @@ def parser() -> argparse.ArgumentParser:
         "--chat_template", choices=PROMPT_TEMPLATES, default="auto", help="auto: turns if the model was made for them"
     )
     talk.add_argument("--system", metavar="TEXT", help="system message")
-    talk.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer; default: the model's")
+    talk.add_argument("--context", type=count, metavar="N", help="tokens of prompt and answer; default: the model's")
     talk.add_argument("--history_file", type=Path, metavar="FILE", help="keep typed lines for the arrow keys")
     add_sampling(parser)
     web = parser.add_argument_group("browser")
     web.add_argument("--web", action="store_true", help="serve a page in place of the terminal")
     web.add_argument("--host", metavar="ADDRESS", help="default: 127.0.0.1, this machine only")
-    web.add_argument("--port", type=int, metavar="N", help="default: a free one")
+    web.add_argument("--port", type=whole(least=0, most=65535), metavar="N", help="default: a free one")
     return parser
 
 

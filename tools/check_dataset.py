@@ -20,18 +20,19 @@ from typing import get_args
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from PIL import Image, ImageOps
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from library.conditions import ConditionKind
+from library.config.markers import MOST_SIDE
 from library.config.schema import DatasetArguments
+from library.console import Console
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, load_dataset_config
 from library.data.lint import TITLES, Report, check
 from library.errors import UserError, exit_on_user_error
 from library.files import read_toml, write_text
 from library.training.report.progress import counting
-from tools.command import tool_console, tool_parser
+from tools.command import tool_console, tool_parser, whole
 
 _SHOWN = 5  # findings of a kind in the terminal
 
@@ -44,7 +45,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--strict", action="store_true", help="exit code 2 if anything is found")
     parser.add_argument("--cache_directory", help="as in training; default .tandem_cache beside the images")
     parser.add_argument(
-        "--pixel_multiple", type=int, default=16, help="sides are multiples of it; 16 for every model so far"
+        "--pixel_multiple",
+        type=whole(most=MOST_SIDE),
+        default=16,
+        help="sides are multiples of it; 16 for every model so far",
     )
     parser.add_argument(
         "--conditioning", choices=get_args(ConditionKind), help="what the model is given; default: as the TOML's keys"

@@ -8,19 +8,21 @@ transformers are imported where they are first used), and tools import theirs in
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from library.config.chat_schema import LANGUAGE_MODELS
-from library.config.markers import words_of
+from library.config.load import Parser
+from library.config.markers import MOST, MOST_SEED, words_of
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.config.schema import ModelConfig, PrecisionConfig, SavingConfig
+from library.console import Console
 from library.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,10 +36,41 @@ if TYPE_CHECKING:
 SAMPLING_NAMES = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
-def tool_parser(doc: str | None) -> argparse.ArgumentParser:
+def tool_parser(doc: str | None) -> Parser:
     """Return a parser without flags that shows the module's docstring ``doc``."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=doc, formatter_class=formatter, allow_abbrev=False)
+    return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+
+def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
+    """Return the ``type`` of a flag that takes a whole number."""
+
+    def read(text: str) -> int:
+        value = int(text) if re.fullmatch(r"[+-]?\d{1,30}", text) else None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most}")
+        return value
+
+    return read
+
+
+def number(least: float = -math.inf, most: float = math.inf, above: float = -math.inf) -> Callable[[str], float]:
+    """Return the ``type`` of a flag that takes a finite number."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most and value > above):
+            limits = ((f" of at least {least:g}", least), (f" above {above:g}", above), (f", at most {most:g}", most))
+            bounds = "".join(said for said, limit in limits if math.isfinite(limit))
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no finite number{bounds}")
+        return value
+
+    return read
+
+
+count, finite, seed_number = whole(), number(), whole(least=0, most=MOST_SEED)
 
 
 def tool_console(quiet: bool = False) -> Console:
@@ -111,9 +144,10 @@ def lora_source(text: str) -> LoraSource:
     if not colon or Path(text).exists() or "/" in strength or "\\" in strength:
         return LoraSource(Path(text), 1.0)
     try:
-        return LoraSource(Path(name), float(strength))
+        ratio = float(strength)
     except ValueError:
         raise UserError(f"--lora {text}: {strength!r} is not a number; write file.safetensors:0.8") from None
+    return LoraSource(Path(name), ratio)
 
 
 # ---- an image model, and images to run it on
@@ -145,17 +179,21 @@ def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_ty
     """Add the flags of data, model parts and computing; without --model_type or --seed where the parser has it."""
     data = parser.add_argument_group("calibration")
     data.add_argument("--dataset_config", required=required, help="dataset TOML, as in training")
-    data.add_argument("--calibration_images", type=int, default=8, metavar="N", help="default: %(default)s")
+    data.add_argument("--calibration_images", type=count, default=8, metavar="N", help="default: %(default)s")
     sigmas = [0.95, 0.75, 0.5, 0.25]
-    data.add_argument("--calibration_sigmas", type=float, nargs="+", default=sigmas, metavar="X",
+    data.add_argument("--calibration_sigmas", type=finite, nargs="+", default=sigmas, metavar="X",
                       help="noise levels of each image")  # fmt: skip
     if seed:
-        data.add_argument("--seed", type=int, default=0, help="chooses images, noise and stochastic rounding")
-    data.add_argument("--guidance_scale", type=float, default=3.5, help="for models with a guidance input")
+        data.add_argument("--seed", type=seed_number, default=0, help="chooses images, noise and stochastic rounding")
+    data.add_argument("--guidance_scale", type=finite, default=3.5, help="for models with a guidance input")
     data.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks, as in training")
     data.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
     data.add_argument(
-        "--statistics_gb", type=float, default=4.0, metavar="X", help="memory for layer statistics; less: more passes"
+        "--statistics_gb",
+        type=number(above=0),
+        default=4.0,
+        metavar="X",
+        help="memory for layer statistics; less: more passes",
     )
     model = parser.add_argument_group("parts of the model, where it is a single file")
     if model_type:
@@ -208,13 +246,15 @@ def load_language_model(folder: str, dtype: str | None, fp8_scaled: bool) -> Tra
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each field of ``SamplingSettings`` that a user chooses."""
     how = parser.add_argument_group("sampling")
-    how.add_argument("--max_new_tokens", type=int, default=256, metavar="N")
-    how.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: most likely token")
-    how.add_argument("--top_k", type=int, metavar="N", help="draw among the N most likely tokens")
-    how.add_argument("--top_p", type=float, metavar="X", help="draw among the most likely tokens of probability X")
-    how.add_argument("--min_p", type=float, metavar="X", help="draw among tokens X times as likely as the likeliest")
-    how.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X", help="above 1: repeat less")
-    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--max_new_tokens", type=count, default=256, metavar="N")
+    how.add_argument("--temperature", type=number(least=0), default=1.0, metavar="X", help="0: most likely token")
+    how.add_argument("--top_k", type=count, metavar="N", help="draw among the N most likely tokens")
+    how.add_argument("--top_p", type=finite, metavar="X", help="draw among the most likely tokens of probability X")
+    how.add_argument("--min_p", type=finite, metavar="X", help="draw among tokens X times as likely as the likeliest")
+    how.add_argument(
+        "--repetition_penalty", type=number(above=0), default=1.0, metavar="X", help="above 1: repeat less"
+    )
+    how.add_argument("--seed", type=seed_number, default=0)
 
 
 def sampling_settings(options: argparse.Namespace) -> SamplingSettings:

@@ -30,7 +30,7 @@ from library.errors import exit_on_user_error
 from library.files import write_text
 from library.randomness import python_random
 from library.training.report.progress import plain_table, shown_path
-from tools.command import show_and_run, tool_console, tool_parser
+from tools.command import count, show_and_run, tool_console, tool_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -132,8 +132,8 @@ def _cast(draw: random.Random, words: dict[str, list[str]]) -> dict[str, str]:
 def main() -> None:
     """Parse the command line and run the demo."""
     parser = tool_parser(__doc__)
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps, instead of the configuration's")
-    parser.add_argument("--stories", type=int, default=10_000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--steps", type=count, metavar="N", help="optimizer steps, instead of the configuration's")
+    parser.add_argument("--stories", type=count, default=10_000, metavar="N", help="default: %(default)s")
     options = parser.parse_args()
     os.chdir(ROOT)
     demo(show_and_run, options.steps, options.stories)

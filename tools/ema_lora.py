@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from tools.command import add_lora_output, check_lora_output, tool_parser
+from tools.command import add_lora_output, check_lora_output, finite, tool_parser
 
 
 def average(options: argparse.Namespace) -> list[tuple[Path, float]]:
@@ -65,9 +65,9 @@ def main() -> None:
     """Parse the command line, average, report."""
     parser = tool_parser(__doc__)
     parser.add_argument("loras", nargs="+", type=Path, metavar="FILE", help="LoRAs that one run saved")
-    parser.add_argument("--beta", type=float, metavar="X", help="weight of the past (default: 0.95)")
-    parser.add_argument("--beta2", type=float, metavar="X", help="weight of the past at the last file")
-    parser.add_argument("--sigma_rel", type=float, metavar="X", help="width of the power function, a share of the run")
+    parser.add_argument("--beta", type=finite, metavar="X", help="weight of the past (default: 0.95)")
+    parser.add_argument("--beta2", type=finite, metavar="X", help="weight of the past at the last file")
+    parser.add_argument("--sigma_rel", type=finite, metavar="X", help="width of the power function, a share of the run")
     parser.add_argument("--no_sort", action="store_true", help="the files are in order; with --sigma_rel evenly spaced")
     add_lora_output(parser)
     options = parser.parse_args()

@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 
+from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from library.llm.documents import find_files, read_documents
@@ -40,7 +40,18 @@ from library.llm.token_batches import INDEX, TokenShards
 from library.llm.tokenizers import Tokenizer, load_tokenizer
 from library.models.llm.model import TransformerLM
 from library.training.report.progress import counting, plain_table
-from tools.command import add_language_model, load_language_model, lora_source, tool_console, tool_parser
+from tools.command import (
+    add_language_model,
+    count,
+    finite,
+    load_language_model,
+    lora_source,
+    number,
+    seed_number,
+    tool_console,
+    tool_parser,
+    whole,
+)
 
 _CONTEXT = 2048  # at most, unless asked for more: what models were compared at when these measures were made
 _PERPLEXITY_ROWS = {
@@ -129,10 +140,6 @@ def check(options: argparse.Namespace) -> None:
     for name in ("limit", "context"):
         if getattr(options, name) is not None and not (options.perplexity or options.choices or options.tasks):
             raise UserError(f"--{name}: has no effect without --perplexity, --choices or --tasks; remove it")
-    for name in ("batch_size", "limit", "context", "stride"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name}: {value} does not fit; it must be at least 1")
     prepared = [(Path(path) / INDEX).is_file() for path in options.perplexity or ()]
     for name in ("text_key", "separator"):
         if getattr(options, name) is not None and all(prepared):
@@ -228,19 +235,23 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness (requirements-eval.txt)")
     what.add_argument("--prompt", nargs="+", metavar="TEXT", help="beginnings to go on from")
     how = parser.add_argument_group("how")
-    how.add_argument("--context", type=int, metavar="N", help=f"tokens read; default: the model's, at most {_CONTEXT}")
-    how.add_argument("--stride", type=int, metavar="N", help="between windows of --perplexity; default: context / 2")
-    how.add_argument("--batch_size", type=int, default=8, metavar="N", help="windows or choices (default: %(default)s)")
-    how.add_argument("--limit", type=int, metavar="N", help="documents of each file, questions of each file and task")
+    how.add_argument(
+        "--context", type=count, metavar="N", help=f"tokens read; default: the model's, at most {_CONTEXT}"
+    )
+    how.add_argument("--stride", type=count, metavar="N", help="between windows of --perplexity; default: context / 2")
+    how.add_argument(
+        "--batch_size", type=count, default=8, metavar="N", help="windows or choices (default: %(default)s)"
+    )
+    how.add_argument("--limit", type=count, metavar="N", help="documents of each file, questions of each file and task")
     how.add_argument("--text_key", help="jsonl key or column that holds the text; default: text")
     how.add_argument("--separator", metavar="TEXT", help="divides text files into documents")
     how.add_argument("--split", metavar="NAME", help="of a dataset's folder or a prepared corpus (there: validation)")
-    how.add_argument("--num_fewshot", type=int, metavar="N", help="examples before each question of --tasks")
+    how.add_argument("--num_fewshot", type=whole(least=0), metavar="N", help="examples before each question of --tasks")
     how.add_argument("--include_path", type=Path, metavar="FOLDER", help="further tasks in the harness's YAML")
-    how.add_argument("--max_new_tokens", type=int, metavar="N", help="of samples; default: 64")
-    how.add_argument("--temperature", type=float, metavar="X", help="of samples; default: 0.8")
-    how.add_argument("--top_p", type=float, metavar="X", help="of samples")
-    how.add_argument("--seed", type=int, default=0, help="of samples and of the harness (default: %(default)s)")
+    how.add_argument("--max_new_tokens", type=count, metavar="N", help="of samples; default: 64")
+    how.add_argument("--temperature", type=number(least=0), metavar="X", help="of samples; default: 0.8")
+    how.add_argument("--top_p", type=finite, metavar="X", help="of samples")
+    how.add_argument("--seed", type=seed_number, default=0, help="of samples and of the harness (default: %(default)s)")
     parser.add_argument("--save_to", type=Path, metavar="FILE", help="write everything measured as JSON")
     return parser
 

@@ -30,7 +30,9 @@ from library.training.report.progress import plain_table
 from tools.command import (
     add_lora_output,
     check_lora_output,
+    count,
     device_and_dtype,
+    finite,
     show_progress,
     tool_console,
     tool_parser,
@@ -80,8 +82,6 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
 
     if options.dim is None and options.energy is None:
         raise UserError("give --dim (a rank) or --energy (a share to keep, 0.9), or both")
-    if options.dim is not None and options.dim < 1:
-        raise UserError(f"--dim {options.dim}: must be at least 1")
     if options.energy is not None and not 0 < options.energy <= 1:
         raise UserError(f"--energy {options.energy:g}: must be above 0 and at most 1; 0.9 keeps 90 %")
     check_lora_output(options.save_to, options.overwrite)
@@ -118,8 +118,8 @@ def main() -> None:
     parser = tool_parser(__doc__)
     parser.add_argument("--model_org", required=True, type=Path, help="the base: diffusers folder or file")
     parser.add_argument("--model_tuned", required=True, type=Path, help="the fine-tuned model")
-    parser.add_argument("--dim", type=int, metavar="N", help="rank; with --energy the largest one")
-    parser.add_argument("--energy", type=float, metavar="X", help="share of the sum of squares each layer keeps")
+    parser.add_argument("--dim", type=count, metavar="N", help="rank; with --energy the largest one")
+    parser.add_argument("--energy", type=finite, metavar="X", help="share of the sum of squares each layer keeps")
     parser.add_argument("--device", help="where to decompose (default: a GPU if there is one)")
     add_lora_output(parser, "bf16")
     options = parser.parse_args()

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from library.config.markers import MOST_SIDE, MOST_STEPS
 from library.config.model_types import IMAGE_MODELS
 from library.config.rules import model_conflicts
 from library.config.schema import ModelConfig, PrecisionConfig
@@ -42,13 +43,17 @@ from tools.command import (
     add_language_model,
     add_model_parts,
     add_sampling,
+    count,
     device_and_dtype,
+    finite,
     load_language_model,
     lora_source,
     model_config,
     sampling_settings,
+    seed_number,
     tool_console,
     tool_parser,
+    whole,
 )
 
 _FP8_FLAGS = ("fp8_base", "fp8_scaled", "fp8_granularity")
@@ -201,7 +206,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--model", required=True, help="diffusers folder, or transformer file")
     model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
     add_model_parts(model)
-    model.add_argument("--t5xxl_max_token_length", type=int, metavar="N", help="T5 tokens per prompt")
+    model.add_argument("--t5xxl_max_token_length", type=count, metavar="N", help="T5 tokens per prompt")
     zero_cond_t = ModelConfig.model_fields["zero_cond_t"].description
     model.add_argument("--zero_cond_t", action="store_true", default=None, help=zero_cond_t)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRA files, of any layout")
@@ -214,15 +219,25 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--prompt", nargs="+", metavar="LINE", help="prompts, each with its own options if need be")
     what.add_argument("--from_file", metavar="FILE", help=".txt (a prompt a line), .toml or .json")
     what.add_argument("--n", default="", metavar="TEXT", help="negative prompt, used when --l is not 1")
-    what.add_argument("--w", type=int, default=1024, metavar="PIXELS", help="width (default: %(default)s)")
-    what.add_argument("--h", type=int, default=1024, metavar="PIXELS", help="height (default: %(default)s)")
-    what.add_argument("--d", type=int, default=0, metavar="SEED", help="seed of the first prompt; the next has d + 1")
-    what.add_argument("--s", type=int, default=20, metavar="STEPS", help="steps (default: %(default)s)")
-    what.add_argument("--g", type=float, metavar="X", help="guidance input (default: 3.5; Fill 30, Kontext 2.5)")
-    what.add_argument("--l", type=float, default=1.0, metavar="X", help="classifier-free guidance (default: off, 1)")
+    what.add_argument(
+        "--w", type=whole(most=MOST_SIDE), default=1024, metavar="PIXELS", help="width (default: %(default)s)"
+    )
+    what.add_argument(
+        "--h", type=whole(most=MOST_SIDE), default=1024, metavar="PIXELS", help="height (default: %(default)s)"
+    )
+    what.add_argument(
+        "--d", type=seed_number, default=0, metavar="SEED", help="seed of the first prompt; the next has d + 1"
+    )
+    what.add_argument(
+        "--s", type=whole(most=MOST_STEPS), default=20, metavar="STEPS", help="steps (default: %(default)s)"
+    )
+    what.add_argument("--g", type=finite, metavar="X", help="guidance input (default: 3.5; Fill 30, Kontext 2.5)")
+    what.add_argument("--l", type=finite, default=1.0, metavar="X", help="classifier-free guidance (default: off, 1)")
     what.add_argument("--ci", nargs="+", default=[], metavar="FILE", help="image to fill, or reference images")
     what.add_argument("--mi", metavar="FILE", help="mask of the image to fill, white where to fill")
-    what.add_argument("--control_resolution", type=int, nargs="+", metavar="PIXELS", help="area of reference images")
+    what.add_argument(
+        "--control_resolution", type=whole(most=MOST_SIDE), nargs="+", metavar="PIXELS", help="area of reference images"
+    )
     what.add_argument("--no_resize_control", action="store_true", help="reference images are only trimmed")
     sub.add_argument("--save_to", type=Path, default=Path("output/generated"), help="folder (default: %(default)s)")
     _add_text_command(commands)

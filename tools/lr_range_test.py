@@ -24,6 +24,7 @@ from library.config import TrainConfig, load_config
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from library.training.report.progress import counting, shown_path
+from tools.command import count, number
 
 
 def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) -> RangeTest:
@@ -45,9 +46,9 @@ def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) ->
 def main() -> None:
     """Test from the command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--lr_from", type=float, default=1e-6)
-    parser.add_argument("--lr_to", type=float, default=1.0)
-    parser.add_argument("--range_steps", type=int, default=100)
+    parser.add_argument("--lr_from", type=number(above=0), default=1e-6)
+    parser.add_argument("--lr_to", type=number(above=0), default=1.0)
+    parser.add_argument("--range_steps", type=count, default=100)
     parser.add_argument("--save_to", type=Path)
     own, rest = parser.parse_known_args(sys.argv[1:])
     if not 0 < own.lr_from < own.lr_to or own.range_steps < 2:

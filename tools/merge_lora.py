@@ -40,6 +40,7 @@ from tools.command import (
     calibration_plan,
     check_lora_output,
     choices,
+    count,
     lora_source,
     show_progress,
     tool_console,
@@ -66,8 +67,6 @@ def merge_into_lora(options: argparse.Namespace) -> str:
     by_svd = options.method == "svd"
     if by_svd != (options.new_rank is not None):
         raise UserError("--method svd and --new_rank go together; concat takes the sum of the ranks")
-    if by_svd and options.new_rank < 1:
-        raise UserError(f"--new_rank {options.new_rank}: must be at least 1")
     check_lora_output(options.save_to, options.overwrite)
     targets, files = load_loras([source.path for source in options.lora], options.model_type)
     parts = [(file.weights, source.ratio) for file, source in zip(files, options.lora, strict=True)]
@@ -142,8 +141,6 @@ def merge_into_fp8(options: argparse.Namespace, targets: LoraTargets) -> None:
     rounding = options.rounding or ("compensated" if options.dataset_config else "nearest")
     if (rounding == "compensated" or options.correction_rank) and not options.dataset_config:
         raise UserError("--rounding compensated and --correction_rank look at activations; give --dataset_config")
-    if options.correction_rank is not None and options.correction_rank < 1:
-        raise UserError(f"--correction_rank {options.correction_rank}: must be at least 1")
     merge_to_fp8(
         options.model,
         options.lora,
@@ -190,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     )
     lora = parser.add_argument_group("without --model")
     lora.add_argument("--method", choices=["concat", "svd"], help="how LoRAs become one (default: concat)")
-    lora.add_argument("--new_rank", type=int, metavar="N", help="rank of --method svd")
+    lora.add_argument("--new_rank", type=count, metavar="N", help="rank of --method svd")
     layouts = choices(SavingConfig, "save_format")
     lora.add_argument("--save_format", choices=layouts, help="key layout (default: the first LoRA's)")
     lora.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
@@ -200,7 +197,7 @@ def parser() -> argparse.ArgumentParser:
         choices=["nearest", "stochastic", "compensated"],
         help="default: compensated with --dataset_config",
     )
-    group.add_argument("--correction_rank", type=int, metavar="R", help="also write a LoRA of what rounding lost")
+    group.add_argument("--correction_rank", type=count, metavar="R", help="also write a LoRA of what rounding lost")
     group.add_argument(
         "--retention", action="store_true", help="show what is left of every layer's update, not the worst"
     )

@@ -45,7 +45,7 @@ def migrate(command: Command, save_to: Path, source: str) -> list[Note]:
     """
     given = read_arguments(command.arguments)
     if given.problems:
-        raise UserError("\n".join(given.problems))
+        raise UserError(*given.problems)
     values, origins = given.values, given.origins
     tool = command.tool or find_tool(values) or "sd-scripts"
     if tool == "musubi-tuner" and command.launcher.get("mixed_precision"):

@@ -24,10 +24,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from library.config.markers import MOST_SIDE
 from library.config.schema import ParallelConfig
+from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from library.training.memory.budget import GIB, MemoryEstimate
@@ -43,7 +44,7 @@ from library.training.memory.estimator import (
     settings_of,
     shape_of,
 )
-from tools.command import tool_parser
+from tools.command import count, number, tool_parser, whole
 
 _TOKEN_SIDE = 16  # pixels of a token's side: 8 of the VAE times 2 of a patch
 
@@ -104,14 +105,16 @@ def arguments() -> argparse.Namespace:
     """Parse and check the command line."""
     parser = tool_parser(__doc__)
     parser.add_argument("model", help=f"file, folder or one of {', '.join(published_shapes())}")
-    parser.add_argument("--gpu_memory", type=float, required=True, help="GiB of a GPU")
-    parser.add_argument("--gpus", type=int, default=1, help="how many there are in all")
-    parser.add_argument("--gpus_per_machine", type=int, help="default: all in one")
-    parser.add_argument("--batch_size", type=int, default=1, help="of each process that has images or texts of its own")
-    parser.add_argument("--resolution", type=int, default=1024, help="side of an image in pixels")
-    parser.add_argument("--text_tokens", type=int, default=512, help="tokens of a caption")
-    parser.add_argument("--tokens", type=int, help="tokens of a language model's text; default 2048 or its context")
-    parser.add_argument("--network_dim", type=int, default=16, help="rank of the LoRA")
+    parser.add_argument("--gpu_memory", type=number(above=0), required=True, help="GiB of a GPU")
+    parser.add_argument("--gpus", type=count, default=1, help="how many there are in all")
+    parser.add_argument("--gpus_per_machine", type=count, help="default: all in one")
+    parser.add_argument(
+        "--batch_size", type=count, default=1, help="of each process that has images or texts of its own"
+    )
+    parser.add_argument("--resolution", type=whole(most=MOST_SIDE), default=1024, help="side of an image in pixels")
+    parser.add_argument("--text_tokens", type=count, default=512, help="tokens of a caption")
+    parser.add_argument("--tokens", type=count, help="tokens of a language model's text; default 2048 or its context")
+    parser.add_argument("--network_dim", type=count, default=16, help="rank of the LoRA")
     parser.add_argument(
         "--train", choices=("lora", "all"), default="lora", help="all: every weight of a language model"
     )

@@ -21,16 +21,27 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from rich.console import Console
 
+from library.config.markers import MOST_STEPS
 from library.config.model_types import IMAGE_MODELS
+from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.fidelity.deployments import Models, Variant, parse_deployment
 from library.fidelity.fixes import FIXES, Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
 from library.fidelity.page import verdict_lines, write_report
 from library.fidelity.report import measure
 from library.training.sampling.generate import read_loras
-from tools.command import add_model_parts, calibration_plan, lora_source, tool_parser
+from tools.command import (
+    add_model_parts,
+    calibration_plan,
+    count,
+    finite,
+    lora_source,
+    number,
+    seed_number,
+    tool_parser,
+    whole,
+)
 from train_lora import train
 
 _LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -51,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     deployment.add_argument("--deploy_merged", action="store_true", help="the LoRA is in that file already")
     deployment.add_argument("--deploy_lora", choices=["beside", "nearest", "stochastic"], default="beside",
                             help="beside the weights, or rounded into them; ComfyUI: stochastic")  # fmt: skip
-    deployment.add_argument("--deploy_strength", type=float, default=1.0, metavar="X", help="of the LoRA")
+    deployment.add_argument("--deploy_strength", type=finite, default=1.0, metavar="X", help="of the LoRA")
     deployment.add_argument("--activations", choices=["row", "tensor", "unit", "static"],
                             help="rounded to fp8 before products; unit: ComfyUI --fast")  # fmt: skip
     deployment.add_argument("--fp8_text_encoder", action="store_true", help="text encoder in fp8")
@@ -61,25 +72,32 @@ def parser() -> argparse.ArgumentParser:
     deployment.add_argument("--paste", choices=["steps", "end"], help="known region put back each step, or at the end")
     eval_set = top.add_argument_group("what they run on")
     eval_set.add_argument("--dataset_config", required=True, metavar="TOML", help="dataset as in training")
-    eval_set.add_argument("--images", dest="calibration_images", type=int, default=8, metavar="N",
+    eval_set.add_argument("--images", dest="calibration_images", type=count, default=8, metavar="N",
                           help="images (default: %(default)s)")  # fmt: skip
-    eval_set.add_argument("--sigmas", dest="calibration_sigmas", type=float, nargs="+", metavar="X",
+    eval_set.add_argument("--sigmas", dest="calibration_sigmas", type=finite, nargs="+", metavar="X",
                           default=[0.95, 0.75, 0.5, 0.25], help="noise levels")  # fmt: skip
     top.set_defaults(statistics_gb=4.0)
-    eval_set.add_argument("--steps", type=int, default=12, help="of a sampling run; 0 for none (default: %(default)s)")
-    eval_set.add_argument("--guidance_scale", type=float, default=3.5, help="guidance input (default: %(default)s)")
-    eval_set.add_argument("--seed", type=int, default=0, help="chooses images and noise (default: %(default)s)")
+    eval_set.add_argument(
+        "--steps",
+        type=whole(least=0, most=MOST_STEPS),
+        default=12,
+        help="of a sampling run; 0 for none (default: %(default)s)",
+    )
+    eval_set.add_argument("--guidance_scale", type=finite, default=3.5, help="guidance input (default: %(default)s)")
+    eval_set.add_argument("--seed", type=seed_number, default=0, help="chooses images and noise (default: %(default)s)")
     eval_set.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
     eval_set.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
     eval_set.add_argument("--no_benefits", action="store_true", help="skip measuring each layer's return to bf16")
     fix = top.add_argument_group("fixes")
     fix.add_argument("--fix", nargs="*", choices=FIXES, metavar="NAME",
                      help=f"try fixes and name the cheapest that does; all, or some of {', '.join(FIXES)}")  # fmt: skip
-    fix.add_argument("--fix_minutes", type=float, default=30.0, metavar="X", help="begin none later (default: 30)")
-    fix.add_argument("--fix_target", type=float, default=0.3, metavar="X",
+    fix.add_argument(
+        "--fix_minutes", type=number(least=0), default=30.0, metavar="X", help="begin none later (default: 30)"
+    )
+    fix.add_argument("--fix_target", type=number(least=0), default=0.3, metavar="X",
                      help="share of the deployment's error that is good enough (default: %(default)s)")  # fmt: skip
     fix.add_argument("--fix_dataset_config", metavar="TOML", help="fit and train fixes on these images instead")
-    fix.add_argument("--fix_images", type=int, metavar="N", help="that fixes are fitted to (default: --images)")
+    fix.add_argument("--fix_images", type=count, metavar="N", help="that fixes are fitted to (default: --images)")
     top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")
     return top
 
@@ -143,8 +161,6 @@ def main() -> None:
     _note_text(models, console)
     if options.fix is not None:
         _check_fix(options)
-    if options.steps < 0:
-        raise UserError(f"--steps {options.steps}: is negative; give 0 for no sampling run, or 4 and more")
     report = measure(models, variant, plan.options, console, steps=options.steps, benefits=not options.no_benefits)
     fixes: list[Fix] = []
     if options.fix is not None:

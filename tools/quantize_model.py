@@ -20,14 +20,14 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 
+from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.checkpoint_writing import WrittenFp8, default_granularity
 from library.precision.quantize import FORMATS, GRANULARITIES, format_named
 from library.precision.recipe import KINDS, Fp8Recipe
-from tools.command import add_calibration, calibration_plan, tool_console, tool_parser
+from tools.command import add_calibration, calibration_plan, number, seed_number, tool_console, tool_parser
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -51,7 +51,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--exclude_pattern", action="append", default=[], metavar="REGEX", help="further layers that stay so"
     )
     parser.add_argument("--rounding", choices=("nearest", "stochastic"), default="nearest")
-    parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding and calibration")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of stochastic rounding and calibration")
     parser.add_argument(
         "--fp8_matmul",
         action="store_true",
@@ -59,7 +59,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     group = parser.add_argument_group("by activations")
     group.add_argument("--compensated", action="store_true", help="round so that outputs change least (GPTQ)")
-    group.add_argument("--budget_mb", type=float, metavar="MB", help="keep in bf16 what helps most for so many MiB")
+    group.add_argument(
+        "--budget_mb", type=number(least=0), metavar="MB", help="keep in bf16 what helps most for so many MiB"
+    )
     add_calibration(parser, required=False, model_type=True, seed=False)
     return parser.parse_args(arguments)
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 
+from library.console import Console
 from library.errors import exit_on_user_error
 from tools.command import (
     add_calibration,
@@ -33,6 +33,7 @@ from tools.command import (
     check_lora_output,
     tool_console,
     tool_parser,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -67,8 +68,12 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--deploy", required=True, metavar="MODEL_OR_RECIPE", help="fp8 model; or cast, tensor, row, block64, block128"
     )
-    top.add_argument("--correction_rank", type=int, default=0, metavar="R", help="rank to add to every fp8 layer")
-    top.add_argument("--show", type=int, default=20, metavar="N", help="layers in the table (default: %(default)s)")
+    top.add_argument(
+        "--correction_rank", type=whole(least=0), default=0, metavar="R", help="rank to add to every fp8 layer"
+    )
+    top.add_argument(
+        "--show", type=whole(least=0), default=20, metavar="N", help="layers in the table (default: %(default)s)"
+    )
     add_lora_output(top)
     add_calibration(top, required=True, model_type=False)
     return top

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
-from tools.command import add_lora_output, check_lora_output, tool_parser, value_range
+from tools.command import add_lora_output, check_lora_output, count, finite, tool_parser, value_range
 
 if TYPE_CHECKING:
     from networks.merging.low_rank import ResizedLayer
@@ -54,8 +54,6 @@ def resize(options: argparse.Namespace) -> list[ResizedLayer]:
 def check_flags(options: argparse.Namespace) -> None:
     """Refuse flags that say no rank, or a parameter that its method has no meaning for."""
     method, parameter = options.dynamic_method, options.dynamic_param
-    if options.new_rank is not None and options.new_rank < 1:
-        raise UserError(f"--new_rank {options.new_rank}: must be at least 1")
     if method is None and options.new_rank is None:
         raise UserError("give --new_rank, or --dynamic_method with --dynamic_param")
     if (method is None) != (parameter is None):
@@ -73,9 +71,9 @@ def main() -> None:
 
     parser = tool_parser(__doc__)
     parser.add_argument("--model", required=True, type=Path, help="the LoRA")
-    parser.add_argument("--new_rank", type=int, metavar="N", help="rank; with --dynamic_method the largest one")
+    parser.add_argument("--new_rank", type=count, metavar="N", help="rank; with --dynamic_method the largest one")
     parser.add_argument("--dynamic_method", choices=RANK_RULES, help="choose a rank for each layer")
-    parser.add_argument("--dynamic_param", type=float, metavar="X", help="of --dynamic_method")
+    parser.add_argument("--dynamic_param", type=finite, metavar="X", help="of --dynamic_method")
     parser.add_argument("--verbose", action="store_true", help="show every layer")
     add_lora_output(parser)
     options = parser.parse_args()

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from library.config.markers import MUST_MATCH, Fraction, NotNegative, OnlyWith, Positive, Section
+from library.config.markers import MUST_MATCH, Batch, Fraction, NotNegative, OnlyWith, Positive, Section, Size
 from library.config.model_types import LANGUAGE_MODELS
 from library.config.schema import (
     SAMPLED,
@@ -67,13 +67,13 @@ class ChatDataConfig(Section):
     train_on: Annotated[Literal["assistant", "all"], MUST_MATCH] = Field(
         "assistant", description="tokens the loss counts: the assistant's, or all"
     )
-    max_length: Annotated[Positive | None, MUST_MATCH] = Field(
+    max_length: Annotated[Size | None, MUST_MATCH] = Field(
         None, description="tokens of a window; longer conversations are truncated; default: the context, at most 2048"
     )
     packing: Annotated[bool, MUST_MATCH] = Field(
         False, description="pack several conversations into a window; none attends to another"
     )
-    train_batch_size: Annotated[Positive, MUST_MATCH] = Field(
+    train_batch_size: Annotated[Batch, MUST_MATCH] = Field(
         1, description="windows in a forward pass: conversations, or packs of them"
     )
 
@@ -84,7 +84,7 @@ class ChatSamplingConfig(SamplingConfig):
     sample_prompts: list[str] = Field(  # type: ignore[assignment]
         [], description="user messages; the model's answers are written as text"
     )
-    sample_tokens: Annotated[Positive, SAMPLED] = Field(128, description="tokens of an answer at most")
+    sample_tokens: Annotated[Size, SAMPLED] = Field(128, description="tokens of an answer at most")
     sample_temperature: Annotated[NotNegative, SAMPLED] = Field(0.0, description="0 takes the most likely token")
     sample_top_p: Annotated[float, Field(gt=0, le=1), SAMPLED, _DRAWN] = Field(
         0.95, description="draws among so much probability"

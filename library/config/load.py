@@ -104,7 +104,7 @@ def load_for(script: Script[Schema], argv: Sequence[str], notes: list[Note] | No
         became, problems = [*became, *translation.notes], [*problems, *translation.problems()]
     config, unfit, overridden = _validate(values, origins, uncertain, script)
     if config is None or problems or unfit:
-        raise UserError("\n".join([*problems, *unfit, *(note.line() for note in given.notes)]))
+        raise UserError(*problems, *unfit, *(note.line() for note in given.notes))
     if notes is not None:
         notes.extend([*became, *overridden])
     return config
@@ -201,7 +201,7 @@ def validated(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
     """
     config, problems, _ = _validate(values, origins, (), LORA)
     if config is None or problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
     return config
 
 
@@ -307,16 +307,16 @@ def _unknown_flags(words: Sequence[str], script: Script[Any] = LORA) -> Iterator
             yield f"command line: {word!r} belongs to no flag; a switch takes no value: --flag or --no-flag", None
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are ``UserError``s."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see --help")
 
 
-def _parser(script: Script[Any]) -> _Parser:
+def _parser(script: Script[Any]) -> Parser:
     """Build the command line from the schema: a group a section, a flag a key."""
-    parser = _Parser(
+    parser = Parser(
         prog=script.name,
         usage=f"{script.name} --config_file TOML [--key value ...]",
         description=f"{script.purpose} Every flag is also a key of the TOML file; flags win.",

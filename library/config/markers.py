@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values are frozen once validated."""
+    """Base of all sections: unknown keys are refused, numbers are finite, values are frozen once validated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def is_nothing(value: Any) -> bool:
@@ -137,7 +137,20 @@ def sorted_pairs(pairs: list[str]) -> list[str]:
 
 MUST_MATCH = MustMatch()
 Pairs = Annotated[list[str], MustMatch(sorted_pairs)]
-Positive = Annotated[int, Field(gt=0)]
+# Bounds that no training comes near, so that a slip of the finger is told at once instead of filling the memory.
+MOST = 10**9  # of what is counted: steps, epochs, tokens
+MOST_WORKERS = 256  # processes that read caches, or texts
+MOST_SEED = 2**63 - 1  # what torch's generators take
+MOST_RATE = 1000.0
+MOST_STRENGTH = 1000.0  # of a LoRA
+MOST_SIDE = 16_384  # pixels of an image's side
+MOST_PIXELS = 64 * 2**20  # of an image that is made, or trained on
+MOST_STEPS = 1000  # of the solver: the models' schedules have no more
+Positive = Annotated[int, Field(gt=0, le=MOST)]
+Size = Annotated[int, Field(gt=0, le=1_000_000)]  # of a layer, a window of tokens, a vocabulary
+Batch = Annotated[int, Field(gt=0, le=65_536)]  # of images, captions, windows, or batches of a step
+Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
+Rate = Annotated[float, Field(ge=0, le=MOST_RATE)]  # of learning
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-StepsOrShare = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
+StepsOrShare = Annotated[int, Field(ge=0, le=MOST)] | Annotated[float, Field(ge=0, lt=1)]

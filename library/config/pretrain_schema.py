@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from library.config.chat_schema import ChatSamplingConfig
-from library.config.markers import MUST_MATCH, NotNegative, OnlyWith, Pairs, Positive, Section
+from library.config.markers import MUST_MATCH, Batch, NotNegative, OnlyWith, Pairs, Positive, Rate, Section, Seed, Size
 from library.config.schema import (
     SAMPLED,
     AccelerateConfig,
@@ -35,32 +35,32 @@ class LLMModelConfig(Section):
         None, description="gpt2-tiny, gpt2-124m, ..., llama-tiny, llama3.2-1b, ... (docs/llm.md); with fresh weights"
     )
     init_from: str | None = Field(None, description="folder of a GPT-2 or Llama model whose weights to go on from")
-    context: Annotated[Positive | None, MUST_MATCH] = Field(
+    context: Annotated[Size | None, MUST_MATCH] = Field(
         None, description="tokens a training window holds; default: the model's"
     )
-    width: Annotated[Positive | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
+    width: Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
         None, description="of the residual stream, instead of the preset's"
     )
-    layers: Annotated[Positive | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
+    layers: Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
         None, description="blocks, instead of the preset's"
     )
-    heads: Annotated[Positive | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
+    heads: Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
         None, description="heads of queries, instead of the preset's"
     )
-    kv_heads: Annotated[Positive | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
+    kv_heads: Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
         None, description="heads of keys and values, instead of the preset's"
     )
-    hidden: Annotated[Positive | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
+    hidden: Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
         None, description="width of the feed-forward's middle, instead of the preset's"
     )
-    pad_vocabulary_to: Positive = Field(64, description="embedding and head are padded to a multiple of so many rows")
+    pad_vocabulary_to: Size = Field(64, description="embedding and head are padded to a multiple of so many rows")
 
 
 class LLMDataConfig(Section):
     """The corpus, and how much of it makes a step."""
 
     data_dir: str = Field(description="folder that tools/prepare_text.py wrote")
-    train_batch_size: Positive = Field(8, description="windows in a forward pass of one process")
+    train_batch_size: Batch = Field(8, description="windows in a forward pass of one process")
     tokens_per_batch: Positive | None = Field(
         None, description="tokens of an optimizer step over all processes; default: those of one forward pass each"
     )
@@ -77,7 +77,7 @@ class LLMOptimizerConfig(OptimizerConfig):
     optimizer_args: Pairs = Field(
         [], description='key=value pairs for the optimizer; AdamW has "betas=0.9,0.95" unless set here'
     )
-    learning_rate: Annotated[NotNegative, MUST_MATCH] = Field(
+    learning_rate: Annotated[Rate, MUST_MATCH] = Field(
         6e-4, description="peak learning rate; 1.0 for Prodigy and D-Adaptation"
     )
     weight_decay: Annotated[NotNegative, MUST_MATCH] = Field(0.1, description="of matrices; norms and biases have none")
@@ -106,7 +106,7 @@ class LLMTrainingConfig(SharedTrainingKeys):
         False, description="weights in bf16 too, updated with stochastic rounding"
     )
     allow_tf32: bool = Field(False, description="let a GPU multiply fp32 matrices in TF32")
-    seed: Annotated[int, MUST_MATCH] = Field(
+    seed: Annotated[Seed, MUST_MATCH] = Field(
         0, description="initial weights, order of the data and samples follow from it"
     )
 
@@ -129,7 +129,7 @@ class LLMSamplingConfig(ChatSamplingConfig):
     sample_at_first: Annotated[bool | None, SAMPLED] = Field(  # type: ignore[assignment]
         None, description="sample before the first step; default: where sample_every_n_steps is set"
     )
-    sample_tokens: Annotated[Positive, SAMPLED] = Field(64, description="tokens of a sample")
+    sample_tokens: Annotated[Size, SAMPLED] = Field(64, description="tokens of a sample")
     sample_temperature: Annotated[NotNegative, SAMPLED] = Field(0.8, description="0 takes the most likely token")
 
 

@@ -14,8 +14,11 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from library.config.markers import (
+    MOST,
+    MOST_WORKERS,
     MUST_MATCH,
     Above,
+    Batch,
     Fraction,
     MustMatch,
     NotNegative,
@@ -23,7 +26,10 @@ from library.config.markers import (
     OnlyWith,
     Pairs,
     Positive,
+    Rate,
     Section,
+    Seed,
+    Size,
     StepsOrShare,
     sorted_pairs,
 )
@@ -77,7 +83,7 @@ class ModelConfig(Section):
     t5xxl_tokenizer: str = Field(
         "google/t5-v1_1-xxl", description="tokenizer folder or hub name, with a single t5xxl file"
     )
-    t5xxl_max_token_length: Positive | None = Field(
+    t5xxl_max_token_length: Size | None = Field(
         None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
     )
     vae: str | None = Field(None, description="Qwen-Image, Z-Image: VAE file or folder, with a single file")
@@ -168,13 +174,15 @@ class DatasetArguments(Section):
     cache_directory: str | None = Field(
         None, description="folder for cached latents and text; default .tandem_cache beside the images"
     )
-    caption_variants: Positive = Field(
+    caption_variants: Annotated[int, Field(gt=0, le=10_000)] = Field(
         8, description="cached variants per caption where shuffling or tag dropout asks for more than one"
     )
-    vae_batch_size: Positive = Field(1, description="images encoded at once while caching")
-    text_encoder_batch_size: Positive = Field(4, description="captions encoded at once while caching")
-    train_batch_size: Positive = Field(1, description="batch size where the dataset TOML names none")
-    max_data_loader_n_workers: Annotated[int, Field(ge=0)] = Field(2, description="worker processes that read caches")
+    vae_batch_size: Batch = Field(1, description="images encoded at once while caching")
+    text_encoder_batch_size: Batch = Field(4, description="captions encoded at once while caching")
+    train_batch_size: Batch = Field(1, description="batch size where the dataset TOML names none")
+    max_data_loader_n_workers: Annotated[int, Field(ge=0, le=MOST_WORKERS)] = Field(
+        2, description="worker processes that read caches"
+    )
     strict_dataset: bool = Field(
         False,
         description="look every image over before caching and refuse to start at any finding (docs/reliability.md)",
@@ -188,10 +196,10 @@ class NetworkConfig(Section):
         "lora",
         description="kind of adapter; dora is saved for diffusers or ComfyUI, lokr, loha, oft, boft for ComfyUI alone",
     )
-    network_dim: Annotated[Positive, MUST_MATCH, _NOT_FROM_FILE] = Field(
+    network_dim: Annotated[Size, MUST_MATCH, _NOT_FROM_FILE] = Field(
         16, description="rank; of oft and boft the size of a block"
     )
-    network_alpha: Annotated[float, Field(gt=0), MUST_MATCH, _NOT_FROM_FILE] = Field(
+    network_alpha: Annotated[float, Field(gt=0, le=1_000_000), MUST_MATCH, _NOT_FROM_FILE] = Field(
         1.0, description="scale is alpha / rank; oft, boft have none"
     )
     use_rslora: Annotated[bool, MUST_MATCH, _NOT_FROM_FILE] = Field(
@@ -237,10 +245,10 @@ class OptimizerConfig(Section):
     )
     trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
     optimizer_args: Pairs = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')
-    learning_rate: Annotated[NotNegative, MUST_MATCH] = Field(
+    learning_rate: Annotated[Rate, MUST_MATCH] = Field(
         1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation"
     )
-    text_encoder_lr: Annotated[list[NotNegative], MUST_MATCH, IMAGES] = Field(
+    text_encoder_lr: Annotated[list[Rate], MUST_MATCH, IMAGES] = Field(
         [],
         max_length=2,
         description="learning rates of CLIP-L and T5, which are not trained without one or at 0; one value holds for "
@@ -289,7 +297,7 @@ class SharedTrainingKeys(Section):
     checkpoint_every_n_blocks: Annotated[Positive, _CHECKPOINTED] = Field(
         1, description="recompute one of so many neighbouring blocks; 1: all"
     )
-    activation_budget_mb: Annotated[int, Field(ge=0), _CHECKPOINTED] = Field(
+    activation_budget_mb: Annotated[int, Field(ge=0, le=MOST), _CHECKPOINTED] = Field(
         0,
         description="keep so many MiB of activations instead of recomputing them, what saves most time first: "
         "outputs of attention, then blocks",
@@ -302,7 +310,7 @@ class SharedTrainingKeys(Section):
 class TrainingConfig(SharedTrainingKeys):
     """How long, in what precision, from which seed."""
 
-    gradient_accumulation_steps: Positive = Field(1, description="batches per optimizer step")
+    gradient_accumulation_steps: Batch = Field(1, description="batches per optimizer step")
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     attention: Annotated[Literal["auto", "flash", "efficient", "cudnn", "math"], IMAGES] = Field(
         "auto",
@@ -312,7 +320,7 @@ class TrainingConfig(SharedTrainingKeys):
     full_bf16: Annotated[bool, MUST_MATCH] = Field(
         False, description="LoRA weights in bf16 too, updated with stochastic rounding"
     )
-    seed: int = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
+    seed: Seed = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
     prior_loss_weight: Annotated[NotNegative, IMAGES] = Field(
         1.0, description="weight of regularisation images (is_reg)"
     )
@@ -329,7 +337,7 @@ class TrainingConfig(SharedTrainingKeys):
     on_nan_limit: Annotated[Positive, OnlyWith(on_nan=("skip", "rollback"))] = Field(
         10, description="stop after so many steps in a row that are not finite (skip, rollback)"
     )
-    blocks_to_swap: Annotated[int, Field(ge=0), IMAGES] = Field(
+    blocks_to_swap: Annotated[int, Field(ge=0, le=MOST), IMAGES] = Field(
         0,
         description="blocks whose frozen weights stay in host memory and are copied in as they run; at most "
         f"{_SWAPPABLE}",
@@ -382,7 +390,7 @@ class FlowConfig(Section):
     seam_loss_weight: NotNegative = Field(
         0.0, description="extra weight of the loss along the border of masks and regions to fill, 0 for none"
     )
-    seam_width: Annotated[Positive, OnlyWith(seam_loss_weight=True)] = Field(
+    seam_width: Annotated[Size, OnlyWith(seam_loss_weight=True)] = Field(
         2, description="latent cells on each side of the border that seam_loss_weight counts"
     )
 
@@ -422,7 +430,7 @@ class SavingConfig(Section):
     save_precision: Literal["fp32", "fp16", "bf16"] | None = Field(None, description="default: the training dtype")
     save_state: bool = Field(False, description="write the full training state with every save")
     save_state_on_train_end: bool = Field(False, description="write the training state at the end")
-    save_retries: Annotated[int, Field(ge=0)] = Field(
+    save_retries: Annotated[int, Field(ge=0, le=1000)] = Field(
         10, description="tries more to write the last weights and state where that fails, over about seven minutes"
     )
     save_fallback_dir: str | None = Field(
@@ -501,7 +509,7 @@ class LoggingConfig(Section):
 class AccelerateConfig(Section):
     """Process group, DDP and compilation."""
 
-    ddp_timeout: Positive = Field(10, description="minutes until a stuck collective fails")
+    ddp_timeout: Size = Field(10, description="minutes until a stuck collective fails")
     ddp_gradient_as_bucket_view: bool = Field(False, description="DDP gradients as views of the buckets: less memory")
     ddp_static_graph: bool = Field(False, description="tell DDP that every step uses the same parameters")
     torch_compile: bool = Field(False, description="compile the repeated transformer blocks")
@@ -517,7 +525,7 @@ class AccelerateConfig(Section):
 class ParallelConfig(Section):
     """How the processes of a run share the work; started with torchrun --nproc-per-node N."""
 
-    shard: Positive = Field(
+    shard: Size = Field(
         1, description="processes that split the weights among them (FSDP2); 1: each holds them all (DDP)"
     )
     shard_lora: Annotated[
@@ -529,11 +537,11 @@ class ParallelConfig(Section):
         description="shard the LoRA with its base, its gradients and optimizer states too; false: every process holds "
         "it all, which any optimizer can step",
     )
-    dp: Positive | None = Field(
+    dp: Size | None = Field(
         None, description="replicas that split the batches; with shard, groups of shard processes (HSDP); default: all"
     )
-    pp: Positive = Field(1, description="pipeline stages, each a process with a part of the blocks; 1: no pipeline")
-    microbatches: Annotated[Positive | None, _PIPELINED] = Field(
+    pp: Size = Field(1, description="pipeline stages, each a process with a part of the blocks; 1: no pipeline")
+    microbatches: Annotated[Batch | None, _PIPELINED] = Field(
         None, description="parts of equal size that a batch goes through a pipeline in; default: as many as stages"
     )
     schedule: Annotated[Literal["1f1b", "gpipe"], _PIPELINED] = Field(
@@ -543,7 +551,7 @@ class ParallelConfig(Section):
         "time", description="what stages have as equal parts of as can be: work, or weights where memory is short"
     )
 
-    tp: Positive = Field(
+    tp: Size = Field(
         1, description="processes that have each large layer together, computing one batch (tensor parallelism)"
     )
 

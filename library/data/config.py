@@ -26,7 +26,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from library.conditions import ConditionKind
 from library.config.kohya.flags import FLAGS
-from library.config.markers import Fraction
+from library.config.markers import MOST, MOST_SIDE, Batch, Fraction, Seed
 from library.config.schema import DatasetArguments
 from library.data.masks import MASK_KINDS, MaskKind
 from library.errors import UserError, did_you_mean
@@ -70,13 +70,13 @@ class InpaintMasks:
 
 
 Interpolation = Literal["lanczos", "area", "box", "bicubic", "cubic", "bilinear", "linear", "nearest"]
-Side = Annotated[int, Field(ge=1)]
+Side = Annotated[int, Field(ge=1, le=MOST_SIDE)]
 _AsTuple = BeforeValidator(lambda value: tuple(value) if type(value) is list else value)
-Sides = Annotated[int | tuple[Side, Side], _AsTuple]
+Sides = Annotated[Side | tuple[Side, Side], _AsTuple]
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class SubsetSettings(_Table):
@@ -89,10 +89,10 @@ class SubsetSettings(_Table):
     inpaint_mask_directory: str | None = None
     inpaint_alpha_mask: bool = False
     inpaint_masks: Annotated[tuple[MaskKind, ...], _AsTuple] | None = None
-    inpaint_mask_variants: Annotated[int, Field(ge=1)] | None = None
+    inpaint_mask_variants: Annotated[int, Field(ge=1, le=10_000)] | None = None
     is_reg: bool = False
     class_tokens: str | None = None
-    num_repeats: Annotated[int, Field(ge=0)] = 1
+    num_repeats: Annotated[int, Field(ge=0, le=1_000_000)] = 1
     alpha_mask: bool = False
     flip_aug: bool = False
     random_crop: bool = False
@@ -102,12 +102,12 @@ class SubsetSettings(_Table):
     secondary_separator: str | None = None
     enable_wildcard: bool = False
     shuffle_caption: bool = False
-    keep_tokens: Annotated[int, Field(ge=0)] = 0
+    keep_tokens: Annotated[int, Field(ge=0, le=MOST)] = 0
     keep_tokens_separator: str | None = None
     caption_prefix: str | None = None
     caption_suffix: str | None = None
     caption_dropout_rate: Fraction = 0.0
-    caption_dropout_every_n_epochs: Annotated[int, Field(ge=0)] = 0
+    caption_dropout_every_n_epochs: Annotated[int, Field(ge=0, le=MOST)] = 0
     caption_tag_dropout_rate: Fraction = 0.0
 
 
@@ -115,7 +115,7 @@ class DatasetSettings(_Table):
     """Keys of ``[[datasets]]``; all may also stand in ``[general]``."""
 
     resolution: Sides | None = None
-    batch_size: Annotated[int, Field(ge=1)] = 1
+    batch_size: Batch = 1
     enable_bucket: bool = False
     bucket_no_upscale: bool = False
     bucket_reso_steps: Side = 64
@@ -124,7 +124,7 @@ class DatasetSettings(_Table):
     control_resolution: Sides | None = None
     no_resize_control: bool = False
     validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    validation_seed: int | None = None
+    validation_seed: Seed | None = None
     cache_directory: str | None = None
 
 

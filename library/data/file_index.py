@@ -22,8 +22,9 @@ from pathlib import Path
 
 from library.data.images import read_size
 from library.errors import UserError
-from library.files import read_checked_json, read_text, reading, write_checked_json
+from library.files import read_bytes, read_checked_json, read_text, write_checked_json
 
+MOST_CAPTION_BYTES = 2**20  # no model reads more than a few thousand
 _VERSION = 1
 _RACY_NS = 2_000_000_000
 _THREADS = 8  # waiting for the disk, not for the processor
@@ -46,12 +47,19 @@ def list_folder(folder: str | Path) -> dict[str, tuple[int, int]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if not entry.name.startswith(".") and entry.is_file():
+                if not entry.name.startswith(".") and _is_file(entry):
                     stat = entry.stat()
                     files[entry.name] = (stat.st_size, stat.st_mtime_ns)
     except OSError as error:
         raise UserError(f"{folder}: cannot be read ({error.strerror}); check its permissions") from error
     return dict(sorted(files.items()))
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a symbolic link to itself
+        return False
 
 
 def content_hash(data: bytes) -> str:
@@ -80,9 +88,15 @@ class FileIndex:
             pass  # absent or damaged: everything is read again
 
     def image(self, path: str, stat: tuple[int, int]) -> SourceFile:
-        """Return the record of an image, with what is remembered of it; the same object for the same path."""
+        """Return the record of an image, with what is remembered of it; the same object for the same path.
+
+        Raises:
+            UserError: the path is not UTF-8, so that no cache and no file of ours could name it.
+        """
         file = self._files.get(path)
         if file is None:
+            if any("\ud800" <= character <= "\udfff" for character in path):
+                raise UserError(f"{path}: the name is not UTF-8; rename the file")
             file = self._files[path] = SourceFile(path, *stat)
             known = self._images.get(self._key(path))
             if known is not None and (known[0], known[1]) == stat:
@@ -117,7 +131,7 @@ class FileIndex:
         if known is not None and (known[0], known[1]) == stat:
             return str(known[2])
         started = time.time_ns()
-        text = read_text(path)
+        text = read_text(path, most=MOST_CAPTION_BYTES)
         if started - stat[1] > _RACY_NS:
             self._captions[key] = [*stat, text]
             self._changed = True
@@ -141,12 +155,6 @@ class FileIndex:
     def _key(self, path: str) -> str:
         """Files beside the cache folder go by relative name, so a moved folder is known; others in full."""
         return path[len(self._root) :] if path.startswith(self._root) else path
-
-
-def read_bytes(path: str) -> bytes:
-    """Return a file's content."""
-    with reading(path):
-        return Path(path).read_bytes()
 
 
 def checked_bytes(file: SourceFile) -> bytes:

@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from library.data.file_index import SourceFile, content_hash, read_bytes
+from library.data.file_index import SourceFile, content_hash
 from library.data.images import decode, read_size
 from library.errors import UserError
-from library.files import read_checked_json, write_checked_json
+from library.files import read_bytes, read_checked_json, write_checked_json
 
 _VERSION = 1
 _REDUCED = 256  # longer side of the reduced image in which borders are looked for

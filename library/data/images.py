@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -142,16 +143,23 @@ def _refuse_bomb(size: Size, name: str) -> None:
 
 
 def _open(source: str | io.BytesIO, name: str) -> OpenImage:
+    if isinstance(source, str):
+        with reading(source, "replace it, or start again if it was removed meanwhile"):
+            return _identified(source, name)
+    return _identified(source, name)
+
+
+def _identified(source: str | io.BytesIO, name: str) -> OpenImage:
     try:
-        image = Image.open(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # it is an error here, in one line
+            image = Image.open(source)
     except Image.DecompressionBombError:
         raise UserError(f"{name}: more than {MAX_PIXELS} pixels; make it smaller or remove it") from None
     except Image.UnidentifiedImageError:
         missing = name.lower().endswith(".jxl") and not importlib.util.find_spec("pillow_jxl")
         remedy = "install pillow-jxl-plugin" if missing else "replace or remove it"
         raise UserError(f"{name}: not an image that can be read; {remedy}") from None
-    except FileNotFoundError:
-        raise UserError(f"{name}: no such file; it may have been removed meanwhile, start again") from None
     except Exception as error:
         raise UserError(f"{name}: damaged image ({error}); replace or remove it") from error
     _refuse_bomb(image.size, name)

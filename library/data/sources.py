@@ -27,7 +27,7 @@ from library.data.config import Subset, refused_condition_keys
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.images import IMAGE_SUFFIXES
 from library.errors import UserError, did_you_mean
-from library.files import parse_json, read_json_lines, read_text, written_path
+from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text, written_path
 
 _NUMBERED = re.compile(r"(.+)_(\d+)")
 _CONTROL_KEY = re.compile(r"control_path(?:_(\d+))?")
@@ -284,7 +284,7 @@ def _metadata_entries(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 raise UserError(f'{where}: no "image_path"; write {{"image_path": ..., "caption": ...}}')
             yield where, entry["image_path"], entry
         return
-    entries = parse_json(read_text(file), str(file))
+    entries = parse_json(read_text(file, most=MOST_DATA_BYTES), str(file))
     if not isinstance(entries, dict):
         raise UserError(f'{file}: not an object; write {{"image.png": {{"caption": ...}}}}, or name the file .jsonl')
     for name, entry in entries.items():

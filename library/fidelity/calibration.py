@@ -14,10 +14,10 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from library.config.schema import DatasetArguments, ModelConfig
+from library.console import Console
 from library.data.batches import Batch, collate
 from library.data.dataset import TrainingData, build_dataset
 from library.errors import UserError

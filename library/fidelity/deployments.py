@@ -29,11 +29,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from library.config.schema import ModelConfig
+from library.console import Console
 from library.data.batches import Batch
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan, predict

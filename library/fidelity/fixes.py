@@ -30,12 +30,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from library.config.load import validated
 from library.config.schema import TrainConfig
+from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.causes import Differences, compare

@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.table import Table
 
+from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationPlan
 from library.files import weights_fingerprint

@@ -17,13 +17,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import IMAGES, CalibrationPlan
-from library.files import atomic_path
+from library.files import atomic_path, read_json
 from library.precision.checkpoint_layouts import LayoutKind, WeightFiles
 from library.precision.checkpoint_writing import WrittenFp8, write_fp8_checkpoint
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
@@ -99,7 +99,7 @@ def _file_in_folder(model: Path, folder: Path) -> Path:
         raise UserError(
             f"--save_to {folder}: {model} is a file, so the result is one; give a name that ends in .safetensors"
         )
-    diffusers = '"_class_name"' in (model / "config.json").read_text(encoding="utf-8")
+    diffusers = "_class_name" in read_json(model / "config.json")
     return folder / ("diffusion_pytorch_model.safetensors" if diffusers else "model.safetensors")
 
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployments import Models, base_layer, numbers

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rich.console import Console
 from torch import Tensor, nn
 
+from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.causes import Attribution, Differences, Verdict, compare, judge

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from library.data.batches import ALL, PlannedBatchSampler, Share, TensorBatch
 from library.errors import UserError
-from library.files import parse_json, read_json_lines, read_text
+from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text
 from library.llm.chat_templates import ChatTemplate, Message
 from library.llm.documents import read_parquet, require_pyarrow
 from library.nn.cross_entropy import IGNORED
@@ -179,7 +179,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
         require_pyarrow([file])
         records: Iterable[Any] = read_parquet(file)
     else:
-        records = parse_json(read_text(file), str(file))
+        records = parse_json(read_text(file, most=MOST_DATA_BYTES), str(file))
         if not isinstance(records, list):
             raise UserError(f"{file}: is no list of records; write one a line into a .jsonl file")
     for number, record in enumerate(records, 1):

@@ -24,7 +24,6 @@ Sources: Llama 3: https://www.llama.com/docs/model-cards-and-prompt-formats/meta
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from library.errors import UserError
-from library.files import write_text
+from library.files import read_json, read_text, write_text
 from library.llm.tokenizers import Tokenizer
 
 NO_ANSWER = -1
@@ -325,11 +324,8 @@ def _jinja_source(folder: Path) -> tuple[str | None, dict[str, str]]:
     config, file = folder / "tokenizer_config.json", folder / JINJA_FILE
     values: dict[str, Any] = {}
     if config.is_file():
-        try:
-            values = json.loads(config.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{config}: not valid JSON ({error}); download it again") from None
-    source = file.read_text(encoding="utf-8") if file.is_file() else values.get("chat_template")
+        values = read_json(config)
+    source = read_text(file) if file.is_file() else values.get("chat_template")
     if isinstance(source, list):  # several by name
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     named = {key: value for key, value in values.items() if key.endswith("_token") and value}

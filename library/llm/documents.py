@@ -18,14 +18,13 @@ what lies in the folder                               what is read
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from library.errors import UserError, did_you_mean
-from library.files import read_json_lines, reading
+from library.files import read_json, read_json_lines, read_text, reading
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".arrow")
 _ROWS = 1024  # read at once
@@ -157,16 +156,16 @@ def _saved_files(folder: Path) -> list[Path]:
 
 def _read_json(file: Path, key: str) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))[key]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: damaged ({error}); save the dataset again") from None
+        return read_json(file, "save the dataset again")[key]
+    except KeyError:
+        raise UserError(f"{file}: damaged (no {key!r}); save the dataset again") from None
 
 
 def _snapshot(folder: Path) -> Path:
     main = folder / "refs" / "main"
     found = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     if main.is_file():
-        found = [folder / "snapshots" / main.read_text(encoding="utf-8").strip()]
+        found = [folder / "snapshots" / read_text(main).strip()]
     if len(found) != 1 or not found[0].is_dir():
         raise UserError(f"{folder}: {len(found)} snapshots and none is refs/main's; give the folder of one of them")
     return found[0]

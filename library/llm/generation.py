@@ -87,6 +87,8 @@ def adjusted_logits(logits: Tensor, seen: Tensor | None, settings: SamplingSetti
         assert seen is not None
         penalised = torch.where(logits > 0, logits / settings.repetition_penalty, logits * settings.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
+    if not bool((logits < float("inf")).all()):
+        raise UserError("the model computes NaN or infinity; lower the LoRA's strength, or give sound weights")
     if settings.greedy:
         return logits
     if settings.temperature != 1.0:

@@ -29,7 +29,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from library.errors import UserError
-from library.files import atomic_path, write_text
+from library.files import atomic_path, read_json, reading, write_text
 
 # What counts as a word, from openai/gpt-2 encoder.py and meta-llama/llama3 tokenizer.py.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -110,14 +110,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not found.is_file():
         raise UserError(f"{path}: no such file; give a tokenizer's file or the folder it lies in")
     try:
-        tokenizer = _read(found)
+        with reading(found):
+            tokenizer = _read(found)
     except UserError:
         raise
     except Exception as error:  # three packages read these files; one of them raises plain Exception
         raise UserError(f"{found}: cannot be read as a tokenizer ({error}); download it again") from error
     added = found.parent / _ADDED
     if added.is_file() and found.name != "tokenizer.json":  # tokenizer.json holds its own
-        numbers: dict[str, int] = json.loads(added.read_text(encoding="utf-8"))
+        numbers: dict[str, int] = read_json(added)
         tokenizer.add_special_tokens(sorted(numbers, key=numbers.__getitem__))
     return tokenizer
 
@@ -156,7 +157,7 @@ class HuggingFaceTokenizer(Tokenizer):
         ours = cls(tokenizers.Tokenizer.from_file(str(file)))
         config = file.with_name("tokenizer_config.json")
         if config.is_file():
-            values = json.loads(config.read_text(encoding="utf-8"))
+            values = read_json(config)
             for kind in ("bos", "eos"):
                 name = values.get(f"{kind}_token")
                 name = name.get("content") if isinstance(name, dict) else name
@@ -255,7 +256,7 @@ class TiktokenTokenizer(_PublishedTokenizer):
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         characters = {character: byte for byte, character in bytes_to_unicode().items()}
-        numbers: dict[str, int] = json.loads(vocabulary.read_text(encoding="utf-8"))
+        numbers: dict[str, int] = read_json(vocabulary)
         special = {name: number for name, number in numbers.items() if name == "<|endoftext|>"}
         ranks = {
             bytes(characters[character] for character in token): number

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
-from library.errors import UserError
+from library.errors import NotFiniteError, UserError
 from library.files import fingerprint, weights_fingerprint
 from library.models.files import FamilyFiles, locate
 from library.models.latents import unpack_latents
@@ -346,6 +346,11 @@ class Family:
                 return_dict=False,
             )[0]
         pixels = image_encoder.decode(self.unpack(latents, height // factor, width // factor))
+        if not bool(torch.isfinite(pixels).all()):
+            raise NotFiniteError(
+                f"image of seed {seed}: NaN or infinity instead of pixels; lower the LoRA's strength or the guidance, "
+                "or compute in bf16"
+            )
         return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
 
     def scheduler(self) -> Any:

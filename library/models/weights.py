@@ -11,7 +11,6 @@ in the file. Renaming, splitting a fused qkv and swapping the halves of a modula
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from library.errors import UserError
+from library.files import read_json
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Loader
 from library.safetensors_io import RowRange
@@ -29,13 +29,7 @@ KeyMap = Mapping[str, Sequence[RowRange]]
 
 def read_config(folder: Path, name: str = "config.json") -> dict:
     """Return ``config.json`` (or the JSON file ``name``) of a model folder."""
-    path = folder / name
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; the folder is not a complete model, download it again") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); download it again") from error
+    return read_json(folder / name, "the folder is no complete model, download it again")
 
 
 def read_config_of(kind: str, folder: Path, remedy: str) -> dict:

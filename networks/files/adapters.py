@@ -504,8 +504,9 @@ def _check_tensors(where: str, kind: type[AdapterWeights], tensors: Mapping[str,
         raise UserError(f"{where}: {shapes} are no {kind.title} of a linear layer; only those can be read")
     if alpha is not None and alpha.numel() != 1:
         raise UserError(f"{where} has {alpha.numel()} alphas; it takes one")
-    if not all(bool(torch.isfinite(tensor.float()).all()) for tensor in tensors.values()):
-        raise UserError(f"{where} holds NaN or infinity; use an earlier save")
+    numbers = tensors if alpha is None else {**tensors, "alpha": alpha}
+    if broken := [name for name, tensor in numbers.items() if not bool(torch.isfinite(tensor.float()).all())]:
+        raise UserError(f"{where} holds NaN or infinity ({broken[0]}); use an earlier save")
 
 
 def _multiply(tensors: Mapping[str, Tensor]) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import rename, write_text
+from library.files import read_json, rename, write_text
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.registry import lora_namings
 from library.precision.checkpoint_layouts import WeightFiles
@@ -141,7 +141,7 @@ def folder_copy(
             shutil.copy2(path, copy)
         inside = temporary / base.folder.relative_to(base.path)
         if index := _index_of(base.folder):
-            content = json.loads(index.read_text(encoding="utf-8"))
+            content = read_json(index)
             content.setdefault("metadata", {})["total_size"] = _saved_bytes(base, dtype)
             write_text(inside / index.name, json.dumps(content, indent=2) + "\n")
         yield inside

@@ -36,7 +36,7 @@ import safetensors.torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import write_text
+from library.files import read_text, write_text
 from library.models.layer_names import LoraTargets
 from networks.files.weights import AdapterWeights
 
@@ -175,12 +175,11 @@ def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str, dora: bool
     if text := metadata.get(ADAPTER_METADATA_KEY):
         source = f"{path}: metadata {ADAPTER_METADATA_KEY}"
     elif path.name == _PEFT_WEIGHTS and beside.is_file():
-        source, text = str(beside), beside.read_text(encoding="utf-8")
+        source, text = str(beside), read_text(beside)
     else:
         return None
     try:
-        fields = json.loads(text)
-        config = {key.removeprefix(f"{prefix}."): value for key, value in fields.items()}
+        config = {key.removeprefix(f"{prefix}."): value for key, value in json.loads(text).items()}
     except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{source}: not a JSON object ({error}); save the LoRA again") from None
     if config.get("use_dora") and not dora:

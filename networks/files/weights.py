@@ -22,6 +22,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from library.config.markers import MOST_STRENGTH
+from library.errors import UserError, printable
+
 
 @dataclass(frozen=True)
 class AdapterWeights:
@@ -311,7 +314,13 @@ def non_lora_kind(keys: Iterable[str]) -> str | None:
 def names_in_short(names: Sequence[str], shown: int = 5) -> str:
     """Return the first few names and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+    return ", ".join(map(printable, names[:shown])) + more
+
+
+def check_strength(where: str, strength: float) -> None:
+    """Refuse a strength that is not finite, or so large that nothing is left of the model; ``where`` names the LoRA."""
+    if not abs(strength) <= MOST_STRENGTH:
+        raise UserError(f"{where}: a strength of {strength:g}; give one from -{MOST_STRENGTH:g} to {MOST_STRENGTH:g}")
 
 
 def cayley(blocks: Tensor) -> Tensor:

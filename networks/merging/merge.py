@@ -37,7 +37,7 @@ from library.safetensors_io import read_tensor, stream_safetensors
 from networks.files.adapters import PRECISIONS, AdapterFile, PartialFit, load_adapter
 from networks.files.base import Base, BaseModule, check_target, find_modules, folder_copy, open_base, saved_specs
 from networks.files.metadata import base_mismatch
-from networks.files.weights import AdapterWeights, names_in_short
+from networks.files.weights import AdapterWeights, check_strength, names_in_short
 
 Updates = Mapping[str, AdapterWeights]  # by module name
 Fits = Mapping[Path, PartialFit]  # by LoRA file; empty where all of each has to fit
@@ -46,10 +46,17 @@ _STALE_METADATA = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash
 
 @dataclass(frozen=True)
 class LoraSource:
-    """One LoRA file and the strength it is merged at."""
+    """One LoRA file and the strength it is merged at.
+
+    Raises:
+        UserError: a strength that is not finite, or that no LoRA is of use at.
+    """
 
     path: Path
     ratio: float
+
+    def __post_init__(self) -> None:
+        check_strength(f"--lora {self.path}", self.ratio)
 
 
 @dataclass(frozen=True)
@@ -257,15 +264,29 @@ def plan_updates(
     return updates
 
 
-def merge_tensor(tensor: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
-    """Return ``tensor`` with its updates, one after the other, in fp32 and rounded once to ``dtype``."""
-    if not updates:
-        return tensor.to(dtype)
-    total = tensor.float()
-    total = total.clone() if total is tensor else total
+def merge_tensor(where: str, tensor: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
+    """Return ``tensor`` with its updates, one after the other, in fp32 and rounded once to ``dtype``.
+
+    Args:
+        where: file and tensor, for messages.
+        tensor, updates, dtype: of the base; what is to be added; of the result.
+
+    Raises:
+        UserError: what was finite is not so any more: a number leaves the range of ``dtype``.
+    """
+    total = tensor.float() if updates else tensor
+    total = total.clone() if total is tensor and updates else total
     for update in updates:
         update.apply(total)
-    return total.to(dtype)
+    merged = total.to(dtype)
+    if merged.is_floating_point() and not bool(torch.isfinite(merged).all()):
+        if not bool(torch.isfinite(total.float()).all()):
+            if updates and bool(torch.isfinite(tensor.float()).all()):
+                raise UserError(f"{where} is not finite with the LoRAs in it; lower their strengths, or leave one out")
+        else:
+            kind = next(name for name, known in PRECISIONS.items() if known is dtype)
+            raise UserError(f"{where} leaves the range of {kind}; use --save_precision bf16")
+    return merged
 
 
 def _write_file(
@@ -282,10 +303,7 @@ def _write_file(
 
     def produce(name: str) -> Tensor:
         tensor = read_tensor(entries, name)
-        merged = merge_tensor(tensor, component.updates.get(name, ()), specs[name][0])
-        lost = merged.dtype == torch.float16 and not bool(torch.isfinite(merged).all())
-        if lost and bool(torch.isfinite(tensor).all()):
-            raise UserError(f"{path}: {name} leaves the range of fp16; use --save_precision bf16")
+        merged = merge_tensor(f"{path}: {name}", tensor, component.updates.get(name, ()), specs[name][0])
         count()
         return merged
 

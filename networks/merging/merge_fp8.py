@@ -96,7 +96,7 @@ class Fp8Merge:
 
     def merged(self, name: str) -> Tensor:
         """Return a weight with its updates, fp32, before rounding."""
-        return merge_tensor(self.weight(name), self.updates.get(name, ()), torch.float32)
+        return merge_tensor(f"{self.base.path}: {name}", self.weight(name), self.updates.get(name, ()), torch.float32)
 
     def recipe_of(self, name: str) -> Fp8Recipe:
         """Return the recipe of one tensor: an fp8 base may have other scales, or another format, for some."""
@@ -151,7 +151,11 @@ class Fp8Merge:
     def high(self, name: str, read: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that stays as it is, with its updates; see ``checkpoint_writing.WeightChanges``."""
         tensor = read()
-        return merge_tensor(tensor, self.updates[name], tensor.dtype) if name in self.updates else tensor
+        return (
+            merge_tensor(f"{self.base.path}: {name}", tensor, self.updates[name], tensor.dtype)
+            if name in self.updates
+            else tensor
+        )
 
     def _keep(self, name: str, made: Quantized) -> None:
         path = self.spool / f"{len(self._made)}.safetensors"

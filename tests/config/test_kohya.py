@@ -282,7 +282,7 @@ def test_every_refused_key_of_a_toml_is_a_line_with_its_place(tmp_path: Path) ->
     path.write_text('network_module = "networks.lora_flux"\nxformers = true\n[noise]\nip_noise_gamma = 0.1\n')
     lines = _problem(["--config_file", str(path), *PLAIN]).splitlines()
     assert [line.split(": not taken")[0] for line in lines] == [f"{path}:2: xformers", f"{path}:4: ip_noise_gamma"]
-    assert one_line(UserError("\n".join(lines))).splitlines() == lines  # none is lost where scripts print it
+    assert one_line(UserError(*lines)).splitlines() == lines  # none is lost where scripts print it
 
 
 def test_the_run_tells_what_it_filled_in_and_not_what_is_as_always() -> None:

@@ -181,7 +181,7 @@ def test_what_does_not_go_together_is_refused(files: Files, tmp_path: Path, caps
         "has no effect here": {"model": model, "lora": lora, "rounding": "nearest"},
         "look at activations": {"model": model, "lora": lora, "save_precision": "fp8", "rounding": "compensated"},
         "is in fp8 and stays as it is": {"model": fp8, "lora": lora, "save_precision": "fp8_block64"},
-        "must be at least 1": {"model": fp8, "lora": lora, "correction_rank": -1, "dataset_config": "x"},
+        "is no whole number from 1": {"model": fp8, "lora": lora, "correction_rank": -1, "dataset_config": "x"},
     }
     for message, given in cases.items():
         with pytest.raises(SystemExit):

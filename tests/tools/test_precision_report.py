@@ -220,7 +220,7 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
         (["--fix", "--steps", "0"], "--fix: judges by finished images; give --steps 4 or more"),
         (["--deploy_merged", "--deploy_lora", "nearest"], "the LoRA is in the file already (--deploy_merged)"),
         (["--activations", "static"], "has no input scales; use row or unit"),
-        (["--steps", "-1"], "--steps -1: is negative"),
+        (["--steps", "-1"], "--steps: '-1' is no whole number from 0"),
         (["--fix", "--deploy_merged"], "--fix: refits a LoRA beside the weights"),
     ],
 )

@@ -15,8 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
+from library.console import Console
 from library.errors import UserError, did_you_mean, one_line
 from library.files import write_text
 from tools.chatting.session import Session

@@ -25,9 +25,9 @@ from typing import Any
 
 from accelerate import Accelerator
 from huggingface_hub import HfApi
-from rich.console import Console
 
 from library.config.schema import HubConfig
+from library.console import Console
 from library.errors import UserError, WriteError
 from library.files import write_text
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from library.config.schema import SavingConfig
-from library.errors import UserError, WriteError
+from library.errors import NotFiniteError, UserError, WriteError
 from library.files import discard
 
 Write = Callable[[Path], list[Path]]  # writes into a folder; returns what it wrote
@@ -93,7 +93,7 @@ class CheckpointWriter:
         """Write what a run can do without (images, plots); say so if that fails."""
         try:
             write()
-        except WriteError as error:
+        except (WriteError, NotFiniteError) as error:
             self.say(f"warning: {error}; left out")
 
     def report(self) -> None:

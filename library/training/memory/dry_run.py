@@ -29,11 +29,11 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from PIL import Image
-from rich.console import Console
 from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import ParallelConfig, TrainConfig, TrainingConfig
+from library.console import Console
 from library.data.batches import Batch
 from library.data.cache import TextJob
 from library.data.dataset import TrainingData

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -23,6 +23,8 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
+
+from library.console import Console
 
 _QUIET_SECONDS = 10.0
 

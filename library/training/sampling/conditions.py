@@ -19,10 +19,11 @@ from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.data.buckets import ControlSizing, cover
 from library.data.cache import TextJob, binary_mask
 from library.data.dataset import TrainingData
-from library.data.file_index import SourceFile, content_hash, read_bytes
+from library.data.file_index import SourceFile, content_hash
 from library.data.images import decode, decode_mask, fit_image, read_size, to_pixels
 from library.data.samples import ControlImage, check_mask_shape
 from library.errors import UserError
+from library.files import read_bytes
 from library.models.family import Family
 from library.models.vae import ImageEncoder
 from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from PIL.Image import Image
-from rich.console import Console
 
+from library.console import Console
 from library.data.buckets import ControlSizing
 from library.data.cache import TextJob, encode_text_batch
 from library.models.family import Family

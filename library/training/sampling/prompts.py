@@ -17,17 +17,17 @@ refused by its name: a sample without what it asks for would be another sample.
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from library.config.markers import MOST_PIXELS, MOST_SEED, MOST_SIDE, MOST_STEPS
 from library.errors import UserError, did_you_mean, error_prefix
-from library.files import read_text, read_toml, written_path
+from library.files import parse_json, read_text, read_toml, written_path
 
+MOST_GUIDANCE = 1000
 _OPTION = re.compile(r"(?:^|\s)--([a-zA-Z]+)(?:[\s=]+|$)")
 
 
@@ -242,16 +242,21 @@ def _with_found_images(prompt: SamplePrompt, folder: Path, where: str) -> Sample
 
 def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePrompt:
     for name, pixels in (("width (--w)", parsed.width), ("height (--h)", parsed.height)):
+        if pixels > MOST_SIDE or parsed.width * parsed.height > MOST_PIXELS:
+            raise UserError(
+                f"{where}: {parsed.width} x {parsed.height} pixels; at most {MOST_SIDE} a side and "
+                f"{MOST_PIXELS // 2**20} megapixels in all"
+            )
         if pixels < pixel_multiple or pixels % pixel_multiple:
             near = max(pixel_multiple, round(pixels / pixel_multiple) * pixel_multiple)
             raise UserError(f"{where}: {name} {pixels} is no multiple of {pixel_multiple}; take {near}")
-    if parsed.steps < 1:
-        raise UserError(f"{where}: steps (--s) {parsed.steps}; at least one step is needed")
-    if not 0 <= parsed.seed < 2**63:
+    if not 1 <= parsed.steps <= MOST_STEPS:
+        raise UserError(f"{where}: steps (--s) {parsed.steps}; write a number from 1 to {MOST_STEPS}")
+    if not 0 <= parsed.seed <= MOST_SEED:
         raise UserError(f"{where}: seed (--d) {parsed.seed}; write a number from 0 to 2^63 - 1, or leave it out")
     for name, value in (("guidance (--g)", parsed.guidance), ("guidance scale (--l)", parsed.cfg)):
-        if not math.isfinite(value):
-            raise UserError(f"{where}: {name} {value}; write a finite number")
+        if not abs(value) <= MOST_GUIDANCE:
+            raise UserError(f"{where}: {name} {value}; write a number up to {MOST_GUIDANCE}")
     return parsed
 
 
@@ -286,10 +291,7 @@ def _toml_items(path: str) -> Items:
 
 
 def _json_items(path: str) -> Items:
-    try:
-        listed = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
+    listed = parse_json(read_text(path), path)
     if not isinstance(listed, list) or not all(isinstance(item, str | dict) for item in listed):
         raise UserError(f'{path}: not a list of prompts; write [{{"prompt": "..."}}, ...]')
     return [(f"{path}: prompt {n}", item) for n, item in enumerate(listed, 1)]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate import Accelerator
-from rich.console import Console
 from torch import nn
 
 from library.config.chat_schema import ChatSamplingConfig
+from library.console import Console
 from library.files import write_text
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import Tokenizer

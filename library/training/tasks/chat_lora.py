@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from library.config.chat_schema import ChatDataConfig, ChatSamplingConfig, ChatTrainConfig
 from library.config.markers import resume_keys
+from library.console import Console
 from library.data.batches import Share
 from library.errors import UserError, error_prefix
 from library.files import weights_fingerprint
@@ -92,7 +92,7 @@ class ChatLora(LoraTask):
         plan_fp8(config.precision, self.layout, seed, device)
         self.base_fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
         self.settings = resume_keys(config)
-        self.check_saved()
+        self.check_saved(weights)
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
         self.template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer)
         if config.sampling.sample_prompts:

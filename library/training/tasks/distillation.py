@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 from torch import nn
 
 from library.accelerator import model_parallel_rank_and_size
 from library.config.schema import FlowConfig, TrainConfig, TrainingConfig
+from library.console import Console
 from library.data.batches import Batch, Share, collate
 from library.data.cache import is_complete
 from library.data.dataset import TrainingData

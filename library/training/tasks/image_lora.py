@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from library.conditions import ConditionKind
 from library.config.markers import resume_keys
 from library.config.schema import DatasetArguments, FlowConfig, TrainConfig, TrainingConfig
+from library.console import Console
 from library.data.batches import (
     Batch,
     Bucket,
@@ -41,6 +41,7 @@ from library.errors import UserError
 from library.models.family import Family, model_family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
+from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.fp8_linear import make_cpu_kernels
 from library.training.checkpoint.metadata import image_facts, lora_facts
 from library.training.checkpoint.state import tidy
@@ -111,7 +112,7 @@ class ImageLora(LoraTask):
         self.text_fingerprint = self.text_encoder.fingerprint if self.plan.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
         self.settings = resume_keys(config) | trained_text
-        self.check_saved()
+        self.check_saved(WeightFiles(family.files.transformer))
 
     def prepare(self) -> None:
         config, family, console = self.config, self.family, self.console

@@ -19,7 +19,7 @@ from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.schema import ModelConfig, TrainConfig, TrainingConfig
 from library.data.batches import Share
 from library.errors import UserError
-from library.precision.checkpoint_layouts import Fp8Layout
+from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
 from library.precision.fp8_linear import ddp_ignored_names
 from library.precision.recipe import Fp8Loader
 from library.safetensors_io import read_safetensors_header
@@ -35,7 +35,7 @@ from library.training.tasks.task import Task
 from networks.files.adapters import PRECISIONS, check_save_format, load_adapter, load_lora
 from networks.files.metadata import base_mismatch, build_metadata, weight_file
 from networks.files.verify import check_file
-from networks.injection import attach_lora, inject_adapter
+from networks.injection import attach_lora, inject_adapter, refuse_large_rank
 from networks.network import AdapterNetwork
 
 
@@ -69,14 +69,21 @@ class LoraTask(Task):
             raise UserError(f"network_weights: {weights} does not exist; check the path")
         _check_writable(Path(config.saving.output_dir))
 
-    def check_saved(self) -> None:
+    def check_saved(self, base: WeightFiles) -> None:
         """Look at the files a run goes on from, now that headers tell which model it is; no weights of it are read.
+
+        Args:
+            base: the model's, of which only headers are looked at.
 
         Raises:
             UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` is damaged, was trained on
-                another base, or has nothing left to train.
+                another base, or has nothing left to train; a rank is above that of every layer of the model.
         """
-        training, network = self.config.training, self.config.network
+        training, network, options = self.config.training, self.config.network, self.plan.options
+        shapes = [entry.shape for entry in base.entries.values() if len(entry.shape) == 2]
+        asked = {f"network_args: {option}": options.dims[kind] for kind, option in options.dim_sources.items()}
+        for option, rank in (asked if network.dim_from_weights else {"network_dim": options.dim} | asked).items():
+            refuse_large_rank(option, rank, shapes, options.kind)
         if network.network_weights:
             load_adapter(network.network_weights, self.plan.targets, [] if network.allow_partial else None)
         if training.resume:

@@ -19,11 +19,11 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 from torch import Tensor, nn
 
 from library.accelerator import build_accelerator, dp_rank_and_size
 from library.config.markers import resume_keys
+from library.console import Console
 from library.data.batches import MicroStep
 from library.nn.modes import evaluating
 from library.training.checkpoint.state import (

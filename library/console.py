@@ -1,0 +1,28 @@
+"""The console that texts, tables and progress bars are printed on, safe to print what strangers wrote on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from library.errors import printable
+
+_KEPT = "\n\t"
+
+
+class Console(rich.console.Console):
+    """rich's console; no character of what is printed steers the terminal, but rich's own colours and cursor do."""
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        """Return rich's text of a string, which is measured as it will be shown."""
+        return super().render_str(printable(text, _KEPT), **how)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Return what rich makes of ``renderable``, its texts :func:`library.errors.printable`."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text, _KEPT))
