@@ -49,6 +49,11 @@ class NotFiniteError(UserError):
     """Numbers that are not finite where a picture should be made of them."""
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the first line of what another package's exception says, or its name if it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def nearest_of(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
     """Return the candidate nearest to ``word``, if one is at least so similar (0 to 1)."""
     nearest = difflib.get_close_matches(word, list(candidates), n=1, cutoff=similarity)

@@ -29,7 +29,7 @@ from library.config.schema import DatasetArguments
 from library.console import Console
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, load_dataset_config
 from library.data.lint import TITLES, Report, check
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, exit_on_user_error, printable
 from library.files import read_toml, write_text
 from library.training.report.progress import counting
 from tools.command import tool_console, tool_parser, whole
@@ -71,7 +71,7 @@ def show(report: Report, console: Console) -> None:
         return
     table = Table("", "found", "", show_edge=False)
     for kind, found in report.by_kind().items():
-        lines = [finding.text for finding in found[:_SHOWN]]
+        lines = [printable(finding.text) for finding in found[:_SHOWN]]
         lines += [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         style = "bold red" if found[0].is_error else "bold"
         table.add_row(Text(TITLES[kind], style), str(len(found)), Text("\n".join(lines)))

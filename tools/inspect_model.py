@@ -42,7 +42,7 @@ from rich.table import Table
 from rich.text import Text
 
 from library.console import Console
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, exit_on_user_error, printable
 from library.files import atomic_path
 from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_known, is_lora, weight_sets
 from library.precision.checkpoint_layouts import WeightFiles
@@ -256,7 +256,7 @@ def metadata_table(strings: Mapping[str, str]) -> RenderableType:
     for key, value in sorted(strings.items()):
         text = " ".join(value.split())
         cut = f"{text[:_LONGEST_VALUE]}… ({len(value):,} characters)"
-        table.add_row(key, Text(text if len(text) <= _LONGEST_VALUE else cut))
+        table.add_row(printable(key), Text(text if len(text) <= _LONGEST_VALUE else cut))
     return Padding(table, (0, 0, 1, 2))
 
 

@@ -393,7 +393,7 @@ def _check_value(where: str, key: str, value: Any) -> None:
     except ValidationError as error:
         problem = error.errors()[0]["msg"].replace("Input should be", "should be")
         if key in ("resolution", "control_resolution"):
-            problem = "should be a number of pixels or [width, height]"
+            problem = f"should be a number of pixels or [width, height], each from 1 to {MOST_SIDE}"
         raise UserError(f"{where}: {key} = {_as_toml(value)}: {problem}; correct the value") from None
 
 

@@ -28,7 +28,7 @@ from PIL import Image, ImageFile
 
 from library.data.file_index import SourceFile, content_hash
 from library.data.images import decode, read_size
-from library.errors import UserError
+from library.errors import UserError, reason_of
 from library.files import read_bytes, read_checked_json, write_checked_json
 
 _VERSION = 1
@@ -107,7 +107,7 @@ def _reduced(data: bytes, name: str) -> Image.Image:
                 image.draft("RGB", (_REDUCED, _REDUCED))
                 small = image.convert("RGB")
         except Exception as error:  # Pillow's plugins raise many types here, all of them about the file
-            raise UserError(f"{name}: damaged image ({error}); replace or remove it") from None
+            raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from None
     else:
         small, _ = decode(data, name)
     small.thumbnail((_REDUCED, _REDUCED), Image.Resampling.BOX)

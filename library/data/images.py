@@ -32,7 +32,7 @@ from PIL import ExifTags, Image, ImageCms
 from torch import Tensor
 
 from library.data.buckets import Fit, Size
-from library.errors import UserError
+from library.errors import UserError, reason_of
 from library.files import reading
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 if importlib.util.find_spec("pillow_jxl"):
     import pillow_jxl  # noqa: F401  (registers JPEG XL with Pillow)
+
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # what is too large is an error here, in one line
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl"})
 MAX_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 512 MiB of RGB
@@ -91,7 +93,7 @@ def decode(data: bytes, name: str, alpha_mask: bool = False) -> tuple[Image.Imag
         try:
             image.load()
         except Exception as error:  # Pillow's plugins raise many types here, all of them about the file
-            raise UserError(f"{name}: damaged image ({error}); replace or remove it") from error
+            raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from error
         upright = image.transpose(_UPRIGHT[_orientation(image)]) if _orientation(image) > 1 else image
         rgb, alpha = _split_alpha(upright, image.info.get("icc_profile"), name)
     if alpha is None or alpha_mask:
@@ -151,9 +153,7 @@ def _open(source: str | io.BytesIO, name: str) -> OpenImage:
 
 def _identified(source: str | io.BytesIO, name: str) -> OpenImage:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # it is an error here, in one line
-            image = Image.open(source)
+        image = Image.open(source)
     except Image.DecompressionBombError:
         raise UserError(f"{name}: more than {MAX_PIXELS} pixels; make it smaller or remove it") from None
     except Image.UnidentifiedImageError:
@@ -161,7 +161,7 @@ def _identified(source: str | io.BytesIO, name: str) -> OpenImage:
         remedy = "install pillow-jxl-plugin" if missing else "replace or remove it"
         raise UserError(f"{name}: not an image that can be read; {remedy}") from None
     except Exception as error:
-        raise UserError(f"{name}: damaged image ({error}); replace or remove it") from error
+        raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from error
     _refuse_bomb(image.size, name)
     return image
 
@@ -182,10 +182,10 @@ def _split_alpha(image: Image.Image, profile: bytes | None, name: str) -> tuple[
     if image.mode == "F":
         raise UserError(f"{name}: floating point pixels; save it as 8-bit or 16-bit PNG")
     if image.mode.startswith("I"):
-        values = np.asarray(image, dtype=np.int64)
+        values = np.asarray(image)
         if values.size and (values.min() < 0 or values.max() > 65535):
             raise UserError(f"{name}: 32-bit pixels; save it as 8-bit or 16-bit PNG")
-        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))  # 65535 = 255 * 257
+        image = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8))  # 65535 = 255 * 257
         return _to_srgb(image, profile), None
     alpha = None
     if image.has_transparency_data:

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from library.errors import UserError
+from library.errors import UserError, printable
 from library.models.registry import all_modules
 from library.safetensors_io import TensorEntry, read_entries, weight_files
 
@@ -286,7 +286,7 @@ def _kind(owner: str, parts: Mapping[str, TensorEntry], architecture: Architectu
 
 def _starred(name: str) -> str:
     """Return a module's name with ``*`` for its block's number."""
-    return _BLOCK.sub(r"\1.*.\3", name)
+    return printable(_BLOCK.sub(r"\1.*.\3", name))
 
 
 def _part(starred: str) -> str:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from library.errors import UserError
+from library.errors import UserError, printable
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor
 from networks.files.adapters import best_targets, load_adapter, split_key
@@ -101,6 +101,7 @@ def _order(name: str, targets: LoraTargets) -> tuple[int, int, str]:
 
 
 def _layer(name: str, weights: LoraWeights) -> LoraLayer:
+    name = printable(name)
     match = _BLOCK.match(name)
     part, block, layer = (match[1], int(match[2]), match[3]) if match else ("", None, name)
     norm = update_norm(weights)

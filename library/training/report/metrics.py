@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -29,9 +30,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from library import __version__
+from library.config.markers import MOST
 from library.config.schema import LoggingConfig
 from library.errors import UserError
-from library.files import write_text
+from library.files import read_bytes, write_text
+
+_LARGEST = 1e30  # of what is drawn: axes in logarithms of fp32 numbers
 
 
 class MetricsStream:
@@ -148,7 +152,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
         raise UserError(f"{file}: no such file; name a run's output folder (one that holds metrics.jsonl)")
     by_step: dict[int, dict[str, float]] = {}
     newest = -1
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_bytes(file).decode("utf-8", errors="replace").splitlines():
         record = _parse(line)
         if record is None:
             continue
@@ -167,11 +171,17 @@ def _parse(line: str) -> dict[str, float] | None:
     """Return a line's numbers, or ``None`` for one that is empty, half-written or no metrics."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
+    if not isinstance(record, dict):
         return None
-    return {key: float(value) for key, value in record.items() if isinstance(value, int | float)}
+    numbers = {key: _number(value) for key, value in record.items() if isinstance(value, int | float)}
+    return numbers if 0 <= numbers.get("step", -1.0) <= MOST else None
+
+
+def _number(value: float) -> float:
+    """Return a metric as it is drawn; one that no plot has room for is none."""
+    return float(value) if abs(value) < _LARGEST else math.nan
 
 
 def _columns(by_step: dict[int, dict[str, float]]) -> dict[str, Series]:

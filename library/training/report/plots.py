@@ -42,6 +42,7 @@ _EMA_DECAY = 0.98  # where a run wrote no loss_ema
 _LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
+    "text.parse_math": False,  # a folder's name may hold dollars
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",

@@ -37,7 +37,7 @@ from library.data.batches import (
 )
 from library.data.dataset import TrainingData, build_dataset
 from library.data.lint import check, summarise
-from library.errors import UserError
+from library.errors import UserError, printable
 from library.models.family import Family, model_family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
@@ -341,7 +341,7 @@ def look_over(data: TrainingData, strict: bool, accelerator: Accelerator, consol
         UserError: something was found.
     """
     for line in summarise(data.listed):
-        console.print(f"note: {line}", soft_wrap=True)
+        console.print(f"note: {printable(line)}", soft_wrap=True)
     if not strict:
         return
     with accelerator.main_process_first(), counting(console) as start:  # the others find what it remembered

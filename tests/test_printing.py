@@ -1,0 +1,91 @@
+"""What strangers wrote on files and in them is shown, and steers no terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from rich.table import Table
+from rich.text import Text
+from safetensors.torch import save_file
+
+from library.console import Console
+from library.errors import PrintableStream, UserError, one_line, printable
+from tests.runs import ROOT
+
+HOSTILE = "a\x1b[31m\x1b]0;title\x07\x9b2J\u202egnp.exe\r"
+STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J", "\\x1b[2J"),
+        ("\x9b31m", "\\x9b31m"),
+        ("a\nb\tc\r", "a\\nb\\tc\\r"),
+        ("\u202egnp", "\\u202egnp"),
+        ("caf\udce9", "caf\\xe9"),
+        ("\ud83d", "\\ud83d"),
+        ("naïve 猫 👩‍👩‍👧 é", "naïve 猫 👩‍👩‍👧 é"),
+    ],
+)
+def test_what_steers_a_terminal_is_spelt_out_and_letters_are_not(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert printable(shown) == shown
+    printable(text).encode()
+
+
+def test_an_error_is_one_line_whatever_is_in_it_and_several_problems_are_several() -> None:
+    assert one_line(UserError("a\nerror: b\x1b[0m: wrong; correct it")) == "a\\nerror: b\\x1b[0m: wrong; correct it"
+    assert one_line(UserError("one\n", "two")).splitlines() == ["one", "two"]
+
+
+def test_print_goes_through_the_filter_and_richs_own_colours_past_it() -> None:
+    out = io.StringIO()
+    stream = PrintableStream(out)
+    print(HOSTILE, file=stream)
+    stream.writelines([HOSTILE])
+    assert not STEERS.search(out.getvalue())
+    assert Console(file=stream).file is out
+
+
+def test_rich_colours_its_texts_and_nobody_elses() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, markup=False, highlight=False, width=200)
+    table = Table(HOSTILE)
+    table.add_row(HOSTILE)
+    table.add_row(Text(HOSTILE, "bold"))
+    console.print(table)
+    console.print(HOSTILE, style="red")
+    own = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert own != out.getvalue()
+    assert not STEERS.search(own.replace("\r", ""))
+    assert out.getvalue().count("\\x1b[31m") == 4
+
+
+@pytest.mark.parametrize("tool", ["inspect_model", "convert_lora", "merge_lora", "check_dataset"])
+def test_no_tool_lets_a_file_steer_the_terminal(tool: str, tmp_path: Path) -> None:
+    lora = tmp_path / f"{HOSTILE.replace('/', '')}.safetensors"
+    save_file({f"{HOSTILE}\nfake line.lora_A.weight": torch.ones(2, 2)}, lora, {HOSTILE: f"{HOSTILE}\nx"})
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "images" / f"{HOSTILE}\nfake line.png")
+    dataset = tmp_path / "d.toml"
+    dataset.write_text("[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'images'\n", encoding="utf-8")
+    words = {
+        "inspect_model": [str(lora), "--modules"],
+        "convert_lora": [str(lora), str(tmp_path / "o.safetensors"), "--save_format", "kohya"],
+        "merge_lora": ["--lora", str(lora), "--save_to", str(tmp_path / "o.safetensors")],
+        "check_dataset": [str(dataset)],
+    }
+    command = [sys.executable, f"tools/{tool}.py", *words[tool]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    said = (done.stdout + done.stderr).decode()
+    assert "\\x1b" in said
+    assert not STEERS.search(said)
+    assert not [line for line in said.splitlines() if line.startswith("fake line")]
