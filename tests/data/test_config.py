@@ -137,7 +137,7 @@ def test_windows_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
         ),
         (
             SMALL.replace("64", "[64]"),
-            "/d.toml line 2: dataset 1: resolution = [64]: should be a number of pixels or [width, height]; "
+            "/d.toml line 2: dataset 1: resolution = [64]: should be a number of pixels or [width, height], each from 1 to 16384; "
             "correct the value",
         ),
         (
