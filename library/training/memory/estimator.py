@@ -8,9 +8,10 @@ and the settings that it proposes. Two parts:
   which have shapes, dtypes and lifetimes and no numbers, under the autocast of training, with Tandem's own layers:
   the same on every processor.
 - :func:`estimate`: the arithmetic of ``docs/distributed.md``. Weights are split by ``shard`` and ``zero = 3``, blocks
-  shared by ``pp``; ``tp`` splits the linear layers of the blocks. A LoRA is full on every process, its optimizer's
-  state split by ``zero`` alone; where all weights are trained, gradients and optimizer are split as the weights are.
-  What is gathered for a moment counts as activations.
+  shared by ``pp``, whose first stage alone has the tables and whose last what follows the blocks; ``tp`` splits what
+  its plan for the model says. A LoRA is full on every process, its optimizer's state split by ``zero`` alone; where all
+  weights are trained, gradients and optimizer are split as the weights are. What is gathered for a moment counts as
+  activations.
 
 Not in it: the CUDA context and the libraries' own buffers, and what the allocator loses between blocks (:func:`fits`
 allows for both); sampling and validation, and encoders while the cache is filled.
@@ -18,10 +19,10 @@ allows for both); sampling and validation, and encoders while the cache is fille
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,23 @@ from torch.utils._pytree import tree_leaves
 from library.config.model_types import IMAGE_MODELS
 from library.config.schema import NetworkConfig, ParallelConfig
 from library.errors import UserError, did_you_mean
+from library.models.family import split_plan
 from library.models.files import transformer_of
 from library.models.llm.files import open_lm
-from library.models.llm.model import TransformerLM, separate_projections
+from library.models.llm.model import TransformerLM, lm_split_plan, separate_projections
 from library.models.llm.spec import PRESETS, LMConfig
 from library.models.registry import family_class, lora_targets
+from library.nn.tensor_split import Parts
 from library.precision.recipe import Fp8Recipe
 from library.training.memory.budget import GIB, MemoryEstimate
+from library.training.parallel.pipeline.stages import partition, stage_sizes
+from library.training.parallel.spec import lm_split_points
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
+
+# Number of processes that have a layer together (``tp``) -> numbers (weights) that the fullest of them holds, without a
+# LoRA, and those of them that ``fp8_scaled`` makes fp8.
+Held = Mapping[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,7 @@ class BlockMemory:
 
     Attributes:
         count: blocks; the other numbers are of one of them.
-        weights: frozen or trained numbers, without a LoRA.
-        matrices: those of them that ``fp8_scaled`` makes fp8.
+        held: frozen or trained numbers.
         lora: numbers of its LoRA.
         activations: bytes kept for the backward pass by a batch of one.
         inputs: bytes of what goes in, kept instead where blocks are recomputed.
@@ -61,12 +69,16 @@ class BlockMemory:
     """
 
     count: int
-    weights: int
-    matrices: int
+    held: Held
     lora: int
     activations: int
     inputs: int
     temporary: int
+
+    @property
+    def weights(self) -> int:
+        """Numbers of the whole."""
+        return self.held[1][0]
 
 
 @dataclass(frozen=True)
@@ -74,17 +86,16 @@ class ModelMemory:
     """A model and its step on a batch of one.
 
     Attributes:
-        blocks, outside: its parts; without a LoRA where all weights are trained.
+        blocks, outside: its parts, blocks in running order; without a LoRA where all weights are trained.
         largest_matrix: numbers of the largest in a block.
-        heads: that ``tp`` must divide; 1 where the family has no plan for it.
-        has_stages: whether ``pp`` can cut it.
+        ends: of what lies outside, what only the first, every, and only the last stage of a pipeline holds; a head that
+            is tied to the embedding is on both. None where ``pp`` cannot cut the model.
     """
 
     blocks: tuple[BlockMemory, ...]
     outside: BlockMemory
     largest_matrix: int
-    heads: int
-    has_stages: bool
+    ends: tuple[Held, Held, Held] | None
 
     @property
     def parts(self) -> tuple[BlockMemory, ...]:
@@ -147,36 +158,95 @@ def model_memory(
     """
     with torch.device("meta"):
         model, blocks, lora = _model(shape, base, rank)
-        shallow, few, _ = _model(shape, base, rank, most_blocks=2)
+        shallow, few, its_lora = _model(shape, base, rank, most_blocks=2)
+        plans = _tp_plans(shape, shallow, rank > 0)
+    whole, part = _numbers(model, blocks, lora, {1: {}}), _numbers(shallow, few, its_lora, plans)
+    counts, in_shallow = Counter(_kinds(blocks)), Counter(_kinds(few))
     with FakeTensorMode(allow_non_fake_inputs=True):
         _as_fake(shallow)
-        held = _step_bytes(shallow, few, _inputs(shape, shallow, tokens, text), autocast)
+        bytes_of = _step_bytes(shallow, few, _inputs(shape, shallow, tokens, text), autocast)
+    totals = Counter[str]()
+    kind_of = {id(p): type(block).__name__ for block in blocks for p in block.parameters()}
+    for name, parameter in model.named_parameters():
+        totals[kind_of.get(id(parameter), "")] += parameter.numel() * (name in lora)
+
+    def of(kind: str, count: int) -> BlockMemory:
+        held = {tp: _share(numbers, in_shallow[kind] or 1) for tp, numbers in part[kind].items()}
+        return BlockMemory(
+            count, held | {1: _share(whole[kind][1], count)}, round(totals[kind] / count), **bytes_of[kind]
+        )
+
+    largest = max(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) in kind_of)
+    ends = (part["first"], part["every"], part["last"]) if "last" in part else None
+    return ModelMemory(tuple(of(kind, count) for kind, count in counts.items()), of("", 1), largest, ends)
+
+
+def _kinds(blocks: Iterable[nn.Module]) -> list[str]:
+    return [type(block).__name__ for block in blocks]
+
+
+def _share(numbers: tuple[int, int], count: int) -> tuple[int, int]:
+    return round(numbers[0] / count), round(numbers[1] / count)
+
+
+def _tp_plans(shape: ModelShape, model: Any, has_lora: bool) -> dict[int, Mapping[str, Parts]]:
+    """Return for each number of processes that can have layers together how these are split."""
+    is_text = isinstance(shape.arguments, LMConfig)
+    heads = model.config.heads if is_text else getattr(model.config, "num_attention_heads", 1)
+    plans: dict[int, Mapping[str, Parts]] = {1: {}}
+    for tp in (n for n in range(2, heads + 1) if heads % n == 0):
+        with suppress(UserError):  # something else than the heads does not divide, or there is no plan
+            kind: Any = None if is_text else family_class(shape.name).transformer_class
+            plans[tp] = lm_split_plan(model.config, tp, has_lora) if is_text else split_plan(kind, model.config, tp)
+    return plans
+
+
+def _numbers(
+    model: nn.Module, blocks: list[nn.Module], lora: set[str], plans: Mapping[int, Mapping[str, Parts]]
+) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return what is held of all blocks of a kind, of "" the rest, and of that by stages of a pipeline."""
     recipe, linear = Fp8Recipe(), (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     fp8 = {f"{name}.weight" for name in linear if not recipe.excluded_as(name.removesuffix(".base"))}
     kind_of = {id(p): type(block).__name__ for block in blocks for p in block.parameters()}
-    counts = Counter(type(block).__name__ for block in blocks)
-    totals = {kind: Counter[str]() for kind in (*counts, "")}
+    groups: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in (*_kinds(blocks), "")}
     for name, parameter in model.named_parameters():
-        total = totals[kind_of.get(id(parameter), "")]
-        total["lora" if name in lora else "weights"] += parameter.numel()
-        total["matrices"] += parameter.numel() * (name in fp8 and name not in lora)
+        groups[kind_of.get(id(parameter), "")].append((name, parameter))
+    if points := _stage_points(model):
+        tables, behind = points
+        ends = {"first": tables, "last": behind}
+        for group, modules in ends.items():
+            inside = ((f"{at}.{name}", p) for at in modules for name, p in model.get_submodule(at).named_parameters())
+            groups[group] = list(inside)
+        at_ends = {id(parameter) for group in ends for _, parameter in groups[group]}
+        groups["every"] = [pair for pair in groups[""] if id(pair[1]) not in at_ends]
 
-    def part(kind: str, count: int) -> BlockMemory:
-        each = {key: round(totals[kind][key] / count) for key in ("weights", "matrices", "lora")}
-        return BlockMemory(count, **each, **held[kind])
+    def held(name: str, parameter: Tensor, plan: Mapping[str, Parts], tp: int) -> int:
+        layer, _, kind = name.rpartition(".")
+        parts = plan.get(layer.removesuffix(".base"))
+        is_split = parts is not None and (kind == "weight" or parts.dim == 0)  # a bias goes with the outputs
+        return parameter.numel() // tp if is_split else parameter.numel()
 
-    largest = max(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) in kind_of)
-    parts = tuple(part(kind, count) for kind, count in counts.items())
-    return ModelMemory(parts, part("", 1), largest, *_cuts(shape, model))
+    found: dict[str, dict[int, tuple[int, int]]] = {}
+    for group, members in groups.items():
+        own = [(name, parameter) for name, parameter in members if name not in lora]
+        found[group] = {
+            tp: (
+                sum(held(name, p, plan, tp) for name, p in own),
+                sum(held(name, p, plan, tp) for name, p in own if name in fp8),
+            )
+            for tp, plan in plans.items()
+        }
+    return found
 
 
-def _cuts(shape: ModelShape, model: Any) -> tuple[int, bool]:
-    """Return among how many processes heads can be split, and whether there can be stages."""
-    if isinstance(shape.arguments, LMConfig):
-        return math.gcd(shape.arguments.heads, shape.arguments.kv_heads), True
-    family: Any = family_class(shape.name)
-    heads = model.config.num_attention_heads if family.transformer_class._tp_plan else 1
-    return heads, bool(family.behind_blocks)
+def _stage_points(model: Any) -> tuple[Sequence[str], Sequence[str]] | None:
+    """Return what only the first and only the last stage of a pipeline has; None where the model cannot be cut."""
+    if isinstance(model, TransformerLM):
+        points = lm_split_points(model)
+        return points.tables, points.behind
+    families = (family_class(name) for name in IMAGE_MODELS)
+    behind = next(family.behind_blocks for family in families if isinstance(model, family.transformer_class))
+    return ((), behind) if behind else None
 
 
 def _model(
@@ -351,9 +421,9 @@ def layouts(model: ModelMemory, gpus: int, in_machine: int, batch: int, full: bo
         yield ParallelConfig(dp=gpus // shard, shard=shard)
     if not full:
         yield ParallelConfig(dp=1, shard=gpus, shard_lora=True)
-    for tp in (n for n in splits if n <= inside and model.heads % n == 0):
+    for tp in (n for n in splits if n <= inside and n in model.outside.held):
         yield ParallelConfig(dp=gpus // tp, tp=tp)
-    for pp in (n for n in splits if model.has_stages and n <= sum(part.count for part in model.blocks)):
+    for pp in (n for n in splits if model.ends and n <= sum(part.count for part in model.blocks)):
         count = max(n for n in range(1, pp + 1) if batch % n == 0)
         yield ParallelConfig(dp=gpus // pp, pp=pp, microbatches=count)
     if not full:
@@ -371,20 +441,44 @@ def estimate(model: ModelMemory, layout: ParallelConfig, options: StepOptions) -
 
     ``weights`` are the frozen ones, or all that are trained; with these ``lora`` is 0.
     """
-    local = [(count, part) for count, part in _local_blocks(model, layout.pp) if count]
-    everything = [*local, (1, model.outside)]
+    return max((_of_stage(model, layout, options, *stage) for stage in _stages(model, layout)), key=lambda e: e.total)
+
+
+def _stages(model: ModelMemory, layout: ParallelConfig) -> Iterator[tuple[int, list[tuple[int, BlockMemory]], Held]]:
+    """Yield of each stage its number, its blocks of each kind, and what it holds outside of them."""
+    if layout.pp == 1 or model.ends is None:
+        yield 0, [(part.count, part) for part in model.blocks], model.outside.held
+        return
+    order = [part for part in model.blocks for _ in range(part.count)]
+    first, every, last = model.ends
+    sizes = stage_sizes([part.weights for part in order], first[1][0], last[1][0], layout.pp_balance)
+    for stage, local in enumerate(partition(sizes, layout.pp)):
+        ends = [every, *([first] if stage == 0 else []), *([last] if stage == layout.pp - 1 else [])]
+        held = {tp: (sum(end[tp][0] for end in ends), sum(end[tp][1] for end in ends)) for tp in every}
+        blocks = [(sum(order[i] is part for i in local), part) for part in model.blocks]
+        yield stage, [(count, part) for count, part in blocks if count], held
+
+
+def _of_stage(
+    model: ModelMemory,
+    layout: ParallelConfig,
+    options: StepOptions,
+    stage: int,
+    local: list[tuple[int, BlockMemory]],
+    outside: Held,
+) -> MemoryEstimate:
     width = 4 if options.full else options.base_bytes
     trained_width = 4 if options.full else options.lora_bytes
     lora_shards = layout.shard if layout.shard_lora else 1
     owners = layout.dp or 1 if layout.zero else 1  # among whom ZeRO splits
     split = 1 / (owners if layout.zero == 3 else layout.shard)
 
-    def stored(part: BlockMemory) -> float:
-        matrices = part.matrices * (1 if options.fp8 and not options.full else width) / layout.tp
-        return matrices + (part.weights - part.matrices) * width
+    def stored(held: Held) -> float:
+        numbers, matrices = held[layout.tp]
+        return matrices * (1 if options.fp8 and not options.full else width) + (numbers - matrices) * width
 
-    weights = sum(count * stored(part) for count, part in everything) * split
-    weights -= options.swapped * min(stored(part) for _, part in local)
+    weights = (sum(count * stored(part.held) for count, part in local) + stored(outside)) * split
+    weights -= options.swapped * min(stored(part.held) for _, part in local)
     lora = sum(part.count * part.lora for part in model.parts) * trained_width / lora_shards
     trained = weights if options.full else lora
     numbers = trained / trained_width
@@ -393,10 +487,10 @@ def estimate(model: ModelMemory, layout: ParallelConfig, options: StepOptions) -
     shard = trained / owners  # what ZeRO steps on here, beside the full LoRA
     if layout.zero:
         buckets = min(trained, _ZERO_BUCKET) + shard  # what is under way, and the gradients of that part
-    activations = _activations(model, local, layout, options)
+    activations = _activations(model, local, layout, options, stage)
     # gathered are the block that runs and the one that is fetched meanwhile; what lies outside stays so
     if layout.gathers_weights:
-        gathered = 2 * max(stored(part) for _, part in local) + stored(model.outside)
+        gathered = 2 * max(stored(part.held) for _, part in local) + stored(outside)
         if layout.zero:
             gathered = max(gathered, min(_ZERO_LIVE * width, weights * owners))
         activations += gathered * (2 if options.full else 1)  # with their gradients, until these are handed out
@@ -412,17 +506,8 @@ def estimate(model: ModelMemory, layout: ParallelConfig, options: StepOptions) -
     )
 
 
-def _local_blocks(model: ModelMemory, stages: int) -> list[tuple[int, BlockMemory]]:
-    """Return the blocks of the fullest stage: a run of all blocks, as many as the others or one more."""
-    order = [part for part in model.blocks for _ in range(part.count)]
-    length = math.ceil(len(order) / stages)
-    runs = [order[i : i + length] for i in range(0, len(order), length)]
-    fullest = max(runs, key=lambda run: sum(part.weights + part.activations // 2 for part in run))
-    return [(fullest.count(part), part) for part in model.blocks]
-
-
 def _activations(
-    model: ModelMemory, local: list[tuple[int, BlockMemory]], layout: ParallelConfig, options: StepOptions
+    model: ModelMemory, local: list[tuple[int, BlockMemory]], layout: ParallelConfig, options: StepOptions, stage: int
 ) -> float:
     """Return what forward keeps for backward, and what the largest block holds for a moment."""
 
@@ -436,10 +521,10 @@ def _activations(
         passing = max(of(part) + part.temporary for _, part in local)
     casts = 0.0  # of trained weights, which autocast keeps to the end of forward unless they are gathered by block
     if options.full and options.checkpointing and not layout.gathers_weights:
-        casts = sum(count * part.matrices for count, part in local) * 2 / layout.tp / options.batch
+        casts = sum(count * part.held[layout.tp][1] for count, part in local) * 2 / options.batch
     passing = max(passing, casts + model.outside.temporary)
     count = layout.microbatch_count if layout.pp > 1 else 1
-    under_way = min(layout.pp, count) if layout.schedule == "1f1b" else count
+    under_way = min(layout.pp - stage, count) if layout.schedule == "1f1b" else count
     share = under_way / count  # of the batch whose activations wait at once
     unpacked = model.largest_matrix * 2 / layout.tp if options.fp8 else 0
     return options.batch * (lasting * share + passing / count + model.outside.activations) + unpacked

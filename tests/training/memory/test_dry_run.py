@@ -168,8 +168,8 @@ print(is_out_of_memory(RuntimeError("could not create a primitive")), is_out_of_
 
 def test_suggestions_add_up() -> None:
     """By hand: ten blocks of 50 weights, 40 of them matrices, and 200 weights outside; a batch of two."""
-    block = BlockMemory(10, weights=50, matrices=40, lora=1, activations=200, inputs=3, temporary=20)
-    model = ModelMemory((block,), BlockMemory(1, 200, 0, 0, 30, 0, 0), largest_matrix=40, heads=1, has_stages=True)
+    block = BlockMemory(10, {1: (50, 40)}, lora=1, activations=200, inputs=3, temporary=20)
+    model = ModelMemory((block,), BlockMemory(1, {1: (200, 0)}, 0, 30, 0, 0), largest_matrix=40, ends=None)
     options = StepOptions(batch=2)
     activations = 2 * (10 * 200 + 20 + 30)
     assert vars(estimate(model, ParallelConfig(), options)) == vars(MemoryEstimate(1400, 40, 40, 80, 120, activations))

@@ -143,8 +143,11 @@ def test_the_parts_are_those_of_a_prepared_run(base: Path, dataset: Path, tmp_pa
         assert getattr(parts, name) == pytest.approx(getattr(measured, name), rel=2e-3), name
 
 
-BLOCK = BlockMemory(4, weights=1000, matrices=800, lora=50, activations=3400, inputs=100, temporary=1000)
-MODEL = ModelMemory((BLOCK,), BlockMemory(1, 400, 0, 0, 500, 0, 0), largest_matrix=300, heads=4, has_stages=True)
+BLOCK_HELD = {1: (1000, 800), 2: (600, 400), 4: (400, 200)}
+BLOCK = BlockMemory(4, BLOCK_HELD, lora=50, activations=3400, inputs=100, temporary=1000)
+OUTSIDE = BlockMemory(1, {1: (400, 0), 2: (250, 0), 4: (175, 0)}, 0, activations=500, inputs=0, temporary=0)
+ENDS = ({1: (200, 0)}, {1: (100, 0)}, {1: (100, 0)})  # an embedding, what every stage has, a head
+MODEL = ModelMemory((BLOCK,), OUTSIDE, largest_matrix=300, ends=ENDS)
 
 
 def test_each_layout_splits_what_the_page_says() -> None:
@@ -161,10 +164,10 @@ def test_each_layout_splits_what_the_page_says() -> None:
     lora_too = estimate(MODEL, ParallelConfig(dp=1, shard=2, shard_lora=True), StepOptions())
     assert (lora_too.lora, lora_too.gradients, lora_too.optimizer, lora_too.update) == (400, 400, 800, 1200)
     together = of(dp=1, tp=2)
-    assert together.weights == 4 * (800 + 400) + 800
+    assert together.weights == 4 * 600 * 2 + 250 * 2
     assert together.activations == 4 * (1000 + 1200) + 1000 + 500  # 10 of 34 parts whole, 24 halved
     stage = of(StepOptions(batch=2), dp=1, pp=2)
-    assert (stage.weights, stage.lora, stage.gradients) == (2 * 2000 + 800, 800, 800)
+    assert (stage.weights, stage.lora, stage.gradients) == (2 * 2000 + 600, 800, 800)  # the first, with the embedding
     assert stage.activations == 2 * (2 * 3400 + 500 + 500)  # two microbatches wait; gradients of one
     assert of(StepOptions(checkpointing=True)).activations == 4 * 100 + 3400 + 1000 + 500
     assert of(StepOptions(fp8=True)).weights == 4 * (800 + 400) + 800

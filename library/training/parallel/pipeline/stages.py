@@ -132,14 +132,19 @@ def plan_stages(model: nn.Module, points: SplitPoints, stages: int, balance: str
     What is on one stage alone counts with its blocks. What follows the blocks takes a block's time for a block's
     weights (a language model's head); looking into a table takes none.
     """
-    weights: list[float] = [weights_of(model, [name]) for name in points.blocks]
-    sizes, behind = [1.0] * len(weights), weights_of(model, points.behind)
+    weights = [weights_of(model, [name]) for name in points.blocks]
+    tables, behind = weights_of(model, points.tables), weights_of(model, points.behind)
+    return partition(stage_sizes(weights, tables, behind, balance), stages)
+
+
+def stage_sizes(blocks: Sequence[int], tables: int, behind: int, balance: str) -> list[float]:
+    """Return what each block counts in the balance, from the weights of all, of the tables, and of what follows."""
     if balance == "time":
-        sizes[-1] += behind / max(weights)
-        return partition(sizes, stages)
-    weights[0] += weights_of(model, points.tables)
-    weights[-1] += behind
-    return partition(weights, stages)
+        return [*[1.0] * (len(blocks) - 1), 1.0 + behind / max(blocks)]
+    sizes = list(map(float, blocks))
+    sizes[0] += tables
+    sizes[-1] += behind
+    return sizes
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> int:
