@@ -24,6 +24,7 @@ from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear, init_from_weights
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
 from networks.adapters.orthogonal import BOFTLinear, OFTLinear
+from networks.files.metadata import AlphaTable
 from networks.files.weights import AdapterWeights, names_in_short
 from networks.network import AdapterNetwork
 from networks.options import NetworkOptions
@@ -70,8 +71,12 @@ def attach_lora(
     targets: LoraTargets,
     source: str,
     dtype: torch.dtype = torch.float32,
+    alphas: AlphaTable | None = None,
 ) -> AdapterNetwork:
-    """Wrap exactly the layers a LoRA or DoRA file speaks of, with its ranks and alphas, and load it."""
+    """Wrap exactly the layers a LoRA or DoRA file speaks of, with its ranks and alphas, and load it.
+
+    ``alphas`` are those to go on with where the file's are others: the update stays the file's.
+    """
     linears = dict(_linears(model, targets))
     if absent := sorted(weights.keys() - linears.keys()):
         raise UserError(f"{source}: the model has no {names_in_short(absent)}; it was trained on another model")
@@ -79,7 +84,7 @@ def attach_lora(
     for name, w in weights.items():
         if w.kind not in ("lora", "dora"):
             raise UserError(f"{source}: is a {w.title}, which only a merge puts into a model; give a LoRA or DoRA")
-        options = NetworkOptions(dim=w.rank, alpha=w.alpha, kind=w.kind)
+        options = NetworkOptions(dim=w.rank, alpha=alphas.alpha_of(name, w.rank) if alphas else w.alpha, kind=w.kind)
         layers[name] = make_layer(linears[name], w.rank, options, dtype)
     kind = next((w.kind for w in weights.values()), "lora")
     network = AdapterNetwork(layers, targets, NetworkOptions(dim=0, alpha=0, kind=kind))

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
 from library.config.schema import NetworkConfig
@@ -109,10 +109,45 @@ class NetworkOptions:
         set_ones += [name for name in ("include_patterns", "exclude_patterns") if getattr(self, name)]
         return set_ones[0] if set_ones else None
 
+    def trained_layers(self, targets: LoraTargets, components: Collection[str]) -> list[str]:
+        """Return the modules of ``components`` that these options train, a block's standing for those of all blocks.
+
+        No model is needed for that, so a few of the layers may be missing in one.
+        """
+        tables = [("", targets.file_prefix, targets.keys)]
+        tables += [(f"{encoder.name}.", encoder.name, encoder.keys) for encoder in targets.text_encoders]
+        templates = [
+            prefix + part
+            for prefix, name, keys in tables
+            if name in components
+            for row in keys.rows
+            for part in row.parts
+        ]
+        found = (next((n for n in _blocks_of(each) if self._trains(n, targets)), None) for each in templates)
+        return [name for name in found if name is not None]
+
+    def _trains(self, name: str, targets: LoraTargets) -> bool:
+        group = targets.group_of(name)
+        if group is None or not self.dims.get(group.name, self.dim if group.default else 0):
+            return False
+        if targets.text_encoder_of(name):
+            return True
+        if self.include_patterns and not any(re.fullmatch(pattern, name) for pattern in self.include_patterns):
+            return False
+        return not any(re.fullmatch(pattern, name) for pattern in self.exclude_patterns)
+
     def for_text_encoders(self) -> NetworkOptions:
         """Return what of these options speaks of text encoders too: the kind, its rank, alpha and dropouts."""
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         return NetworkOptions(**{name: value for name, value in ours.items() if name not in _OF_TRANSFORMER})
+
+
+_MOST_BLOCKS = 100  # of any model here
+
+
+def _blocks_of(template: str) -> list[str]:
+    """Return a layer's names in all blocks that there may be."""
+    return [template.replace("{i}", str(i)) for i in range(_MOST_BLOCKS if "{i}" in template else 1)]
 
 
 def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:

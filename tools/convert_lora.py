@@ -5,7 +5,8 @@
 
 The source may be in any published layout: kohya's, diffusers', ComfyUI's, PEFT's (a file or a folder), split or fused
 q, k and v. Its metadata goes along, with hashes made anew. A key that has no place in the result is named and nothing
-is written. At the end the result is read back and compared with the source, layer by layer.
+is written. At the end the result is read back and compared with the source, layer by layer; a table says which programs
+read it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.table import Table
 
 from library.errors import UserError, exit_on_user_error
-from library.training.report.progress import plain_table
+from library.training.report.progress import loads_in_table, plain_table
 from tools.command import add_lora_format, add_model_type, check_lora_output, tool_console, tool_parser
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ def main() -> None:
     add_model_type(parser, "as SRC says")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     options = parser.parse_args()
+    from networks.files.verify import loads_in
+
     targets, read, written, difference = convert(
         options.source,
         options.target,
@@ -119,6 +122,7 @@ def main() -> None:
     console.print(f"to    {summary(options.target, written)}")
     same = f"to {difference:.0e} of its size" if difference else "to the last bit that can be measured"
     console.print(f"checked: every layer's update is the same {same}")
+    console.print(loads_in_table(each.row for each in loads_in(options.target, written.weights, targets)))
 
 
 if __name__ == "__main__":

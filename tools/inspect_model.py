@@ -47,7 +47,7 @@ from library.files import atomic_path
 from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_known, is_lora, weight_sets
 from library.precision.checkpoint_layouts import WeightFiles
 from library.training.report.plots import STYLE
-from library.training.report.progress import plain_table
+from library.training.report.progress import loads_in_table, plain_table
 from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
 from networks.files.weights import names_in_short
 from tools.command import tool_parser, value_range
@@ -229,7 +229,9 @@ def lora_view(report: LoraReport) -> RenderableType:
     if report.others:
         heads.append(Text(f"not of a LoRA of linear layers: {names_in_short(report.others, 8)}", "yellow"))
     heads += [Text(note, "yellow") for note in report.notes]
-    return Group(Padding(Group(*heads), (0, 0, 0, 2)), *([table] if report.layers else []))
+    parts = [table] if report.layers else []
+    parts += [loads_in_table(each.row for each in report.loads_in)] if report.loads_in else []
+    return Group(Padding(Group(*heads), (0, 0, 0, 2)), *parts)
 
 
 def _by_part(layers: Sequence[LoraLayer]) -> dict[str, list[LoraLayer]]:

@@ -439,6 +439,11 @@ class SavingConfig(Section):
     save_format: Annotated[Literal["diffusers", "kohya", "comfy"], IMAGES] = Field(
         "diffusers", description="key layout of the LoRA file"
     )
+    save_for: Annotated[list[Literal["diffusers", "comfyui", "sd-scripts", "musubi-tuner"]], IMAGES] = Field(
+        [],
+        description="programs that the LoRA is meant for: a save_format or layers that one of them would not read are "
+        "refused at the start",
+    )
     training_comment: Annotated[str | None, LORAS] = Field(None, description="free text for the LoRA's metadata")
 
     @field_validator("output_name")

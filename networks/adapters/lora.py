@@ -42,8 +42,9 @@ gradient for every parameter. All draws come from torch's global generator of th
 Both papers, and peft, take ``c B A`` off W, so that the layer begins as it was, and train A and B. Here W stays as it
 is and the layer keeps the start instead, computing W + c (B A - B_0 A_0): the same numbers, but W is not rounded (a
 bf16 weight minus its largest directions loses bits), it may be fp8, and switching the LoRA off gives the base. It costs
-a product of the rank's size. The file then is a plain LoRA of twice the rank, [A; A_0] and [B, -B_0], as the one that
-peft converts to.
+a product of the rank's size. The file then is a plain LoRA of twice the rank, as the one that peft converts to, but in
+the form [A; A - A_0] and [B - B_0, B_0]: peft's [A; A_0] and [B, -B_0] are the difference of two large products, of
+which bf16 keeps little.
 
 *DoRA* (https://arxiv.org/abs/2402.09353) trains the norms of the merged weight's rows (its magnitude) besides:
 
@@ -210,9 +211,13 @@ class LoRALinear(AdapterLinear):
 
     def weights(self, comfy: bool = True) -> AdapterWeights:
         """Return the update; where a start is taken off again, one of twice the rank."""
-        plain = self.width == self.rank and not self.rank_stabilised
+        down, up = self.lora_A.weight.detach(), self.lora_B.weight.detach()
+        if self.start is not None:  # (B - B_0) A + B_0 (A - A_0): 16 bits round the change, not the far larger start
+            down = torch.cat([down.float(), down.float() - self.start.A.float()])
+            up = torch.cat([up.float() - self.start.B.float(), self.start.B.float()], dim=1)
+        plain = self.start is None and not self.rank_stabilised
         # the alpha it was given, where that is the scale's numerator as it stands
-        return LoraWeights(self.down().detach(), self.up().detach(), self.alpha if plain else self.scale * self.width)
+        return LoraWeights(down, up, self.alpha if plain else self.scale * self.width)
 
     def misfit(self, weights: AdapterWeights) -> tuple[str, str] | None:
         """Return why a file's ``weights`` are none for this layer; another scale fits, see :meth:`load_weights`."""
@@ -461,7 +466,7 @@ class DoRALinear(LoRALinear):
 
     def misfit(self, weights: AdapterWeights) -> tuple[str, str] | None:
         """Return why a file's ``weights`` are none for this layer."""
-        if problem := super().misfit(weights) or self.other_scale(weights):
+        if problem := super().misfit(weights):
             return problem
         scales = weights.tensors.get("dora_scale")
         if "magnitude" not in weights.tensors and scales is not None and scales.shape != (self.out_features, 1):
@@ -470,14 +475,14 @@ class DoRALinear(LoRALinear):
 
     @torch.no_grad()
     def load_weights(self, weights: AdapterWeights) -> bool:
-        """Copy A, B and m."""
-        super().load_weights(weights)
+        """Copy A, B and m; another alpha / rank goes into B, as a LoRA's does: V is the file's."""
+        rescaled = super().load_weights(weights)
         magnitude = weights.tensors.get("magnitude")
         if magnitude is None:
             scales = weights.tensors["dora_scale"].to(self.squared_norms)
             magnitude = scales[:, 0] * self.row_norms() / self.squared_norms.sqrt()
         fill(self.magnitude, magnitude)
-        return False
+        return rescaled
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:

@@ -3,15 +3,19 @@
 In memory an adapter is ``dict[module name, AdapterWeights]`` in diffusers' module names. How a program writes keys is
 one row of :data:`LAYOUTS`:
 
-    diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight         alpha in the metadata
+    diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight         scale in lora_B, alpha = rank
     kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight          .alpha beside every pair
     comfy       diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight    .alpha beside every pair
     peft        base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   a folder with adapter_config.json
     lycoris     lycoris_transformer_blocks_0_attn_to_q.lokr_w1                   comfy's for other kinds than LoRA
 
-diffusers keeps the scale in the metadata (``networks.files.metadata``); without it a file loads at alpha = rank. A
-family may keep diffusers' names in a layout (``plain_layouts``), where not every program reads the original ones. Text
-encoders' modules go into the same file; the family's table has their prefixes.
+A diffusers file has no place for alpha but its header, which diffusers alone reads; every other program takes alpha to
+be the rank. So alpha / rank is multiplied into B (:func:`networks.files.weights.fold_scale`) and alpha is the rank,
+wherever one looks for it. The alpha of the training is noted in the header for those who train on
+(``networks.files.metadata``). Which program reads which keys is in ``networks.files.readers``.
+
+A family may keep diffusers' names in a layout (``plain_layouts``), where not every program reads the original ones.
+Text encoders' modules go into the same file; the family's table has their prefixes.
 
 Layouts of the original checkpoint have one module where diffusers has q, k, v (and the MLP). LoRAs A_i [r, in],
 B_i [out_i, r] of n parts become A = [A_1; ...; A_n] and B = diag(B_1, ..., B_n) of rank n r: exactly the same update.
@@ -34,6 +38,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,8 +49,10 @@ from library.models.registry import lora_namings
 from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor, write_safetensors
 from networks.files.metadata import (
     ADAPTER_METADATA_KEY,
+    TRAINED_ALPHA_KEY,
     AlphaTable,
     adapter_metadata,
+    alpha_metadata,
     hash_metadata,
     read_alphas,
     save_peft_config,
@@ -58,6 +65,7 @@ from networks.files.weights import (
     TITLES,
     AdapterWeights,
     LoraWeights,
+    fold_scale,
     names_in_short,
     non_lora_kind,
     rank_of,
@@ -76,7 +84,7 @@ class Layout:
         names: tensor in memory -> what follows the module's name, None: not written. Others keep their names.
         original: names and fusing of the original checkpoint instead of diffusers'.
         underscores: dots in the module's name become underscores.
-        alpha: write ``<module>.alpha``; otherwise the alphas go to diffusers' adapter metadata.
+        alpha: where the scale is written: a "tensor" ``<module>.alpha``, PEFT's "config", or "folded" into B.
         text: the row of a text encoder's ``prefixes`` that it takes.
     """
 
@@ -85,7 +93,7 @@ class Layout:
     names: Mapping[str, str | None]
     original: bool = False
     underscores: bool = False
-    alpha: bool = False
+    alpha: Literal["tensor", "config", "folded"] = "tensor"
     text: str = ""
 
 
@@ -94,19 +102,18 @@ _KOHYA = {"down": "lora_down.weight", "up": "lora_up.weight", "magnitude": None}
 _OTHER_KINDS = tuple(kind for kind in KINDS if kind != "lora")
 
 LAYOUTS = {  # prefixes are tried in this order
-    "peft": Layout(("base_model.model.",), ("lora", "dora"), _PEFT),
+    "peft": Layout(("base_model.model.",), ("lora", "dora"), _PEFT, alpha="config"),
     "kohya": Layout(
         ("lora_unet_", "lora_transformer_"),
         ("lora",),
         _KOHYA,
         original=True,
         underscores=True,
-        alpha=True,
         text="kohya",
     ),
-    "lycoris": Layout(("lycoris_",), _OTHER_KINDS, _KOHYA, underscores=True, alpha=True, text="comfy"),
-    "diffusers": Layout(("transformer.",), ("lora", "dora"), _PEFT, text="diffusers"),
-    "comfy": Layout(("diffusion_model.", "model.diffusion_model."), ("lora",), _KOHYA, True, alpha=True, text="comfy"),
+    "lycoris": Layout(("lycoris_",), _OTHER_KINDS, _KOHYA, underscores=True, text="comfy"),
+    "diffusers": Layout(("transformer.",), ("lora", "dora"), _PEFT, alpha="folded", text="diffusers"),
+    "comfy": Layout(("diffusion_model.", "model.diffusion_model."), ("lora",), _KOHYA, True, text="comfy"),
 }
 SAVE_FORMATS = ("diffusers", "kohya", "comfy")  # of image models; language models' are PEFT's
 
@@ -189,25 +196,44 @@ def save_adapter(
         raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
     kind = next((module.kind for module in weights.values()), "lora")
     check_save_format(kind, save_format)
-    layout = _layout(kind, save_format)
+    layout = layout_of(kind, save_format)
     tensors: dict[str, Tensor] = {}
     for stem, module in _by_stem(weights, targets, layout, plain=save_format in targets.plain_layouts).items():
+        if layout.alpha == "folded":
+            module = fold_scale(module, evenly=precision == "fp16")
         for name, tensor in module.tensors.items():
             if (written := layout.names.get(name, name)) is not None:
                 tensors[f"{stem}.{written}"] = _for_file(path, f"{stem}.{written}", tensor, precision)
-        if layout.alpha:
+        if layout.alpha == "tensor":
             tensors[f"{stem}.alpha"] = torch.tensor(float(module.alpha))
     strings = {"format": "pt", **(metadata or {})}
+    for key in (ADAPTER_METADATA_KEY, TRAINED_ALPHA_KEY):  # of the file that the metadata were taken from
+        strings.pop(key, None)
+    strings |= _alpha_strings(weights, targets, layout)
     if any(key.endswith(".dora_scale") for key in tensors):
         strings[DORA_NORM] = "base"
-    if not layout.alpha:
-        components = targets.by_component(weights)
-        strings[ADAPTER_METADATA_KEY] = adapter_metadata(
-            {name: {key.removeprefix(f"{name}."): w for key, w in part.items()} for name, part in components.items()}
-        )
     if save_format == "peft":
         path = save_peft_config(path, weights, targets, strings)
     write_safetensors(path, tensors, strings | hash_metadata(tensors, strings))
+
+
+def _alpha_strings(weights: Mapping[str, AdapterWeights], targets: LoraTargets, layout: Layout) -> dict[str, str]:
+    """Return what the header says of ranks and alphas, where the layout has no tensors for them."""
+    if layout.alpha == "tensor":
+        return {}
+    parts = {
+        component: {name.removeprefix(f"{component}."): module for name, module in modules.items()}
+        for component, modules in targets.by_component(weights).items()
+    }
+    if layout.alpha == "config":
+        return {ADAPTER_METADATA_KEY: adapter_metadata(parts)}
+    written = {
+        component: {name: type(module).of(module.tensors, float(module.rank)) for name, module in modules.items()}
+        for component, modules in parts.items()
+    }
+    folded = any(module.alpha != module.rank for module in weights.values())
+    trained = {TRAINED_ALPHA_KEY: alpha_metadata(parts)} if folded else {}
+    return {ADAPTER_METADATA_KEY: adapter_metadata(written), **trained}
 
 
 def save_derived_lora(
@@ -254,32 +280,64 @@ def widest_precision(*loras: Mapping[str, LoraWeights]) -> str:
 
 def check_save_format(kind: str, save_format: str) -> None:
     """Refuse a layout that no program would load the kind of adapter from."""
-    if save_format in LAYOUTS and kind not in _layout(kind, save_format).kinds:
-        allowed = [name for name in SAVE_FORMATS if kind in _layout(kind, name).kinds]
+    if save_format in LAYOUTS and kind not in layout_of(kind, save_format).kinds:
+        allowed = [name for name in SAVE_FORMATS if kind in layout_of(kind, name).kinds]
         raise UserError(
             f"save_format: no program loads network_type {kind} from the layout {save_format}; "
             f"set save_format = {' or '.join(allowed)}"
         )
 
 
-def _layout(kind: str, save_format: str) -> Layout:
+def layout_of(kind: str, save_format: str) -> Layout:
     """Return the row that is written: ComfyUI has keys of its own for other kinds than LoRA."""
     return LAYOUTS["lycoris" if save_format == "comfy" and kind != "lora" else save_format]
+
+
+def key_stem(name: str, targets: LoraTargets, layout: Layout, plain: bool) -> str:
+    """Return what stands before the tensor's own name in the keys of module ``name``; ``plain``: diffusers' names.
+
+    Raises:
+        UserError: the layout has no name for it.
+    """
+    if encoder := targets.text_encoder_of(name):
+        return _text_stem(name, encoder, layout)
+    if layout.original and not plain:
+        name = _place(name, targets).original
+    return layout.prefixes[0] + (name.replace(".", "_") if layout.underscores else name)
+
+
+def _place(name: str, targets: LoraTargets) -> KeyPlace:
+    place = targets.keys.find(name)
+    if place is None or place.part is None:
+        raise UserError(f"{name} is not in {targets.family}'s original layout; use save_format=diffusers")
+    return place
 
 
 def _by_stem(
     weights: Mapping[str, AdapterWeights], targets: LoraTargets, layout: Layout, plain: bool
 ) -> dict[str, AdapterWeights]:
     """Return key without the tensor's name -> weights, fused where the layout has one module for several."""
-    text = {name: encoder for name in weights if (encoder := targets.text_encoder_of(name))}
-    transformer = {name: module for name, module in weights.items() if name not in text}
-    if layout.original and not plain:
-        transformer = _to_original(transformer, targets)
-    stems = {
-        layout.prefixes[0] + (name.replace(".", "_") if layout.underscores else name): module
-        for name, module in transformer.items()
+    groups: dict[str, list[str]] = {}
+    for name in weights:
+        groups.setdefault(key_stem(name, targets, layout, plain), []).append(name)
+    joins = layout.original and not plain
+    return {
+        stem: _as_one({name: weights[name] for name in names}, targets)
+        if joins and not targets.text_encoder_of(names[0])
+        else weights[names[0]]
+        for stem, names in groups.items()
     }
-    return stems | {_text_stem(name, encoder, layout): weights[name] for name, encoder in text.items()}
+
+
+def _as_one(parts: Mapping[str, AdapterWeights], targets: LoraTargets) -> LoraWeights:
+    """Return the LoRA of the original module that ``parts`` are stacked in."""
+    by_part: dict[int, LoraWeights] = {}
+    for name, module in parts.items():
+        assert isinstance(module, LoraWeights)
+        place = _place(name, targets)
+        assert place.part is not None
+        by_part[place.part] = module
+    return fuse_parts(place.row, by_part)
 
 
 def _text_stem(name: str, encoder: TextEncoderTargets, layout: Layout) -> str:
@@ -288,18 +346,6 @@ def _text_stem(name: str, encoder: TextEncoderTargets, layout: Layout) -> str:
         raise UserError(f"{name} is no layer of {encoder.name} that a LoRA can be saved for; leave it out")
     prefix = encoder.prefixes[layout.text][0]
     return prefix + (place.original.replace(".", "_") if prefix.endswith("_") else place.original)
-
-
-def _to_original(weights: Mapping[str, AdapterWeights], targets: LoraTargets) -> dict[str, AdapterWeights]:
-    """Return original module name -> weights, fused where the original has one module for several."""
-    groups: dict[str, tuple[KeyPlace, dict[int, LoraWeights]]] = {}
-    for name, module in weights.items():
-        place = targets.keys.find(name)
-        if place is None or place.part is None:
-            raise UserError(f"{name} is not in {targets.family}'s original layout; use save_format=diffusers")
-        assert isinstance(module, LoraWeights)
-        groups.setdefault(place.original, (place, {}))[1][place.part] = module
-    return {name: fuse_parts(place.row, parts) for name, (place, parts) in groups.items()}
 
 
 def _for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Tensor:

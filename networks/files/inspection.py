@@ -23,6 +23,7 @@ from library.safetensors_io import TensorEntry, read_entries, read_safetensors_h
 from networks.files.adapters import best_targets, load_adapter, split_key
 from networks.files.detection import likely_targets
 from networks.files.metadata import read_alphas
+from networks.files.verify import LoadsIn, loads_in
 from networks.files.weights import LoraWeights
 from networks.merging.low_rank import update_norm
 
@@ -62,6 +63,7 @@ class LoraReport:
         layers: of a LoRA, in the model's order, of an unknown family in the file's; of other kinds none.
         others: keys that are no part of a LoRA of linear layers.
         notes: why the file cannot be loaded, or what can be done with it.
+        loads_in: what each program makes of it, against what Tandem does; of a known family.
     """
 
     kind: str
@@ -71,6 +73,7 @@ class LoraReport:
     layers: tuple[LoraLayer, ...]
     others: tuple[str, ...]
     notes: tuple[str, ...]
+    loads_in: tuple[LoadsIn, ...] = ()
 
 
 def inspect_lora(path: Path) -> LoraReport:
@@ -88,7 +91,9 @@ def inspect_lora(path: Path) -> LoraReport:
     layers = tuple(_layer(name, loras[name]) for name in sorted(loras, key=lambda name: _order(name, targets)))
     title = next((weights.title for weights in file.weights.values() if weights.kind != "lora"), LoraWeights.title)
     notes = () if layers else (f"is no LoRA; merge_lora.py merges a {title} into a model",)
-    return LoraReport(title, families, file.layout if loras else "", len(file.weights), layers, (), notes + file.notes)
+    programs = tuple(loads_in(path, file.weights, targets)) if rows else ()
+    notes += file.notes
+    return LoraReport(title, families, file.layout if loras else "", len(file.weights), layers, (), notes, programs)
 
 
 def _order(name: str, targets: LoraTargets) -> tuple[int, int, str]:

@@ -8,7 +8,10 @@
 * ``tandem.*``: version, the base's fingerprint and precision, that of text encoders that were trained, the
   run's config as JSON.
 * ``lora_adapter_metadata``: diffusers keeps alpha in no tensor but in the fields of a PEFT ``LoraConfig``, as JSON,
-  each field prefixed with the model's name (``transformer.r``, ``text_encoder.r``).
+  each field prefixed with the model's name (``transformer.r``, ``text_encoder.r``). Nothing but diffusers reads it, so
+  in files for image models alpha is the rank there, and the scale in B.
+* ``tandem.trained_alpha``: ``lora_alpha`` and ``alpha_pattern`` of the training in the same form, where they were
+  others. ``dim_from_weights`` goes on with them; nobody needs them to use the file.
 
 PEFT itself keeps an adapter as a folder: ``adapter_model.safetensors`` and beside it the config,
 ``adapter_config.json``. Language models' LoRAs are saved so, because what loads them (peft, transformers, vLLM) takes
@@ -110,6 +113,7 @@ def hash_metadata(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
 
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"
+TRAINED_ALPHA_KEY = "tandem.trained_alpha"
 BASE_MODEL = "tandem.base_model"  # the base's name, where it is known
 _PEFT_WEIGHTS = "adapter_model.safetensors"
 
@@ -124,6 +128,12 @@ def adapter_metadata(components: Mapping[str, Mapping[str, AdapterWeights]]) -> 
     for prefix, weights in components.items():
         fields |= {f"{prefix}.{key}": value for key, value in peft_config(weights).items()}
     return json.dumps(fields, indent=2, sort_keys=True)
+
+
+def alpha_metadata(components: Mapping[str, Mapping[str, AdapterWeights]]) -> str:
+    """Return the alphas alone of :func:`adapter_metadata`, for :data:`TRAINED_ALPHA_KEY`."""
+    fields = json.loads(adapter_metadata(components))
+    return json.dumps({key: value for key, value in fields.items() if key.endswith(("lora_alpha", "alpha_pattern"))})
 
 
 def peft_config(weights: Mapping[str, AdapterWeights]) -> dict[str, object]:
@@ -178,6 +188,16 @@ def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str, dora: bool
         source, text = str(beside), read_text(beside)
     else:
         return None
+    return _alpha_table(source, text, prefix, dora)
+
+
+def trained_alphas(path: Path, metadata: Mapping[str, str], prefix: str) -> AlphaTable | None:
+    """Return the alphas that a diffusers file was trained with, if the file says so; see the module's text."""
+    text = metadata.get(TRAINED_ALPHA_KEY)
+    return _alpha_table(f"{path}: metadata {TRAINED_ALPHA_KEY}", text, prefix) if text else None
+
+
+def _alpha_table(source: str, text: str, prefix: str, dora: bool = False) -> AlphaTable:
     try:
         config = {key.removeprefix(f"{prefix}."): value for key, value in json.loads(text).items()}
     except (ValueError, AttributeError, RecursionError) as error:

@@ -1,47 +1,65 @@
 """The file a run leaves, read back and held to the network it was written from.
 
 Two questions. Does every layer of the file do what the live layer does, as exactly as the file's dtype can say it? And
-would the programs that the layout is for take every key? The first is answered by the relative difference of the
-updates (``networks.merging.low_rank``), of other kinds than LoRA tensor by tensor. The second by the rules of the
-loaders (``_RULES``), which are written down here apart from the writer's tables:
-
-- diffusers ``FluxLoraLoaderMixin.lora_state_dict`` and peft: ``<component>.<module>.lora_A.weight`` and ``lora_B``;
-- sd-scripts ``networks/lora_flux.py``: ``lora_unet_<module, underscores>.lora_down.weight``, ``lora_up``, ``alpha``;
-- ComfyUI ``comfy/lora.py`` ``model_lora_keys_unet``: ``diffusion_model.<module>.lora_down.weight``, the same roles.
+what do the programs make of it that people will load it with? For the second the file is read again as each of them
+reads it (``networks.files.readers``: their rules, written down apart from the writer's tables), and every layer's
+update held to the trained one. Programs that would read less than is trained are named, with what to do; a program that
+should read a layer, and does not or does not rightly, is an error.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from library.errors import UserError
-from library.safetensors_io import read_safetensors_header
+from library.models.layer_names import LoraTargets
+from library.safetensors_io import read_entries, read_tensor
 from networks.files.adapters import load_adapter
-from networks.files.metadata import weight_file
+from networks.files.metadata import read_alphas, weight_file
+from networks.files.readers import READERS, Reader, Reading, read_as, readable, remedy
 from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
-from networks.merging.low_rank import relative_difference
+from networks.merging.low_rank import relative_difference, update_norm
 from networks.network import AdapterNetwork
 
 # Two factors, each rounded to the dtype's half unit in the last place; fp32 is written as it is, but for splitting
-# and joining fused layers (exact) and the alpha's rounding to fp32.
+# and joining fused layers (exact), the alpha's rounding to fp32, and the scale in B.
 _TOLERANCE = {"F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
+_SMALLEST_HALF = 2.0**-25  # half of fp16's smallest step: what a number near zero is off by
+_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
-_PAIR = {"lora_A.weight", "lora_B.weight"}
-_TRIPLE = {"lora_down.weight", "lora_up.weight", "alpha"}
-_RULES: dict[str, tuple[str, set[str]]] = {  # layout -> a key without its role, the roles that belong together
-    "diffusers": (r"(?:transformer|text_encoder(?:_2)?)\.[\w.]+", _PAIR),
-    "peft": (r"base_model\.model\.[\w.]+", _PAIR),
-    "kohya": (r"lora_(?:unet|te1|te3)_\w+", _TRIPLE),
-    "comfy": (r"diffusion_model\.[\w.]+|lora_te[13]_\w+", _TRIPLE),
-    "lycoris": (r"lycoris_\w+|lora_te[13]_\w+", set()),  # comfy's for other kinds, whose roles differ
-}
+
+@dataclass(frozen=True)
+class LoadsIn:
+    """What one program makes of a file.
+
+    Attributes:
+        program: its name.
+        layers: how many it reads. total: how many there are.
+        difference: the largest relative distance of a layer it reads from the trained one; None: it is another update.
+        remedy: what to do if that is not all of them, or not right.
+    """
+
+    program: str
+    layers: int
+    total: int
+    difference: float | None
+    remedy: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the program does what was trained."""
+        return not self.remedy
+
+    @property
+    def row(self) -> tuple[str, str, str, str]:
+        """The program's row of the table "loads in"."""
+        difference = "another update" if self.difference is None else f"{self.difference:.1g}"
+        return self.program, f"{self.layers} of {self.total}", difference if self.layers else "", self.remedy
 
 
 @dataclass(frozen=True)
@@ -53,44 +71,122 @@ class ExportCheck:
     layer: str  # whose
     dtype: str
     layout: str
+    programs: tuple[LoadsIn, ...]
 
     def __str__(self) -> str:
-        kind = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}[self.dtype]
-        return (
-            f"{self.layers} layers, largest difference {self.largest:.1g} ({kind}), "
-            f"every key as {self.layout} programs read it"
-        )
+        right = [each.program for each in self.programs if each.is_right]
+        read = f", read rightly by {', '.join(right)}" if right else ""
+        return f"{self.layers} layers, largest difference {self.largest:.1g} ({_DTYPES[self.dtype]}){read}"
 
 
 def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportCheck:
     """Read a saved file back and hold it to ``network``'s present weights.
 
     Raises:
-        UserError: it cannot be read, a layer is missing, more, or does something else, or a key would not be loaded.
+        UserError: it cannot be read, a layer is missing, more, or does something else, or a program that knows a
+            layer's keys would pass over it.
     """
-    is_lora = network.options.kind == "lora"
-    dtype = _check_keys(path, read_safetensors_header(weight_file(path)), save_format, is_lora)
-    updates, live = load_adapter(path, network.targets).weights, network.weights(save_format)
+    targets, live = network.targets, network.weights(save_format)
+    file = _File(path, targets)
+    updates = load_adapter(path, targets).weights
     if wrong := sorted(updates.keys() ^ live.keys()):
         raise UserError(f"{path}: its layers are not those trained ({names_in_short(wrong)}); do not use it")
     distances = {name: distance(updates[name], live[name]) for name in live}
     layer = max(distances, key=lambda name: math.inf if math.isnan(distances[name]) else distances[name])
-    if not distances[layer] <= _TOLERANCE[dtype]:
-        raise UserError(
-            f"{path}: {layer} differs from what was trained by {distances[layer]:.2g} of its update; save again from "
-            "the state, and check disk and memory"
-        )
-    return ExportCheck(len(live), distances[layer], layer, dtype, save_format)
+    for name, found in distances.items():
+        if not found <= file.tolerance(updates[name]):
+            raise UserError(
+                f"{path}: {name} differs from what was trained by {found:.2g} of its update; save again from "
+                "the state, and check disk and memory"
+            )
+    programs = tuple(file.loads_in(live, network.options.kind))
+    for reader in READERS:
+        known = readable(reader, live, targets, save_format, network.options.kind)
+        reading, differences = file.read_by(reader, live)
+        if lost := sorted(known - reading.weights.keys()):
+            raise UserError(f"{path}: {reader.name} would pass over {names_in_short(lost)}; save again from the state")
+        wrong = sorted(name for name in known if not differences[name] <= file.tolerance(reading.weights[name]))
+        if wrong:
+            raise UserError(f"{path}: {reader.name} would read {names_in_short(wrong)} otherwise than was trained; "
+                            "save in another save_format")  # fmt: skip
+    return ExportCheck(len(live), distances[layer], layer, file.dtype, save_format, programs)
+
+
+def loads_in(path: Path, meant: Mapping[str, AdapterWeights], targets: LoraTargets) -> list[LoadsIn]:
+    """Return what each program that has the model makes of a file, against what is ``meant``."""
+    kind = next((module.kind for module in meant.values()), "lora")
+    return list(_File(path, targets).loads_in(meant, kind))
+
+
+class _File:
+    """A file's tensors, read once, as each program reads them."""
+
+    def __init__(self, path: Path, targets: LoraTargets) -> None:
+        self.path, self.targets = path, targets
+        entries, metadata = read_entries([weight_file(path)])
+        self.tensors = {key: read_tensor(entries, key) for key in entries}
+        dtypes = {entry.spec[0] for key, entry in entries.items() if not key.endswith(".alpha")}
+        names = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
+        found = [code for code, name in (("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")) if name in names]
+        if not found:
+            raise UserError(f"{path}: holds no weights that can be compared ({', '.join(sorted(names))})")
+        self.dtype = found[0]
+        components = (targets.file_prefix, *(encoder.name for encoder in targets.text_encoders))
+        self.alphas = {name: read_alphas(weight_file(path), metadata, name, dora=True) for name in components}
+        self._distances: dict[tuple[object, ...], float] = {}  # of what several programs read from the same keys
+
+    def tolerance(self, weights: AdapterWeights) -> float:
+        """Return how far a layer may be off for its dtype; fp16 has few bits for small numbers."""
+        extra = 0.0
+        if self.dtype == "F16":
+            for tensor in weights.tensors.values():
+                norm = float(tensor.double().norm())
+                extra += _SMALLEST_HALF * tensor.numel() ** 0.5 / norm if norm else 0.0
+            if isinstance(weights, LoraWeights) and not update_norm(weights):
+                extra = 1.0  # all of it was too small
+        return _TOLERANCE[self.dtype] + 2 * extra
+
+    def read_by(self, reader: Reader, meant: Mapping[str, AdapterWeights]) -> tuple[Reading, dict[str, float]]:
+        """Return what a program takes, and how far each layer is from what is meant."""
+        reading = read_as(reader, self.tensors, self.alphas, self.targets)
+        differences = {}
+        for name, weights in reading.weights.items():
+            if name not in meant:
+                continue
+            key = (name, weights.kind, *reading.source[name])
+            if key not in self._distances:
+                self._distances[key] = distance(weights, meant[name])
+            differences[name] = self._distances[key]
+        return reading, differences
+
+    def loads_in(self, meant: Mapping[str, AdapterWeights], kind: str) -> Iterable[LoadsIn]:
+        """Yield what each program that has the model makes of the file."""
+        for reader in READERS:
+            if self.targets.family not in reader.families:
+                continue
+            reading, differences = self.read_by(reader, meant)
+            largest = max(differences.values(), default=0.0)
+            wrong = any(not found <= self.tolerance(reading.weights[name]) for name, found in differences.items())
+            missing = len(differences) < len(meant)
+            what = remedy(reader, meant.keys(), self.targets, kind) if wrong or missing else ""
+            yield LoadsIn(reader.name, len(differences), len(meant), largest if math.isfinite(largest) else None, what)
 
 
 def distance(one: AdapterWeights, other: AdapterWeights) -> float:
     """Return how far a file's ``one`` is from a layer's ``other``, relative to it; NaN where one is not finite."""
-    if isinstance(one, LoraWeights) and isinstance(other, LoraWeights):
-        return relative_difference(other, one) if one.shape == other.shape else math.inf
-    known = one.kind == other.kind and one.tensors.keys() <= other.tensors.keys()  # a DoRA's lengths have two forms
-    if not known or abs(one.scale - other.scale) > 1e-6 * abs(other.scale):
+    if one.kind != other.kind or not one.tensors.keys() <= other.tensors.keys():  # a DoRA's lengths have two forms
         return math.inf
-    return max(_apart(one.tensors[name], other.tensors[name]) for name in one.tensors)
+    apart = [_apart(one.tensors[name], other.tensors[name]) for name in one.tensors if name not in ("down", "up")]
+    if "down" in one.tensors:
+        update, meant = _low_rank(one), _low_rank(other)
+        apart.append(relative_difference(meant, update) if update.shape == meant.shape else math.inf)
+    elif abs(one.scale - other.scale) > 1e-6 * abs(other.scale):
+        return math.inf
+    return max(apart)
+
+
+def _low_rank(module: AdapterWeights) -> LoraWeights:
+    return LoraWeights(module.tensors["down"], module.tensors["up"], module.alpha)
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
@@ -99,29 +195,3 @@ def _apart(one: Tensor, other: Tensor) -> float:
         return math.inf
     size = float(other.norm())
     return float((one - other).norm()) / (size or 1.0)
-
-
-def _check_keys(path: Path, header: Mapping[str, dict], save_format: str, is_lora: bool) -> str:
-    """Refuse keys that the layout's programs would not load; return the dtype of the weights."""
-    found: dict[str, set[str]] = defaultdict(set)
-    dtypes: set[str] = set()
-    stem, roles = _RULES["lycoris" if save_format == "comfy" and not is_lora else save_format]
-    roles = roles if is_lora else set()
-    role = "|".join(map(re.escape, sorted(roles))) if roles else r"[\w.]+?"
-    pattern = re.compile(rf"({stem})\.({role})")
-    for key, entry in header.items():
-        if key == "__metadata__":
-            continue
-        match = pattern.fullmatch(key)
-        if match is None:
-            raise UserError(f"{path}: {key} is no key that {save_format} programs load; convert it with another format")
-        found[match[1]].add(match[2])
-        if match[2] != "alpha":
-            dtypes.add(entry["dtype"])
-    if partial := next((name for name, has in found.items() if roles and has != roles), None):
-        missing = ", ".join(sorted(roles - found[partial]))
-        raise UserError(f"{path}: {partial} has no {missing}; {save_format} programs would pass over it")
-    lowest = [dtype for dtype in ("BF16", "F16", "F32") if dtype in dtypes]
-    if not lowest:
-        raise UserError(f"{path}: holds no weights that can be compared ({', '.join(sorted(dtypes))})")
-    return lowest[0]

@@ -15,6 +15,7 @@ The formulas are ComfyUI's (``comfy/weight_adapter``), whose names the tensors h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -304,6 +305,22 @@ KINDS: dict[str, type[AdapterWeights]] = {
 }
 TITLES = {kind: each.title for kind, each in KINDS.items()}
 ADAPTER_MARKS = {mark: kind for kind, each in KINDS.items() for mark in each.marks}
+
+
+def fold_scale(module: AdapterWeights, evenly: bool = False) -> AdapterWeights:
+    """Return the same change with alpha = rank, the scale multiplied into B; of a LoRA or a DoRA.
+
+    B becomes fp64 on the CPU, so that it is rounded once, when it is written; a power of two rounds nothing. ``evenly``
+    puts half of the scale's power of two into A instead: fp16 has few bits for small numbers. Either way the factors of
+    one run's saves are scaled alike, so that their average means what it did.
+    """
+    scale = module.scale
+    if scale == 1.0:
+        return module
+    half = 2.0 ** (math.frexp(scale)[1] // 2) if evenly else 1.0
+    down, up = module.tensors["down"], module.tensors["up"]
+    factors = {"down": down * half if evenly else down, "up": up.detach().cpu().double() * (scale / half)}
+    return type(module).of({**module.tensors, **factors}, float(module.rank))
 
 
 def non_lora_kind(keys: Iterable[str]) -> str | None:

@@ -163,12 +163,13 @@ def test_the_report_tells_layers_ranks_layouts_and_the_check(
     main()
     said = capsys.readouterr().out
     lines = [line.split() for line in said.splitlines()]
-    assert ["img_mlp", "4", "6", "3"] in lines  # two blocks, two layers each
-    assert ["img_attn", "8", "4", "3"] in lines
+    assert ["img_mlp", "4", "6", "6"] in lines  # two blocks, two layers each; a diffusers file has the scale in B
+    assert ["img_attn", "8", "4", "4"] in lines
     assert f"from  {source}: diffusers, fp32, {len(weights)} layers in {2 * len(weights)} tensors" in said
     # of 14 layers a block, q, k and v of both streams become two: 10 modules with three tensors each
     assert f"to    {target}: comfy, fp32, {len(weights)} layers in {2 * 10 * 3} tensors" in said
     assert "checked: every layer's update is the same" in said
+    assert ["ComfyUI", str(len(weights)), "of", str(len(weights))] in [line[:4] for line in lines]
     monkeypatch.setattr("sys.argv", ["convert_lora.py", "nowhere.safetensors", "x.safetensors", "--save_format=comfy"])
     with pytest.raises(SystemExit) as left:
         main()

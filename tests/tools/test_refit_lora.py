@@ -148,7 +148,7 @@ def test_the_fp8_model_with_the_refitted_lora_is_nearer_to_bf16(case: Case, kind
     with safe_open(lora, "pt") as one, safe_open(saved, "pt") as other:
         assert set(one.keys()) == set(other.keys())
         assert all(one.get_slice(k).get_shape() == other.get_slice(k).get_shape() for k in one.keys())  # noqa: SIM118
-    assert {n: (w.rank, w.alpha) for n, w in fitted.weights.items()} == dict.fromkeys(case.lora, (16, 8.0))
+    assert {n: (w.rank, w.alpha) for n, w in fitted.weights.items()} == dict.fromkeys(case.lora, (16, 16.0))
     # the file says what it fits, and what does not fit it
     assert fitted.metadata["tandem.base_fingerprint"] == weights_fingerprint(case.files[kind])
     assert json.loads(fitted.metadata["tandem.refitted"])["lora"] == "lora.safetensors"

@@ -4,9 +4,9 @@ A transformer file is ComfyUI's ``z_image_bf16.safetensors``, which stacks q, k 
 first and the last layer (``z_image_convert_original_to_comfy.py`` makes it), or one with diffusers' own names; ``vae``
 (FLUX's ``ae.safetensors``) and ``text_encoder`` lie beside it.
 
-In LoRA files ComfyUI knows the stacked names below ``lora_unet_``, diffusers' own below ``diffusion_model.`` and
-``transformer.``; diffusers splits a stacked ``qkv`` below ``lora_unet_`` only. So of the three layouts kohya's has the
-stacked names.
+In LoRA files every layout has diffusers' names. musubi-tuner knows no others, and diffusers splits a stacked ``qkv``
+below ``lora_unet_`` only; ComfyUI knows them below ``diffusion_model.`` and ``transformer.``, but not below
+``lora_unet_``, where it wants the stacked ones. So no kohya file suits both, and kohya's is musubi-tuner's.
 
 *LoRA.* Attention and MLP of the main layers are trained, as musubi-tuner's ``networks/lora_zimage.py`` does; the
 refiners in front of them, modulation and the inputs only where their options say so.
@@ -103,7 +103,7 @@ Z_IMAGE_TARGETS = LoraTargets(
     kohya_base="z_image",
     architecture="Z-Image",
     implementation="https://github.com/Tongyi-MAI/Z-Image",
-    plain_layouts=("comfy",),
+    plain_layouts=("kohya", "comfy"),
 )
 LORA_TARGETS = (Z_IMAGE_TARGETS,)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,14 @@ def plain_table(*headings: str, left: Collection[str] = (), title: str | None = 
     for number, heading in enumerate(headings):
         justify: Literal["left", "right"] = "left" if number == 0 or heading in left else "right"
         table.add_column(heading, justify=justify, overflow="fold")
+    return table
+
+
+def loads_in_table(rows: Iterable[Sequence[str]]) -> Table:
+    """Return the table of the programs that load a LoRA file; a row is ``networks.files.verify.LoadsIn.row``."""
+    table = plain_table("loads in", "layers read", "largest difference", "otherwise", left=("otherwise",))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -30,10 +30,12 @@ from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule, describe_steps, run_length
 from library.training.parallel.gather import gathered, scatter_like
 from library.training.parallel.parallelize import parallelize
+from library.training.report.progress import loads_in_table
 from library.training.tasks.lora_plan import NetworkPlan, describe_base
 from library.training.tasks.task import Task
 from networks.files.adapters import PRECISIONS, check_save_format, load_adapter, load_lora
-from networks.files.metadata import base_mismatch, build_metadata, weight_file
+from networks.files.metadata import base_mismatch, build_metadata, trained_alphas, weight_file
+from networks.files.readers import check_readers
 from networks.files.verify import check_file
 from networks.injection import attach_lora, inject_adapter, refuse_large_rank
 from networks.network import AdapterNetwork
@@ -77,18 +79,27 @@ class LoraTask(Task):
 
         Raises:
             UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` is damaged, was trained on
-                another base, or has nothing left to train; a rank is above that of every layer of the model.
+                another base, or has nothing left to train; a rank is above that of every layer of the model; programs
+                would not read the LoRA from its format.
         """
         training, network, options = self.config.training, self.config.network, self.plan.options
         shapes = [entry.shape for entry in base.entries.values() if len(entry.shape) == 2]
         asked = {f"network_args: {option}": options.dims[kind] for kind, option in options.dim_sources.items()}
         for option, rank in (asked if network.dim_from_weights else {"network_dim": options.dim} | asked).items():
             refuse_large_rank(option, rank, shapes, options.kind)
+        if not network.dim_from_weights:  # whose layers the end's check knows
+            self.check_readers()
         if network.network_weights:
             load_adapter(network.network_weights, self.plan.targets, [] if network.allow_partial else None)
         if training.resume:
             steps = training.max_train_steps if training.max_train_epochs is None else None
             check_state(training.resume, self.base_fingerprint, self.settings, steps, self.resumes_finished)
+
+    def check_readers(self) -> None:
+        """Refuse a format that a program that it is meant for, or every program, would read in part."""
+        plan = self.plan
+        names = plan.options.trained_layers(plan.targets, plan.rates)
+        check_readers(self.config.saving.save_for, names, plan.targets, self.save_format, plan.options.kind)
 
     def note_base(self, layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype) -> None:
         """Remember the precision of the base that was loaded; print it where some of it is in fp8."""
@@ -107,7 +118,8 @@ class LoraTask(Task):
             return inject_adapter(transformer, plan.options, plan.targets, self.config.training.seed, self.lora_dtype)
         source = network.network_weights
         assert source is not None, "the config's rules ask for one"
-        parts = plan.targets.by_component(load_lora(source, plan.targets).weights)
+        file = load_lora(source, plan.targets)
+        parts = plan.targets.by_component(file.weights)
         own = parts.pop(plan.targets.file_prefix, {})
         if not own:
             raise UserError(f"dim_from_weights: {source} has nothing for the transformer; give a LoRA that has")
@@ -115,7 +127,8 @@ class LoraTask(Task):
             self.console.print(
                 f"note: {source}: its layers of {' and '.join(sorted(parts))} are not trained and not saved"
             )
-        return attach_lora(transformer, own, plan.targets, source, self.lora_dtype)
+        alphas = trained_alphas(Path(source), file.metadata, plan.targets.file_prefix)
+        return attach_lora(transformer, own, plan.targets, source, self.lora_dtype, alphas)
 
     def start_from_file(self) -> None:
         """Read ``network_weights`` into the LoRA, if they are given; say if they were trained on another base."""
@@ -203,7 +216,9 @@ class LoraTask(Task):
 
     def verify(self, path: Path) -> str:
         with self.deployed_weights():
-            return str(check_file(path, self.network, self.save_format))
+            check = check_file(path, self.network, self.save_format)
+        self.console.print(loads_in_table(each.row for each in check.programs))
+        return str(check)
 
     def memory_advice(self) -> str:
         training, precision = self.config.training, self.config.precision

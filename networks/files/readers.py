@@ -1,0 +1,392 @@
+"""What each program that loads LoRAs makes of a file, as data, and a file read as one of them reads it.
+
+The keys that a program knows are rows of :class:`Keys`: what stands before a module's name, whose name it is
+(diffusers' or the original checkpoint's), dots or underscores, and which tensors may follow. A key that no row knows is
+passed over: none of these programs stops because of one, at best it prints a line in a log. That is how a LoRA gets
+lost, so nothing here is derived from what we write (``networks.files.adapters``), but from the programs' sources:
+
+==============  =======================================  ============================================================
+diffusers       huggingface/diffusers 0.42.1             ``loaders/lora_pipeline.py``, ``loaders/peft.py``,
+                                                         ``loaders/lora_conversion_utils.py``, ``utils/peft_utils.py``
+ComfyUI         Comfy-Org/ComfyUI v0.26.1                ``comfy/lora.py`` (``model_lora_keys_unet`` and ``_clip``),
+                                                         ``comfy/utils.py``, ``comfy/weight_adapter/``
+sd-scripts      kohya-ss/sd-scripts 48d368f              ``networks/lora_flux.py``, ``networks/flux_merge_lora.py``
+musubi-tuner    kohya-ss/musubi-tuner 30c658c            ``utils/lora_utils.py``, ``networks/lora*.py``, ``loha.py``,
+                                                         ``lokr.py``
+peft            huggingface/peft 0.21.2                  ``utils/save_and_load.py``, ``tuners/lora/``
+==============  =======================================  ============================================================
+
+*Scale.* alpha / rank, alpha being ``<module>.alpha`` in the file, without one the rank. sd-scripts stops without one.
+diffusers also multiplies by what the header says (``lora_adapter_metadata``), peft by what its ``adapter_config.json``
+says; nobody else reads those.
+
+*Fused layers.* A LoRA on the original ``qkv`` is one of q, k and v with their rows of B. Where a program has the fused
+layer itself, that is the same update.
+
+*Layers.* A program that knows a form of keys may still not know every layer in it (``Keys.only``): diffusers puts
+FLUX's input layers, converted from kohya's names, where its own loader does not look for them.
+
+*Kinds.* A DoRA's norms have two names and meanings. diffusers and peft take ``lora_magnitude_vector`` (m, V's rows
+become that long); ComfyUI takes ``dora_scale`` and divides it by the norms of the *base's* rows. Each reads the other's
+file as a plain LoRA, which is another update.
+
+To add a program: a row of :data:`READERS`. ``tests/networks/files/test_readers.py`` holds the rows to the programs that
+can be installed, and to keys written out by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from library.errors import UserError
+from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
+from networks.files.adapters import SAVE_FORMATS, key_stem, layout_of
+from networks.files.metadata import AlphaTable
+from networks.files.weights import KINDS, TITLES, AdapterWeights, LoraWeights, names_in_short, rank_of
+
+_AB = {"lora_A.weight": "down", "lora_B.weight": "up"}
+_DOWN_UP = {"lora_down.weight": "down", "lora_up.weight": "up", "alpha": "alpha"}
+_MAGNITUDE = {"lora_magnitude_vector": "magnitude"}
+_LOHA = {name: name for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")}
+_LOKR = {name: name for name in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")}
+_LOKR_PLAIN_W1 = {name: name for name in ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")}
+_OF_COMFYUI = _AB | _DOWN_UP | _LOHA | _LOKR | {"dora_scale": "dora_scale", "oft_blocks": "oft_blocks"}
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A form of keys: ``<prefix><module's name>.<tensor's name>``.
+
+    Attributes:
+        prefix: before the module's name.
+        naming: whose module names: diffusers' (of language models transformers'), or the original checkpoint's.
+        underscores: dots in the module's name are underscores.
+        tensors: what may follow -> the tensor in memory.
+        only: regular expression of the modules (diffusers' names) that are known in this form.
+    """
+
+    prefix: str
+    naming: Literal["diffusers", "original"]
+    underscores: bool
+    tensors: Mapping[str, str]
+    only: str = ".*"
+
+    def place(self, name: str, keys: KeyNames) -> KeyPlace | None:
+        """Return the place of a module's name as it stands in a key."""
+        place = keys.find(name)
+        if place is None:
+            return None
+        if self.naming == "original":
+            meant = place.original if place.part is None or place.row.original in place.row.parts else None
+        else:
+            meant = place.modules[place.part] if place.part is not None else None
+        if meant is None or name != (meant.replace(".", "_") if self.underscores else meant):
+            return None
+        return place if all(re.fullmatch(self.only, module) for module in place.modules) else None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A program.
+
+    Attributes:
+        name: as it calls itself. option: as ``save_for`` calls it.
+        families: model family -> the keys it knows for the transformer; a family that is missing it does not have.
+        text: text encoder's component -> the keys it knows for it.
+        header: it reads ranks and alphas from the header, or PEFT's config beside the file.
+        needs_alpha: it fails without ``.alpha``.
+    """
+
+    name: str
+    option: str
+    families: Mapping[str, tuple[Keys, ...]]
+    text: Mapping[str, tuple[Keys, ...]] = field(default_factory=dict)
+    header: bool = False
+    needs_alpha: bool = False
+
+    def place(self, stem: str, targets: LoraTargets) -> Iterable[tuple[Keys, str, KeyPlace]]:
+        """Yield each form in which ``stem`` is a module, the component's prefix ("" or "text_encoder."), its place."""
+        named = [("", targets.keys, self.families.get(targets.family, ()))]
+        named += [(f"{each.name}.", each.keys, self.text.get(each.name, ())) for each in targets.text_encoders]
+        for component, keys, forms in named:
+            for form in forms:
+                if stem.startswith(form.prefix) and (place := form.place(stem.removeprefix(form.prefix), keys)):
+                    yield form, component, place
+
+
+def _each(names: str, *forms: Keys) -> dict[str, tuple[Keys, ...]]:
+    return dict.fromkeys(names.split(), forms)
+
+
+_FLUX, _QWEN = "flux flux_fill flux_kontext", "qwen_image qwen_image_edit qwen_image_edit_plus"
+_FLUX_BLOCKS = r"(single_)?transformer_blocks\..*"
+_PEFT_KEYS = Keys("transformer.", "diffusers", False, _AB | _MAGNITUDE)
+_BARE = Keys("", "diffusers", False, _OF_COMFYUI)
+
+READERS = (
+    Reader(
+        "diffusers",
+        "diffusers",
+        _each(
+            _FLUX,
+            _PEFT_KEYS,
+            Keys("lora_unet_", "original", True, _DOWN_UP, _FLUX_BLOCKS),
+            Keys("diffusion_model.", "original", False, _DOWN_UP, _FLUX_BLOCKS),
+            Keys("lora_transformer_", "diffusers", True, _DOWN_UP),
+        )
+        | _each(
+            _QWEN,
+            _PEFT_KEYS,
+            Keys("lora_unet_", "diffusers", True, _DOWN_UP),
+            Keys("diffusion_model.", "diffusers", False, _AB | _DOWN_UP),
+        )
+        | _each(
+            "z_image",
+            _PEFT_KEYS,
+            Keys("lora_unet_", "diffusers", True, _DOWN_UP),
+            Keys("lora_unet_", "original", True, _DOWN_UP, r".*attention.*"),
+            Keys("diffusion_model.", "diffusers", False, _AB | _DOWN_UP),
+        ),
+        text={
+            "text_encoder": (
+                Keys("text_encoder.", "original", False, _AB),
+                Keys("lora_te1_", "original", True, _DOWN_UP),
+                Keys("lora_te_", "original", True, _DOWN_UP),
+            )
+        },
+        header=True,
+    ),
+    Reader(
+        "ComfyUI",
+        "comfyui",
+        _each(
+            _FLUX,
+            Keys("transformer.", "diffusers", False, _OF_COMFYUI),
+            Keys("lycoris_", "diffusers", True, _OF_COMFYUI),
+            Keys("lora_transformer_", "diffusers", True, _OF_COMFYUI),
+            Keys("lora_unet_", "original", True, _OF_COMFYUI),
+            Keys("diffusion_model.", "original", False, _OF_COMFYUI),
+            _BARE,
+        )
+        | _each(
+            _QWEN,
+            Keys("transformer.", "diffusers", False, _OF_COMFYUI),
+            Keys("lycoris_", "diffusers", True, _OF_COMFYUI),
+            Keys("lora_unet_", "diffusers", True, _OF_COMFYUI),
+            Keys("diffusion_model.", "diffusers", False, _OF_COMFYUI),
+            _BARE,
+        )
+        | _each(
+            "z_image",
+            Keys("transformer.", "diffusers", False, _OF_COMFYUI),
+            Keys("lycoris_", "diffusers", True, _OF_COMFYUI),
+            Keys("lora_unet_", "original", True, _OF_COMFYUI),
+            Keys("diffusion_model.", "diffusers", False, _OF_COMFYUI),
+            Keys("diffusion_model.", "original", False, _OF_COMFYUI),
+            _BARE,
+        ),
+        text={
+            "text_encoder": (
+                Keys("lora_te1_", "original", True, _OF_COMFYUI),
+                Keys("lora_te_", "original", True, _OF_COMFYUI),
+                Keys("text_encoder.", "original", False, _OF_COMFYUI),
+                Keys("text_encoders.clip_l.transformer.", "original", False, _OF_COMFYUI),
+            ),
+            "text_encoder_2": (
+                Keys("lora_te3_", "original", True, _OF_COMFYUI),
+                Keys("lora_te2_", "original", True, _OF_COMFYUI),
+                Keys("text_encoders.t5xxl.transformer.", "original", False, _OF_COMFYUI),
+            ),
+        },
+    ),
+    Reader(
+        "sd-scripts",
+        "sd-scripts",
+        _each(_FLUX, Keys("lora_unet_", "original", True, _DOWN_UP)),
+        text={
+            "text_encoder": (Keys("lora_te1_", "original", True, _DOWN_UP),),
+            "text_encoder_2": (Keys("lora_te3_", "original", True, _DOWN_UP),),
+        },
+        needs_alpha=True,
+    ),
+    Reader(
+        "musubi-tuner",
+        "musubi-tuner",
+        _each("flux_kontext", Keys("lora_unet_", "original", True, _DOWN_UP | _LOHA | _LOKR_PLAIN_W1, _FLUX_BLOCKS))
+        | _each(f"{_QWEN} z_image", Keys("lora_unet_", "diffusers", True, _DOWN_UP | _LOHA | _LOKR_PLAIN_W1)),
+    ),
+    Reader(
+        "peft",
+        "peft",
+        _each("llama gpt2", Keys("base_model.model.", "diffusers", False, _AB | _MAGNITUDE)),
+        header=True,
+    ),
+)
+
+
+# ---- before anything is written
+
+
+def readable(
+    reader: Reader, names: Iterable[str], targets: LoraTargets, save_format: str, kind: str = "lora"
+) -> set[str]:
+    """Return which modules a program would read from a file that holds ``names`` in ``save_format``."""
+    layout = layout_of(kind, save_format)
+    plain = save_format in targets.plain_layouts
+    sets = [[layout.names.get(tensor, tensor) for tensor in complete] for complete in KINDS[kind].complete]
+    written = [names for names in sets if None not in names]  # in one of these forms a module of the kind is written
+    return {
+        name
+        for name in names
+        if any(
+            all(set(tensors) <= form.tensors.keys() for tensors in written)
+            for form, _, _ in reader.place(key_stem(name, targets, layout, plain), targets)
+        )
+    }
+
+
+def formats_for(reader: Reader, names: Collection[str], targets: LoraTargets, kind: str) -> list[str]:
+    """Return the layouts from which a program reads every one of ``names``."""
+    return [
+        save_format
+        for save_format in (("peft",) if targets.own_names else SAVE_FORMATS)
+        if kind in layout_of(kind, save_format).kinds
+        and len(readable(reader, names, targets, save_format, kind)) == len(names)
+    ]
+
+
+def check_readers(
+    save_for: Sequence[str], names: Collection[str], targets: LoraTargets, save_format: str, kind: str
+) -> None:
+    """Refuse a layout from which a program that was named, or every program, would read less than is trained.
+
+    Args:
+        save_for: options of :data:`READERS`.
+        names: the modules that are trained, as :meth:`networks.options.NetworkOptions.trained_layers` has them.
+        targets, save_format, kind: what is written.
+
+    Raises:
+        UserError: with the layouts that suit, if there are any.
+    """
+    having = [reader for reader in READERS if targets.family in reader.families]
+    for option in save_for:
+        reader = next(reader for reader in READERS if reader.option == option)
+        if reader not in having:
+            raise UserError(f"save_for: {reader.name} has no model {targets.family}; remove it")
+        if lost := sorted(set(names) - readable(reader, names, targets, save_format, kind)):
+            raise UserError(
+                f"save_for: {reader.name} reads no {TITLES[kind]} of {names_in_short(lost, 2)} from save_format "
+                f"{save_format}; {remedy(reader, names, targets, kind)}"
+            )
+    if not having or any(len(readable(each, names, targets, save_format, kind)) == len(names) for each in having):
+        return
+    suiting = sorted({found for reader in having for found in formats_for(reader, names, targets, kind)})
+    if suiting:
+        lost = sorted(set(names).difference(*(readable(r, names, targets, save_format, kind) for r in having)))
+        raise UserError(
+            f"save_format: no program reads {names_in_short(lost or sorted(names), 2)} from {save_format}; "
+            f"set save_format = {' or '.join(suiting)}"
+        )
+
+
+def remedy(reader: Reader, names: Collection[str], targets: LoraTargets, kind: str) -> str:
+    """Return what to do for a program to read every one of ``names``."""
+    if found := formats_for(reader, names, targets, kind):
+        return f"set save_format = {' or '.join(found)}"
+    if kind != "lora" and formats_for(reader, names, targets, "lora"):
+        return f"it takes no {TITLES[kind]} of ours; set network_type = lora, or merge it into the model"
+    return "it takes them from no format; leave these layers out, or merge the LoRA into the model"
+
+
+# ---- a file
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a program takes of a file.
+
+    Attributes:
+        weights: diffusers module name -> weights. source: the same -> what they were made of: keys and scale.
+        passed_over: the keys it has no use for.
+    """
+
+    weights: dict[str, AdapterWeights]
+    source: dict[str, tuple[object, ...]]
+    passed_over: list[str]
+
+
+def read_as(
+    reader: Reader, tensors: Mapping[str, Tensor], alphas: Mapping[str, AlphaTable | None], targets: LoraTargets
+) -> Reading:
+    """Return what a program takes of a file.
+
+    Args:
+        reader: the program.
+        tensors: the file's.
+        alphas: component -> what the header, or PEFT's config, says.
+        targets: the family's row.
+    """
+    modules: dict[tuple[str, str], tuple[KeyPlace, dict[str, str]]] = {}  # component, stem -> place, name -> key
+    passed_over = []
+    for key in tensors:
+        if (found := _recognise(reader, key, targets)) is None:
+            passed_over.append(key)
+            continue
+        component, stem, place, name = found
+        modules.setdefault((component, stem), (place, {}))[1][name] = key
+    reading = Reading({}, {}, passed_over)
+    for (component, _), (place, keys) in modules.items():
+        parts = _read_module(reader, place, {name: tensors[key] for name, key in keys.items()})
+        if parts is None:
+            passed_over += keys.values()
+            continue
+        for name, weights in parts.items():
+            stated = alphas.get(component.removesuffix(".") or targets.file_prefix) if reader.header else None
+            if stated is not None and "down" in weights.tensors:
+                factor = stated.alpha_of(name, weights.rank) / weights.rank
+                weights = type(weights).of(weights.tensors, weights.alpha * factor)
+            reading.weights[component + name] = weights
+            reading.source[component + name] = (*sorted(keys.values()), weights.scale)
+    return reading
+
+
+def _recognise(reader: Reader, key: str, targets: LoraTargets) -> tuple[str, str, KeyPlace, str] | None:
+    """Return component, stem, place and the tensor's name in memory of a key that the program knows."""
+    for dot in (match.start() for match in re.finditer(r"\.", key)):
+        stem, tensor = key[:dot], key[dot + 1 :]
+        if tensor not in _KNOWN:
+            continue
+        for form, component, place in reader.place(stem, targets):
+            if tensor in form.tensors:
+                return component, stem, place, form.tensors[tensor]
+    return None
+
+
+_KNOWN = {name for reader in READERS for forms in reader.families.values() for keys in forms for name in keys.tensors}
+
+
+def _read_module(reader: Reader, place: KeyPlace, tensors: dict[str, Tensor]) -> dict[str, AdapterWeights] | None:
+    """Return a module's weights under diffusers' names, None if the program can do nothing with them."""
+    alpha = tensors.pop("alpha", None)
+    kind = next((each for each in KINDS.values() if set(tensors) in each.complete), None)
+    if kind is None or (reader.needs_alpha and alpha is None):
+        return None
+    if kind.kind == "oft" and tensors["oft_blocks"].ndim == 4:
+        kind = KINDS["boft"]
+    rank = rank_of(tensors)
+    weights = kind.of(tensors, float(rank if alpha is None else alpha))
+    if place.part is not None:
+        return {place.modules[place.part]: weights}
+    if not isinstance(weights, LoraWeights):
+        return {place.modules[0]: weights} if len(place.modules) == 1 else None
+    try:
+        rows = place.row.part_rows(weights.up.shape[0], weights.down.shape[1])
+    except ValueError:
+        return None
+    ups = place.row.swap(weights.up).split(rows)
+    return {name: LoraWeights(weights.down, up, weights.alpha) for name, up in zip(place.modules, ups, strict=True)}

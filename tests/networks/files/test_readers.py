@@ -1,0 +1,342 @@
+"""What programs make of our files: their update held to the trained one, read by their own code or by their rules.
+
+diffusers is installed, and loads the files itself. ComfyUI, sd-scripts and musubi-tuner are not: what they do with a
+file's tensors is a few lines here, from the same sources as ``networks.files.readers`` and independent of it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline, ZImagePipeline
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from library.config.schema import NetworkConfig
+from library.errors import UserError
+from library.models.flux.files import FLUX_FILL_TARGETS, FLUX_KONTEXT_TARGETS, FLUX_TARGETS
+from library.models.layer_names import LoraTargets
+from library.models.qwen_image.files import QWEN_TARGETS
+from library.models.z_image.files import Z_IMAGE_TARGETS
+from networks.files.adapters import load_adapter, load_lora, save_adapter
+from networks.files.metadata import ADAPTER_METADATA_KEY, trained_alphas
+from networks.files.readers import READERS, check_readers, readable
+from networks.files.verify import check_file, loads_in
+from networks.files.weights import LoraWeights
+from networks.injection import attach_lora, inject_adapter
+from networks.network import AdapterNetwork
+from networks.options import parse_network_args
+from tests.networks.conftest import make_flux, run_flux
+from tests.tiny_qwen import tiny_qwen_transformer
+from tests.tiny_z_image import tiny_z_transformer
+
+MODELS = {
+    "flux": (make_flux, FLUX_TARGETS),
+    "qwen_image": (tiny_qwen_transformer, QWEN_TARGETS),
+    "z_image": (tiny_z_transformer, Z_IMAGE_TARGETS),
+}
+
+
+def trained(family: str, kind: str = "lora", *args: str, **fields: object) -> tuple[nn.Module, AdapterNetwork]:
+    """Return a tiny model and a network in it whose every layer does something."""
+    make, targets = MODELS[family]
+    settings = {"network_dim": 16, **({} if kind in ("oft", "boft") else {"network_alpha": 1.0}), **fields}
+    config = NetworkConfig(network_type=kind, network_args=list(args), **settings)  # type: ignore[arg-type]
+    model = make()
+    network = inject_adapter(model, parse_network_args(config, targets), targets, seed=0)
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random) * 0.02)
+    return model, network
+
+
+def updates(network: AdapterNetwork) -> dict[str, Tensor]:
+    """Module name -> what was trained, in fp64 from the layers' own A and B: alpha over rank, or its root."""
+    found = {}
+    for name, layer in network.modules.items():
+        up, down = layer.lora_B.weight.detach().double(), layer.lora_A.weight.detach().double()
+        delta = up @ down
+        if layer.start is not None:
+            delta = delta - layer.start.B.double() @ layer.start.A.double()
+        found[name] = delta * layer.alpha / (layer.rank**0.5 if layer.rank_stabilised else layer.rank)
+    return found
+
+
+def from_tensors_alone(path: Path) -> dict[str, Tensor]:
+    """What ComfyUI, sd-scripts and musubi-tuner make of pairs: no header, ``.alpha`` over rank, without one 1."""
+    tensors, found = load_file(path), {}
+    for key, down in tensors.items():
+        for a, b in (("lora_A", "lora_B"), ("lora_down", "lora_up")):
+            if key.endswith(f".{a}.weight"):
+                stem = key.removesuffix(f".{a}.weight")
+                scale = float(tensors.get(f"{stem}.alpha", torch.tensor(float(len(down))))) / len(down)
+                found[stem] = tensors[f"{stem}.{b}.weight"].double() @ down.double() * scale
+    return found
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one.detach() - other).norm() / other.norm())
+
+
+SCALES = {
+    "default": {},
+    "alpha above rank": {"network_dim": 4, "network_alpha": 32.0},
+    "no power of two": {"network_dim": 6, "network_alpha": 2.7},
+    "rank stabilised": {"network_dim": 8, "network_alpha": 3.0, "use_rslora": True},
+    "pissa": {"network_dim": 8, "network_alpha": 1.0, "init_lora_weights": "pissa"},
+    "olora": {"network_dim": 4, "network_alpha": 1.0, "init_lora_weights": "olora"},
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("fields", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_program_that_reads_no_header_gets_the_trained_update(
+    family: str, fields: dict[str, object], precision: str, tmp_path: Path
+) -> None:
+    _, network = trained(family, **fields)
+    network.save(tmp_path / "a.safetensors", "diffusers", precision, {})
+    read = from_tensors_alone(tmp_path / "a.safetensors")
+    assert read.keys() == {f"transformer.{name}" for name in network.modules}
+    rounding = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-10}[precision]  # of two factors, each half of it
+    for name, delta in updates(network).items():
+        assert apart(read[f"transformer.{name}"], delta) < rounding
+
+
+def test_a_scale_that_is_a_power_of_two_changes_no_bit_of_the_mantissas(tmp_path: Path) -> None:
+    _, network = trained("flux")
+    network.save(tmp_path / "a.safetensors", "diffusers", "fp32", {})
+    tensors = load_file(tmp_path / "a.safetensors")
+    for name, layer in network.modules.items():
+        assert torch.equal(tensors[f"transformer.{name}.lora_B.weight"] * 16, layer.lora_B.weight)
+        assert torch.equal(tensors[f"transformer.{name}.lora_A.weight"], layer.lora_A.weight)
+
+
+def test_fp16_has_enough_bits_for_a_young_lora_at_a_small_scale(tmp_path: Path) -> None:
+    _, network = trained("flux", network_dim=32, network_alpha=0.5)
+    with torch.no_grad():
+        for layer in network.modules.values():
+            layer.lora_B.weight.mul_(0.02)  # about 4e-4, as after a few hundred steps
+    network.save(tmp_path / "a.safetensors", "diffusers", "fp16", {})
+    read = from_tensors_alone(tmp_path / "a.safetensors")
+    worst = max(apart(read[f"transformer.{name}"], delta) for name, delta in updates(network).items())
+    assert worst < 2.0**-7
+    assert check_file(tmp_path / "a.safetensors", network, "diffusers").largest == pytest.approx(worst, rel=1e-3)
+
+
+@pytest.mark.parametrize("save_format", ["kohya", "comfy", "diffusers"])
+@pytest.mark.parametrize("family", ["qwen_image", "z_image"])
+def test_diffusers_own_loader_does_what_the_rules_say(family: str, save_format: str, tmp_path: Path) -> None:
+    inputs = ("txt_in_dim=2", "time_in_dim=2", "img_in_dim=2")
+    _, network = trained(family, "lora", *inputs, network_dim=4, network_alpha=3.0)
+    network.save(tmp_path / "a.safetensors", save_format, "fp32", {})
+    pipelines = {"qwen_image": (QwenImagePipeline, 4), "z_image": (ZImagePipeline, 4)}
+    pipeline, others = pipelines[family]
+    arguments = [None] * others + [MODELS[family][0]()]
+    pipe = pipeline(*arguments)
+    pipe.load_lora_weights(str(tmp_path / "a.safetensors"), adapter_name="x")
+    loaded = {name: module for name, module in pipe.transformer.named_modules() if isinstance(module, BaseTunerLayer)}
+    diffusers = READERS[0]
+    assert loaded.keys() == readable(diffusers, network.modules, network.targets, save_format)
+    for name, delta in updates(network).items():
+        assert apart(loaded[name].get_delta_weight("x").double(), delta) < 1e-6
+
+
+def test_z_images_kohya_files_have_the_names_of_musubi_tuners_layers(tmp_path: Path) -> None:
+    _, network = trained("z_image", "lora", "refiner_dim=2", "mod_dim=2")
+    network.save(tmp_path / "a.safetensors", "kohya", "fp32", {})
+    # networks/lora.py: f"{prefix}.{name of the Linear in the model}" with underscores; its model has diffusers' names
+    linears = {name for name, module in tiny_z_transformer().named_modules() if isinstance(module, nn.Linear)}
+    known = {f"lora_unet_{name.replace('.', '_')}": name for name in linears}
+    read = from_tensors_alone(tmp_path / "a.safetensors")
+    assert read.keys() <= known.keys()
+    deltas = updates(network)
+    assert {known[stem] for stem in read} == deltas.keys()
+    assert max(apart(delta, deltas[known[stem]]) for stem, delta in read.items()) < 1e-6
+
+
+# Layers of the tiny model's transformer that each program reads: found by its own code, see docs/lora_formats.md.
+LOADS = {
+    ("flux", "lora", "diffusers"): {"diffusers", "ComfyUI"},
+    ("flux", "lora", "kohya"): {"diffusers", "ComfyUI", "sd-scripts"},
+    ("flux", "lora", "comfy"): {"diffusers", "ComfyUI"},
+    ("flux", "dora", "diffusers"): {"diffusers"},
+    ("flux", "dora", "comfy"): {"ComfyUI"},
+    ("flux", "lokr", "comfy"): {"ComfyUI"},
+    ("flux", "loha", "comfy"): {"ComfyUI"},
+    ("flux", "oft", "comfy"): {"ComfyUI"},
+    ("flux", "boft", "comfy"): {"ComfyUI"},
+    ("qwen_image", "lora", "diffusers"): {"diffusers", "ComfyUI"},
+    ("qwen_image", "lora", "kohya"): {"diffusers", "ComfyUI", "musubi-tuner"},
+    ("qwen_image", "lora", "comfy"): {"diffusers", "ComfyUI"},
+    ("qwen_image", "dora", "comfy"): {"ComfyUI"},
+    ("z_image", "lora", "diffusers"): {"diffusers", "ComfyUI"},
+    ("z_image", "lora", "kohya"): {"diffusers", "musubi-tuner"},
+    ("z_image", "lora", "comfy"): {"diffusers", "ComfyUI"},
+    ("z_image", "dora", "diffusers"): {"diffusers"},
+    ("z_image", "loha", "comfy"): {"ComfyUI"},
+}
+
+
+@pytest.mark.parametrize(("family", "kind", "save_format"), LOADS)
+def test_the_table_names_the_programs_that_load_a_file(
+    family: str, kind: str, save_format: str, tmp_path: Path
+) -> None:
+    _, network = trained(family, kind, network_dim=8)
+    network.save(tmp_path / "a.safetensors", save_format, "fp32", {})
+    programs = check_file(tmp_path / "a.safetensors", network, save_format).programs
+    assert {each.program for each in programs if each.is_right} == LOADS[family, kind, save_format]
+    for each in programs:
+        if each.is_right:
+            assert each.layers == len(network.modules)
+            assert each.difference is not None
+            assert each.difference < 1e-6
+
+
+def test_the_table_says_how_much_is_lost_and_what_to_do(tmp_path: Path) -> None:
+    _, network = trained("z_image", network_dim=4)
+    network.save(tmp_path / "a.safetensors", "kohya", "fp32", {})
+    rows = {each.program: each.row for each in check_file(tmp_path / "a.safetensors", network, "kohya").programs}
+    # of 7 layers a block the MLP's three have one name everywhere
+    assert rows["ComfyUI"][1:] == ("6 of 14", "0", "set save_format = diffusers or comfy")
+    _, network = trained("flux", "dora", network_dim=4)
+    network.save(tmp_path / "b.safetensors", "diffusers", "fp32", {})
+    rows = {each.program: each.row for each in check_file(tmp_path / "b.safetensors", network, "diffusers").programs}
+    assert rows["ComfyUI"][1:] == ("40 of 40", "another update", "set save_format = comfy")
+    assert "takes no DoRA of ours" in rows["sd-scripts"][3]
+
+
+def test_another_trainers_file_is_judged_too(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(0)
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    pair = {f"{name}.lora_A.weight": torch.randn(8, 32, generator=random), f"{name}.lora_B.weight": torch.ones(32, 8)}
+    fields = {"transformer.r": 8, "transformer.lora_alpha": 2}  # what diffusers' own training scripts leave
+    save_file(pair, tmp_path / "a.safetensors", {ADAPTER_METADATA_KEY: json.dumps(fields)})
+    meant = load_adapter(tmp_path / "a.safetensors", FLUX_TARGETS).weights
+    found = {each.program: each for each in loads_in(tmp_path / "a.safetensors", meant, FLUX_TARGETS)}
+    assert found["diffusers"].is_right
+    assert found["ComfyUI"].difference == pytest.approx(3.0)  # four times too strong
+    assert "diffusers" in found["ComfyUI"].remedy  # written anew it is right
+
+
+def test_a_header_left_behind_is_found_out(tmp_path: Path) -> None:
+    _, network = trained("qwen_image", network_dim=4)
+    path = tmp_path / "a.safetensors"
+    network.save(path, "kohya", "fp32", {})
+    check_file(path, network, "kohya")
+    fields = {"transformer.r": 4, "transformer.lora_alpha": 1.0}
+    save_file(load_file(path), path, {ADAPTER_METADATA_KEY: json.dumps(fields)})  # diffusers multiplies by both
+    with pytest.raises(UserError, match=r"diffusers would read .* otherwise than was trained"):
+        check_file(path, network, "kohya")
+
+
+def test_the_header_of_a_source_does_not_get_into_a_file_with_alphas(tmp_path: Path) -> None:
+    _, network = trained("flux", network_dim=4)
+    network.save(tmp_path / "a.safetensors", "diffusers", "fp32", {})
+    read = load_lora(tmp_path / "a.safetensors", FLUX_TARGETS)
+    save_adapter(tmp_path / "b.safetensors", read.weights, FLUX_TARGETS, "kohya", metadata=read.metadata)
+    with safe_open(tmp_path / "b.safetensors", "pt") as file:
+        assert not [key for key in file.metadata() if "alpha" in key or "adapter" in key]
+
+
+@pytest.mark.parametrize("fields", [{}, {"network_dim": 6, "network_alpha": 2.7}], ids=["power of two", "other"])
+def test_going_on_with_a_files_ranks_goes_on_with_the_alpha_of_its_training(
+    fields: dict[str, object], tmp_path: Path
+) -> None:
+    model, network = trained("flux", **fields)
+    network.save(tmp_path / "a.safetensors", "diffusers", "fp32", {})
+    file = load_lora(tmp_path / "a.safetensors", FLUX_TARGETS)
+    alphas = trained_alphas(tmp_path / "a.safetensors", file.metadata, "transformer")
+    other = make_flux()
+    attached = attach_lora(other, file.weights, FLUX_TARGETS, "a", alphas=alphas)
+    for name, layer in attached.modules.items():
+        assert layer.alpha == network.modules[name].alpha
+        torch.testing.assert_close(layer.lora_B.weight, network.modules[name].lora_B.weight, rtol=1e-6, atol=0)
+    torch.testing.assert_close(run_flux(other), run_flux(model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_diffusers_file_is_gone_on_from_with_the_configs_alpha(kind: str, tmp_path: Path) -> None:
+    model, network = trained("flux", kind)
+    network.save(tmp_path / "a.safetensors", "diffusers", "fp32", {})
+    other, fresh = trained("flux", kind)
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    fresh.load_file(tmp_path / "a.safetensors")
+    torch.testing.assert_close(run_flux(other), run_flux(model), rtol=1e-5, atol=1e-6)
+    for name, layer in fresh.modules.items():
+        assert torch.equal(layer.lora_B.weight, network.modules[name].lora_B.weight)  # 16 is a power of two
+
+
+# ---- at the door
+
+
+def layers(targets: LoraTargets, *args: str, components: tuple[str, ...] = ("transformer",)) -> list[str]:
+    options = parse_network_args(NetworkConfig(network_args=list(args)), targets)
+    return options.trained_layers(targets, components)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_layers_named_before_a_model_is_there_are_those_that_are_trained(family: str) -> None:
+    args = {"flux": ["in_dims=[2,0,2,0,0]", "img_mod_dim=0"], "qwen_image": ["img_mod_dim=2"], "z_image": ["mlp_dim=0"]}
+    pattern = r"exclude_patterns=.*attn\.to_q|.*attention\.to_k"
+    _, network = trained(family, "lora", *args[family], pattern)
+    first = {name.replace(".1.", ".0.") for name in network.modules}
+    assert set(layers(network.targets, *args[family], pattern)) == {n for n in first if not n.startswith("x")} | {
+        name for name in network.modules if ".1." not in name
+    }
+
+
+REFUSED = [
+    (Z_IMAGE_TARGETS, "kohya", "lora", "comfyui", "ComfyUI reads no LoRA of .*set save_format = diffusers or comfy"),
+    (Z_IMAGE_TARGETS, "diffusers", "lora", "musubi-tuner", "set save_format = kohya"),
+    (Z_IMAGE_TARGETS, "comfy", "lora", "sd-scripts", "sd-scripts has no model z_image"),
+    (QWEN_TARGETS, "comfy", "lora", "musubi-tuner", "set save_format = kohya"),
+    (FLUX_TARGETS, "diffusers", "lora", "sd-scripts", "set save_format = kohya"),
+    (FLUX_TARGETS, "diffusers", "dora", "comfyui", "reads no DoRA .*set save_format = comfy"),
+    (FLUX_TARGETS, "comfy", "dora", "diffusers", "set save_format = diffusers"),
+    (FLUX_TARGETS, "comfy", "lokr", "diffusers", "takes no LoKr of ours; set network_type = lora"),
+    (FLUX_KONTEXT_TARGETS, "comfy", "loha", "musubi-tuner", "takes no LoHa of ours"),
+]
+
+
+@pytest.mark.parametrize(("targets", "save_format", "kind", "program", "message"), REFUSED)
+def test_a_format_is_refused_for_a_program_that_would_read_it_otherwise(
+    targets: LoraTargets, save_format: str, kind: str, program: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=f"save_for: .*{message}"):
+        check_readers([program], layers(targets), targets, save_format, kind)
+    check_readers([], layers(targets), targets, save_format, kind)  # unasked the run says it at its end
+
+
+def test_layers_that_a_program_loses_count_too() -> None:
+    names = layers(FLUX_FILL_TARGETS, "in_dims=[4,0,0,0,0]")
+    check_readers(["diffusers", "comfyui"], names, FLUX_FILL_TARGETS, "diffusers", "lora")
+    with pytest.raises(UserError, match="diffusers reads no LoRA of x_embedder from save_format kohya; set"):
+        check_readers(["diffusers"], names, FLUX_FILL_TARGETS, "kohya", "lora")
+
+
+def test_a_format_from_which_nobody_reads_a_layer_is_refused_unasked() -> None:
+    names = layers(FLUX_TARGETS, components=("transformer", "text_encoder_2"))
+    with pytest.raises(UserError, match=r"no program reads text_encoder_2\..* from diffusers; set save_format = comfy"):
+        check_readers([], names, FLUX_TARGETS, "diffusers", "lora")
+    check_readers(["comfyui", "sd-scripts"], names, FLUX_TARGETS, "kohya", "lora")
+
+
+def test_q_k_and_v_that_were_trained_as_one_are_read_by_rows(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(0)
+    stem = "lora_unet_double_blocks_0_img_attn_qkv"
+    down, up = torch.randn(4, 32, generator=random), torch.randn(96, 4, generator=random)
+    tensors = {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up, f"{stem}.alpha": torch.tensor(2.0)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    rows = zip(("to_q", "to_k", "to_v"), up.split(32), strict=True)
+    meant = {f"transformer_blocks.0.attn.{name}": LoraWeights(down, part, 2.0) for name, part in rows}
+    for each in loads_in(tmp_path / "a.safetensors", meant, FLUX_TARGETS):
+        assert (each.layers, each.is_right, each.difference) == (3, True, pytest.approx(0.0, abs=1e-7)), each.program
