@@ -90,7 +90,7 @@ def inspect_lora(path: Path) -> LoraReport:
     loras = {name: weights for name, weights in file.weights.items() if isinstance(weights, LoraWeights)}
     layers = tuple(_layer(name, loras[name]) for name in sorted(loras, key=lambda name: _order(name, targets)))
     title = next((weights.title for weights in file.weights.values() if weights.kind != "lora"), LoraWeights.title)
-    notes = () if layers else (f"is no LoRA; merge_lora.py merges a {title} into a model",)
+    notes: tuple[str, ...] = () if layers else (f"is no LoRA; merge_lora.py merges a {title} into a model",)
     programs = tuple(loads_in(path, file.weights, targets)) if rows else ()
     notes += file.notes
     return LoraReport(title, families, file.layout if loras else "", len(file.weights), layers, (), notes, programs)

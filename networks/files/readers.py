@@ -263,7 +263,7 @@ def formats_for(reader: Reader, names: Collection[str], targets: LoraTargets, ki
 def check_readers(
     save_for: Sequence[str], names: Collection[str], targets: LoraTargets, save_format: str, kind: str
 ) -> None:
-    """Refuse a layout from which a program that was named, or every program, would read less than is trained.
+    """Refuse a layout from which a program that was named would read less than is trained, or something else.
 
     Args:
         save_for: options of :data:`READERS`.
@@ -273,25 +273,31 @@ def check_readers(
     Raises:
         UserError: with the layouts that suit, if there are any.
     """
-    having = [reader for reader in READERS if targets.family in reader.families]
     for option in save_for:
         reader = next(reader for reader in READERS if reader.option == option)
-        if reader not in having:
+        if targets.family not in reader.families:
             raise UserError(f"save_for: {reader.name} has no model {targets.family}; remove it")
         if lost := sorted(set(names) - readable(reader, names, targets, save_format, kind)):
             raise UserError(
                 f"save_for: {reader.name} reads no {TITLES[kind]} of {names_in_short(lost, 2)} from save_format "
                 f"{save_format}; {remedy(reader, names, targets, kind)}"
             )
-    if not having or any(len(readable(each, names, targets, save_format, kind)) == len(names) for each in having):
-        return
-    suiting = sorted({found for reader in having for found in formats_for(reader, names, targets, kind)})
-    if suiting:
-        lost = sorted(set(names).difference(*(readable(r, names, targets, save_format, kind) for r in having)))
-        raise UserError(
-            f"save_format: no program reads {names_in_short(lost or sorted(names), 2)} from {save_format}; "
-            f"set save_format = {' or '.join(suiting)}"
-        )
+
+
+def read_by_none(names: Collection[str], targets: LoraTargets, save_format: str, kind: str) -> str | None:
+    """Return a line about layers that no program would read from a layout, if another layout has a program for all."""
+    having = [reader for reader in READERS if targets.family in reader.families]
+    read = [readable(reader, names, targets, save_format, kind) for reader in having]
+    if not having or any(len(found) == len(names) for found in read):
+        return None
+    suiting = {found for reader in having for found in formats_for(reader, names, targets, kind)}
+    if not suiting:
+        return None
+    lost = sorted(set(names).difference(*read)) or sorted(names)
+    return (
+        f"save_format: no program reads {names_in_short(lost, 2)} from {save_format}; "
+        f"set save_format = {' or '.join(sorted(suiting))}"
+    )
 
 
 def remedy(reader: Reader, names: Collection[str], targets: LoraTargets, kind: str) -> str:

@@ -35,7 +35,7 @@ from library.training.tasks.lora_plan import NetworkPlan, describe_base
 from library.training.tasks.task import Task
 from networks.files.adapters import PRECISIONS, check_save_format, load_adapter, load_lora
 from networks.files.metadata import base_mismatch, build_metadata, trained_alphas, weight_file
-from networks.files.readers import check_readers
+from networks.files.readers import check_readers, read_by_none
 from networks.files.verify import check_file
 from networks.injection import attach_lora, inject_adapter, refuse_large_rank
 from networks.network import AdapterNetwork
@@ -96,10 +96,14 @@ class LoraTask(Task):
             check_state(training.resume, self.base_fingerprint, self.settings, steps, self.resumes_finished)
 
     def check_readers(self) -> None:
-        """Refuse a format that a program that it is meant for, or every program, would read in part."""
-        plan = self.plan
-        names = plan.options.trained_layers(plan.targets, plan.rates)
-        check_readers(self.config.saving.save_for, names, plan.targets, self.save_format, plan.options.kind)
+        """Refuse a format that was asked for and that a program, or every program, would read in part; else say so."""
+        plan, saving = self.plan, self.config.saving
+        names, kind = plan.options.trained_layers(plan.targets, plan.rates), plan.options.kind
+        check_readers(saving.save_for, names, plan.targets, self.save_format, kind)
+        if problem := read_by_none(names, plan.targets, self.save_format, kind):
+            if "save_format" in saving.model_fields_set:
+                raise UserError(problem)
+            self.console.print(f"note: {problem}")
 
     def note_base(self, layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype) -> None:
         """Remember the precision of the base that was loaded; print it where some of it is in fp8."""

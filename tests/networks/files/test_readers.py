@@ -25,7 +25,7 @@ from library.models.qwen_image.files import QWEN_TARGETS
 from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.adapters import load_adapter, load_lora, save_adapter
 from networks.files.metadata import ADAPTER_METADATA_KEY, trained_alphas
-from networks.files.readers import READERS, check_readers, readable
+from networks.files.readers import READERS, check_readers, read_by_none, readable
 from networks.files.verify import check_file, loads_in
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora, inject_adapter
@@ -323,10 +323,13 @@ def test_layers_that_a_program_loses_count_too() -> None:
         check_readers(["diffusers"], names, FLUX_FILL_TARGETS, "kohya", "lora")
 
 
-def test_a_format_from_which_nobody_reads_a_layer_is_refused_unasked() -> None:
+def test_a_format_from_which_nobody_reads_a_layer_is_told() -> None:
     names = layers(FLUX_TARGETS, components=("transformer", "text_encoder_2"))
-    with pytest.raises(UserError, match=r"no program reads text_encoder_2\..* from diffusers; set save_format = comfy"):
-        check_readers([], names, FLUX_TARGETS, "diffusers", "lora")
+    said = read_by_none(names, FLUX_TARGETS, "diffusers", "lora")
+    assert said is not None
+    assert said.startswith("save_format: no program reads text_encoder_2.")
+    assert said.endswith(" from diffusers; set save_format = comfy or kohya")
+    assert read_by_none(names, FLUX_TARGETS, "kohya", "lora") is None
     check_readers(["comfyui", "sd-scripts"], names, FLUX_TARGETS, "kohya", "lora")
 
 

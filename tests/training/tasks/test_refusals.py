@@ -105,3 +105,11 @@ def test_a_lora_names_the_text_encoders_it_was_trained_with(base: Path, states: 
     with safe_open(states / "plain" / "lora.safetensors", framework="pt") as file:
         assert "tandem.text_encoder_fingerprint" not in file.metadata()
     assert named in (states / "text" / "lora-state" / "position.json").read_text()
+
+
+def test_a_format_that_a_program_or_every_program_would_not_read(base: Path, tmp_path: Path) -> None:
+    said = _refusal(base, tmp_path / "a", save_for=["diffusers", "sd-scripts"], max_train_steps=1)
+    assert "save_for: sd-scripts reads no LoRA of " in said
+    assert said.endswith(" from save_format diffusers; set save_format = kohya")
+    text = {"text_encoder_lr": 1e-3, "network_args": ["train_t5xxl=True"], "save_format": "diffusers"}
+    assert "save_format: no program reads text_encoder_2." in _refusal(base, tmp_path / "b", **text)
