@@ -137,7 +137,7 @@ def kohya_page() -> str:
         if key in FLAGS and key not in NEVER_LEFT_OUT and needs:
             lines.append(f"| `{key}` | {'; '.join(needs)} |")
     lines += _flag_table("sd-scripts", "flux_train_network.py") + _flag_table(
-        "musubi-tuner", "qwen_image_train_network.py and zimage_train_network.py"
+        "musubi-tuner", "qwen_image_train_network.py, zimage_train_network.py and flux_kontext_train_network.py"
     )
     return "\n".join(lines) + "\n"
 
@@ -159,8 +159,8 @@ def _fate(flag: Flag) -> tuple[str, str]:
     if flag.fate == "accepted":
         others = f"; else refused: {flag.instead}" if flag.only else ""
         return "accepted", (f"{', '.join(f'`{v}`' for v in flag.only)}: " if flag.only else "") + flag.why + others
-    if flag.fate == "dataset":
-        return "dataset", flag.why
+    if flag.fate in ("dataset", "noted"):
+        return flag.fate, flag.why
     return "refused", "; ".join(filter(None, (flag.why, flag.instead)))
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import toml
-from pydantic import TypeAdapter, ValidationError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,10 +25,11 @@ from library.config.kohya.command import SCRIPT_SUFFIXES, Command, read_command,
 from library.config.kohya.translate import Note, Translation, find_tool, translate
 from library.config.load import fields, read_arguments, sections, validated
 from library.config.schema import TrainConfig
-from library.data.config import DatasetSettings, SubsetSettings
+from library.data.config import dataset_value
 from library.errors import UserError, exit_on_user_error
 from library.files import read_toml, write_text
 from library.models.registry import lora_targets
+from library.training.optim.factory import check_optimizer
 from networks.options import parse_network_args
 
 SOURCES = ("train_data_dir", "reg_data_dir", "in_json", "dataset_repeats", "conditioning_data_dir")  # of files
@@ -51,8 +51,13 @@ def migrate(command: Command, save_to: Path, source: str) -> list[Note]:
     if tool == "musubi-tuner" and command.launcher.get("mixed_precision"):
         values.setdefault("mixed_precision", command.launcher["mixed_precision"])
     translation = translate(values, origins, fields(), tool)
+    translation.notes += given.notes
     described = _move_dataset_keys(translation, save_to)
     config = _without_refused_args(translation, validated(translation.values, translation.origins))
+    try:
+        check_optimizer(config.optimizer)
+    except UserError as error:
+        translation.note("optimizer_type", "note", f"a run would stop: {str(error).removeprefix('optimizer_type: ')}")
     if described:
         write_text(*described)
     write_text(save_to, training_toml(translation, config, source))
@@ -140,23 +145,8 @@ def _move_dataset_keys(translation: Translation, save_to: Path) -> tuple[Path, s
 
 def _converted(given: dict[str, Any]) -> dict[str, Any]:
     """Return dataset keys with the types their tables want; a command line gives text."""
-    annotations: dict[str, Any] = {
-        k: f.annotation for s in (DatasetSettings, SubsetSettings) for k, f in s.model_fields.items()
-    }
-    converted: dict[str, Any] = {}
-    for key, value in given.items():
-        if key == "caption_extention":
-            key = "caption_extension"
-        if key == "resolution" and isinstance(value, str):
-            sides = [int(side) for side in value.split(",") if side.strip().isdigit()]
-            value = sides[0] if len(sides) == 1 else sides
-        elif key in annotations:
-            try:
-                value = TypeAdapter(annotations[key]).validate_python(value)
-            except ValidationError as error:
-                raise UserError(f"{key}: {value!r} does not fit: {error.errors()[0]['msg']}") from None
-        converted[key] = value
-    return converted
+    named = {"caption_extension" if key == "caption_extention" else key: value for key, value in given.items()}
+    return {key: dataset_value(key, value) for key, value in named.items()}
 
 
 def _from_folders(sources: dict[str, Any]) -> list[Tables]:

@@ -26,8 +26,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from library.config.kohya.flags import FLAGS
-from library.config.kohya.translate import Note, translate
-from library.config.markers import words_of
+from library.config.kohya.translate import Note, find_tool, translate
+from library.config.markers import asks_for_nothing, is_nothing, words_of
 from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
@@ -36,6 +36,7 @@ from library.errors import UserError, did_you_mean, nearest_of
 from library.files import read_toml
 
 _SAME_HEADING = 0.8  # similarity above which an unknown table heading is taken for a misspelt one
+_SAME_WORD = 0.8  # likewise a key of a kohya's configuration, whose other unknown keys are passed over
 _OF_DATASETS = ("general", "datasets")
 _INSTEAD = {
     "max_train_steps": "max_train_epochs",
@@ -98,6 +99,7 @@ def load_for(script: Script[Schema], argv: Sequence[str], notes: list[Note] | No
     became, problems = list(given.notes), list(given.problems)
     if script.takes_kohya:
         translation = translate(values, origins, fields(script))
+        translation.keep_dataset_keys()
         values, origins = translation.values, translation.origins
         uncertain |= {note.key for note in translation.notes if note.outcome == "refused"}
         uncertain |= {"dataset_config"} if translation.dataset else set()
@@ -125,7 +127,7 @@ def read_arguments(argv: Sequence[str], script: Script[Any] = LORA) -> RawConfig
         given.meant |= {meant} if meant else set()
     for key, value in arguments.items():
         given.values[key], given.origins[key] = value, f"--{key}"
-        if (other := _INSTEAD.get(key)) and other not in arguments:
+        if (other := _INSTEAD.get(key)) and other not in arguments and not is_nothing(value):
             given.values.pop(other, None)  # a flag wins over the file, in whichever terms that has it
             given.origins.pop(other, None)
     return given
@@ -139,9 +141,16 @@ def _read_file(path: str, script: Script[Any]) -> RawConfig:
         raise UserError(f"{path}: is a folder; give --config_file the path of a training TOML{inside}")
     tables, text = read_toml(path, "give --config_file the path of a training TOML")
     known, given = fields(script), RawConfig()
-    for key, value in _flattened(tables, set(known)):
+    pairs = _flattened(tables, set(known))
+    of_kohyas = script.takes_kohya and find_tool(dict(pairs)) is not None
+    for key, value in pairs:
         where = f"{path}:{_line_of(key, text)}: {key}"
         if key not in known and not (script.takes_kohya and key in FLAGS):
+            foreign = key in script.foreign_keys or isinstance(value, dict | list)
+            if of_kohyas and not foreign and not nearest_of(key, [*known, *FLAGS], _SAME_WORD):
+                said = f"is no key of kohya's or Tandem's; passed over, as there{did_you_mean(key, [*known, *FLAGS])}"
+                given.notes.append(Note(key, "note", said, where))
+                continue
             given.problems.append(f"{where}: {_unknown(key, value, script)}")
             given.meant |= set() if key in script.foreign_keys else {nearest_of(key, known) or ""}
             continue
@@ -217,6 +226,8 @@ def _validate(
         values, origins: keys of the schema.
         uncertain: keys that were set under wrong names, or to what is not taken.
     """
+    known = fields(script)
+    values = {key: value for key, value in values.items() if not asks_for_nothing(value, known[key][1])}
     try:
         config = script.schema.model_validate(_sorted(values, script))
     except ValidationError as error:
@@ -224,7 +235,7 @@ def _validate(
         problems = [_problem(item, origins) for item in items]
         unfit = {str(item["loc"][1]) for item in error.errors()}
         rest = {key: value for key, value in values.items() if key not in unfit}
-        missing = {key: field for key, (_, field) in fields(script).items() if field.is_required() and key not in rest}
+        missing = {key: field for key, (_, field) in known.items() if field.is_required() and key not in rest}
         required = {key: _anything(field.annotation) for key, field in missing.items()}
         fitting = script.schema.model_validate(_sorted(rest | required, script))
         refused, notes = _conflicts(fitting, unfit | set(uncertain), origins)
@@ -237,9 +248,10 @@ def _validate(
 
 
 def _conflicts(config: Any, uncertain: Collection[str], origins: Mapping[str, str]) -> tuple[list[str], list[Note]]:
-    """Return a line for every conflict that is not about ``uncertain`` keys, and notes of those that a flag decides.
+    """Return a line for every conflict that is not about ``uncertain`` keys, and notes of those that are none.
 
-    A key of the file that has no effect beside a flag was not meant for this run.
+    A key of the file that has no effect beside a flag was not meant for this run; an option that another one overrides
+    asks for nothing.
     """
     refused: list[str] = []
     notes: list[Note] = []
@@ -248,8 +260,10 @@ def _conflicts(config: Any, uncertain: Collection[str], origins: Mapping[str, st
         by_flag = [origins.get(other, "").startswith("--") for other in others]
         if set(conflict.keys) & set(uncertain):
             continue
-        if conflict.harmless and any(by_flag) and not origins.get(key, "").startswith("--"):
-            text = conflict.message.removeprefix(f"{key}: ").removesuffix("; remove it")
+        text = conflict.message.removeprefix(f"{key}: ").rpartition("; ")[0]
+        if conflict.overridden:
+            notes.append(Note(key, "note", text, origins.get(key, key)))
+        elif conflict.harmless and any(by_flag) and not origins.get(key, "").startswith("--"):
             notes.append(Note(key, "note", f"{text}, as the command line has it", origins.get(key, key)))
         else:
             refused.append(conflict.message)

@@ -21,6 +21,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def asks_for_nothing(value: Any, field: FieldInfo) -> bool:
+    """Return whether ``value`` leaves an option unset that may be: an empty text, or the zero of what counts."""
+    if field.is_required() or field.get_default() is not None:
+        return False
+    kinds = get_args(field.annotation)
+    if value in (None, "") or str(value).lower() == "none":
+        return True
+    return str not in kinds and bool not in kinds and is_nothing(value)
+
+
 def is_nothing(value: Any) -> bool:
     """Return whether a value asks for nothing: unset, false, zero, empty, or a list of such; text of flags too."""
     if isinstance(value, list):
@@ -43,10 +53,17 @@ class OnlyWith:
 
     ``OnlyWith(loss_type=("huber", "smooth_l1"))``: unless it is one of these; ``True``: unless it is set at all;
     ``False``: unless it is not. ``any_of``: one of several suffices. ``because`` ends the sentence that refuses it.
+    ``overridden``: the others decide what it would; beside them it is left out, with a note, instead of refused.
     """
 
-    def __init__(self, because: str = "", any_of: bool = False, **needs: tuple[str, ...] | Above | bool) -> None:
-        self.because, self.any_of, self.needs = because, any_of, needs
+    def __init__(
+        self,
+        because: str = "",
+        any_of: bool = False,
+        overridden: bool = False,
+        **needs: tuple[str, ...] | Above | bool,
+    ) -> None:
+        self.because, self.any_of, self.overridden, self.needs = because, any_of, overridden, needs
 
     def unmet(self, values: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the needed options that ``values`` have not as they must be; what a schema lacks is not needed."""
@@ -58,7 +75,9 @@ class OnlyWith:
         """Return "without x" or 'with y = "z"', as ``values`` have it."""
         failed = self.unmet(values)
         if self.any_of or self.needs[failed[0]] is True or isinstance(self.needs[failed[0]], Above):
-            return f"without {' or '.join(failed)}{self.because}"
+            needs = {key: self.needs[key] for key in failed}
+            named = [f"{key} = {listed(need)}" if isinstance(need, tuple) else key for key, need in needs.items()]
+            return f"without {' or '.join(named)}{self.because}"
         key = failed[0]
         if self.needs[key] is False:
             return f"with {key}{self.because}"

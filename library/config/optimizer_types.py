@@ -54,6 +54,7 @@ OPTIMIZERS: dict[str, OptimizerType] = {
         "prodigyplus", "ProdigyPlusScheduleFree", estimates="group", averages=True
     ),
     "Adafactor": OptimizerType("transformers.optimization", "Adafactor"),
+    "CAME": OptimizerType("library.training.optim.came", "CAME"),
     "Lion": OptimizerType("lion_pytorch", "Lion"),
     "AdamWScheduleFree": OptimizerType("schedulefree", "AdamWScheduleFree", averages=True),
     "RAdamScheduleFree": OptimizerType("schedulefree", "RAdamScheduleFree", averages=True),

@@ -34,11 +34,13 @@ class Conflict:
         keys: the options it is about, first the one to change.
         message: one line for the person, with the remedy.
         harmless: whether the first has no effect, instead of a wrong one.
+        overridden: whether the others decide what the first would, so that nothing is lost with it.
     """
 
     keys: tuple[str, ...]
     message: str
     harmless: bool = False
+    overridden: bool = False
 
 
 class Settings:
@@ -220,6 +222,13 @@ LORA_MATRIX = (
     Row("fp8_activations", {"tp": "rounds by full inputs, of which tp gives a layer a part" + _ONE}),
     Row("gradient_checkpointing", _CHOSEN),
     Row("cpu_offload_checkpointing", {"device_map": "brings inputs back to one device" + _ONE} | _CHOSEN),
+    Row(
+        "scale_weight_norms",
+        {
+            "shard_lora": f"norms are of full weights; remove it, {_FULL_LORA}",
+            "zero": "DeepSpeed steps on copies of the weights, which it would not reach" + _ONE,
+        },
+    ),
     Row("ema_decay", {"shard_lora": f"averages are of full weights; remove it, {_FULL_LORA}"}),
     Row(
         "on_nan",
@@ -424,6 +433,11 @@ _IMAGES = (
         "dim_from_weights trains the transformer's layers of a file and nothing else; remove one of the two",
     ),
     Rule(
+        ("base_weights_multiplier", "base_weights"),
+        lambda s: len(s.base_weights_multiplier) > len(s.base_weights),
+        "has more strengths than base_weights has files; give one for each",
+    ),
+    Rule(
         ("min_timestep", "max_timestep"),
         lambda s: s.min_timestep >= s.max_timestep,
         "{min_timestep} is not below max_timestep {max_timestep}; swap or change them",
@@ -432,6 +446,7 @@ _IMAGES = (
         ("weighting_scheme", "timestep_sampling"),
         lambda s: s.weighting_scheme in ("logit_normal", "mode") and s.timestep_sampling != "sigma",
         '{weighting_scheme} shapes the density of timestep_sampling = "sigma" only; set that too',
+        harmless=True,
     ),
 )
 
@@ -502,7 +517,7 @@ def _without_effect(config: Any, settings: Settings) -> Iterator[Conflict]:
         for marker in field.metadata if settings.asks(key) else ():
             if isinstance(marker, OnlyWith) and (unmet := marker.unmet(settings.values)):
                 said = f"{key}: has no effect {marker.reason(settings.values)}; remove it"
-                yield Conflict((key, *unmet), said, harmless=True)
+                yield Conflict((key, *unmet), said, harmless=True, overridden=marker.overridden)
                 break
 
 

@@ -46,7 +46,7 @@ def _without_dropouts(pairs: list[str]) -> list[str]:
 LORAS = OnlyFor(("images", "chats"), "is for LoRAs, whose files carry metadata; remove it")
 IMAGES = OnlyFor(("images",), "is about image models, this is a language model; remove it")
 # Schedules that end lower than they began.
-DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "warmup_stable_decay")
+DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "warmup_stable_decay", "inverse_sqrt")
 Scheduler = Literal[("constant", "constant_with_warmup", *DECAYING)]  # type: ignore[valid-type]
 WarmUp = Annotated[StepsOrShare, OnlyWith(lr_scheduler=("constant_with_warmup", *DECAYING))]
 LeastRate = Annotated[Fraction, OnlyWith(lr_scheduler=DECAYING)]
@@ -56,11 +56,16 @@ _QUANTISED = OnlyWith(any_of=True, fp8_base=True, fp8_scaled=True)
 _VALIDATED = OnlyWith(any_of=True, validate_every_n_steps=True, validate_every_n_epochs=True)
 _UPLOADED = OnlyWith(huggingface_repo_id=True)
 _PIPELINED = OnlyWith(pp=Above(1))
+_SIGMOIDS = ("sigmoid", "shift", "flux_shift", "qwen_shift")  # of timestep_sampling
+_MIXED = ("qinglong_flux", "qinglong_qwen")
+_NORMAL = OnlyWith(any_of=True, weighting_scheme=("logit_normal",), timestep_sampling=("logsnr", "qinglong_flux"))
 GUIDED = tuple(name for name, row in MODEL_TYPES.items() if row.takes_guidance)
 _SWAPPABLE = ", ".join(
     dict.fromkeys(f"{row.swappable_blocks} of {row.title}" for row in MODEL_TYPES.values() if row.swappable_blocks)
 )
-_NOT_FROM_FILE = OnlyWith(", which takes layers, ranks and alphas from the file", dim_from_weights=False)
+_NOT_FROM_FILE = OnlyWith(
+    ", which takes layers, ranks and alphas from the file", overridden=True, dim_from_weights=False
+)
 
 
 class ModelConfig(Section):
@@ -102,6 +107,9 @@ class ModelConfig(Section):
     )
     base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="dtype of the frozen weights; auto follows mixed_precision"
+    )
+    vae_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="dtype in which images are encoded and decoded; auto follows base_dtype"
     )
 
 
@@ -171,6 +179,9 @@ class DatasetArguments(Section):
     """Where the dataset is described and how its caches are made."""
 
     dataset_config: str = Field(description="dataset TOML (kohya's format)")
+    dataset_args: list[str] = Field(
+        [], description="key=value pairs that hold where the dataset TOML does not say: resolution=1024, flip_aug=true"
+    )
     cache_directory: str | None = Field(
         None, description="folder for cached latents and text; default .tandem_cache beside the images"
     )
@@ -223,6 +234,21 @@ class NetworkConfig(Section):
         "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Llama, "
         "GPT-2); factor, decompose_both (lokr), dora_norm (dora)",
     )
+    scale_weight_norms: Annotated[
+        NotNegative,
+        OnlyWith(network_type=("lora",)),
+        OnlyWith(init_lora_weights=("default",)),
+    ] = Field(
+        0.0,
+        description="after each step a layer whose update alpha/rank * B A is larger than this (Frobenius norm) is "
+        "scaled down to it; 0: no limit",
+    )
+    base_weights: Annotated[list[str], IMAGES] = Field(
+        [], description="LoRA files merged into the transformer as it is loaded, before it becomes fp8"
+    )
+    base_weights_multiplier: Annotated[
+        list[Annotated[float, Field(allow_inf_nan=False)]], OnlyWith(base_weights=True), IMAGES
+    ] = Field([], description="their strengths; those not given are 1")
     network_weights: str | None = Field(None, description="LoRA file to go on from")
     allow_partial: Annotated[bool, OnlyWith(network_weights=True, dim_from_weights=False)] = Field(
         False, description="take what fits of network_weights; the rest is named and left out"
@@ -240,7 +266,7 @@ class OptimizerConfig(Section):
 
     optimizer_type: Annotated[str, MUST_MATCH] = Field(
         "AdamW",
-        description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, Lion, AdamWScheduleFree, "
+        description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, CAME, Lion, AdamWScheduleFree, "
         "DAdaptAdam, or a dotted class path of these packages",
     )
     trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
@@ -267,6 +293,9 @@ class OptimizerConfig(Section):
         1.0, description="exponent of polynomial"
     )
     lr_scheduler_min_lr_ratio: LeastRate = Field(0.0, description="floor of the decaying schedules, as a share of lr")
+    lr_scheduler_timescale: Annotated[Positive | None, OnlyWith(lr_scheduler=("inverse_sqrt",))] = Field(
+        None, description="steps in which inverse_sqrt falls to 0.71; default: the warm-up, or 10000 without one"
+    )
 
     @field_validator("text_encoder_lr", mode="before")
     @classmethod
@@ -352,33 +381,41 @@ class TrainingConfig(SharedTrainingKeys):
 class FlowConfig(Section):
     """Timesteps, weighting and loss of the rectified flow."""
 
-    timestep_sampling: Literal["auto", "uniform", "sigmoid", "shift", "flux_shift", "qwen_shift", "sigma"] = Field(
+    timestep_sampling: Literal[
+        "auto", "uniform", "sigmoid", "shift", "flux_shift", "qwen_shift", "sigma", "logsnr", "qinglong_flux",
+        "qinglong_qwen",
+    ] = Field(
         "auto",
         description="how sigmas are drawn; flux_shift and qwen_shift follow the size, as these models' samplers do; "
-        "auto: as the sampler of the model does (Z-Image: shift of 3)",
+        "logsnr is normal in log SNR; qinglong mixes both; auto: as the model's scheduler does (Z-Image: shift of 3)",
+    )  # fmt: skip
+    sigmoid_scale: Annotated[float, Field(gt=0), OnlyWith(timestep_sampling=("auto", *_SIGMOIDS, *_MIXED))] = Field(
+        1.0, description="spread of sigmoid and of the shifts"
     )
-    sigmoid_scale: Annotated[
-        float, Field(gt=0), OnlyWith(timestep_sampling=("auto", "sigmoid", "shift", "flux_shift", "qwen_shift"))
-    ] = Field(1.0, description="spread of sigmoid and of the shifts")
     discrete_flow_shift: Annotated[float, Field(gt=0), OnlyWith(timestep_sampling=("shift", "sigma"))] = Field(
         3.0, description="shift of timestep_sampling shift, sigma"
     )
     weighting_scheme: Literal["none", "logit_normal", "mode", "cosmap", "sigma_sqrt"] = Field(
         "none", description="density of sigmas (logit_normal, mode) or loss weight (cosmap, sigma_sqrt); Esser 2024"
     )
-    logit_mean: Annotated[float, OnlyWith(weighting_scheme=("logit_normal",))] = Field(
-        0.0, description="mean of logit_normal"
-    )
-    logit_std: Annotated[float, Field(gt=0), OnlyWith(weighting_scheme=("logit_normal",))] = Field(
-        1.0, description="spread of logit_normal"
-    )
+    logit_mean: Annotated[float, _NORMAL] = Field(0.0, description="mean of logit_normal and logsnr")
+    logit_std: Annotated[float, Field(gt=0), _NORMAL] = Field(1.0, description="spread of logit_normal and logsnr")
     mode_scale: Annotated[float, OnlyWith(weighting_scheme=("mode",))] = Field(1.29, description="scale of mode")
     min_timestep: Annotated[int, Field(ge=0, le=1000)] = Field(0, description="lowest timestep, of 1000")
     max_timestep: Annotated[int, Field(ge=0, le=1000)] = Field(1000, description="highest timestep, of 1000")
+    preserve_distribution_shape: bool = Field(
+        False, description="between min_timestep and max_timestep, cut the distribution off instead of squeezing it"
+    )
     guidance_scale: Annotated[float, OnlyWith(", which takes no guidance", model_type=GUIDED)] = Field(
         1.0, description="guidance given to guidance-distilled models in training"
     )
-    loss_type: Literal["l2", "huber", "smooth_l1"] = Field("l2", description="loss")
+    ip_noise_gamma: NotNegative = Field(
+        0.0, description="input perturbation: so much more noise in the input than in the target; 0: none"
+    )
+    ip_noise_gamma_random_strength: Annotated[bool, OnlyWith(ip_noise_gamma=True)] = Field(
+        False, description="for each sample a strength between 0 and ip_noise_gamma"
+    )
+    loss_type: Literal["l2", "l1", "huber", "smooth_l1"] = Field("l2", description="loss")
     huber_c: Annotated[float, Field(gt=0), OnlyWith(loss_type=("huber", "smooth_l1"))] = Field(
         0.1, description="where huber and smooth_l1 turn linear"
     )
@@ -445,6 +482,19 @@ class SavingConfig(Section):
         "refused at the start",
     )
     training_comment: Annotated[str | None, LORAS] = Field(None, description="free text for the LoRA's metadata")
+    no_metadata: Annotated[bool, LORAS] = Field(
+        False, description="of the run, write only what loaders and merges need; metadata_* are written as given"
+    )
+    metadata_title: Annotated[str | None, LORAS] = Field(None, description="title; default: output_name")
+    metadata_author: Annotated[str | None, LORAS] = Field(None, description="author")
+    metadata_description: Annotated[str | None, LORAS] = Field(
+        None, description="what the LoRA is; default: training_comment"
+    )
+    metadata_license: Annotated[str | None, LORAS] = Field(None, description="license")
+    metadata_tags: Annotated[str | None, LORAS] = Field(None, description="tags, separated by commas")
+    metadata_usage_hint: Annotated[str | None, LORAS] = Field(None, description="how to use it")
+    metadata_trigger_phrase: Annotated[str | None, LORAS] = Field(None, description="words that call it up in a prompt")
+    metadata_merged_from: Annotated[str | None, LORAS] = Field(None, description="what it was made from")
 
     @field_validator("output_name")
     @classmethod

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from library.conditions import ConditionKind
 from library.config.kohya.flags import FLAGS
@@ -237,14 +237,14 @@ def load_dataset_config(
 
     Args:
         path: the TOML.
-        defaults: batch size and cache folder where it names none.
+        defaults: batch size, cache folder and ``dataset_args``, which hold where it names none.
         conditioning: what the model is given besides a caption, which decides which keys are taken.
     """
     found = Path(path).expanduser()
     refused = REFUSED_KEYS | refused_condition_keys(conditioning)
     file = _File(found, *read_toml(found, "check dataset_config"), conditioning, refused)
     _check_top_level(file)
-    general = _checked(file, "[general]", file.tables.get("general", {}))
+    general = _defaults(file, defaults.dataset_args) | _checked(file, "[general]", file.tables.get("general", {}))
     tables = file.tables.get("datasets")
     if isinstance(tables, dict):
         raise UserError(f"{file.path}: [datasets] is one table of several; write it in double brackets: [[datasets]]")
@@ -253,6 +253,37 @@ def load_dataset_config(
     datasets = tuple(_read_dataset(file, number, general, defaults) for number in range(len(tables)))
     given = set(general).union(*(set(t) for t in tables), *(set(s) for t in tables for s in t.get("subsets", [])))
     return DatasetConfig(file.path, datasets, frozenset(given))
+
+
+def dataset_value(key: str, value: Any) -> Any:
+    """Return the value of a dataset's key, which flags have as text, with the type that a TOML has.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    field = (DatasetSettings.model_fields | SubsetSettings.model_fields).get(key)
+    if key == "resolution" and isinstance(value, str):
+        sides = [int(side) for side in value.split(",") if side.strip().isdigit()]
+        return sides[0] if len(sides) == 1 else sides
+    if field is None:
+        return value
+    try:
+        return TypeAdapter(field.rebuild_annotation()).validate_python(value)
+    except ValidationError as error:
+        raise UserError(f"{key}: {value!r} does not fit: {error.errors()[0]['msg']}") from None
+
+
+def _defaults(file: _File, pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the values of ``dataset_args``, checked as if they stood in [general]."""
+    table: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals:
+            raise UserError(f"dataset_args: {pair!r} is not of the form key=value; write it like resolution=1024")
+        if key in table:
+            raise UserError(f"dataset_args: {key} is given twice; remove one")
+        table[key] = dataset_value(OTHER_NAMES.get(key, key), value)
+    return _checked(replace(file, path=Path("dataset_args"), text=""), "", table)
 
 
 def _check_top_level(file: _File) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -133,20 +133,25 @@ class Fp8Loader:
         recipe: how bf16 weights become fp8, or None to leave them.
         compute, fp8_input_gradient: see ``Fp8Linear``.
         activations: how the inputs of fp8 layers are rounded, see ``fake_quantize``; None: not at all.
+        changes: parameter -> what makes of its value, in fp32, the one to load; what the file has in fp8 is quantised
+            again as it was, with fresh scales.
     """
 
     recipe: Fp8Recipe | None = None
     compute: Fp8Compute = "auto"
     fp8_input_gradient: bool = False
     activations: ActivationRounding | None = None
+    changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     read: int = field(default=0, init=False)
     quantized: int = field(default=0, init=False)
     excluded: int = field(default=0, init=False)
 
     def check(self, module: nn.Module) -> None:
-        """Raise a UserError if the recipe has a pattern that no linear layer of ``module`` matches."""
+        """Raise a UserError if the recipe has a pattern that no linear layer matches, or a change has no parameter."""
         if self.recipe is not None:
             self.recipe.check_patterns(name for name, m in module.named_modules() if type(m) is nn.Linear)
+        if absent := sorted(self.changes.keys() - dict(module.named_parameters()).keys()):
+            raise UserError(f"base_weights: the model has no {absent[0].removesuffix('.weight')}; wrong model?")
 
     def load(
         self, module: nn.Module, name: str, value: Tensor | Quantized, device: torch.device | str
@@ -164,6 +169,8 @@ class Fp8Loader:
         """
         layer, _, leaf = name.rpartition(".")
         linear = leaf == "weight" and type(module.get_submodule(layer)) is nn.Linear
+        if name in self.changes:
+            value = _changed(value, self.changes[name])
         if isinstance(value, Quantized):
             if not linear:
                 return _upcast(value)
@@ -239,6 +246,12 @@ def quantize_model(
             stored = Quantized(weight, None) if weight.dtype in FP8_DTYPES else weight
             loader.load(model, f"{name}.weight", stored, weight.device)
     return loader
+
+
+def _changed(value: Tensor | Quantized, change: Callable[[Tensor], Tensor]) -> Tensor | Quantized:
+    if isinstance(value, Quantized):
+        return quantize(change(value.dequantize(torch.float32)), value.granularity, value.fp8)
+    return change(value.float()).to(value.dtype)
 
 
 def _upcast(quantized: Quantized) -> Tensor:

@@ -21,6 +21,7 @@ from library.config.schema import FlowConfig
 from library.models.family import Family
 from library.randomness import generator
 
+_MOST_DRAWS = 1000  # of preserve_distribution_shape, as in musubi-tuner; what is outside then goes to the nearer end
 _SMALLEST_SIGMA = 1e-4  # keeps 1/sigma^2 weights finite; a tenth of the finest step of the 1000-step schedule
 
 
@@ -57,11 +58,22 @@ def sample_sigmas(flow: FlowConfig, sample_ids: Tensor, tokens: int, *key: int |
         [B] fp32 on the CPU, in (0, 1].
     """
     generators = [generator("sigma", *key, int(i)) for i in sample_ids.tolist()]
-    normal = torch.stack([torch.randn((), generator=g) for g in generators])
-    uniform = torch.stack([torch.rand((), generator=g) for g in generators])
-    sigmas = SAMPLERS[flow.timestep_sampling](flow, normal, uniform, tokens)
+
+    def draw() -> Tensor:
+        normal = torch.stack([torch.randn((), generator=g) for g in generators])
+        uniform = torch.stack([torch.rand((), generator=g) for g in generators])
+        return SAMPLERS[flow.timestep_sampling](flow, normal, uniform, tokens)
+
+    sigmas = draw()
     low, high = flow.min_timestep / 1000, flow.max_timestep / 1000
-    return (low + (high - low) * sigmas).clamp(_SMALLEST_SIGMA, 1.0)
+    if not flow.preserve_distribution_shape:
+        return (low + (high - low) * sigmas).clamp(_SMALLEST_SIGMA, 1.0)
+    for _ in range(_MOST_DRAWS):
+        outside = (sigmas < low) | (sigmas > high)
+        if not outside.any():
+            break
+        sigmas = torch.where(outside, draw(), sigmas)
+    return sigmas.clamp(max(low, _SMALLEST_SIGMA), high)
 
 
 def _density(flow: FlowConfig, normal: Tensor, uniform: Tensor) -> Tensor:
@@ -92,6 +104,22 @@ def _sigmoid(flow: FlowConfig, normal: Tensor) -> Tensor:
     return torch.sigmoid(flow.sigmoid_scale * normal)
 
 
+def _from_log_snr(mean: float, spread: float, normal: Tensor) -> Tensor:
+    """Return sigmas whose log SNR, 2 log((1 - sigma) / sigma), is normal (arXiv 2411.14793)."""
+    return torch.sigmoid(-(mean + spread * normal) / 2)
+
+
+def _qinglong(flow: FlowConfig, normal: Tensor, uniform: Tensor, mu: float, shifted: float, clean: float) -> Tensor:
+    """Return musubi-tuner's mixture: of all draws a share ``shifted`` by the size, ``clean`` at little noise.
+
+    The latter have a log SNR of 5.36 +- 1, those between the one of logit_mean and logit_std (``timesteps.py`` there).
+    """
+    between = _from_log_snr(flow.logit_mean, flow.logit_std, normal)
+    by_size = shift_sigmas(_sigmoid(flow, normal), math.exp(mu))
+    little = _from_log_snr(5.36, 1.0, normal)
+    return torch.where(uniform < shifted, by_size, torch.where(uniform < 1 - clean, between, little))
+
+
 # timestep_sampling -> sigmas [B] fp32 over the whole range 0..1, from standard normal and uniform draws [B] and the
 # number of image tokens
 SAMPLERS: dict[str, Callable[[FlowConfig, Tensor, Tensor, int], Tensor]] = {
@@ -103,14 +131,44 @@ SAMPLERS: dict[str, Callable[[FlowConfig, Tensor, Tensor, int], Tensor]] = {
     "sigma": lambda flow, normal, uniform, tokens: shift_sigmas(
         1 - _density(flow, normal, uniform), flow.discrete_flow_shift
     ),
+    "logsnr": lambda flow, normal, uniform, tokens: _from_log_snr(flow.logit_mean, flow.logit_std, normal),
+    "qinglong_flux": lambda flow, normal, uniform, tokens: _qinglong(flow, normal, uniform, flux_mu(tokens), 0.79, 0.1),
+    "qinglong_qwen": lambda flow, normal, uniform, tokens: _qinglong(
+        flow, normal, uniform, qwen_mu(tokens), 0.95, 0.05
+    ),
 }
 
 
-def add_noise(latents: Tensor, noise: Tensor, sigmas: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the noisy latents and the velocity to predict, both [B, C, h, w] fp32; ``sigmas`` is [B]."""
+def perturbation_for(flow: FlowConfig, latents: Tensor, sample_ids: Tensor, *key: int | str) -> Tensor | None:
+    """Return the noise that the input alone gets, like :func:`noise_for`; None without ``ip_noise_gamma``.
+
+    Input perturbation (Ning et al. 2023, arXiv 2301.11706), as sd-scripts' ``flux_train_utils.py`` has it: the input is
+    ``(1 - sigma) x + sigma (noise + gamma xi)``, what is to be predicted stays ``noise - x``. There a random strength
+    is one of the whole batch; here each sample has its own.
+    """
+    if not flow.ip_noise_gamma:
+        return None
+    strength = torch.full((len(sample_ids),), flow.ip_noise_gamma)
+    if flow.ip_noise_gamma_random_strength:
+        draws = [torch.rand((), generator=generator("perturbation strength", *key, int(i))) for i in sample_ids]
+        strength *= torch.stack(draws)
+    return noise_for(latents, sample_ids, "perturbation", *key) * strength.view(-1, 1, 1, 1).to(latents.device)
+
+
+def add_noise(
+    latents: Tensor, noise: Tensor, sigmas: Tensor, perturbation: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the noisy latents and the velocity to predict, both [B, C, h, w] fp32.
+
+    Args:
+        latents, noise: [B, C, h, w].
+        sigmas: [B].
+        perturbation: further noise in the input alone (:func:`perturbation_for`).
+    """
     latents = latents.float()
     s = sigmas.to(latents.device, torch.float32).view(-1, 1, 1, 1)
-    return (1 - s) * latents + s * noise, noise - latents
+    given = noise if perturbation is None else noise + perturbation
+    return (1 - s) * latents + s * given, noise - latents
 
 
 def loss_weights(flow: FlowConfig, sigmas: Tensor) -> Tensor:
@@ -136,6 +194,8 @@ def sample_losses(flow: FlowConfig, prediction: Tensor, target: Tensor, mask: Te
     difference = prediction.float() - target.float()
     if flow.loss_type == "l2":
         pointwise = difference.square()
+    elif flow.loss_type == "l1":
+        pointwise = difference.abs()
     else:
         c = flow.huber_c
         pointwise = 2 * (torch.sqrt(difference.square() + c * c) - c)

@@ -144,6 +144,7 @@ class Trainer:
 
     def _update(self, good: Tensor | None) -> None:
         self.task.optimizer.step()
+        self.task.after_update()
         if self.task.average is not None:
             self.task.average.update(good)
         if not self.task.accelerator.optimizer_step_was_skipped:

@@ -53,6 +53,7 @@ def build_metadata(
     architecture: str | None = None,
     resolution: tuple[int, int] | None = None,
     description: str | None = None,
+    spec: Mapping[str, str] | None = None,
     **own: str | None,
 ) -> dict[str, str]:
     """Return the metadata strings of a LoRA file, without the hashes that :func:`hash_metadata` adds.
@@ -65,6 +66,7 @@ def build_metadata(
         timestamp: seconds since 1970 of this save.
         architecture: ModelSpec's name of the base, "flux-1-dev" or "flux-1-schnell"; None: the family's.
         resolution: width and height trained at, in pixels; None for what has no pixels.
+        spec: further fields of ModelSpec (``author``, ``license``), or others instead of those above.
         own: what stands under ``tandem.*`` (``base_fingerprint``, ``config``), None and "" left out.
     """
     ss = {
@@ -74,7 +76,7 @@ def build_metadata(
         **facts,
     }
     metadata = {f"ss_{key}": str(value) for key, value in ss.items()}
-    spec = {
+    fields = {
         "sai_model_spec": "1.0.1",
         "architecture": f"{architecture or targets.architecture}/lora",
         "implementation": targets.implementation,
@@ -82,17 +84,22 @@ def build_metadata(
         "resolution": f"{resolution[0]}x{resolution[1]}" if resolution else None,
         "date": datetime.fromtimestamp(int(timestamp), tz=UTC).isoformat(),
         "description": description,
+        **(spec or {}),
     }
-    metadata |= {f"modelspec.{key}": value for key, value in spec.items() if value is not None}
+    metadata |= {f"modelspec.{key}": value for key, value in fields.items() if value is not None}
     return metadata | {f"tandem.{key}": value for key, value in own.items() if value}
 
 
-def base_mismatch(metadata: Mapping[str, str], here: str) -> str | None:
+def base_mismatch(metadata: Mapping[str, str], here: str, merged: str = "") -> str | None:
     """Return a remark if a LoRA's metadata name other base weights than those with the fingerprint ``here``.
+
+    ``merged`` are the LoRAs that are merged into those, as ``tandem.base_weights`` has them.
 
     A LoRA that was refitted to an fp8 file corrects the rounding of that file: beside another one it is worse than
     the LoRA it was made from.
     """
+    if (under := metadata.get("tandem.base_weights", "")) != merged and under:
+        return f"trained on a base with LoRAs merged into it, {under}; merge them too"
     meant = metadata.get("tandem.base_fingerprint")
     if not meant or meant == here:
         return None

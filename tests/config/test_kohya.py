@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from library.config import TrainConfig, load_config
 from library.config.kohya.translate import Note, summary, translate
 from library.config.load import fields
+from library.data.config import load_dataset_config
 from library.errors import UserError, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ def test_the_example_of_sd_scripts_gives_the_settings_it_means() -> None:
         "text_encoder_lr": [1e-4],  # without network_train_unet_only CLIP-L is trained too
         "save_format": "kohya",  # what sd-scripts writes
     }
-    assert notes["model_prediction_type"].startswith("accepted")
+    assert notes["model_prediction_type"] == "left out: asks for nothing"
     assert notes["cache_latents"] == "accepted: latents are always cached on disk"
 
 
@@ -199,10 +200,81 @@ def test_what_does_nothing_there_is_left_out_and_the_run_goes_on(argv: list[str]
 @pytest.mark.parametrize(
     "argv",
     [["--noise_offset", "0"], ["--multires_noise_discount", "0.3"], ["--text_encoder_lr", "0"], ["--text_encoder_lr"],
-     ["--no-xformers"], ["--scale_weight_norms", "0.0"], ["--caption_extension", ".caption"], ["--zero_stage", "2"]],
+     ["--no-xformers"], ["--xformers"], ["--token_warmup_step", "0"], ["--caption_extension", ".caption"],
+     ["--zero_stage", "2"], ["--offload_optimizer_device", "cpu"]],
 )  # fmt: skip
 def test_a_refused_flag_that_asks_for_nothing_changes_nothing(argv: list[str]) -> None:
     assert _loaded([*KOHYA, *argv])[0] == _loaded(KOHYA)[0]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--xformers"], ["--mem_eff_attn"], ["--flash_attn"], ["--sage_attn"], ["--console_log_file", "log.txt"],
+     ["--log_prefix", "x"], ["--noise_offset", "0.1"], ["--min_snr_gamma", "5"], ["--clip_skip", "2"],
+     ["--model_prediction_type", "sigma_scaled"], ["--save_model_as", "ckpt"], ["--wandb_api_key", "k3y"],
+     ["--fused_backward_pass"], ["--compile_fullgraph"], ["--num_timestep_buckets", "8"]],
+)  # fmt: skip
+def test_what_only_chooses_a_kernel_or_notes_something_is_one_line_and_the_run_goes_on(argv: list[str]) -> None:
+    given, notes = _loaded([*KOHYA, *argv])
+    assert given == _loaded(KOHYA)[0]
+    key = argv[0].removeprefix("--")
+    assert notes[key].startswith("note: has no effect here: ")
+    assert "k3y" not in notes[key]
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        (["--split_mode"], "blocks_to_swap", 18),
+        (["--split_mode", "--blocks_to_swap", "4"], "blocks_to_swap", 4),
+        (["--use_8bit_adam"], "optimizer_type", "AdamW8bit"),
+        (["--use_lion_optimizer", "--optimizer_type", ""], "optimizer_type", "Lion"),
+        (["--save_n_epoch_ratio", "4", "--max_train_epochs", "10"], "save_every_n_epochs", 2),
+        (["--no_half_vae"], "vae_dtype", "fp32"),
+        (["--optimizer_type", "pytorch_optimizer.CAME"], "optimizer_type", "CAME"),
+        (["--deepspeed"], "zero", 2),
+        (["--deepspeed", "--zero_stage", "1"], "zero", 1),
+        (["--scale_weight_norms", "1"], "scale_weight_norms", 1.0),
+        (["--ip_noise_gamma", "0.1", "--ip_noise_gamma_random_strength"], "ip_noise_gamma_random_strength", True),
+        (["--loss_type", "l1"], "loss_type", "l1"),
+        (["--base_weights", "a", "b", "--base_weights_multiplier", "0.5"], "base_weights_multiplier", [0.5]),
+        (["--metadata_author", "me", "--metadata_tags", "a, b"], "metadata_tags", "a, b"),
+        (["--lr_scheduler", "inverse_sqrt", "--lr_scheduler_timescale", "50"], "lr_scheduler_timescale", 50),
+        (["--vae_batch_size", "0"], "vae_batch_size", 1),
+    ],
+)
+def test_options_that_were_missed_are_taken(argv: list[str], key: str, value: object) -> None:
+    assert _loaded([*KOHYA, *argv])[0][key] == value
+
+
+def test_keys_that_describe_images_hold_where_the_dataset_toml_does_not_say(tmp_path: Path) -> None:
+    """As sd-scripts' config_util.py has it: subset, dataset, [general], command line."""
+    (tmp_path / "images").mkdir()
+    toml = '[general]\nflip_aug = false\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = "images"\n'
+    (tmp_path / "data.toml").write_text(toml)
+    argv = [*KOHYA, "--dataset_config", str(tmp_path / "data.toml"), "--caption_extension", ".txt", "--flip_aug"]
+    notes: list[Note] = []
+    argv += ["--resolution", "512,768", "--dataset_repeats", "3", "--keep_tokens", "2", "--train_data_dir", "elsewhere"]
+    arguments = load_config(argv, notes).dataset
+    dataset = load_dataset_config(arguments.dataset_config, arguments).datasets[0]
+    settings = dataset.subsets[0].settings
+    assert (settings.caption_extension, settings.num_repeats, settings.keep_tokens) == (".txt", 3, 2)
+    assert dataset.resolution == (512, 768)
+    assert settings.flip_aug is False, "the TOML's own word counts"
+    said = {note.key: note.text for note in notes}
+    assert said["train_data_dir"] == "dataset_config is set and counts, as there"
+    assert said["caption_extension"] == f"holds where {tmp_path / 'data.toml'} does not say"
+
+
+def test_a_key_that_nobody_knows_is_passed_over_as_there_unless_it_is_misspelt(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('network_module = "networks.lora_flux"\nbyt5 = ""\nno_token_padding = false\nmy_forks_key = 3\n')
+    _, notes = _loaded(["--config_file", str(path), *PLAIN])
+    assert notes["my_forks_key"] == "note: is no key of kohya's or Tandem's; passed over, as there"
+    path.write_text('network_module = "networks.lora_flux"\nlearning_rat = 1e-4\n')
+    assert "learning_rat: unknown key; did you mean 'learning_rate'?" in _problem(["--config_file", str(path), *PLAIN])
+    path.write_text("my_forks_key = 3\n")
+    assert "my_forks_key: unknown key" in _problem(["--config_file", str(path), *PLAIN])
 
 
 @pytest.mark.parametrize(
@@ -246,19 +318,13 @@ def test_an_estimated_step_size_gets_no_default_rate() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--noise_offset", "0.1"], "--noise_offset: not taken: a remedy for noise prediction that sd-scripts ignores"),
-        (["--xformers"], "--xformers: not taken: PyTorch's own attention kernels are used; write sdpa or remove it"),
-        (["--model_prediction_type", "sigma_scaled"], "--model_prediction_type: not taken: 'sigma_scaled' is not in"),
-        (["--save_model_as", "ckpt"], "--save_model_as: not taken: 'ckpt' is not in this version; set safetensors"),
         (["--network_module", "lycoris.kohya"], "--network_module: not taken: 'lycoris.kohya' is not in this version"),
-        (["--loss_type", "l1"], "--loss_type: not taken: 'l1' is not in this version; use smooth_l1"),
-        (["--lr_scheduler", "inverse_sqrt"], "--lr_scheduler: not taken: 'inverse_sqrt' is not in this version"),
+        (["--lr_scheduler", "piecewise_constant"], "--lr_scheduler: not taken: 'piecewise_constant' is not in this"),
+        (["--color_aug"], "--color_aug: not taken: images are read once, when their latents are cached"),
+        (["--save_n_epoch_ratio", "4"], "set save_every_n_epochs to max_train_epochs divided by it"),
         (["--loss_type", "huber", "--huber_schedule", "exponential"], "--huber_schedule: not taken: 'exponential'"),
         (["--loss_type", "huber", "--huber_scale", "x"], "--huber_scale: 'x' is not a number"),
         (["--model_type", "chroma"], "--model_type: not taken: 'chroma' is not in this version; Chroma is not a model"),
-        (["--base_weights", "a.safetensors"], "merge first with tools/merge_lora.py"),
-        (["--wandb_api_key", "x"], "set WANDB_API_KEY or run wandb login"),
-        (["--resolution", "1024,1024"], "set it below [general] in data.toml, or let tools/migrate_config.py do it"),
         (["--lr_scheduler", "cosine", "--lr_warmup_steps", "x%"], "--lr_warmup_steps: 'x%' does not fit"),
     ],
 )  # fmt: skip
@@ -279,9 +345,9 @@ def test_a_training_folder_without_a_dataset_toml_is_one_line() -> None:
 
 def test_every_refused_key_of_a_toml_is_a_line_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text('network_module = "networks.lora_flux"\nxformers = true\n[noise]\nip_noise_gamma = 0.1\n')
+    path.write_text('network_module = "networks.lora_flux"\ncolor_aug = true\n[cast]\nfull_fp16 = true\n')
     lines = _problem(["--config_file", str(path), *PLAIN]).splitlines()
-    assert [line.split(": not taken")[0] for line in lines] == [f"{path}:2: xformers", f"{path}:4: ip_noise_gamma"]
+    assert [line.split(": not taken")[0] for line in lines] == [f"{path}:2: color_aug", f"{path}:4: full_fp16"]
     assert one_line(UserError(*lines)).splitlines() == lines  # none is lost where scripts print it
 
 

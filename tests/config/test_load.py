@@ -100,7 +100,7 @@ def test_all_that_is_wrong_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         mixed_precision = "bf17"
         discrete_flow_shift = 2.0
         lr_scheduler_power = 2.0
-        v2 = true
+        weighted_captions = true
         [saving]
         output_name = "out/cat"
         [datasets]
@@ -116,7 +116,7 @@ def test_all_that_is_wrong_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         f"{path}:12: datasets: describes images; put it into the file that dataset_config names",
         "command line: --foo: unknown flag; see --help",
         "command line: --netwrk_dim: unknown flag; did you mean 'network_dim'?",
-        f"{path}:9: v2: not taken: it belongs to Stable Diffusion; remove it",
+        f"{path}:9: weighted_captions: not taken: captions are cached without weights; remove it",
         f"{path}:2: max_train_steps: 'many' does not fit: should be a valid integer, unable to parse string as an "
         "integer",
         f"{path}:6: mixed_precision: 'bf17' does not fit: should be 'no', 'fp16' or 'bf16'; did you mean 'bf16'?",
@@ -286,3 +286,75 @@ def test_a_switch_that_may_be_left_to_the_model_is_a_switch() -> None:
     assert load_config([*edit, "--zero_cond_t"]).model.zero_cond_t is True
     assert load_config([*edit, "--no-zero_cond_t"]).model.zero_cond_t is False
     assert load_config(edit).model.zero_cond_t is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--validate_every_n_steps", "0"],
+        ["--save_every_n_steps", "0", "--save_last_n_steps", "0"],
+        ["--max_train_epochs", "0"],
+        ["--sample_every_n_epochs", "0"],
+        ["--no-sample_at_end"],
+        ["--sample_prompts", ""],
+        ["--resume", ""],
+        ["--log_with", "none"],
+        ["--ema_decay", "0"],
+        ["--early_stop_patience", "0"],
+        ["--zero", "0"],
+    ],
+    ids=" ".join,
+)
+def test_a_key_at_nothing_asks_for_nothing(flags: list[str]) -> None:
+    notes: list[Note] = []
+    config = load_config([*REQUIRED, *flags], notes)
+    plain = load_config(REQUIRED)
+    without = {"sampling": {"sample_at_end"}}
+    assert config.model_dump(exclude=without) == plain.model_dump(exclude=without)
+    assert summary(notes) == []
+
+
+def test_a_false_is_not_nothing_where_unset_means_neither() -> None:
+    assert load_config([*REQUIRED, "--no-memory_dry_run"]).training.memory_dry_run is False
+    assert load_config([*REQUIRED, "--training_comment", "0"]).saving.training_comment == "0"
+
+
+def test_what_another_option_decides_is_a_note_beside_it(tmp_path: Path) -> None:
+    """network_dim beside dim_from_weights: the file's ranks count, whoever wrote which."""
+    text = 'dim_from_weights = true\nnetwork_weights = "a.safetensors"\nnetwork_dim = 8\nnetwork_alpha = 4\n'
+    for words in (["--config_file", _toml(tmp_path, text)], ["--network_weights", "a", "--dim_from_weights",
+                                                            "--network_dim", "8", "--network_alpha", "4"]):  # fmt: skip
+        notes: list[Note] = []
+        config = load_config([*REQUIRED, *words], notes)
+        assert config.network.network_dim == 16, "its default, so that nobody reads it"
+        assert [note.key for note in notes] == ["network_dim", "network_alpha"]
+        assert notes[0].text == (
+            "has no effect with dim_from_weights, which takes layers, ranks and alphas from the file"
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "cleared"),
+    [
+        ('lr_scheduler = "rex"\nlr_scheduler_min_lr_ratio = 0.1\nlr_warmup_steps = 5', ["--lr_scheduler", "constant"],
+         {"lr_scheduler_min_lr_ratio", "lr_warmup_steps"}),
+        ("save_every_n_steps = 10\nsave_last_n_steps = 20", ["--save_every_n_steps", "0"], {"save_last_n_steps"}),
+        ('timestep_sampling = "sigma"\nweighting_scheme = "mode"', ["--timestep_sampling", "shift"],
+         {"weighting_scheme"}),
+        ('loss_type = "huber"\nhuber_c = 0.2', ["--loss_type", "l1"], {"huber_c"}),
+    ],
+)  # fmt: skip
+def test_a_flag_clears_what_hung_on_the_key_that_it_overrides(
+    tmp_path: Path, text: str, flags: list[str], cleared: set[str]
+) -> None:
+    notes: list[Note] = []
+    load_config(["--config_file", _toml(tmp_path, text), *REQUIRED, *flags], notes)
+    assert {note.key for note in notes} == cleared
+    assert all(note.text.endswith("as the command line has it") for note in notes)
+
+
+def test_epochs_of_a_flag_at_zero_leave_the_files_steps(tmp_path: Path) -> None:
+    config = load_config(
+        ["--config_file", _toml(tmp_path, "max_train_steps = 7"), *REQUIRED, "--max_train_epochs", "0"]
+    )
+    assert (config.training.max_train_steps, config.training.max_train_epochs) == (7, None)

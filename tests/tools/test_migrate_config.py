@@ -36,21 +36,32 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_pasted_command_becomes_a_toml_that_means_the_same(tmp_path: Path) -> None:
     words = [*LAUNCH, "flux_train_network.py", *FLAGS, "--dataset_config", "d.toml", "--unet_lr", "1e-3", "--sdpa"]
-    words += ["--xformers", "--lr_scheduler", "cosine", "--lr_warmup_steps", "10%", "--network_args", "verbose=True"]
+    words += [
+        "--full_fp16",
+        "--xformers",
+        "--lr_scheduler",
+        "cosine",
+        "--lr_warmup_steps",
+        "10%",
+        "--network_args",
+        "verbose=True",
+    ]
     done = run("--save_to", "my.toml", "--", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if len(line.split()) > 1}
     assert rows["network_dim"] == "same"
     assert rows["unet_lr"] == "renamed"
     assert rows["sdpa"] == "accepted"
-    assert rows["xformers"] == "refused"
+    assert rows["xformers"] == "note"
+    assert rows["full_fp16"] == "refused"
     assert rows["guidance_scale"] == "default"
     assert "start with accelerate launch --num_processes 2 train_lora.py" in done.stdout
     assert done.stdout.endswith("my.toml: written; 1 settings are not taken over, see above\n")
 
     text = (tmp_path / "my.toml").read_text()
     assert "learning_rate = 0.001  # from unet_lr\n" in text
-    assert "#   xformers: PyTorch's own attention kernels are used; write sdpa or remove it\n" in text
+    assert "#   full_fp16: fp16 LoRA weights lose small updates; use full_bf16, which rounds stochastically\n" in text
+    assert "#   xformers: has no effect here: PyTorch's own attention kernels are used, of which attention" in text
     config = load_config(["--config_file", str(tmp_path / "my.toml")])
     assert config.optimizer.learning_rate == 1e-3
     assert config.optimizer.lr_warmup_steps == pytest.approx(0.1)

@@ -25,6 +25,7 @@ TRAINERS: dict[str, Tool] = {
     "flux_train_network.py": "sd-scripts",
     "qwen_image_train_network.py": "musubi-tuner",
     "zimage_train_network.py": "musubi-tuner",
+    "flux_kontext_train_network.py": "musubi-tuner",
 }
 SCRIPT_SUFFIXES = (".sh", ".bat", ".cmd", ".ps1", ".txt")
 

@@ -1,14 +1,15 @@
 """Every flag of kohya's FLUX, Qwen-Image and Z-Image LoRA trainers, and what becomes of it here: read from flags.toml.
 
 They are those of sd-scripts' ``flux_train_network.py`` (sd-scripts 48d368f, February 2026) and of
-musubi-tuner's ``qwen_image_train_network.py`` (musubi-tuner 30c658c, June 2026), read from their argument
-parsers, with ``fp8_llm`` of its ``zimage_train_network.py``, and a few keys that kohya_ss (the GUI) writes into its
-TOML files. Each has one of five fates:
+musubi-tuner's ``qwen_image_train_network.py``, ``zimage_train_network.py`` and ``flux_kontext_train_network.py``
+(musubi-tuner 30c658c, June 2026), read from their argument parsers, and keys that kohya_ss (the GUI, 45088f0)
+writes into its TOML files. Each has one of six fates:
 
     same      a key of the schema, with the same meaning
     renamed   set under another name, the first of ``to`` that the schema has; refused if it has none
     accepted  describes what is always so here, or nothing that training depends on; ``only`` lists the values
               for which that is true, any other value is refused
+    noted     has no effect here, and none that training depends on: a line says why; ``off`` as for refused
     dataset   belongs in the dataset TOML, under the same name
     refused   not taken, with the reason and what to do instead; ``off`` lists values that ask for nothing
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Fate = Literal["same", "renamed", "accepted", "dataset", "refused"]
+Fate = Literal["same", "renamed", "accepted", "noted", "dataset", "refused"]
 Tool = Literal["sd-scripts", "musubi-tuner"]
 
 

@@ -29,6 +29,9 @@ from library.config.markers import OnlyWith, is_nothing, words_of
 from library.config.model_types import MODEL_TYPES, kohya_model_type
 from library.config.optimizer_types import estimates_step_size
 
+_IMAGE_SOURCES = ("train_data_dir", "reg_data_dir", "in_json")
+_DATASET_NAMES = {"dataset_repeats": "num_repeats", "caption_extention": "caption_extension"}  # there -> in a TOML
+
 Known = Mapping[str, tuple[str, FieldInfo]]  # the schema: key -> (section, field)
 Outcome = Literal["same", "changed", "renamed", "accepted", "dataset", "left out", "default", "note", "refused"]
 
@@ -84,6 +87,26 @@ class Translation:
         self.values[key] = value
         self.origins[key] = self.origins.get(source, source)
 
+    def keep_dataset_keys(self) -> None:
+        """Let ``dataset_args`` have what describes images beside a dataset TOML, as sd-scripts does (config_util.py).
+
+        A run has no other place for it; ``tools/migrate_config.py`` writes a dataset TOML instead.
+        """
+        if "dataset_config" not in self.values:
+            return
+        pairs = list(self.values.get("dataset_args", []))
+        self.notes[:] = [note for note in self.notes if note.outcome != "dataset"]
+        for key, value in self.dataset.items():
+            if key in _IMAGE_SOURCES:
+                self.note(key, "note", "dataset_config is set and counts, as there")
+                continue
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            pairs.append(f"{_DATASET_NAMES.get(key, key)}={text}")
+            self.note(key, "renamed", f"holds where {self.values['dataset_config']} does not say", "dataset_args")
+        self.dataset.clear()
+        if pairs:
+            self.place("dataset_args", pairs, "dataset_args")
+
     def problems(self) -> list[str]:
         """Return a line for everything that keeps this configuration from running unchanged."""
         return [note.line() for note in self.notes if note.outcome in ("refused", "dataset")]
@@ -113,7 +136,8 @@ def translate(
     result = Translation(dict(values), dict(origins), tool or find_tool(values))
     module = str(result.values.get("network_module", "networks.lora_qwen_image"))
     if result.tool == "musubi-tuner" and (model_type := kohya_model_type(module)):
-        result.values.setdefault("model_type", model_type)
+        # of FLUX.1 it trains Kontext alone
+        result.values.setdefault("model_type", "flux_kontext" if model_type == "flux" else model_type)
     for key, value in list(result.values.items()) if result.tool else ():
         if value in ("", None, "None") and key != "optimizer_type":
             result.leave_out(key, "empty, so not set")
@@ -157,6 +181,8 @@ def _apply_flag(result: Translation, flag: Flag, known: Known) -> None:
             result.note(flag.name, "renamed", f"becomes {key}" + (f"; {flag.why}" if flag.why else ""), key)
     elif asks_for_nothing:
         result.note(flag.name, "left out", "asks for nothing")
+    elif flag.fate == "noted":
+        result.note(flag.name, "note", f"has no effect here: {flag.why}")
     elif flag.fate == "dataset":
         result.dataset[flag.name] = value
         file = result.values.get("dataset_config", "the dataset TOML")
@@ -262,14 +288,64 @@ def _model(result: Translation, known: Known) -> None:
 
 
 def _vae(result: Translation, known: Known) -> None:
-    """Qwen-Image's VAE is vae; FLUX's is ae, also where sd-scripts' common option vae names it."""
+    """Qwen-Image's VAE is vae; FLUX's is ae, also where the trainers' common option vae names it."""
     row = MODEL_TYPES.get(str(result.values.get("model_type", known["model_type"][1].default)))
-    if result.tool == "sd-scripts" and "vae" in result.values and not (row and "vae" in row.files):
+    if result.tool and "vae" in result.values and not (row and "vae" in row.files):
         if "ae" in result.values:
             result.leave_out("vae", "ae is set too and counts")
         else:
             result.place("ae", result.take("vae"), "vae")
             result.note("vae", "renamed", "becomes ae; the VAE", "ae")
+
+
+def _no_half_vae(result: Translation, known: Known) -> None:
+    if not is_off(result.take("no_half_vae")):
+        result.place("vae_dtype", "fp32", "no_half_vae")
+        result.note("no_half_vae", "renamed", "becomes vae_dtype = fp32", "vae_dtype")
+
+
+def _deprecated(result: Translation, known: Known) -> None:
+    """Older ways of saying a thing, each as sd-scripts takes it; the newer counts where both stand."""
+    epochs, ratio = result.values.get("max_train_epochs"), result.values.get("save_n_epoch_ratio")
+    counted = str(epochs).isdigit() and str(ratio).isdigit() and str(ratio) != "0"
+    meant: dict[str, tuple[str, Any]] = {
+        "split_mode": ("blocks_to_swap", 18),
+        "use_8bit_adam": ("optimizer_type", "AdamW8bit"),
+        "use_lion_optimizer": ("optimizer_type", "Lion"),
+        "save_n_epoch_ratio": (
+            "save_every_n_epochs",
+            max(1, int(str(epochs)) // int(str(ratio))) if counted else None,
+        ),
+    }
+    for key, (name, value) in meant.items():
+        if key not in result.values:
+            continue
+        if is_off(result.take(key)):
+            result.note(key, "left out", "asks for nothing")
+        elif not is_nothing(result.values.get(name)):
+            result.note(key, "left out", f"{name} is set too and counts")
+        elif value is None:
+            text = f"it depends on the number of epochs; set {name} to max_train_epochs divided by it"
+            result.note(key, "refused", f"not taken: {text}")
+        else:
+            result.place(name, value, key)
+            result.note(key, "renamed", f"becomes {name} = {value}", name)
+
+
+_DEEPSPEED = (
+    *("offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device", "offload_param_nvme_path"),
+    *("zero3_init_flag", "zero3_save_16bit_model", "fp16_master_weights_and_gradients"),
+)
+
+
+def _deepspeed(result: Translation, known: Known) -> None:
+    stage, on = result.take("zero_stage"), not is_off(result.take("deepspeed"))
+    if on:
+        result.place("zero", 2 if stage is None else stage, "deepspeed")
+        result.note("deepspeed", "renamed", f"becomes zero = {result.values['zero']}", "zero")
+        return
+    for key in [key for key in _DEEPSPEED if key in result.values]:
+        result.leave_out(key, "has no effect without deepspeed")
 
 
 def _text_encoders(result: Translation, known: Known) -> None:
@@ -356,6 +432,9 @@ def _schedule(result: Translation, known: Known) -> None:
             except ValueError:
                 continue  # the schema says what it expected
             result.note(key, "changed", f"{text} is {result.values[key]:g}")
+    if result.tool == "musubi-tuner" and result.values.get("lr_scheduler") == "rex":
+        result.values.setdefault("lr_scheduler_min_lr_ratio", 0.01)  # RexLR's there
+        result.note("lr_scheduler", "note", "rex falls as in its paper, z / (0.5 + 0.5 z); there z / (0.1 + 0.9 z)")
     if result.values.get("lr_scheduler") == "cosine_with_min_lr":
         result.values["lr_scheduler"] = "cosine"
         result.note("lr_scheduler", "changed", "cosine, with lr_scheduler_min_lr_ratio as its floor")
@@ -445,6 +524,9 @@ def _images(result: Translation, known: Known) -> None:
 RULES: tuple[Callable[[Translation, Known], None], ...] = (
     _model,
     _vae,
+    _no_half_vae,
+    _deprecated,
+    _deepspeed,
     _text_encoders,  # before learning_rate becomes unet_lr
     _learning_rate,
     _alpha,

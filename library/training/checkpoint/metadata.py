@@ -33,7 +33,7 @@ from typing import Any
 
 from library.config.chat_schema import ChatTrainConfig
 from library.config.model_types import MODEL_FILE_KEYS
-from library.config.schema import TrainConfig, effective_learning_rate
+from library.config.schema import SavingConfig, TrainConfig, effective_learning_rate
 from library.data.batches import Share
 from library.data.buckets import Bucketing
 from library.data.config import Dataset, Subset
@@ -48,17 +48,19 @@ from library.training.optim.factory import describe_optimizer
 
 _OFF: dict[str, object] = {  # sd-scripts' own values for what is not used
     **dict.fromkeys(("v2", "full_fp16", "lowram", "fp8_base_unet", "noise_offset_random_strength"), False),
-    **dict.fromkeys(("zero_terminal_snr", "debiased_estimation", "ip_noise_gamma_random_strength"), False),
+    **dict.fromkeys(("zero_terminal_snr", "debiased_estimation"), False),
     **dict.fromkeys(("clip_skip", "max_token_length", "face_crop_aug_range", "noise_offset"), None),
-    **dict.fromkeys(("multires_noise_iterations", "adaptive_noise_scale", "min_snr_gamma", "ip_noise_gamma"), None),
-    **dict.fromkeys(("scale_weight_norms", "max_validation_steps"), None),
+    **dict.fromkeys(("multires_noise_iterations", "adaptive_noise_scale", "min_snr_gamma"), None),
+    "max_validation_steps": None,
 }
+# What sd-scripts writes with no_metadata too: SS_METADATA_MINIMUM_KEYS there.
+LEAST_FACTS = {"v2", "base_model_version", "network_module", "network_dim", "network_alpha", "network_args"}
 _IMAGE_OPTIONS = {  # section -> its options that sd-scripts writes under their own names
     "optimizer": ("lr_warmup_steps", "max_grad_norm"),
     "training": ("gradient_checkpointing", "full_bf16", "prior_loss_weight"),
     "flow": (
         *("timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "weighting_scheme", "logit_mean", "logit_std"),
-        *("mode_scale", "guidance_scale", "loss_type", "huber_c", "masked_loss"),
+        *("mode_scale", "guidance_scale", "loss_type", "huber_c", "masked_loss", "ip_noise_gamma_random_strength"),
     ),
     "validation": ("validate_every_n_steps", "validate_every_n_epochs"),
     "precision": ("fp8_base",),
@@ -112,6 +114,8 @@ def image_facts(
         **model_file_facts("sd_model", config.model.pretrained_model_name_or_path, memory),
         **model_file_facts("vae", config.model.ae or config.model.vae, memory),
         "network_dropout": network.network_dropout or None,
+        "scale_weight_norms": network.scale_weight_norms or None,
+        "ip_noise_gamma": config.flow.ip_noise_gamma or None,
         "unet_lr": None if network.network_train_text_encoder_only else effective_learning_rate(config.optimizer),
         "text_encoder_lr": config.optimizer.text_encoder_lr or None,
         "cache_latents": True,
@@ -125,6 +129,21 @@ def image_facts(
         pairs = (pair.partition("=") for pair in network.network_args)
         facts["network_args"] = json.dumps({key.strip(): value.strip() for key, _, value in pairs})
     return facts
+
+
+def spec_fields(saving: SavingConfig) -> dict[str, str]:
+    """Return the fields of ModelSpec that a person set."""
+    fields = {
+        "title": saving.metadata_title,
+        "author": saving.metadata_author,
+        "description": saving.metadata_description,
+        "license": saving.metadata_license,
+        "tags": saving.metadata_tags,
+        "usage_hint": saving.metadata_usage_hint,
+        "trigger_phrase": saving.metadata_trigger_phrase,
+        "merged_from": saving.metadata_merged_from,
+    }
+    return {key: value for key, value in fields.items() if value}
 
 
 def save_facts(position: Position, total_steps: int, now: float) -> dict[str, object]:
@@ -144,6 +163,7 @@ _PATHS = {  # may be relative; what is absolute is known by itself
     "dataset_config",
     "cache_directory",
     "network_weights",
+    "base_weights",
     "resume",
     "output_dir",
     "sample_prompts",

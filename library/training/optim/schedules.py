@@ -15,6 +15,7 @@ cosine_with_restarts        (1 + cos(pi (n p mod 1))) / 2, n = ``lr_scheduler_nu
 polynomial                  (1 - p)^power
 rex                         (1 - p) / (1 - p / 2), Chen et al. 2021, arXiv 2107.04197
 warmup_stable_decay         1, then over the last ``lr_decay_steps`` half a cosine, Hu et al. 2024, 2404.06395
+inverse_sqrt                1 / sqrt((step - W) / t + 1), t = ``lr_scheduler_timescale``; W, or 10000 without one
 ==========================  =============================================================================
 
 These are the formulas of transformers' schedules of the same names, with one difference: there the warm-up
@@ -95,6 +96,9 @@ def _shape(config: OptimizerConfig, progress: float, step: int, total_steps: int
         case "warmup_stable_decay":
             decay = resolve_steps(config.lr_decay_steps, total_steps)
             return _half_cosine(min(1.0, max(0.0, (step - (total_steps - decay)) / max(1, decay))))
+        case "inverse_sqrt":
+            warmup = resolve_steps(config.lr_warmup_steps, total_steps)
+            return ((step - warmup) / (config.lr_scheduler_timescale or warmup or 10_000) + 1.0) ** -0.5
     raise AssertionError(f"no schedule {config.lr_scheduler!r}")
 
 

@@ -35,15 +35,17 @@ from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.files import clear_leftovers, fingerprint
 from library.models.family import Family, model_family, with_transformer
+from library.precision.recipe import Fp8Loader
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import Position, read_position
-from library.training.flow import add_noise, noise_for, sample_sigmas
+from library.training.flow import add_noise, noise_for, perturbation_for, sample_sigmas
 from library.training.optim.schedules import run_length
 from library.training.report.progress import counting
 from library.training.tasks.image_step import Teacher
 from library.training.tasks.lora import base_dtype
 from networks.files.adapters import load_lora
 from networks.injection import attach_lora
+from networks.merging.base_weights import read_base_weights
 
 
 def prepare_teacher(
@@ -87,8 +89,10 @@ def prepare_teacher(
 
 def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerator) -> nn.Module:
     dtype, backend = base_dtype(config.model, config.training), config.training.attention
-    transformer = family.load_transformer(dtype, accelerator.device, backend)
-    targets = family.targets
+    targets, network = family.targets, config.network
+    merged = read_base_weights(network.base_weights, network.base_weights_multiplier, targets)
+    loader = Fp8Loader(changes=merged.changes(targets))
+    transformer = family.load_transformer(dtype, accelerator.device, backend, fp8=loader)
     weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
     if not weights:
         raise UserError(f"distill_lora: {lora} has nothing for the transformer; give the LoRA that was trained in bf16")
@@ -135,7 +139,11 @@ def _predict(
     """Write the teacher's velocities at the noise and noise levels of ``FlowStep.loss`` at ``step``."""
     tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // family.patch_size**2
     sigmas = sample_sigmas(flow, batch.sample_ids, tokens, seed, step)
-    noisy, _ = add_noise(batch.latents, noise_for(batch.latents, batch.sample_ids, seed, step), sigmas)
+    noise, more = (
+        noise_for(batch.latents, batch.sample_ids, seed, step),
+        perturbation_for(flow, batch.latents, batch.sample_ids, seed, step),
+    )
+    noisy, _ = add_noise(batch.latents, noise, sigmas, more)
     with accelerator.autocast():
         velocity = family.predict_velocity(
             transformer, noisy, sigmas.to(noisy.device), batch.text, flow.guidance_scale, batch.conditions
@@ -156,6 +164,8 @@ def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData) -> 
     parts = (
         family.fingerprint(),
         fingerprint(Path(lora)),
+        [fingerprint(Path(path).expanduser()) for path in config.network.base_weights],
+        config.network.base_weights_multiplier,
         config.training.seed,
         config.training.mixed_precision,
         sorted(flow.model_dump().items()),

@@ -62,7 +62,9 @@ from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_step import FlowStep, Teacher, check_seam
 from library.training.tasks.lora import LoraTask, base_dtype
 from library.training.tasks.lora_plan import plan_fp8, plan_network, text_encoder_recipe
+from networks.files.adapters import PRECISIONS
 from networks.injection import inject_adapter
+from networks.merging.base_weights import BaseWeights, read_base_weights
 from networks.network import AdapterNetwork
 
 
@@ -75,6 +77,7 @@ class ImageLora(LoraTask):
         image_encoder, text_encoder: located; their weights are read when they are needed.
         data: the images, and those held out.
         attention: the kernel that it takes, in words.
+        base_weights: LoRAs that are merged into the base as it is loaded.
         step: the forward pass.
     """
 
@@ -88,6 +91,7 @@ class ImageLora(LoraTask):
     text_encoder: TextEncoder
     data: TrainingData
     attention: str
+    base_weights: BaseWeights
     batches: EpochBatchSampler
     step: FlowStep
     teacher: Teacher | None = None
@@ -100,7 +104,12 @@ class ImageLora(LoraTask):
         self.config = config
         self.plan = plan_network(config.network, config.optimizer, config.training, family.targets)
         self.dtype = base_dtype(config.model, config.training)
-        self.image_encoder = family.load_image_encoder(self.dtype, accelerator.device)
+        self.base_weights = read_base_weights(
+            config.network.base_weights, config.network.base_weights_multiplier, family.targets
+        )
+        vae = config.model.vae_dtype
+        vae_dtype = self.dtype if vae == "auto" else PRECISIONS[vae]
+        self.image_encoder = family.load_image_encoder(vae_dtype, accelerator.device)
         plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)
         recipe = text_encoder_recipe(config.precision)
         self.text_encoder = family.load_text_encoder(self.dtype, accelerator.device, recipe=recipe)
@@ -111,7 +120,7 @@ class ImageLora(LoraTask):
         self.base_fingerprint = family.fingerprint()
         self.text_fingerprint = self.text_encoder.fingerprint if self.plan.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
-        self.settings = resume_keys(config) | trained_text
+        self.settings = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
         self.check_saved(WeightFiles(family.files.transformer))
 
     def prepare(self) -> None:
@@ -149,6 +158,7 @@ class ImageLora(LoraTask):
         config, family, plan, device = self.config, self.family, self.plan, self.accelerator.device
         training, layout = config.training, family.fp8_layout()
         fp8 = plan_fp8(config.precision, layout, training.seed, device)
+        fp8.changes = self.base_weights.changes(family.targets)
         loaded_to = torch.device("cpu") if training.blocks_to_swap else self.loaded_to()
         self.transformer = transformer = family.load_transformer(self.dtype, loaded_to, training.attention, fp8=fp8)
         fp8.round_inputs(transformer)
@@ -157,6 +167,10 @@ class ImageLora(LoraTask):
         if layout is not None:
             self.console.print(layout.describe())
         self.note_base(layout, fp8, self.dtype)
+        for path, strength in self.base_weights.sources:
+            self.console.print(f"base: {path} merged at {strength:g}", soft_wrap=True)
+        for line in self.base_weights.left_out:
+            self.console.print(f"note: {line}", soft_wrap=True)
         loras = [self.attach(transformer)] if plan.trains_transformer or config.network.dim_from_weights else []
         if plan.text_encoders:
             self.text_encoders = self.text_encoder.load_modules(plan.text_encoders)
@@ -238,6 +252,7 @@ class ImageLora(LoraTask):
             "resolution": self.data.config.datasets[0].resolution,
             "text_encoder_fingerprint": self.text_fingerprint,
             "attention": self.attention,
+            "base_weights": self.base_weights.described(),
         }
 
     def memory_advice(self) -> str:

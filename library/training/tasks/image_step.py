@@ -29,7 +29,15 @@ from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.models.family import Family
 from library.safetensors_io import DamagedFile, read_checked
-from library.training.flow import add_noise, loss_weights, noise_for, resolve_sampling, sample_losses, sample_sigmas
+from library.training.flow import (
+    add_noise,
+    loss_weights,
+    noise_for,
+    perturbation_for,
+    resolve_sampling,
+    sample_losses,
+    sample_sigmas,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,13 @@ class FlowStep:
         flow = resolve_sampling(self.flow, self.family)
         sigmas = sample_sigmas(flow, batch.sample_ids, tokens, self.seed, step)
         noise = noise_for(batch.latents, batch.sample_ids, self.seed, step)
-        losses = self._losses(model, batch, self.text(batch), noise, sigmas, region_weights(self.flow, batch), step)
+        noisy, target = add_noise(
+            batch.latents, noise, sigmas, perturbation_for(flow, batch.latents, batch.sample_ids, self.seed, step)
+        )
+        if self.teacher is not None:
+            target = self.teacher.blend(target, batch.sample_ids, step)
+        regions = region_weights(self.flow, batch)
+        losses = self._losses(model, batch, self.text(batch), noisy, target, sigmas, regions)
         weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
         return (losses * weights).mean(), sigmas
 
@@ -72,7 +86,8 @@ class FlowStep:
         for sigma in sigmas:
             noise = noise_for(batch.latents, batch.sample_ids, "validation", round(sigma * 1e6))
             everywhere = torch.full((len(batch.sample_ids),), sigma)
-            losses.append(self._losses(model, batch, text, noise, everywhere, regions))
+            noisy, target = add_noise(batch.latents, noise, everywhere)
+            losses.append(self._losses(model, batch, text, noisy, target, everywhere, regions))
         return torch.cat(losses)
 
     def _losses(
@@ -80,15 +95,12 @@ class FlowStep:
         model: nn.Module,
         batch: Batch,
         text: dict[str, Tensor],
-        noise: Tensor,
+        noisy: Tensor,
+        target: Tensor,
         sigmas: Tensor,
         regions: Tensor | None,
-        taught_at: int | None = None,
     ) -> Tensor:
-        """Return each sample's loss, [B]; ``taught_at`` is the step whose teacher's answers count, None for none."""
-        noisy, target = add_noise(batch.latents, noise, sigmas)
-        if self.teacher is not None and taught_at is not None:
-            target = self.teacher.blend(target, batch.sample_ids, taught_at)
+        """Return each sample's loss, [B], of the velocity at the latents ``noisy`` against ``target``."""
         sigmas = sigmas.to(noisy.device, non_blocking=True)
         velocity = self.family.predict_velocity(model, noisy, sigmas, text, self.flow.guidance_scale, batch.conditions)
         return sample_losses(self.flow, velocity, target, regions)

@@ -23,11 +23,12 @@ from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
 from library.precision.fp8_linear import ddp_ignored_names
 from library.precision.recipe import Fp8Loader
 from library.safetensors_io import read_safetensors_header
-from library.training.checkpoint.metadata import save_facts, without_folders
+from library.training.checkpoint.metadata import LEAST_FACTS, save_facts, spec_fields, without_folders
 from library.training.checkpoint.state import Position, check_state, load_training_state
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule, describe_steps, run_length
+from library.training.optim.weight_norms import WeightNormLimit
 from library.training.parallel.gather import gathered, scatter_like
 from library.training.parallel.parallelize import parallelize
 from library.training.report.progress import loads_in_table
@@ -50,6 +51,7 @@ class LoraTask(Task):
         text_encoders: those that are trained, as one module; None where none is.
         base_precision: of the frozen weights, in words.
         facts: of the run, for the file's metadata, under kohya's names.
+        norm_limit: what keeps the updates small; None where nothing does.
     """
 
     config: TrainConfig | ChatTrainConfig
@@ -58,6 +60,7 @@ class LoraTask(Task):
     text_encoders: nn.Module | None = None
     base_precision: str
     facts: Mapping[str, object] = {}
+    norm_limit: WeightNormLimit | None = None
 
     def __init__(self, config: TrainConfig | ChatTrainConfig) -> None:
         super().__init__(config)
@@ -141,7 +144,7 @@ class LoraTask(Task):
         if source is None:
             return
         metadata = read_safetensors_header(weight_file(Path(source))).get("__metadata__") or {}
-        if remark := base_mismatch(metadata, self.base_fingerprint):
+        if remark := base_mismatch(metadata, self.base_fingerprint, self.describe_file().get("base_weights", "")):
             say(f"note: {source}: {remark}")
         if not self.config.network.dim_from_weights:
             say(self.network.load_file(source, self.config.network.allow_partial))
@@ -169,7 +172,16 @@ class LoraTask(Task):
             self.accelerator, config.parallel, self.parallel(), optimizer, loader, clip
         )
         self.models = [model] if self.text_encoders is None else [model, self.text_encoders]
+        limit = config.network.scale_weight_norms
+        self.norm_limit = WeightNormLimit(limit, list(self.network.modules.values())) if limit else None
         self.average = WeightAverage(self.parameters(), decay) if (decay := config.saving.ema_decay) else None
+
+    def after_update(self) -> None:
+        if self.norm_limit is not None:
+            self.norm_limit.apply()
+
+    def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
+        return values if self.norm_limit is None else values | self.norm_limit.metrics()
 
     def parameters(self) -> list[nn.Parameter]:
         return self.network.parameters()
@@ -203,15 +215,23 @@ class LoraTask(Task):
 
     def save(self, path: Path, position: Position) -> None:
         saving, now = self.config.saving, time.time()
+        facts = {**self.facts, **save_facts(position, self.total_steps, now)}
+        comment, config = (
+            saving.training_comment,
+            json.dumps(without_folders(self.config.model_dump(exclude_none=True))),
+        )
+        if saving.no_metadata:
+            facts, comment, config = {key: facts[key] for key in facts.keys() & LEAST_FACTS}, None, ""
         metadata = build_metadata(
-            {**self.facts, **save_facts(position, self.total_steps, now)},
+            facts,
             self.plan.targets,
             title=saving.output_name,
             timestamp=now,
-            description=saving.training_comment,
+            description=comment,
+            spec=spec_fields(saving),
             base_fingerprint=self.base_fingerprint,
             base_precision=self.base_precision,
-            config=json.dumps(without_folders(self.config.model_dump(exclude_none=True))),
+            config=config,
             version=__version__,
             **self.describe_file(),
         )

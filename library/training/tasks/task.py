@@ -217,6 +217,9 @@ class Task(ABC):
         """Return further metrics of a validation loss."""
         return {}
 
+    def after_update(self) -> None:  # noqa: B027 - most tasks have nothing to change
+        """Change what an optimizer step left, before it is averaged, saved or looked at."""
+
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
         """Return a training line's metrics, from those that every task has."""
         return values

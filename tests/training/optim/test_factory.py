@@ -33,6 +33,7 @@ NAMES = [
     "Prodigy",
     "ProdigyPlusScheduleFree",
     "Adafactor",
+    "CAME",
     "Lion",
     "AdamWScheduleFree",
     "RAdamScheduleFree",
@@ -103,6 +104,30 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def gradients(steps: int) -> list[Tensor]:
     random = torch.Generator().manual_seed(0)
     return [torch.randn(5, 4, generator=random, dtype=torch.float64) for _ in range(steps)]
+
+
+def test_came_follows_the_algorithm_of_its_paper() -> None:
+    lr, (beta1, beta2, beta3), decay, clip = 1e-2, (0.9, 0.99, 0.995), 0.1, 0.8
+    weight = nn.Parameter(torch.ones(5, 4, dtype=torch.float64))
+    arguments = ("betas=0.9,0.99,0.995", "weight_decay=0.1", "clip_threshold=0.8")
+    optimizer = build_optimizer(config_for("came", *arguments), [{"params": [weight]}], full_bf16=False)
+    x, m, r, c, r_apart, c_apart = weight.detach().clone(), 0.0, 0.0, 0.0, 0.0, 0.0
+    ones_in, ones_out = torch.ones(4, 1).double(), torch.ones(5, 1).double()
+    for g in gradients(50):
+        # Luo et al. 2023, arXiv 2307.02047, algorithm 2, with sums in place of means as the paper has them
+        squares = g * g + 1e-30
+        r, c = beta2 * r + (1 - beta2) * squares @ ones_in, beta2 * c + (1 - beta2) * ones_out.t() @ squares
+        u = g / (r @ c / (ones_out.t() @ r)).sqrt()
+        u = u / max(1.0, float(u.norm()) / 20**0.5 / clip)
+        m = beta1 * m + (1 - beta1) * u
+        apart = (u - m) ** 2 + 1e-16
+        r_apart = beta3 * r_apart + (1 - beta3) * apart @ ones_in
+        c_apart = beta3 * c_apart + (1 - beta3) * ones_out.t() @ apart
+        confidence = r_apart @ c_apart / (ones_out.t() @ r_apart)
+        x = x - lr * (m / confidence.sqrt()) - lr * decay * x
+        weight.grad = g.clone()
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), x, rtol=1e-4, atol=1e-5)  # it steps in fp32
 
 
 def test_adamw_follows_the_loop_of_its_paper() -> None:

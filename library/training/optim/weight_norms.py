@@ -1,0 +1,67 @@
+"""Max norm regularisation: no layer's update grows beyond a norm (``scale_weight_norms``, kohya's sd-scripts).
+
+After each optimizer step the update ``D = s B A`` of every layer, s = alpha / rank, is held against the limit m
+(``apply_max_norm_regularization`` in ``networks/lora_flux.py`` there):
+
+    r = min(|D|, m) / max(|D|, m / 2)        if |D| > m:  A *= sqrt(r), B *= sqrt(r)
+
+so that what was larger has the norm m. The Frobenius norm needs no product of the weight's size:
+``|B A|^2 = sum((B^T B) * (A A^T))``, two matrices of rank x rank. What is measured stays on the device until a step is
+logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from networks.adapters.base import AdapterLinear
+
+
+class WeightNormLimit:
+    """Keeps the updates of LoRA layers within a norm.
+
+    Attributes:
+        limit: m above.
+        layers: with ``lora_A``, ``lora_B`` and a scale.
+    """
+
+    def __init__(self, limit: float, layers: Sequence[AdapterLinear]) -> None:
+        self.limit, self.layers = limit, layers
+        self._norms: Tensor | None = None  # [layers] fp32, before scaling
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Scale down what is too large; call it after each step of the optimizer."""
+        norms = []
+        for layer in self.layers:
+            down, up = (part for name, part in layer.trained().items() if name in ("lora_A.weight", "lora_B.weight"))
+            norm = product_norm(up, down) * layer.scale
+            norms.append(norm)
+            factor = (self.limit / norm.clamp(min=self.limit)).sqrt()
+            for part in (down, up):
+                part.copy_(torch.where(factor < 1, part.float() * factor, part.float()))
+        self._norms = torch.stack([norm.to(norms[0].device) for norm in norms])
+
+    def metrics(self) -> dict[str, float]:
+        """Return what sd-scripts logs of the last step, under its names; the device is waited for.
+
+        How many layers were scaled, and the largest and the mean norm after that.
+        """
+        if self._norms is None:
+            return {}
+        kept = self._norms.clamp(max=self.limit)
+        return {
+            "max_norm/keys_scaled": float((self._norms > self.limit).sum()),
+            "max_norm/max_key_norm": float(kept.max()),
+            "norm/avg_key_norm": float(kept.mean()),
+        }
+
+
+def product_norm(up: Tensor, down: Tensor) -> Tensor:
+    """Return the Frobenius norm [] fp32 of ``up @ down``, [out, rank] and [rank, in]."""
+    up, down = up.float(), down.float()
+    with torch.autocast(up.device.type, enabled=False):
+        return ((up.t() @ up) * (down @ down.t())).sum().clamp_min(0).sqrt()
