@@ -109,7 +109,7 @@ class ModelConfig(Section):
         "auto", description="dtype of the frozen weights; auto follows mixed_precision"
     )
     vae_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="dtype in which images are encoded and decoded; auto follows base_dtype"
+        "auto", description="dtype in which images are encoded and decoded on a GPU; auto follows base_dtype"
     )
 
 

@@ -20,6 +20,7 @@ from library.training.flow import (
     flux_mu,
     loss_weights,
     noise_for,
+    perturbation_for,
     qwen_mu,
     resolve_sampling,
     sample_losses,
@@ -190,3 +191,84 @@ def test_a_mask_hides_what_it_covers() -> None:
 def test_every_choice_of_timestep_sampling_has_a_sampler() -> None:
     choices = get_args(FlowConfig.model_fields["timestep_sampling"].annotation)
     assert set(choices) == {*SAMPLERS, "auto"}
+
+
+@pytest.mark.parametrize(("mean", "spread"), [(0.0, 1.0), (2.0, 0.5)])
+def test_logsnr_sigmas_have_a_normal_log_snr(mean: float, spread: float) -> None:
+    sigmas = _sigmas(timestep_sampling="logsnr", logit_mean=mean, logit_std=spread)
+    log_snr = 2 * torch.log((1 - sigmas) / sigmas)  # of (1 - sigma) x + sigma noise
+    assert log_snr.mean().item() == pytest.approx(mean, abs=4 * spread / 20000**0.5)
+    assert log_snr.std().item() == pytest.approx(spread, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"), [("qinglong_flux", (0.79, 0.11, 0.10)), ("qinglong_qwen", (0.95, 0.0, 0.05))]
+)
+def test_qinglong_is_musubi_tuners_mixture(name: str, shares: tuple[float, float, float]) -> None:
+    """Drawn anew by the shares and densities of timesteps.py there, at 256 tokens, where the shift is e^0.5."""
+    random = torch.Generator().manual_seed(9)
+    kinds = torch.multinomial(torch.tensor(shares), 20000, replacement=True, generator=random)
+    normal = torch.randn(20000, generator=random)
+    shift = math.exp(0.5)
+    plain = normal.sigmoid()
+    drawn = [plain * shift / (1 + (shift - 1) * plain), (-(0.3 + 1.2 * normal) / 2).sigmoid()]
+    drawn.append((-(5.36 + normal) / 2).sigmoid())
+    reference = torch.stack(drawn).gather(0, kinds[None])[0]
+    mixed = {"logit_mean": 0.3, "logit_std": 1.2} if name == "qinglong_flux" else {}
+    assert _same_distribution(_sigmas(timestep_sampling=name, **mixed), reference)
+
+
+def test_the_shape_of_a_distribution_is_cut_off_where_it_is_to_be_preserved() -> None:
+    limits = {"timestep_sampling": "sigmoid", "min_timestep": 400, "max_timestep": 800}
+    cut = _sigmas(preserve_distribution_shape=True, **limits)
+    plain = torch.sigmoid(torch.randn(60000, generator=torch.Generator().manual_seed(4)))
+    inside = plain[(plain >= 0.4) & (plain <= 0.8)][:20000]
+    assert len(inside) == 20000
+    assert cut.min() >= 0.4
+    assert cut.max() <= 0.8
+    assert _same_distribution(cut, inside)
+    assert not _same_distribution(cut, _sigmas(**limits)), "squeezed it is another"
+    alone = sample_sigmas(FlowConfig(preserve_distribution_shape=True, **limits), IDS[7:8], 256, 0, 0)
+    assert torch.equal(alone, cut[7:8]), "a sample's draws are its own"
+
+
+def test_no_timestep_in_reach_ends_at_the_nearest() -> None:
+    flow = FlowConfig(timestep_sampling="shift", discrete_flow_shift=1e6, min_timestep=0, max_timestep=1,
+                      preserve_distribution_shape=True)  # fmt: skip
+    sigmas = sample_sigmas(flow, IDS[:4], 256, 0, 0)
+    torch.testing.assert_close(sigmas, torch.full((4,), 1e-3))
+
+
+def test_l1_is_torchs() -> None:
+    random = torch.Generator().manual_seed(5)
+    ours, theirs = torch.randn(3, 4, 5, 6, generator=random), torch.randn(3, 4, 5, 6, generator=random)
+    reference = torch.stack([torch.nn.functional.l1_loss(a, b) for a, b in zip(ours, theirs, strict=True)])
+    torch.testing.assert_close(sample_losses(FlowConfig(loss_type="l1"), ours, theirs), reference)
+
+
+def test_a_perturbation_is_in_the_input_alone_and_as_strong_as_asked() -> None:
+    """sd-scripts: (1 - sigma) x + sigma (noise + gamma xi), towards noise - x."""
+    ids, latents = torch.arange(64), torch.randn(64, 4, 8, 8, generator=torch.Generator().manual_seed(6))
+    noise, sigmas = noise_for(latents, ids, 0, 1), torch.linspace(0.1, 1, 64)
+    flow = FlowConfig(ip_noise_gamma=0.3)
+    xi = perturbation_for(flow, latents, ids, 0, 1)
+    assert xi is not None
+    noisy, target = add_noise(latents, noise, sigmas, xi)
+    plain, same = add_noise(latents, noise, sigmas)
+    assert torch.equal(target, same)
+    added = (noisy - plain) / sigmas.view(-1, 1, 1, 1)
+    assert added.std().item() == pytest.approx(0.3, rel=0.03)
+    assert abs((added * noise).mean().item()) < 0.01, "drawn apart from the noise"
+    assert perturbation_for(FlowConfig(), latents, ids, 0, 1) is None
+
+    random = perturbation_for(FlowConfig(ip_noise_gamma=0.3, ip_noise_gamma_random_strength=True), latents, ids, 0, 1)
+    assert random is not None
+    strengths = (random / xi).flatten(1)
+    torch.testing.assert_close(strengths.amax(1), strengths.amin(1), rtol=1e-4, atol=1e-6)  # one of each sample
+    each = strengths.mean(1)
+    assert 0 <= each.min() < 0.2 < 0.8 < each.max() <= 1
+    one = perturbation_for(
+        FlowConfig(ip_noise_gamma=0.3, ip_noise_gamma_random_strength=True), latents[5:6], ids[5:6], 0, 1
+    )
+    assert one is not None
+    assert torch.equal(one, random[5:6])
