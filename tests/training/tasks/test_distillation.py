@@ -167,11 +167,11 @@ def test_a_lora_of_mixed_ranks_is_trained_as_its_file_has_it(base: Path, dataset
     assert all(bool(w.up.any()) for w in trained.values())
 
 
-def test_ranks_from_a_file_and_from_the_configuration_exclude_each_other(
-    base: Path, dataset: Path, liked: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match="network_dim: has no effect with dim_from_weights"):
-        run(base, dataset, tmp_path, network_weights=liked, dim_from_weights=True)
+def test_ranks_from_a_file_win_over_the_configurations(base: Path, dataset: Path, liked: Path, tmp_path: Path) -> None:
+    run(base, dataset, tmp_path, network_weights=liked, dim_from_weights=True, network_dim=3, max_train_steps=1)
+    assert {key: tensor.shape for key, tensor in lora(tmp_path).items()} == {
+        key: tensor.shape for key, tensor in load_file(liked).items()
+    }
 
 
 def test_changed_captions_get_new_answers(base: Path, liked: Path, tmp_path: Path) -> None:
