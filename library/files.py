@@ -33,7 +33,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,8 @@ def _in_use(match: re.Match[str], leftover: Path) -> bool:
     machine, pid, owner = match["machine"], match["pid"], f"{match['machine']}-{match['pid']}-{match['begun']}"
     if owner == _this_process():
         return False  # what is looked for at the start was not made by this process, but by one of the same numbers
-    if machine == _machine() and match["begun"] != "0":
-        return _begun(int(pid)) == int(match["begun"])
+    if machine == machine_name()[1] and match["begun"] != "0":
+        return process_began(int(pid)) == int(match["begun"])
     try:
         return time.time() - leftover.stat().st_ctime < _FOREIGN_SECONDS[match["kind"]]
     except OSError:
@@ -169,31 +169,35 @@ def _this_process() -> str:
 
 @functools.lru_cache(maxsize=4)  # a forked process has another number
 def _process_name(pid: int) -> str:
-    return f"{_machine()}-{pid}-{_begun(pid)}"
+    return f"{machine_name()[1]}-{pid}-{process_began(pid)}"
 
 
 @functools.cache
-def _machine() -> str:
-    """Return eight hex digits for what numbers its processes together: this boot of this machine, or a container."""
+def machine_name() -> tuple[str, str]:
+    """Return what stands for this start of the machine, and for what numbers its processes together, in hex digits.
+
+    The second is that start, or a container's; where the system does not tell, both stand for the machine.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         known = f"{boot}{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
-        known = platform.node()
-    return hashlib.blake2b(known.encode(), digest_size=4).hexdigest()
+        boot = known = platform.node()
+    both = (hashlib.blake2b(text.encode(), digest_size=4).hexdigest() for text in (boot, known))
+    return next(both), next(both)
 
 
-def _begun(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot (proc(5): field 22 of stat); 0 if there is none.
+def process_began(pid: int) -> int:
+    """Return a number for when a process began, 0 if there is none.
 
-    Where there is no /proc, in hundredths of a second since 1970.
+    On Linux clock ticks since boot (proc(5): field 22 of stat), as seconds since 1970 change with the clock.
     """
     if sys.platform != "linux":
         import psutil
 
         try:
             return round(psutil.Process(pid).create_time() * 100)
-        except psutil.Error:
+        except (psutil.Error, ValueError, OverflowError):
             return 0
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -412,6 +416,38 @@ def _refuse_depth(value: object, where: str) -> None:
     raise UserError(f"{where}: tables or lists more than {_MOST_DEPTH} deep within each other; correct it")
 
 
+# Windows': https://learn.microsoft.com/windows/win32/fileio/naming-a-file. What is made here is given to others.
+_FORBIDDEN = frozenset('<>:"/\\|?*\x7f') | frozenset(map(chr, range(32)))
+_DEVICES = {"con", "prn", "aux", "nul", "conin$", "conout$"} | {
+    f"{d}{n}" for d in ("com", "lpt") for n in "0123456789¹²³"
+}
+_MOST_NAME_BYTES = 255  # ext4, XFS, APFS; NTFS counts characters
+
+
+def find_bad_name(name: str, more: int = 0) -> str | None:
+    """Return in words why no file can have this name on Linux, macOS or Windows; None if it can.
+
+    ``more``: bytes that will be added to it.
+    """
+    if "/" in name or "\\" in name:
+        return "it is a name alone, without a folder"
+    if bad := sorted(_FORBIDDEN & set(name)):
+        return f"no file's name may hold {bad[0]!r} everywhere; remove it"
+    if not name.strip(". ") or name[-1] in ". ":
+        return "a file's name may not end in a dot or a space, nor be empty; change it"
+    if name.split(".")[0].rstrip().lower() in _DEVICES:
+        return f"{name.split('.')[0]} is a device on Windows; choose another name"
+    try:
+        length = len(name.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:
+        return "it holds half of a surrogate pair; correct it"
+    if length + more > _MOST_NAME_BYTES:
+        return (
+            f"it has {length} bytes, and file names may have {_MOST_NAME_BYTES - more} before what is added; shorten it"
+        )
+    return None
+
+
 def written_path(text: str, where: str) -> Path:
     """Return the path that a person wrote, with ``~`` resolved; it need not exist. ``where`` begins the message.
 
@@ -436,11 +472,16 @@ def _checked_head(body: bytes) -> bytes:
     return b'{"crc32":"%08x","content":' % zlib.crc32(body)
 
 
+def seal_json(content: Any) -> bytes:
+    """Return ``content`` as JSON behind a checksum of itself, as :func:`read_checked_json` reads it."""
+    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass") + b"}\n"
+    return _checked_head(body) + body
+
+
 def write_checked_json(path: str | Path, content: Any) -> None:
     """Write ``content`` as JSON behind a checksum of itself, for :func:`read_checked_json`."""
-    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass") + b"}\n"
     with atomic_path(path) as temporary:
-        temporary.write_bytes(_checked_head(body) + body)
+        temporary.write_bytes(seal_json(content))
 
 
 def read_checked_json(path: str | Path) -> Any:
@@ -450,7 +491,11 @@ def read_checked_json(path: str | Path) -> Any:
         OSError: it cannot be read.
         ValueError: not a byte of it can be relied on.
     """
-    data = Path(path).read_bytes()
+    return unseal_json(Path(path).read_bytes())
+
+
+def unseal_json(data: bytes) -> Any:
+    """Return what :func:`seal_json` was given; ValueError where the checksum does not fit."""
     head, body = data[:_CHECKED_HEAD], data[_CHECKED_HEAD:]
     if head != _checked_head(body):
         raise ValueError("its checksum does not fit")
@@ -474,20 +519,25 @@ def write_manifest(folder: Path) -> None:
     write_checked_json(folder / MANIFEST, {path.name: checksum(path) for path in sorted(folder.iterdir())})
 
 
-def find_change(folder: Path) -> str | None:
-    """Return in words which file of ``folder`` is missing or not as :func:`write_manifest` saw it; None for none."""
+def find_change(folder: Path, files: Collection[str] | None = None) -> str | None:
+    """Return in words which file of ``folder`` is missing or not as :func:`write_manifest` saw it; None for none.
+
+    ``files``: look at these only.
+    """
     try:
         known = read_checked_json(folder / MANIFEST)
     except FileNotFoundError:
-        return f"it has no {MANIFEST}"
+        return f"{folder} has no {MANIFEST}"
     except (OSError, ValueError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
+        return f"{folder / MANIFEST} cannot be read ({error})"
     for name, stored in known.items():
+        if files is not None and name not in files:
+            continue
         try:
             if checksum(folder / name) != stored:
-                return f"{name} is damaged (its checksum does not fit)"
+                return f"{folder / name} is damaged (its checksum does not fit)"
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror or error})"
+            return f"{folder / name} cannot be read ({error.strerror or error})"
     return None
 
 

@@ -36,6 +36,7 @@ from library.config.markers import (
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.optimizer_types import estimates_step_size
 from library.errors import UserError
+from library.files import find_bad_name
 
 
 def _without_dropouts(pairs: list[str]) -> list[str]:
@@ -50,6 +51,7 @@ DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "wa
 Scheduler = Literal[("constant", "constant_with_warmup", *DECAYING)]  # type: ignore[valid-type]
 WarmUp = Annotated[StepsOrShare, OnlyWith(lr_scheduler=("constant_with_warmup", *DECAYING))]
 LeastRate = Annotated[Fraction, OnlyWith(lr_scheduler=DECAYING)]
+_NAME_GROWS = 72  # bytes: "-step00000000-state", and what a file is called while it is written (library.files)
 _CHECKPOINTED = OnlyWith(gradient_checkpointing=True)
 SAMPLED = OnlyWith(sample_prompts=True)
 _QUANTISED = OnlyWith(any_of=True, fp8_base=True, fp8_scaled=True)
@@ -441,6 +443,7 @@ class SavingConfig(Section):
         description="file name of the LoRA, without suffix",
         json_schema_extra={"pattern": r"^[^/\\]+$"},
     )
+    overwrite: bool = Field(False, description="replace a finished result of other settings, of the same output_name")
     save_every_n_steps: Positive | None = Field(None, description="save every so many optimizer steps")
     save_every_n_epochs: Positive | None = Field(None, description="save every so many epochs")
     save_last_n_steps: Annotated[Positive | None, OnlyWith(save_every_n_steps=True)] = Field(
@@ -499,8 +502,10 @@ class SavingConfig(Section):
     @field_validator("output_name")
     @classmethod
     def _is_a_file_name(cls, value: str) -> str:
-        if not value or set(value) & {"/", "\\"}:
+        if set(value) & {"/", "\\"}:
             raise ValueError("it is a file's name alone; put the folder into output_dir")
+        if problem := find_bad_name(value, _NAME_GROWS):
+            raise ValueError(problem)
         return value
 
 
@@ -559,6 +564,13 @@ class LoggingConfig(Section):
         None, description="run name in wandb; default output_name"
     )
     log_every_n_steps: Positive = Field(1, description="write metrics every so many steps; each reads the loss once")
+
+    @field_validator("log_tracker_name")
+    @classmethod
+    def _names_a_folder(cls, value: str) -> str:
+        if problem := find_bad_name(value):
+            raise ValueError(problem)
+        return value
 
 
 class AccelerateConfig(Section):

@@ -97,6 +97,7 @@ def export_hf(
     folder: str | Path,
     dtype: torch.dtype | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Write ``model`` in transformers' format, ``config.json`` and ``model.safetensors``; return the folder.
 
@@ -107,6 +108,7 @@ def export_hf(
         folder: made if needed.
         dtype: of the file; default: each weight's own.
         weights: its parameters by name, where the model itself holds only parts of them.
+        metadata: more of the weights' file.
     """
     folder = Path(folder)
     state = dict(weights or model.named_parameters())
@@ -123,7 +125,7 @@ def export_hf(
         rows = state[ours].detach()[start:stop].to(layout[name][0])
         return rows.t() if transposed else rows
 
-    stream_safetensors(folder / "model.safetensors", layout, produce, {"format": "pt"})
+    stream_safetensors(folder / "model.safetensors", layout, produce, {"format": "pt", **(metadata or {})})
     stored = str(layout[next(iter(layout))][0]).removeprefix("torch.")
     config = config_to_hf(model.config) | {"torch_dtype": stored}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")

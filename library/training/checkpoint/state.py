@@ -3,6 +3,7 @@
     weights.safetensors      what is trained, in the dtype that it is trained in, in full
     optimizer.json           and optimizer.safetensors, schedule.json, scaler.json, average.json: state dicts
     position.json            the ``Position``, the base model's fingerprint, the settings that must be the same
+    checksums.json           of all of these; nothing is used that does not fit them
 
 Random numbers need no saving, they are functions of seed, step and sample. The optimizer's state carries its learning
 rate and arguments, so a resumed run would silently ignore new ones: options marked ``MustMatch`` in the schema are
@@ -14,31 +15,32 @@ reading gives back exactly what was written.
 
 ``resume = "auto"`` goes on from the newest complete state in the output folder. A process may have been killed at any
 moment, so the folder is put in order first: half-written files and folders go, and what was being replaced is put back
-(``library.files``). A state counts if every file in it is complete; one that is not is named and ignored. The newest is
-the one saved last, by the time written in it.
+(``library.files``). A state counts if every file in it is as it was written; one that is not is named and passed over.
+The newest is the one saved last, by the time written in it, of those in the output folder and of those of this run in
+the fallback folder, which the output folder did not take. If there are states and none is whole, the run does not
+begin: it would write over what can perhaps be rescued.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from library.config.schema import SavingConfig
 from library.errors import UserError
-from library.files import atomic_folder, clear_leftovers, write_text
-from library.safetensors_io import read_safetensors_header, write_safetensors
+from library.files import MANIFEST, atomic_folder, clear_leftovers, find_change, write_manifest, write_text
+from library.safetensors_io import write_safetensors
+from library.training.checkpoint.saving import fallback_folder
 
 WEIGHTS, POSITION = "weights.safetensors", "position.json"
 AUTO = "auto"
@@ -87,6 +89,7 @@ def save_training_state(
     position: Position,
     base: str,
     settings: Mapping[str, Any] | None = None,
+    home: Path | None = None,
 ) -> None:
     """Write a state folder in one step, replacing an older one of the same name.
 
@@ -97,17 +100,25 @@ def save_training_state(
         position: how far the run is.
         base: the base model's fingerprint, checked when resuming.
         settings: of ``resume_keys``, checked when resuming.
+        home: the run's output folder, by which it knows its state again in the fallback folder.
 
     Raises:
         WriteError: the disk is full or cannot be written to; the older state is as it was.
         UserError: a part's state holds something that cannot be written.
     """
     about = asdict(position) | {"base": base, "settings": dict(settings or {}), "saved": time.time()}
+    about["home"] = _home(home or folder.parent)
     with atomic_folder(folder) as temporary:
         write_safetensors(temporary / WEIGHTS, weights)
         for name, state in states.items():
             write_state(temporary / name, state)
         write_text(temporary / POSITION, json.dumps(about))
+        write_manifest(temporary)
+
+
+def _home(folder: Path) -> str:
+    """Return what stands for a run's output folder: its path is nobody else's business where states are uploaded."""
+    return hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | None = None) -> Position:
@@ -118,14 +129,11 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
             ``resume_keys``), or of another ``base`` than the one with this fingerprint.
     """
     folder = Path(folder)
-    if lacking := _find_lacking(folder):
-        raise UserError(f"resume: {lacking}")
+    check_whole(folder, [POSITION])
+    saved = json.loads((folder / POSITION).read_text(encoding="utf-8"))
     try:
-        saved = json.loads((folder / POSITION).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"resume: {folder / POSITION} cannot be read ({error}); resume from another state") from None
-    try:
-        saved_base, then, _ = saved.pop("base"), saved.pop("settings"), saved.pop("saved", None)
+        saved_base, then = saved.pop("base"), saved.pop("settings")
+        del saved["saved"], saved["home"]
         position = Position(**saved)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"resume: {folder} {_OF_ANOTHER_VERSION.format(f'{POSITION} does not fit: {error}')}") from None
@@ -149,6 +157,8 @@ def _find_lacking(folder: Path) -> str | None:
         return f"{folder} is not a training state of Tandem (it has no {POSITION}); give a folder that save_state wrote"
     if not (folder / WEIGHTS).is_file():
         return f"{folder} {_OF_ANOTHER_VERSION.format(f'it has no {WEIGHTS}')}"
+    if not (folder / MANIFEST).is_file():
+        return f"{folder} {_OF_ANOTHER_VERSION.format(f'it has no {MANIFEST}')}"
     return None
 
 
@@ -167,12 +177,10 @@ def check_state(
     Raises:
         UserError: with the reason.
     """
+    check_whole(Path(folder))
     position = read_position(folder, settings, base)
     if total_steps is not None:
         refuse_finished(folder, position, total_steps, finished_too)
-    for name in ("optimizer", "schedule"):
-        read_state(Path(folder) / name)
-    _read_weights(Path(folder))
 
 
 def refuse_finished(folder: str | Path, position: Position, total_steps: int, finished_too: bool = False) -> None:
@@ -210,8 +218,9 @@ def load_training_state(
             ``settings``, or holds other weights than the run trains.
     """
     folder = Path(folder)
+    check_whole(folder)
     position = read_position(folder, settings or {}, base)
-    weights = _read_weights(folder)
+    weights = load_file(folder / WEIGHTS)
     differing = [n for n in weights.keys() | shapes.keys() if n not in weights or weights[n].shape != shapes.get(n)]
     if differing:
         raise UserError(
@@ -232,42 +241,29 @@ def load_training_state(
     return position
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    file = folder / WEIGHTS
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"resume: {file} cannot be read ({error}); resume from another state") from None
-
-
-def resolve_resume(
-    resume: str | None, saving: SavingConfig, accelerator: Accelerator, say: Callable[[str], None]
-) -> str | None:
-    """Tidy the output folder, and return the state to ``resume``: the newest in it where that is "auto".
-
-    The main process looks; all return the same.
+def resolve_resume(resume: str | None, saving: SavingConfig, say: Callable[[str], None]) -> str | None:
+    """Tidy the output folder, and return the state to ``resume``: the newest where that is "auto".
 
     Args:
         resume: as the configuration has it.
         saving: of the run.
-        accelerator: not used in a collective way but for the answer.
         say: prints a line.
+
+    Raises:
+        UserError: there are states, and all of them are damaged.
     """
     folder, name = Path(saving.output_dir), saving.output_name
-    found: list[str | None] = [None]
-    if accelerator.is_main_process:
-        tidy([folder, folder / "samples"], say)
-        if resume == AUTO:
-            state = newest_state(folder, name, say)
-            if not saving.save_state:
-                say("note: without save_state only a run that is asked to stop leaves a state for resume = auto")
-            say(f"resume: going on from {state}" if state else f"resume: no state of {name} in {folder}; from scratch")
-            found = [None if state is None else str(state)]
+    fallback = fallback_folder(saving.save_fallback_dir, name)
+    tidy([folder, folder / "samples", fallback], say)
     if resume != AUTO:
         return resume
-    if accelerator.num_processes > 1:
-        broadcast_object_list(found)
-    return found[0]
+    state = newest_state(folder, name, say, fallback)
+    if not saving.save_state:
+        say(
+            "note: without save_state only a run that is asked to stop, or that fails, leaves a state for resume = auto"
+        )
+    say(f"resume: going on from {state}" if state else f"resume: no state of {name} in {folder}; from scratch")
+    return None if state is None else str(state)
 
 
 def tidy(folders: Iterable[Path], say: Callable[[str], None]) -> None:
@@ -277,34 +273,61 @@ def tidy(folders: Iterable[Path], say: Callable[[str], None]) -> None:
             say(f"{restored}: put back; the run that was replacing it did not get to the end")
 
 
-def newest_state(folder: Path, name: str, say: Callable[[str], None] = lambda _: None) -> Path | None:
-    """Return the state of the run ``name`` in ``folder`` that was saved last and is complete; None if there is none."""
+def newest_state(
+    folder: Path, name: str, say: Callable[[str], None] = lambda _: None, fallback: Path | None = None
+) -> Path | None:
+    """Return the state of the run ``name`` in ``folder`` that was saved last and is whole; None if there is none.
+
+    Args:
+        folder: the run's output folder.
+        name: its output name.
+        say: is told which states are passed over.
+        fallback: where states may lie, too, that ``folder`` did not take; those of other folders are not looked at.
+
+    Raises:
+        UserError: there are states, and all of them are damaged.
+    """
     pattern = re.compile(re.escape(name) + r"(-step\d{8}|-\d{6})?-state")
-    found: list[tuple[float, str]] = []
-    for state in sorted(folder.glob("*-state")):
-        if not pattern.fullmatch(state.name):
+    found: list[tuple[float, str, Path]] = []
+    damaged: list[Path] = []
+    places = [folder] if fallback is None or fallback.resolve() == folder.resolve() else [folder, fallback]
+    for state in (state for place in places for state in sorted(place.glob("*-state"))):
+        if not pattern.fullmatch(state.name) or (state.parent != folder and not _is_of(state, folder)):
             continue
         if damage := find_damage(state):
             say(f"resume: {damage}; passed over")
+            damaged.append(state)
             continue
         position = json.loads((state / POSITION).read_text(encoding="utf-8"))
-        found.append((position.get("saved") or (state / POSITION).stat().st_mtime, state.name))
-    return folder / max(found)[1] if found else None
+        found.append((position["saved"], state.name, state))
+    if damaged and not found:
+        which = f"{damaged[0]} and {len(damaged) - 1} others are" if len(damaged) > 1 else f"{damaged[0]} is"
+        raise UserError(
+            f"resume: {which} damaged and there is no other state of {name}; nothing was changed: put a copy back, "
+            "move it away to begin anew, or start from a LoRA or model that was saved (network_weights, init_from)"
+        )
+    return max(found)[2] if found else None
 
 
-def find_damage(state: Path) -> str | None:
-    """Return in words what is missing or cut off in a state folder; None if it is complete. No tensor is read."""
+def _is_of(state: Path, folder: Path) -> bool:
+    """Whether a state in a fallback folder is of a run that writes into ``folder``."""
+    try:
+        return bool(json.loads((state / POSITION).read_text(encoding="utf-8"))["home"] == _home(folder))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def find_damage(state: Path, files: Collection[str] | None = None) -> str | None:
+    """Return in words what is missing or damaged in a state folder, of ``files`` or of all; None if it is whole."""
+    return _find_lacking(state) or find_change(state, files)
+
+
+def check_whole(state: Path, files: Collection[str] | None = None) -> None:
+    """Raise a UserError where :func:`find_damage` finds something."""
     if lacking := _find_lacking(state):
-        return lacking
-    for file in sorted(state.iterdir()):
-        try:
-            if file.suffix == ".json":
-                json.loads(file.read_text(encoding="utf-8"))
-            elif file.suffix == ".safetensors":
-                read_safetensors_header(file)  # which looks at the file's length too
-        except (OSError, ValueError, UserError) as error:
-            return f"{file} cannot be read ({error})"
-    return None
+        raise UserError(f"resume: {lacking}")
+    if change := find_change(state, files):
+        raise UserError(f"resume: {change}; resume from another state, or with --resume auto, which passes it over")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from library.precision.fp8_linear import ddp_ignored_names
 from library.precision.recipe import Fp8Loader
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import LEAST_FACTS, save_facts, spec_fields, without_folders
+from library.training.checkpoint.output_folder import lasting_settings
 from library.training.checkpoint.state import Position, check_state, load_training_state
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer
@@ -72,7 +72,6 @@ class LoraTask(Task):
         weights = config.network.network_weights
         if weights and not Path(weights).exists():
             raise UserError(f"network_weights: {weights} does not exist; check the path")
-        _check_writable(Path(config.saving.output_dir))
 
     def check_saved(self, base: WeightFiles) -> None:
         """Look at the files a run goes on from, now that headers tell which model it is; no weights of it are read.
@@ -232,6 +231,7 @@ class LoraTask(Task):
             base_fingerprint=self.base_fingerprint,
             base_precision=self.base_precision,
             config=config,
+            settings=json.dumps(lasting_settings(self.asked)),
             version=__version__,
             **self.describe_file(),
         )
@@ -257,11 +257,3 @@ def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfi
     """Return the dtype of the frozen weights: as asked, or the dtype of the forward pass."""
     forward = "fp32" if training.mixed_precision == "no" else training.mixed_precision
     return PRECISIONS[forward if model.base_dtype == "auto" else model.base_dtype]
-
-
-def _check_writable(folder: Path) -> None:
-    """Check the nearest folder that exists; nothing is made yet."""
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        reason = "cannot be written to" if nearest.is_dir() else "is a file"
-        raise UserError(f"output_dir: {folder}: {nearest} {reason}; choose another folder")

@@ -19,13 +19,16 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from library.accelerator import build_accelerator, dp_rank_and_size
 from library.config.markers import resume_keys
 from library.console import Console
 from library.data.batches import MicroStep
+from library.errors import UserError
 from library.nn.modes import evaluating
+from library.training.checkpoint.output_folder import FolderLock, refuse_to_overwrite, try_writing
 from library.training.checkpoint.state import (
     AUTO,
     OutputNames,
@@ -116,9 +119,7 @@ class Task(ABC):
         self.accelerator = self.build_accelerator(config)
         self.console = Console(quiet=not self.accelerator.is_main_process, markup=False, highlight=False)
         self.resumes_finished = resume == AUTO  # a finished run too, whose end may be yet to come
-        say = partial(self.console.print, soft_wrap=True)
-        state = resolve_resume(resume, config.saving, self.accelerator, say)
-        self.config = config.model_copy(update={"training": config.training.model_copy(update={"resume": state})})
+        self.config = config
         self.seed: int = config.training.seed
         self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)
         self.summary: dict[str, str] = {}
@@ -127,6 +128,57 @@ class Task(ABC):
     @abstractmethod
     def check(self, config: Any) -> None:
         """Refuse what can be refused before anything is loaded."""
+
+    @contextmanager
+    def own_folder(self) -> Iterator[None]:
+        """Inside the block the output folder is this run's alone; ``config`` has the state that it goes on from.
+
+        Raises:
+            UserError: on every process: another run has the folder, it cannot be written to, holds another result, or
+                only damaged states.
+        """
+        config, answer = self.config, [None, None]  # the state, what is wrong
+        say = partial(self.console.print, soft_wrap=True)
+        lock = FolderLock(self.names.folder, self.names.name, say)
+        try:
+            if self.accelerator.is_main_process:
+                try:
+                    lock.acquire()
+                    answer[0] = resolve_resume(config.training.resume, config.saving, say)
+                    self._check_output(answer[0] is not None)
+                except UserError as error:
+                    answer[1] = str(error)
+            if self.accelerator.num_processes > 1:
+                broadcast_object_list(answer)
+            if answer[1] is not None:
+                raise UserError(answer[1])
+            training = config.training.model_copy(update={"resume": answer[0]})
+            self.config = config.model_copy(update={"training": training})
+            yield
+        finally:
+            lock.release()
+
+    def _check_output(self, resumed: bool) -> None:
+        saving, logging = self.config.saving, self.config.logging
+        if not (resumed or saving.overwrite):
+            refuse_to_overwrite(self.names.weights(self.names.stem()), self.asked)
+        try_writing(self.names.folder, self.names, 0)
+        if logging.log_with:
+            try_writing(Path(logging.logging_dir or self.names.folder / "logs"), self.names, 0, "logging_dir")
+
+    def check_room(self) -> None:
+        """Refuse a disk without room for one save of what is trained (on the main process).
+
+        Raises:
+            UserError: with the sizes.
+        """
+        saving, parameters = self.config.saving, self.parameters()
+        short = saving.save_precision not in (None, "fp32")
+        nbytes = sum(p.numel() * (2 if short else p.dtype.itemsize) for p in parameters)
+        if saving.save_state:
+            nbytes += sum(p.numel() * p.dtype.itemsize for p in parameters)  # and what the optimizer is going to keep
+        if self.accelerator.is_main_process:
+            try_writing(self.names.folder, self.names, nbytes)
 
     def build_accelerator(self, config: Any) -> Accelerator:
         return build_accelerator(config.accelerate, config.training, config.saving, config.logging, config.parallel)

@@ -21,7 +21,7 @@ from tests.training.checkpoint.test_state import _states
 from tests.training.parallel.test_launchers import SAME_IN_FP32
 from tests.worker_group import run_in_group
 
-DEAD = f"{atomic._machine()}-{os.getpid()}-1"  # a process of this number that began at another time
+DEAD = f"{atomic.machine_name()[1]}-{os.getpid()}-1"  # a process of this number that began at another time
 
 
 def _state(folder: Path, name: str, step: int) -> Path:
@@ -42,6 +42,33 @@ def test_the_state_saved_last_is_found_and_a_damaged_one_passed_over(tmp_path: P
     assert newest_state(tmp_path, "cat", said.append) == tmp_path / "cat-000001-state"
     assert "cat-step00000020-state/optimizer.safetensors" in said[0]
     assert "passed over" in said[0]
+
+
+def test_where_no_state_is_whole_nothing_begins_anew_over_them(tmp_path: Path) -> None:
+    for name in ("cat-step00000020-state", "cat-state"):
+        (_state(tmp_path, name, 20) / "schedule.json").unlink(missing_ok=True)
+        (tmp_path / name / "optimizer.json").unlink()
+    with pytest.raises(UserError) as refused:
+        newest_state(tmp_path, "cat")
+    assert str(refused.value).startswith(
+        f"resume: {tmp_path / 'cat-state'} and 1 others are damaged and there is no ot"
+    )
+    assert newest_state(tmp_path, "dog") is None
+
+
+def test_a_state_that_the_output_folder_did_not_take_is_found_by_its_run_alone(tmp_path: Path) -> None:
+    mine, theirs, fallback = tmp_path / "mine", tmp_path / "theirs", tmp_path / "fallback"
+    _state(mine, "cat-step00000010-state", 10)
+    parts = _states()
+    save_training_state(
+        fallback / "cat-step00000020-state", {"a": torch.ones(1)}, parts, Position(step=20), "base", home=mine
+    )
+    assert newest_state(mine, "cat", fallback=fallback) == fallback / "cat-step00000020-state"
+    assert newest_state(theirs, "cat", fallback=fallback) is None
+    (fallback / "cat-step00000020-state" / "weights.safetensors").write_bytes(b"")
+    said: list[str] = []
+    assert newest_state(mine, "cat", said.append, fallback) == mine / "cat-step00000010-state"
+    assert "weights.safetensors is damaged" in said[0]
 
 
 @pytest.mark.parametrize("name", ["position.json", "optimizer.json", "optimizer.safetensors", "weights.safetensors"])

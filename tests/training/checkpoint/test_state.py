@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from library.config import load_config
 from library.config.markers import resume_keys
 from library.errors import UserError
+from library.files import write_manifest
 from library.training.checkpoint.state import (
     OutputNames,
     Position,
@@ -104,7 +107,8 @@ def test_a_folder_that_is_not_a_state_of_this_version_is_refused_with_what_it_la
     def refusal() -> str:
         with pytest.raises(UserError) as caught:
             read_position(state, {})
-        assert newest_state(tmp_path, "x") is None  # resume = "auto" passes it over too
+        with pytest.raises(UserError, match="nothing was changed"):  # resume = "auto" does not begin anew over it
+            newest_state(tmp_path, "x")
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -121,6 +125,8 @@ def test_a_position_of_another_version_is_refused(tmp_path: Path) -> None:
     save_training_state(tmp_path / "x-state", {"a": torch.ones(1)}, _states(), Position(), "base")
     for text in ("{}", "[]", '{"base": "base", "settings": {}, "windows": 3}'):
         (tmp_path / "x-state" / "position.json").write_text(text)
+        (tmp_path / "x-state" / "checksums.json").unlink()
+        write_manifest(tmp_path / "x-state")
         with pytest.raises(UserError, match="of another version of Tandem .position.json does not fit: .*start a new"):
             read_position(tmp_path / "x-state", {})
 
@@ -159,10 +165,16 @@ def test_a_damaged_state_is_refused_by_name(tmp_path: Path) -> None:
             load(tmp_path / "x-state", {"a": torch.ones(1)}, parts or _parts(), "base")
         return str(caught.value)
 
-    (saved() / "weights.safetensors").write_text("no tensors")
-    assert "weights.safetensors cannot be read" in refusal()
-    (saved() / "position.json").write_text("{")
-    assert "position.json cannot be read" in refusal()
+    draw = random.Random(0)
+    for name in ("weights.safetensors", "position.json", "optimizer.json", "optimizer.safetensors", "checksums.json"):
+        whole = (saved() / name).read_bytes()
+        for place in {0, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(30))}:
+            changed = bytearray(whole)
+            changed[place] ^= 1 << draw.randrange(8)
+            (tmp_path / "x-state" / name).write_bytes(changed)
+            assert re.search(rf"{name} (is damaged|cannot be read).*; resume from another state", refusal()), place
+        (saved() / name).unlink()
+        assert name in refusal()
     saved()
     two = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(2)])
     assert "the saved optimizer does not fit this run" in refusal({"optimizer": two})
