@@ -229,6 +229,11 @@ def is_model_parallel(accelerator: Accelerator) -> bool:
     return is_sharded(accelerator) or model_parallel_rank_and_size(accelerator)[1] > 1
 
 
+def has_whole_model(accelerator: Accelerator) -> bool:
+    """Return whether this process has all weights and all of the optimizer's state, as those of DDP have."""
+    return not is_model_parallel(accelerator) and zero_stage(accelerator) == 0
+
+
 def dp_rank_and_size(accelerator: Accelerator) -> tuple[int, int]:
     """Return (rank, size) among the processes that have batches of their own.
 

@@ -56,6 +56,7 @@ def flags(place: Path, output: Path, model_type: str = "llama", **settings: obje
         "train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "seed": 3,
+        "overwrite": True,
     }
     words: list[str] = []
     for key, value in (values | settings).items():

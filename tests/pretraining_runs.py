@@ -46,6 +46,7 @@ def flags(corpus: Path, output: Path, **settings: object) -> list[str]:
         "lr_warmup_steps": 2,
         "output_dir": output,
         "seed": 5,
+        "overwrite": True,
     }
     words: list[str] = []
     for key, value in (defaults | settings).items():

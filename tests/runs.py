@@ -76,6 +76,7 @@ def arguments(base: Path, dataset: Path, output: Path, **settings: object) -> li
         "max_train_steps": 4,
         "max_data_loader_n_workers": 0,
         "seed": 3,
+        "overwrite": True,
     }
     flags: list[str] = []
     for key, value in (defaults | settings).items():

@@ -273,6 +273,7 @@ class FixBuilder:
             "dim_from_weights": True,
             "output_dir": str(output),
             "output_name": "taught",
+            "overwrite": True,
             "dataset_config": calibration.dataset_config,
             "cache_directory": calibration.cache_directory,
             "masked_loss": calibration.masked_loss,

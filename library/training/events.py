@@ -32,6 +32,7 @@ class RunEvents:
         stopped: whether training is to end before its last step.
         stop_request: from outside, that stopped the run.
         val_losses: every validation loss so far.
+        state_saved_at: the step of the last state.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RunEvents:
         self.stopped = False
         self.stop_request: StopRequest = NOTHING
         self.val_losses: list[float] = []
+        self.state_saved_at: int | None = None
         self._validated_at: int | None = None
         self._sampled_at: int | None = None
         fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
@@ -120,13 +122,17 @@ class RunEvents:
         }[what, unit]
         return every is not None and count % every == 0 and (what != "validate" or self.task.validates)
 
-    def save_before_fault(self, position: Position) -> str | None:
-        """Save weights and state as they are before a step that cannot be taken; return the weights' path, if any."""
+    def save_before_fault(self, position: Position, alone: bool = False) -> str | None:
+        """Save weights and state as they are before a step that cannot be taken; return the weights' path, if any.
+
+        Every process comes by, unless this one is ``alone``, which then writes whichever it is.
+        """
         if position.step == 0:
             return None
         stem = self.names.stem(step=position.step)
-        self._save(stem, position, with_state=True, last=lambda: self.requests.signalled)
-        return shown_path(self.names.weights(stem))
+        if not alone or self.state_saved_at != position.step:
+            self._save(stem, position, True, lambda: self.requests.signalled, alone)
+        return shown_path((self.writer.in_fallback or [self.names.weights(stem)])[0])
 
     def after_step(self, position: Position) -> None:
         """Do what is due after an optimizer step."""
@@ -179,10 +185,10 @@ class RunEvents:
             plot_runs([self.names.folder], self.names.folder / "lr.png")
             images.append(self.names.folder / "lr.png")
 
-        self.writer.write_optional(plot)
+        self.writer.write_optional(plot, "lr.png")
         if self.task.sampler is not None:
             sheets = self.task.sampler.write_sheets
-            self.writer.write_optional(lambda: images.extend(sheets()))
+            self.writer.write_optional(lambda: images.extend(sheets()), "the sheets of samples")
         return images
 
     def _validate(self, step: int) -> float | None:
@@ -229,20 +235,29 @@ class RunEvents:
             if self.task.accelerator.is_main_process or together:
                 sampler, transformer = self.task.sampler, self.task.transformer
                 stopping = (lambda: False) if together else (lambda: self.requests.signalled)
-                self.writer.write_optional(lambda: sampler.sample(transformer, step, stopping))
+                self.writer.write_optional(lambda: sampler.sample(transformer, step, stopping), "sampling")
                 if files := sampler.sampled.get(step):
                     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
                     self.progress.note(f"sampled at step {step}: {shown_path(files[0])}{more}")
             self.task.accelerator.wait_for_everyone()
 
-    def _save(self, stem: str, position: Position, with_state: bool, last: Callable[[], bool] | None = None) -> bool:
+    def _save(
+        self,
+        stem: str,
+        position: Position,
+        with_state: bool,
+        last: Callable[[], bool] | None = None,
+        alone: bool = False,
+    ) -> bool:
         """Save the weights, and a state; return on the main process whether that could be done.
 
-        ``last`` is given when there is no later: it tells whether the process is about to be ended.
+        ``last`` is given when there is no later: it tells whether the process is about to be ended. With ``alone`` this
+        process does it, and the others know nothing of it.
         """
         saved: list[Path] | None = None
+        main = self.task.accelerator.is_main_process
         with self.progress.phase("saving"), self.task.gathered(with_state):
-            if self.task.accelerator.is_main_process:
+            if main or alone:
 
                 def write(folder: Path) -> list[Path]:
                     return self._write(replace(self.names, folder=folder), stem, position, with_state)
@@ -254,10 +269,13 @@ class RunEvents:
                 )
                 if saved:
                     self.progress.note(f"saved at step {position.step}: {shown_path(saved[0])}")
-                if self.upload is not None:
+                if self.upload is not None and not alone:  # what is left over is uploaded by the run that goes on
                     for path in saved or []:
                         self.upload.push(path)
-            self.task.accelerator.wait_for_everyone()
+            if not alone:
+                self.task.accelerator.wait_for_everyone()
+        if with_state and (saved or not main):
+            self.state_saved_at = position.step
         return saved is not None
 
     def _write(self, names: OutputNames, stem: str, position: Position, with_state: bool) -> list[Path]:
@@ -270,7 +288,8 @@ class RunEvents:
             saved += [folder] if self.task.config.hub.save_state_to_huggingface else []
             if self.upload is not None:
                 self.upload.note(saved)  # a run that goes on from this state uploads them, should this one be killed
-            save_training_state(folder, task.weights(), task.state(), position, task.base_fingerprint, task.settings)
+            weights, state, home = task.weights(), task.state(), self.names.folder
+            save_training_state(folder, weights, state, position, task.base_fingerprint, task.settings, home)
         return saved
 
     @contextmanager

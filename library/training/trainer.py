@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from library.accelerator import has_whole_model
 from library.data.batches import MicroStep
 from library.errors import UserError
+from library.processes import watched
 from library.randomness import derive_seed
-from library.training.checkpoint.hub import build_upload
+from library.training.checkpoint.hub import HubUpload, build_upload
 from library.training.checkpoint.state import Position
 from library.training.events import RunEvents
 from library.training.guard.nonfinite import respond
-from library.training.guard.update_guard import UpdateGuard
+from library.training.guard.update_guard import UpdateGuard, all_finite
 from library.training.memory.budget import when_memory_runs_out
 from library.training.optim.lr_tracker import StepSizeMonitor, distance_starts, read_learning_rates
 from library.training.report.metrics import MetricsStream, of_each_process, peak_memory_bytes, write_config
@@ -47,27 +48,70 @@ class Trainer:
             UserError: anything in the configuration, the data or the model that a user can fix; a step is not finite,
                 or does not fit into memory.
         """
-        task, config, accelerator = self.task, self.task.config, self.task.accelerator
+        with self.task.own_folder():
+            upload = self._prepare()
+            task, folder = self.task, self.task.names.folder
+            self.first_step = self.position.step
+            write_config(folder, task.asked, task.accelerator)
+            self.metrics = MetricsStream(
+                folder / "metrics.jsonl", task.accelerator, task.config.logging, self.first_step
+            )
+            with TrainingProgress(task.console, task.total_steps, task.total_epochs, self.first_step) as self.progress:
+                self.events = RunEvents(task, self.metrics, self.progress, upload, self.first_step)
+                with self.events.requests.listening():
+                    self._train_or_save()
+            self.events.finish(self.position)
+        return self.events
+
+    def _prepare(self) -> HubUpload | None:
+        """Look at what was asked for, load data and model, find the position; return what uploads."""
+        task, config = self.task, self.task.config
         try:
             task.open()
             upload = build_upload(
-                config.hub, accelerator, task.console, config.saving.output_dir, bool(config.training.resume)
+                config.hub, task.accelerator, task.console, config.saving.output_dir, bool(config.training.resume)
             )
             task.prepare()
+            task.check_room()
         except KeyboardInterrupt:
             raise KeyboardInterrupt("before the first step; what is cached is kept") from None
         self.position = task.resume(config.training.resume) if config.training.resume else task.begins_at()
-        write_config(task.names.folder, task.asked, accelerator)
-        step, folder = self.position.step, task.names.folder
-        self.metrics = MetricsStream(folder / "metrics.jsonl", accelerator, config.logging, step)
-        with TrainingProgress(task.console, task.total_steps, task.total_epochs, step) as self.progress:
-            self.events = RunEvents(task, self.metrics, self.progress, upload, step)
-            with self.events.requests.listening():
+        return upload
+
+    def _train_or_save(self) -> None:
+        """Train to the end; whatever goes wrong, save the last good step before it is said."""
+        try:
+            with watched(self.task.accelerator):
                 self.events.at_start(self.position)
                 self.train()
                 self.events.at_end(self.position)
-        self.events.finish(self.position)
-        return self.events
+        except BaseException:
+            known = self.events.state_saved_at == self.position.step  # and told, by who raised this
+            if (saved := self._keep_good_steps()) and not known:
+                line = f"what was learnt up to step {self.position.step} is in {saved}: go on with --resume auto"
+                if self.task.accelerator.is_main_process:
+                    self.progress.note(line)
+                else:
+                    print(line, flush=True)
+            raise
+
+    def _keep_good_steps(self) -> str | None:
+        """Go back to the last good step, and save it; return the weights' path, None if there is nothing to keep.
+
+        Each process does this by itself: another one may be the one that failed, or wait for this one. So weights that
+        are split among processes cannot be saved.
+        """
+        if not hasattr(self, "guard") or not has_whole_model(self.task.accelerator):
+            return None
+        try:
+            intact = self.guard.rollback(self.position)
+            weights = [parameter.detach() for parameter in self.task.parameters()]
+            if not intact or self.position.step <= self.first_step or not bool(all_finite(weights)):
+                return None
+            return self.events.save_before_fault(self.position, alone=True)
+        except (Exception, KeyboardInterrupt) as error:  # a device that is lost; what was saved before stays
+            self.progress.note(f"warning: the last steps could not be saved ({str(error).partition(chr(10))[0]})")
+            return None
 
     def train(self) -> None:
         """Train from ``position`` until ``total_steps`` optimizer steps are done, or the run is to stop."""
@@ -163,11 +207,7 @@ class Trainer:
 
     def _out_of_memory(self, batch: Any) -> UserError:
         """Go back before the step that does not fit, save, and return the error that names its batch."""
-        step, alone = self.position.step + 1, self.task.accelerator.num_processes == 1
-        intact, saved = self.guard.rollback(self.position), None
-        if alone and intact:  # the other processes wait in a collective that this one does not reach
-            with suppress(RuntimeError, MemoryError):
-                saved = self.events.save_before_fault(self.position)
+        step, saved = self.position.step + 1, self._keep_good_steps()
         last = f"last checkpoint: {saved}" if saved else "nothing was saved"
         what, advice = self.task.describe_batch(batch), self.task.memory_advice()
         return UserError(f"out of memory in step {step}: {what} does not fit; {last}; {advice}")

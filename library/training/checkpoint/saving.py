@@ -20,6 +20,7 @@ from pathlib import Path
 from library.config.schema import SavingConfig
 from library.errors import NotFiniteError, UserError, WriteError
 from library.files import discard
+from library.training.memory.budget import release
 
 Write = Callable[[Path], list[Path]]  # writes into a folder; returns what it wrote
 
@@ -89,12 +90,16 @@ class CheckpointWriter:
                     time.sleep(min(0.2, wait))
         raise AssertionError("unreachable")
 
-    def write_optional(self, write: Callable[[], object]) -> None:
-        """Write what a run can do without (images, plots); say so if that fails."""
+    def write_optional(self, write: Callable[[], object], what: str) -> None:
+        """Write what a run can do without (images, plots); say so if that fails, whatever the reason."""
         try:
             write()
         except (WriteError, NotFiniteError) as error:
             self.say(f"warning: {error}; left out")
+        except Exception as error:
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
+            self.say(f"warning: {what} failed ({type(error).__name__}: {reason}); left out, the run goes on")
+            release()
 
     def report(self) -> None:
         """Let the run end with an error if its result is not where it should be.

@@ -25,8 +25,6 @@ from types import FrameType
 import torch
 from accelerate import Accelerator
 
-from library.processes import watched
-
 FILES = ("STOP", "SAVE", "SAMPLE")
 STOPPED_BY_FILE = 3  # exit code; a signal's is 128 + its number, as a shell has it
 # Windows has no SIGHUP; a closed window and Ctrl-Break arrive there as SIGBREAK
@@ -102,7 +100,8 @@ class SignalHandler:
     def listening(self) -> Iterator[None]:
         """Inside the block the first signal is kept for :meth:`look` and the second has its usual effect.
 
-        A launcher's signal to a process that has lost another would be kept for ever: see ``library.processes``.
+        A launcher's signal to a process that has lost another would be kept for ever: see ``watched`` in
+        ``library.processes``, which belongs inside.
         """
         before = {}
         for number in _SIGNALS:
@@ -110,8 +109,7 @@ class SignalHandler:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a shell's background job
                     before[number] = signal.signal(number, self._on_signal)
         try:
-            with watched(self._accelerator):
-                yield
+            yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

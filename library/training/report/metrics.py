@@ -16,7 +16,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,16 +42,27 @@ class MetricsStream:
     """Appends to ``metrics.jsonl`` on the main process and passes the same values to accelerate's trackers."""
 
     def __init__(self, path: Path, accelerator: Accelerator, logging: LoggingConfig, resume_step: int) -> None:
-        """Open the stream; what a resumed run is going to write again is cut off, a new run starts a new file."""
+        """Open the stream; what a resumed run is going to write again is cut off, a new run starts a new file.
+
+        Raises:
+            UserError: a tracker cannot be started.
+        """
         self._accelerator = accelerator
         self._path = path
-        self._waiting, self._warned = b"", False
+        self._waiting, self._warned, self._tracker_warned = b"", False, False
         self._there: set[frozenset[str]] = set()  # keys of the lines that an interrupted run wrote of that step
         if logging.log_with:
             run = {"wandb": {"name": logging.wandb_run_name}} if logging.wandb_run_name else {}
-            accelerator.init_trackers(logging.log_tracker_name, init_kwargs=run)
+            try:
+                accelerator.init_trackers(logging.log_tracker_name, init_kwargs=run)
+            except Exception as error:  # of packages that raise what they like: no network, no rights, no account
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UserError(f"log_with: {logging.log_with} cannot be started ({reason}); put that right, or remove "
+                                "log_with") from error  # fmt: skip
         if accelerator.is_main_process:
-            lines = path.read_text(encoding="utf-8").splitlines() if resume_step and path.exists() else []
+            lines = (
+                path.read_text(encoding="utf-8", errors="replace").splitlines() if resume_step and path.exists() else []
+            )
             remaining = [line for line in lines if (_parse(line) or {"step": float("inf")})["step"] <= resume_step]
             write_text(path, "".join(line + "\n" for line in remaining))
             self._there = {frozenset(line) for line in map(json.loads, remaining) if line["step"] == resume_step}
@@ -63,7 +74,19 @@ class MetricsStream:
         if self._accelerator.is_main_process and not again:
             self._waiting += (json.dumps(values) + "\n").encode()
             self._append()
-        self._accelerator.log({k: v for k, v in values.items() if k != "step"}, step=int(values["step"]))
+        log, numbers = self._accelerator.log, {k: v for k, v in values.items() if k != "step"}
+        self._tell_trackers(lambda: log(numbers, step=int(values["step"])))
+
+    def _tell_trackers(self, tell: Callable[[], None]) -> None:
+        """Trackers write a copy: one that fails is no reason to end a run."""
+        try:
+            tell()
+        except Exception as error:
+            if not self._tracker_warned:
+                reason = (str(error).strip() or "no reason given").splitlines()[0]
+                print(f"warning: log_with: a tracker failed ({type(error).__name__}: {reason}); the run goes on, and "
+                      f"{self._path} has everything", file=sys.stderr)  # fmt: skip
+            self._tracker_warned = True
 
     def _append(self) -> None:
         """Write what waits, full lines or nothing; a full disk gets another chance with the next line."""
@@ -87,7 +110,7 @@ class MetricsStream:
         """Write what waits, and let the trackers do so."""
         if self._waiting:
             self._append()
-        self._accelerator.end_training()
+        self._tell_trackers(self._accelerator.end_training)
 
 
 def write_config(folder: Path, config: BaseModel, accelerator: Accelerator) -> None:

@@ -137,7 +137,8 @@ class Task(ABC):
             UserError: on every process: another run has the folder, it cannot be written to, holds another result, or
                 only damaged states.
         """
-        config, answer = self.config, [None, None]  # the state, what is wrong
+        config = self.config
+        answer: list[str | None] = [None, None]  # the state, what is wrong
         say = partial(self.console.print, soft_wrap=True)
         lock = FolderLock(self.names.folder, self.names.name, say)
         try:

@@ -87,11 +87,12 @@ def test_a_first_ctrl_c_is_answered_while_sampling_and_the_rest_of_the_samples_i
 
 def test_ctrl_c_before_the_first_step_ends_it_with_one_line() -> None:
     code = (
-        "import sys\n"
+        "from contextlib import nullcontext\n"
         "from library.errors import exit_on_user_error\n"
         "from library.training.trainer import Trainer\n"
         "class Task:\n"
         "    config = accelerator = None\n"
+        "    own_folder = nullcontext\n"
         "    def open(self): raise KeyboardInterrupt\n"
         "exit_on_user_error(Trainer(Task()).run)()\n"
     )

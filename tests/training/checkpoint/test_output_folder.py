@@ -1,0 +1,231 @@
+"""What is looked at in the output folder before a run begins: who has it, what is in it, what can be written."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from library.config import load_config
+from library.errors import UserError
+from library.files import machine_name, process_began, seal_json, unseal_json
+from library.training.checkpoint.output_folder import FolderLock
+from tests.processes import LIMIT
+from tests.runs import ROOT, run
+
+
+def lock(folder: Path, said: list[str] | None = None) -> FolderLock:
+    return FolderLock(folder, "cat", (said if said is not None else []).append)
+
+
+def held_by(folder: Path, **changes: object) -> None:
+    """Write the lock of a process."""
+    boot, machine = machine_name()
+    holder = {"pid": os.getpid(), "began": process_began(os.getpid()), "host": platform.node(), "boot": boot}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".lock").write_bytes(seal_json(holder | {"machine": machine, "run": "dog", "since": 0} | changes))
+
+
+def test_a_folder_is_one_runs_until_it_gives_it_back(tmp_path: Path) -> None:
+    first = lock(tmp_path / "out")
+    first.acquire()
+    with pytest.raises(UserError) as refused:
+        lock(tmp_path / "out").acquire()
+    who = rf"the run cat writes into {tmp_path / 'out'} since \d{{4}}-.* \(process {os.getpid()} on {platform.node()}\)"
+    assert re.search(rf"^output_dir: {who}; wait for it, stop it \(a file STOP there does\)", str(refused.value))
+    first.release()
+    assert list((tmp_path / "out").iterdir()) == []
+    second = lock(tmp_path / "out")
+    second.acquire()
+    first.release()  # is no longer its own
+    assert (tmp_path / "out/.lock").exists()
+    second.release()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pid": 2**22 + 1},  # more than Linux gives
+        {"began": 1},  # the number was given again
+        {"boot": "0", "machine": "0"},  # the machine has been started anew
+    ],
+    ids=["gone", "another process", "another start"],
+)
+def test_what_a_killed_run_left_behind_is_taken_over_with_a_line(changes: dict[str, object], tmp_path: Path) -> None:
+    held_by(tmp_path, **changes)
+    said: list[str] = []
+    lock(tmp_path, said).acquire()
+    assert said == [f"note: {tmp_path / '.lock'}: left behind by a run that was killed; taken over"]
+    assert unseal_json((tmp_path / ".lock").read_bytes())["run"] == "cat"
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_lock_made_by_a_process_that_died_at_once_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    lock(tmp_path).acquire()
+
+
+@pytest.mark.parametrize("changes", [{"host": "elsewhere", "machine": "0", "boot": "0"}, {"machine": "0"}])
+def test_of_another_machine_or_container_a_person_has_to_decide(changes: dict[str, object], tmp_path: Path) -> None:
+    held_by(tmp_path, pid=1, **changes)
+    with pytest.raises(UserError, match=r"process 1 on .*; it cannot be seen from here: if it is over, delete \.lock"):
+        lock(tmp_path).acquire()
+
+
+def test_a_damaged_lock_is_refused_and_not_guessed_at(tmp_path: Path) -> None:
+    held_by(tmp_path)
+    content = bytearray((tmp_path / ".lock").read_bytes())
+    content[60] ^= 1
+    (tmp_path / ".lock").write_bytes(content)
+    with pytest.raises(UserError, match=r"\.lock cannot be read \(.*\); if no run writes there, delete it"):
+        lock(tmp_path).acquire()
+
+
+def test_of_many_that_find_a_lock_left_behind_one_gets_the_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from library.errors import UserError\n"
+        "from library.training.checkpoint.output_folder import FolderLock\n"
+        "print('ready', flush=True)\nsys.stdin.readline()\n"
+        "lock = FolderLock(Path(sys.argv[1]), 'cat', lambda line: None)\n"
+        "try:\n    lock.acquire()\nexcept UserError:\n    print('refused', flush=True)\n"
+        "else:\n    print('mine', flush=True)\nsys.stdin.readline()\n"
+    )
+    held_by(tmp_path, began=1)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    racing = [subprocess.Popen(command, **pipes) for _ in range(4)]  # type: ignore[call-overload]
+    for process in racing:
+        assert process.stdout.readline() == "ready\n"
+    for process in racing:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    answers = sorted(process.stdout.readline().strip() for process in racing)
+    for process in racing:
+        process.communicate("end\n", timeout=LIMIT)
+    assert answers == ["mine", "refused", "refused", "refused"]
+
+
+def test_a_second_run_in_the_folder_is_refused_and_spoils_nothing(base: Path, dataset: Path, tmp_path: Path) -> None:
+    out, refused = tmp_path / "out", list[str]()
+
+    def begin_another() -> None:
+        begun = time.monotonic()
+        while not (out / "metrics.jsonl").exists() and time.monotonic() - begun < LIMIT:
+            time.sleep(0.02)
+        before = (out / "config.toml").read_bytes()
+        try:
+            lock(out).acquire()
+        except UserError as error:
+            refused.append(str(error))
+        assert (out / "config.toml").read_bytes() == before
+        (out / "STOP").touch()
+
+    other = threading.Thread(target=begin_another)
+    other.start()
+    events = run(base, dataset, out, max_train_steps=4000)
+    other.join()
+    assert events.stop_request.stop == "STOP"
+    assert refused[0].startswith(f"output_dir: the run lora writes into {out} since")
+    assert not (out / ".lock").exists()
+
+
+def test_a_finished_lora_is_replaced_by_the_same_run_or_on_demand_only(
+    base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    settings = {"overwrite": False, "max_train_steps": 2}
+    run(base, dataset, tmp_path, **settings)
+    before = (tmp_path / "lora.safetensors").read_bytes()
+    with pytest.raises(UserError) as refused:
+        run(base, dataset, tmp_path, **settings, learning_rate=1e-4)
+    assert str(refused.value) == (
+        f"output_dir: {tmp_path / 'lora.safetensors'} was trained with learning_rate = 0.001, now it is 0.0001; choose "
+        "another output_name or output_dir, or set overwrite = true"
+    )
+    assert (tmp_path / "lora.safetensors").read_bytes() == before
+    assert not (tmp_path / ".lock").exists()
+    run(base, dataset, tmp_path, **settings)  # the same again
+    run(base, dataset, tmp_path, **settings, log_every_n_steps=2, save_every_n_steps=1)  # nor do these change the LoRA
+    run(base, dataset, tmp_path, **settings, learning_rate=1e-4, output_name="other")
+    run(base, dataset, tmp_path, **settings | {"max_train_steps": 3}, save_state=True, output_name="longer")
+    more = settings | {"max_train_steps": 4, "resume": "auto"}
+    run(base, dataset, tmp_path, **more, output_name="longer")  # goes on from its own state
+    run(base, dataset, tmp_path, **settings | {"overwrite": True}, learning_rate=1e-4)
+    (tmp_path / "lora.safetensors").write_bytes((base / "transformer/diffusion_pytorch_model.safetensors").read_bytes())
+    with pytest.raises(UserError, match="is there, and does not say with which settings it was trained"):
+        run(base, dataset, tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("x" * 300, "it has 300 bytes"),
+        ("ü" * 100, "it has 200 bytes"),
+        ("a\0b", r"may hold '\\x00'"),
+        ("a\x1b[2Jb", r"may hold '\\x1b'"),
+        ("a/b", "put the folder into output_dir"),
+        ("a\\b", "put the folder into output_dir"),
+        ("a:b", "may hold ':'"),
+        ("NUL", "NUL is a device on Windows"),
+        ("com1.v2", "com1 is a device on Windows"),
+        ("cat.", "may not end in a dot"),
+        ("", "nor be empty"),
+        ("\ud800", "half of a surrogate pair"),
+    ],
+)
+def test_names_that_cannot_be_written_are_refused_at_the_door(name: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        load_config(["--pretrained_model_name_or_path", "m", "--dataset_config", "d", "--output_name", name])
+
+
+def test_a_tracker_that_cannot_write_is_refused_before_anything_is_loaded(
+    base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"logging_dir: .*file: .*cannot be written .*; choose another"):
+        run(base, dataset, tmp_path / "out", log_with="tensorboard", logging_dir=tmp_path / "file")
+    with pytest.raises(UserError, match="log_tracker_name: .*may hold"):
+        run(base, dataset, tmp_path / "out", log_with="tensorboard", log_tracker_name="a\0b")
+
+
+def test_a_lora_larger_than_files_may_be_is_refused_before_the_first_step(
+    base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    run(base, dataset, tmp_path / "first", max_train_steps=1)  # caches
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"output_dir: .*a file of 94,208 bytes cannot be written .File too large"):
+            run(base, dataset, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_folder_without_room_for_a_name_or_a_byte_is_refused(base: Path, dataset: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = "size=1m,nr_inodes=3"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        for name in ("a", "b"):
+            (folder / name).touch()
+        with pytest.raises(UserError, match=rf"output_dir: {folder} cannot be written to \(No space left on device\)"):
+            run(base, dataset, folder)
+        (folder / "a").unlink()
+        with pytest.raises(UserError, match="cannot be written .No space left on device.; choose another"):
+            run(base, dataset, folder)  # the lock has the last name
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        with pytest.raises(UserError, match=rf"output_dir: {folder} cannot be written to \(Read-only file system\)"):
+            run(base, dataset, folder)
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)

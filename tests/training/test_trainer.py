@@ -1,0 +1,146 @@
+"""Whatever ends a run amid its steps, what it has learnt is there, and the run goes on to the same bits."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from library.errors import UserError
+from library.training.checkpoint.state import find_damage
+from library.training.sampling.images import Sampler
+from library.training.tasks.image_lora import ImageLora
+from tests.runs import lora, run, write_dataset
+
+Patch = pytest.MonkeyPatch
+
+
+def fail_at(count: int, original: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
+    """Return ``original``, whose call number ``count`` (from 1) raises ``error``."""
+    calls = 0
+
+    def failing(*arguments: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            raise error
+        return original(*arguments, **more)
+
+    return failing
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# what raises, and how many steps are whole then
+FAULTS: dict[str, tuple[Callable[[Patch], None], int]] = {
+    "an optimizer's own error": (
+        lambda patch: patch.setattr(
+            torch.optim.AdamW, "step", fail_at(4, torch.optim.AdamW.step, ZeroDivisionError("in a plug-in"))
+        ),
+        3,
+    ),
+    "in backward": (
+        lambda patch: patch.setattr(
+            Accelerator, "backward", fail_at(3, Accelerator.backward, RuntimeError("a kernel failed"))
+        ),
+        2,
+    ),
+    "after the optimizer's step": (
+        lambda patch: patch.setattr(
+            torch.optim.lr_scheduler.LambdaLR, "step", fail_at(4, torch.optim.lr_scheduler.LambdaLR.step, KeyError("x"))
+        ),
+        2,  # the first call is made when it is built
+    ),
+    "while validating": (
+        lambda patch: patch.setattr(ImageLora, "validate", fail_at(2, ImageLora.validate, OSError("Stale handle"))),
+        3,
+    ),
+    "by leaving": (
+        lambda patch: patch.setattr(Accelerator, "backward", fail_at(3, Accelerator.backward, SystemExit(7))),
+        2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_amid_the_steps_leaves_lora_and_state_of_the_last_good_one(
+    fault: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_dataset(tmp_path / "data", text="batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1")
+    settings = {"max_train_steps": 5, "validate_every_n_steps": 3, "ema_decay": 0.9, "lr_scheduler": "cosine"}
+    run(base, data, tmp_path / "whole", **settings, save_every_n_steps=1)
+    break_it, steps = FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        break_it(patch)
+        with pytest.raises(BaseException, match=r"plug-in|kernel|x|Stale|7"):
+            run(base, data, tmp_path / "out", **settings)
+    saved = tmp_path / f"out/lora-step{steps:08d}.safetensors"
+    assert f"what was learnt up to step {steps} is in {saved}: go on with --resume auto" in capsys.readouterr().out
+    assert same(lora(tmp_path / "out", saved.stem), lora(tmp_path / "whole", saved.stem))
+    assert find_damage(tmp_path / f"out/lora-step{steps:08d}-state") is None
+    run(base, data, tmp_path / "out", **settings, resume="auto")
+    assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
+
+
+def test_samples_and_trackers_that_fail_end_no_run(
+    base: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a disc --w 64 --h 64 --s 2\n")
+    run(base, dataset, tmp_path / "whole")
+    monkeypatch.setattr(Sampler, "sample", fail_at(2, Sampler.sample, torch.OutOfMemoryError("CUDA out of memory")))
+    monkeypatch.setattr(Accelerator, "log", fail_at(2, Accelerator.log, ConnectionError("no route to host")))
+    run(base, dataset, tmp_path / "out", sample_prompts=tmp_path / "prompts.txt", sample_every_n_steps=1)
+    shown = capsys.readouterr()
+    assert "warning: sampling failed (OutOfMemoryError: CUDA out of memory); left out, the run goes on" in shown.out
+    assert shown.err.count("warning: log_with: a tracker failed (ConnectionError: no route to host)") == 1
+    assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
+    assert len(list((tmp_path / "out/samples").glob("step*.png"))) == 3  # of four
+
+
+def test_caches_that_vanish_or_change_amid_the_steps_are_made_again(base: Path, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", text="batch_size = 2", flip_aug=True)
+    settings = {"max_train_steps": 12, "save_every_n_steps": 1, "save_last_n_steps": 1}
+    run(base, data, tmp_path / "whole", **settings)
+    cache, draw, save = tmp_path / "data/images/.tandem_cache", random.Random(0), ImageLora.save
+
+    def damage_and_save(task: ImageLora, *arguments: Any) -> None:
+        save(task, *arguments)
+        files = sorted(cache.rglob("*.safetensors"))
+        for path in draw.sample(files, min(4, len(files))):
+            content = bytearray(path.read_bytes())
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            path.write_bytes(content[: draw.choice([0, 5, len(content) // 2, len(content)])])
+        if draw.random() < 0.3:
+            shutil.rmtree(cache)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageLora, "save", damage_and_save)
+        run(base, data, tmp_path / "out", **settings, max_data_loader_n_workers=1)
+    assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
+
+
+def test_a_vanished_image_with_its_cache_leaves_what_was_learnt(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, save = write_dataset(tmp_path / "data", text="batch_size = 2"), ImageLora.save
+
+    def vanish_and_save(task: ImageLora, *arguments: Any) -> None:
+        save(task, *arguments)
+        shutil.rmtree(tmp_path / "data/images", ignore_errors=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageLora, "save", vanish_and_save)
+        with pytest.raises(UserError, match=r"missing, and cannot be encoded again: .*\.png: no such file"):
+            run(base, data, tmp_path / "out", max_train_steps=40, save_every_n_steps=2)
+    assert "what was learnt up to step" in capsys.readouterr().out
+    states = list((tmp_path / "out").glob("lora-step*-state"))
+    assert len(states) == 1
+    assert find_damage(states[0]) is None
