@@ -15,6 +15,7 @@ of what is going to be saved, and of that only the names and the length, so it t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -186,6 +187,12 @@ def lasting_settings(config: BaseModel) -> dict[str, Any]:
     }
 
 
+def describe_settings(config: BaseModel, hidden: bool = False) -> str:
+    """Return :func:`lasting_settings` as JSON, or ``hidden`` as a hash that tells only whether others are the same."""
+    text = json.dumps(lasting_settings(config), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if hidden else text
+
+
 def refuse_to_overwrite(weights: Path, config: BaseModel) -> None:
     """Refuse to begin a run whose result would replace one of other settings.
 
@@ -202,10 +209,18 @@ def refuse_to_overwrite(weights: Path, config: BaseModel) -> None:
         return
     remedy = "choose another output_name or output_dir, or set overwrite = true"
     try:
-        then = json.loads((read_safetensors_header(file).get("__metadata__") or {})[SETTINGS])
-    except (UserError, KeyError, ValueError):
-        raise UserError(f"output_dir: {weights} is there, and does not say with which settings it was trained; {remedy}"
-                        ) from None  # fmt: skip
+        text = (read_safetensors_header(file).get("__metadata__") or {}).get(SETTINGS, "")
+        then = json.loads(text) if text.startswith("{") else None
+    except ValueError:  # UserError is one
+        text = ""
+    if not text:
+        raise UserError(
+            f"output_dir: {weights} is there, and does not say with which settings it was trained; {remedy}"
+        )
+    if then is None:
+        if text != describe_settings(config, hidden=True):
+            raise UserError(f"output_dir: {weights} was trained with other settings; {remedy}")
+        return
     now = json.loads(json.dumps(lasting_settings(config)))
     for key in sorted(then.keys() & now.keys()):
         if then[key] != now[key]:

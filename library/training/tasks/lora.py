@@ -23,7 +23,7 @@ from library.precision.fp8_linear import ddp_ignored_names
 from library.precision.recipe import Fp8Loader
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import LEAST_FACTS, save_facts, spec_fields, without_folders
-from library.training.checkpoint.output_folder import lasting_settings
+from library.training.checkpoint.output_folder import describe_settings
 from library.training.checkpoint.state import Position, check_state, load_training_state
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer
@@ -231,7 +231,7 @@ class LoraTask(Task):
             base_fingerprint=self.base_fingerprint,
             base_precision=self.base_precision,
             config=config,
-            settings=json.dumps(lasting_settings(self.asked)),
+            settings=describe_settings(self.asked, hidden=saving.no_metadata),
             version=__version__,
             **self.describe_file(),
         )

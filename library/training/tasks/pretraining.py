@@ -13,7 +13,6 @@ so it lowers the figure as it lowers the speed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,7 +43,7 @@ from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, preset
 from library.randomness import generator
-from library.training.checkpoint.output_folder import SETTINGS, lasting_settings
+from library.training.checkpoint.output_folder import SETTINGS, describe_settings
 from library.training.checkpoint.state import Position, load_training_state
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.ema import WeightAverage
@@ -203,7 +202,7 @@ class Pretraining(Task):
         return {"val_perplexity": perplexity(loss)}
 
     def save(self, path: Path, position: Position) -> None:
-        settings = {SETTINGS: json.dumps(lasting_settings(self.asked))}
+        settings = {SETTINGS: describe_settings(self.asked)}
         export_hf(self.transformer, path, _DTYPES[self.config.saving.save_precision], self._deployed, settings)
         self.tokenizer.save(path)
 

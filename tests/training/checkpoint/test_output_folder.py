@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,11 @@ def test_a_finished_lora_is_replaced_by_the_same_run_or_on_demand_only(
     more = settings | {"max_train_steps": 4, "resume": "auto"}
     run(base, dataset, tmp_path, **more, output_name="longer")  # goes on from its own state
     run(base, dataset, tmp_path, **settings | {"overwrite": True}, learning_rate=1e-4)
+    for steps in (2, 3):  # what is not to be told is compared all the same
+        told = settings | {"no_metadata": True, "max_train_steps": steps, "output_name": "quiet"}
+        with pytest.raises(UserError, match="was trained with other settings") if steps == 3 else nullcontext():
+            run(base, dataset, tmp_path, **told)
+            run(base, dataset, tmp_path, **told)
     (tmp_path / "lora.safetensors").write_bytes((base / "transformer/diffusion_pytorch_model.safetensors").read_bytes())
     with pytest.raises(UserError, match="is there, and does not say with which settings it was trained"):
         run(base, dataset, tmp_path, **settings)
