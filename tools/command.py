@@ -24,6 +24,7 @@ from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.config.schema import ModelConfig, PrecisionConfig, SavingConfig
 from library.console import Console
 from library.errors import UserError
+from library.models.hub import find_model
 
 if TYPE_CHECKING:
     import torch
@@ -106,10 +107,12 @@ def add_model_type(parser: Any, default: str) -> None:
     parser.add_argument("--model_type", choices=families, help=f"architecture family (default: {default})")
 
 
-def add_lora_output(parser: argparse.ArgumentParser, precision_default: str = "the source's") -> None:
+def add_lora_output(
+    parser: argparse.ArgumentParser, precision_default: str = "the source's", format_required: bool = False
+) -> None:
     """Add --save_to, --save_format, --save_precision, --model_type and --overwrite."""
     parser.add_argument("--save_to", required=True, type=Path, help="the .safetensors file to write")
-    add_lora_format(parser, precision_default)
+    add_lora_format(parser, precision_default, format_required)
     add_model_type(parser, "as the files say")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
 
@@ -122,12 +125,12 @@ def add_lora_format(parser: Any, precision_default: str = "the source's", requir
     parser.add_argument("--save_precision", choices=precisions, help=f"default: {precision_default}")
 
 
-def check_lora_output(save_to: Path, overwrite: bool, flag: str = "--save_to") -> None:
+def check_lora_output(save_to: Path, overwrite: bool) -> None:
     """Refuse a place that is no LoRA file's, or where something is already, before any work is done."""
     if save_to.suffix != ".safetensors":
-        raise UserError(f"{save_to}: a LoRA is a .safetensors file; give {flag} that ending")
+        raise UserError(f"{save_to}: a LoRA is a .safetensors file; give --save_to that ending")
     if save_to.exists() and not overwrite:
-        raise UserError(f"{save_to}: exists; choose another {flag} or give --overwrite")
+        raise UserError(f"{save_to}: exists; choose another --save_to or give --overwrite")
 
 
 def value_range(values: Iterable[float]) -> str:
@@ -163,7 +166,8 @@ def model_config(options: argparse.Namespace, model: Path | str, *more: str) -> 
     """Return the ``[model]`` section for ``model`` with the parts that the flags, and ``more`` of them, name."""
     names = ("model_type", *MODEL_FILE_KEYS, *more)
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return ModelConfig(pretrained_model_name_or_path=str(model), **given)
+    path = find_model(model, "--model", is_pipeline=True)
+    return ModelConfig(pretrained_model_name_or_path=str(path), **given)
 
 
 def device_and_dtype(precision: str | None) -> tuple[torch.device, torch.dtype]:
@@ -232,7 +236,7 @@ def add_language_model(group: Any) -> None:
     group.add_argument("--fp8_scaled", action="store_true", help="quantise linear weights to fp8 as they are loaded")
 
 
-def load_language_model(folder: str, dtype: str | None, fp8_scaled: bool) -> TransformerLM:
+def load_language_model(folder: str | Path, dtype: str | None, fp8_scaled: bool) -> TransformerLM:
     """Return the model on the device there is; fp32 on a CPU and bf16 on a GPU unless ``dtype`` says otherwise."""
     from library.models.llm.files import load_lm, open_lm
     from library.training.tasks.lora_plan import plan_fp8

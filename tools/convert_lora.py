@@ -1,7 +1,7 @@
 """Convert a LoRA file from one key layout to another, with the same update in every layer.
 
-    python tools/convert_lora.py my_lora.safetensors for_comfyui.safetensors --save_format comfy
-    python tools/convert_lora.py peft_folder my_lora.safetensors --save_format kohya --save_precision bf16
+    python tools/convert_lora.py --lora mine.safetensors --save_to for_comfyui.safetensors --save_format comfy
+    python tools/convert_lora.py --lora peft_folder --save_to mine.safetensors --save_format kohya --save_precision bf16
 
 The source may be in any published layout: kohya's, diffusers', ComfyUI's, PEFT's (a file or a folder), split or fused
 q, k and v. Its metadata goes along, with hashes made anew. A key that has no place in the result is named and nothing
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from library.errors import UserError, exit_on_user_error
 from library.training.report.progress import loads_in_table, plain_table
-from tools.command import add_lora_format, add_model_type, check_lora_output, tool_console, tool_parser
+from tools.command import add_lora_output, check_lora_output, tool_console, tool_parser
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
@@ -61,8 +61,8 @@ def convert(
     from networks.merging.low_rank import relative_difference
 
     if target.exists() and source.exists() and target.resolve() == source.resolve():
-        raise UserError(f"{target}: is the source itself; choose another DST")
-    check_lora_output(target, overwrite, "DST")
+        raise UserError(f"{target}: is the source itself; choose another --save_to")
+    check_lora_output(target, overwrite)
     targets, (read,) = load_loras([source], model_type)
     metadata = {key: value for key, value in read.metadata.items() if key != ADAPTER_METADATA_KEY}
     # In fp32: folding unequal scales into B must not round in the source's dtype.
@@ -100,17 +100,14 @@ def summary(path: Path, read: LoraFile) -> str:
 def main() -> None:
     """Parse the command line, convert, report."""
     parser = tool_parser(__doc__)
-    parser.add_argument("source", metavar="SRC", type=Path, help="LoRA file, or a folder written by PEFT")
-    parser.add_argument("target", metavar="DST", type=Path, help="the .safetensors file to write")
-    add_lora_format(parser, required=True)
-    add_model_type(parser, "as SRC says")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    parser.add_argument("--lora", required=True, type=Path, help="LoRA file, or a folder written by PEFT")
+    add_lora_output(parser, format_required=True)
     options = parser.parse_args()
     from networks.files.verify import loads_in
 
     targets, read, written, difference = convert(
-        options.source,
-        options.target,
+        options.lora,
+        options.save_to,
         options.save_format,
         options.save_precision,
         options.model_type,
@@ -118,11 +115,11 @@ def main() -> None:
     )
     console = tool_console()
     console.print(describe(read.weights, targets))
-    console.print(f"from  {summary(options.source, read)}")
-    console.print(f"to    {summary(options.target, written)}")
+    console.print(f"from  {summary(options.lora, read)}")
+    console.print(f"to    {summary(options.save_to, written)}")
     same = f"to {difference:.0e} of its size" if difference else "to the last bit that can be measured"
     console.print(f"checked: every layer's update is the same {same}")
-    console.print(loads_in_table(each.row for each in loads_in(options.target, written.weights, targets)))
+    console.print(loads_in_table(each.row for each in loads_in(options.save_to, written.weights, targets)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Average the LoRAs that one run saved: an EMA made after training.
 
-    python tools/ema_lora.py output/style-step*.safetensors --save_to output/style-ema.safetensors --beta 0.9
-    python tools/ema_lora.py output/style-step*.safetensors --save_to output/style-ema.safetensors --sigma_rel 0.2
+    python tools/ema_lora.py --lora out/style-step*.safetensors --save_to out/style-ema.safetensors --beta 0.9
+    python tools/ema_lora.py --lora out/style-step*.safetensors --save_to out/style-ema.safetensors --sigma_rel 0.2
 
 Files are put in the order of training by the step in their metadata (``ss_steps``) or name. ``--beta`` is the weight of
 the past at each file, to ``--beta2`` at the last one if given; ``--sigma_rel`` takes the power function instead, its
@@ -26,7 +26,7 @@ def average(options: argparse.Namespace) -> list[tuple[Path, float]]:
     from networks.files.detection import load_loras
     from networks.merging.average import average_loras, linear_betas, power_betas, training_order
 
-    if len(options.loras) < 2:
+    if len(options.lora) < 2:
         raise UserError("give at least two LoRAs of one run")
     if options.sigma_rel is not None and (options.beta is not None or options.beta2 is not None):
         raise UserError("--sigma_rel: is another rule than --beta and --beta2; give one of them")
@@ -35,12 +35,12 @@ def average(options: argparse.Namespace) -> list[tuple[Path, float]]:
         if value is not None and not 0 <= value < 1:
             raise UserError(f"--{name} {value:g}: must be at least 0 and below 1; 0.95 is usual")
     check_lora_output(options.save_to, options.overwrite)
-    targets, files = load_loras(options.loras, options.model_type)
+    targets, files = load_loras(options.lora, options.model_type)
     steps = list(range(1, len(files) + 1))
     if not options.no_sort:
-        steps = training_order(options.loras, [file.metadata for file in files])
+        steps = training_order(options.lora, [file.metadata for file in files])
     order = sorted(range(len(files)), key=steps.__getitem__)
-    paths, files = [options.loras[i] for i in order], [files[i] for i in order]
+    paths, files = [options.lora[i] for i in order], [files[i] for i in order]
     first = 0.95 if options.beta is None else options.beta
     if options.sigma_rel is not None:
         betas = power_betas(sorted(steps), options.sigma_rel)
@@ -64,7 +64,7 @@ def shares(betas: list[float]) -> list[float]:
 def main() -> None:
     """Parse the command line, average, report."""
     parser = tool_parser(__doc__)
-    parser.add_argument("loras", nargs="+", type=Path, metavar="FILE", help="LoRAs that one run saved")
+    parser.add_argument("--lora", required=True, nargs="+", type=Path, metavar="FILE", help="LoRAs that one run saved")
     parser.add_argument("--beta", type=finite, metavar="X", help="weight of the past (default: 0.95)")
     parser.add_argument("--beta2", type=finite, metavar="X", help="weight of the past at the last file")
     parser.add_argument("--sigma_rel", type=finite, metavar="X", help="width of the power function, a share of the run")
@@ -73,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     for path, share in average(options):
         print(f"{share:7.2%}  {path}")
-    print(f"{options.save_to}: average of {len(options.loras)} LoRAs")
+    print(f"{options.save_to}: average of {len(options.lora)} LoRAs")
 
 
 if __name__ == "__main__":

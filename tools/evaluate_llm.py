@@ -38,6 +38,7 @@ from library.llm.evaluation import (
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.token_batches import INDEX, TokenShards
 from library.llm.tokenizers import Tokenizer, load_tokenizer
+from library.models.hub import find_model
 from library.models.llm.model import TransformerLM
 from library.training.report.progress import counting, plain_table
 from tools.command import (
@@ -75,8 +76,9 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
     check(options)
     console = tool_console()
-    config = open_lm(Path(options.model).expanduser())[0]
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    folder = find_model(options.model, "--model", is_pipeline=False)
+    config = open_lm(folder)[0]
+    tokenizer = load_tokenizer(options.tokenizer or folder)
     lora = lora_source(options.lora) if options.lora else None
     context = options.context or min(config.context, _CONTEXT)
     if not config.has_rope and context > config.context:
@@ -98,7 +100,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         from library.llm.lm_harness import HarnessModel, find_tasks, run_tasks
 
         manager = find_tasks(tasks, options.include_path)
-    model = load_language_model(options.model, options.dtype, options.fp8_scaled)
+    model = load_language_model(folder, options.dtype, options.fp8_scaled)
     if lora is not None:
         put_lora_on(model, lora.path, lora.ratio)
     results: dict[str, Any] = {

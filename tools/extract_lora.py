@@ -26,6 +26,7 @@ from rich.table import Table
 from library import __version__
 from library.errors import UserError, exit_on_user_error
 from library.files import weights_fingerprint
+from library.models.hub import find_model
 from library.training.report.progress import plain_table
 from tools.command import (
     add_lora_output,
@@ -85,9 +86,9 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
     if options.energy is not None and not 0 < options.energy <= 1:
         raise UserError(f"--energy {options.energy:g}: must be above 0 and at most 1; 0.9 keeps 90 %")
     check_lora_output(options.save_to, options.overwrite)
-    original = open_base(options.model_org, "--model_org", fp8=True)
+    original = open_base(find_model(options.model_org, "--model_org"), "--model_org", fp8=True)
     targets = lora_targets()[options.model_type] if options.model_type else model_targets(original)
-    tuned = open_base(options.model_tuned, "--model_tuned", fp8=True)
+    tuned = open_base(find_model(options.model_tuned, "--model_tuned"), "--model_tuned", fp8=True)
     found = extract_lora(
         original,
         tuned,
@@ -116,7 +117,7 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
 def main() -> None:
     """Parse the command line, extract, report."""
     parser = tool_parser(__doc__)
-    parser.add_argument("--model_org", required=True, type=Path, help="the base: diffusers folder or file")
+    parser.add_argument("--model_org", required=True, type=Path, help="base: diffusers folder, file, name on the hub")
     parser.add_argument("--model_tuned", required=True, type=Path, help="the fine-tuned model")
     parser.add_argument("--dim", type=count, metavar="N", help="rank; with --energy the largest one")
     parser.add_argument("--energy", type=finite, metavar="X", help="share of the sum of squares each layer keeps")

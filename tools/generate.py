@@ -37,6 +37,7 @@ from library.files import read_text, write_text
 from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTemplate, load_chat_template
 from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer
+from library.models.hub import find_model
 from library.models.llm.model import TransformerLM
 from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
 from tools.command import (
@@ -80,6 +81,9 @@ def image(options: argparse.Namespace) -> list[Path]:
     console = tool_console()
     multiple = family.load_image_encoder(dtype, device).pixel_multiple
     prompts = read_image_prompts(options, multiple, family.sample_guidance)
+    one_file = options.save_to.suffix.lower() == ".png"
+    if one_file and len(prompts) > 1:
+        raise UserError(f"--save_to {options.save_to}: one file for {len(prompts)} images; give a folder")
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
         console.print(f"note: {remark}")
     sources = [lora_source(text) for text in options.lora]
@@ -91,7 +95,7 @@ def image(options: argparse.Namespace) -> list[Path]:
     record = {"model": options.model, "loras": " ".join(options.lora)}
     written: list[Path] = []
     for prompt, made in generate_images(family, prompts, sources, dtype, device, console, fp8, sizing):
-        path = free_path(options.save_to, prompt)
+        path = options.save_to if one_file else free_path(options.save_to, prompt)
         save_image(made, path, {"prompt": prompt.line(), **record})
         console.print(f"{path}: {prompt.line()}")
         written.append(path)
@@ -135,13 +139,14 @@ def text(options: argparse.Namespace) -> list[str]:
     from library.training.tasks.chat_lora import put_lora_on
 
     prompts = read_text_prompts(options)
-    ends = open_lm(Path(options.model).expanduser())[0].eos
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    folder = find_model(options.model, "--model", is_pipeline=False)
+    ends = open_lm(folder)[0].eos
+    tokenizer = load_tokenizer(options.tokenizer or folder)
     lora = lora_source(options.lora) if options.lora else None
-    template = read_template(options, tokenizer, lora)
+    template = read_template(options, tokenizer, folder, lora)
     settings = replace(sampling_settings(options), stop_tokens=(*tokenizer.stop_tokens, *template.ends, *ends))
     given = [template.prompt(options.system or "", [], prompt) for prompt in prompts]
-    model = load_language_model(options.model, options.dtype, options.fp8_scaled)
+    model = load_language_model(folder, options.dtype, options.fp8_scaled)
     if lora is not None:
         put_lora_on(model, lora.path, lora.ratio)
     if len(prompts) == 1:
@@ -158,7 +163,9 @@ def text(options: argparse.Namespace) -> list[str]:
     return texts
 
 
-def read_template(options: argparse.Namespace, tokenizer: Tokenizer, lora: LoraSource | None) -> PromptTemplate:
+def read_template(
+    options: argparse.Namespace, tokenizer: Tokenizer, folder: Path, lora: LoraSource | None
+) -> PromptTemplate:
     """Return the template of --chat: as asked, as the LoRA was trained with, or what fits; of text without --chat."""
     if not options.chat:
         if options.chat_template:
@@ -167,7 +174,7 @@ def read_template(options: argparse.Namespace, tokenizer: Tokenizer, lora: LoraS
     from library.training.tasks.chat_lora import template_of
 
     name = options.chat_template or (template_of(lora.path) if lora else None) or "auto"
-    return load_chat_template(name, tokenizer, options.tokenizer or options.model)
+    return load_chat_template(name, tokenizer, options.tokenizer or folder)
 
 
 def read_text_prompts(options: argparse.Namespace) -> list[str]:
@@ -203,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("image", help="images, with a diffusion transformer", allow_abbrev=False)
     sub.set_defaults(run=image)
     model = sub.add_argument_group("model")
-    model.add_argument("--model", required=True, help="diffusers folder, or transformer file")
+    model.add_argument("--model", required=True, help="diffusers folder, transformer file, or name on the hub")
     model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
     add_model_parts(model)
     model.add_argument("--t5xxl_max_token_length", type=count, metavar="N", help="T5 tokens per prompt")
@@ -239,7 +246,8 @@ def parser() -> argparse.ArgumentParser:
         "--control_resolution", type=whole(most=MOST_SIDE), nargs="+", metavar="PIXELS", help="area of reference images"
     )
     what.add_argument("--no_resize_control", action="store_true", help="reference images are only trimmed")
-    sub.add_argument("--save_to", type=Path, default=Path("output/generated"), help="folder (default: %(default)s)")
+    sub.add_argument("--save_to", type=Path, default=Path("output/generated"),
+                     help="folder, or of one image a .png file (default: %(default)s)")  # fmt: skip
     _add_text_command(commands)
     return top
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config.schema import SavingConfig
 from library.errors import UserError, exit_on_user_error
+from library.models.hub import find_model
 from library.precision.checkpoint_layouts import FP8_PRECISIONS
 from tools.command import (
     add_calibration,
@@ -54,6 +56,7 @@ _OF_FP8 = ("rounding", "correction_rank", "retention", "accept_loss", "dataset_c
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
+    from networks.merging.merge import LoraSource
 
 
 def merge_into_lora(options: argparse.Namespace) -> str:
@@ -169,8 +172,14 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
 
     parser = tool_parser(__doc__)
-    parser.add_argument("--model", type=Path, help="diffusers folder or safetensors file; without it the LoRAs are one")
-    parser.add_argument("--lora", required=True, nargs="+", metavar="FILE[:STRENGTH]", help="LoRA files")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="diffusers folder, file, name on the hub; without it the LoRAs become one",
+    )
+    files = "LoRA files (--models, with --ratios: as sd-scripts says)"
+    parser.add_argument("--lora", "--models", required=True, nargs="+", metavar="FILE[:STRENGTH]", help=files)
+    parser.add_argument("--ratios", type=float, nargs="+", metavar="X", help="a strength for each LoRA")
     parser.add_argument("--save_to", required=True, type=Path, help="new folder, or .safetensors file")
     precisions = [*choices(SavingConfig, "save_precision"), *FP8_PRECISIONS]
     parser.add_argument("--save_precision", choices=precisions, help="default: as in --model, or the LoRAs")
@@ -212,6 +221,10 @@ def merge(options: argparse.Namespace) -> None:
     from networks.files.detection import language_targets
 
     options.lora = [lora_source(text) for text in options.lora]
+    if options.ratios is not None:
+        options.lora = _with_ratios(options.lora, options.ratios)
+    if options.model is not None:
+        options.model = find_model(options.model, "--model")
     targets = lora_targets()[options.model_type or "flux"]
     if options.model is not None and options.model_type is None:
         targets = language_targets(options.lora[0].path) or targets
@@ -219,6 +232,13 @@ def merge(options: argparse.Namespace) -> None:
         merge_into_fp8(options, targets)
     else:
         print(merge_into_lora(options) if options.model is None else merge_into_model(options, targets))
+
+
+def _with_ratios(sources: list[LoraSource], ratios: list[float]) -> list[LoraSource]:
+    """Return the LoRAs with the strengths of --ratios."""
+    if len(ratios) != len(sources) or any(source.ratio != 1 for source in sources):
+        raise UserError(f"--ratios: {len(ratios)} for {len(sources)} LoRAs; give one for each, or write FILE:STRENGTH")
+    return [replace(source, ratio=ratio) for source, ratio in zip(sources, ratios, strict=True)]
 
 
 @exit_on_user_error

@@ -36,12 +36,12 @@ SOURCES = ("train_data_dir", "reg_data_dir", "in_json", "dataset_repeats", "cond
 Tables = dict[str, Any]
 
 
-def migrate(command: Command, save_to: Path, source: str) -> list[Note]:
+def migrate(command: Command, save_to: Path, source: str, overwrite: bool = False) -> list[Note]:
     """Write the configuration that ``command`` means to ``save_to``; return what became of every key.
 
     Raises:
         UserError: a file that cannot be read, a key of neither project, a model family that is not there, a value
-            that does not fit.
+            that does not fit; without ``overwrite`` a file that is there already.
     """
     given = read_arguments(command.arguments)
     if given.problems:
@@ -58,6 +58,9 @@ def migrate(command: Command, save_to: Path, source: str) -> list[Note]:
         check_optimizer(config.optimizer)
     except UserError as error:
         translation.note("optimizer_type", "note", f"a run would stop: {str(error).removeprefix('optimizer_type: ')}")
+    for path in [save_to, *(described or ())[:1]]:
+        if path.exists() and not overwrite:
+            raise UserError(f"{path}: exists; choose another --save_to or give --overwrite")
     if described:
         write_text(*described)
     write_text(save_to, training_toml(translation, config, source))
@@ -205,13 +208,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", help="training TOML, or a script with the command in it")
     parser.add_argument("--save_to", required=True, type=Path, help="the TOML to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace it if it exists")
     parser.epilog = "after -- : the command line itself"
     own, words = sys.argv[1:], []
     if "--" in own:
         own, words = own[: own.index("--")], own[own.index("--") + 1 :]
     args = parser.parse_args(own)
     command, called = _command(args.source, words)
-    notes = migrate(command, args.save_to, called)
+    notes = migrate(command, args.save_to, called, args.overwrite)
     print(table(notes))
     refused = sum(note.outcome == "refused" for note in notes)
     print(f"\n{args.save_to}: written" + (f"; {refused} settings are not taken over, see above" if refused else ""))

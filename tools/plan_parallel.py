@@ -1,9 +1,9 @@
 """Which layout fits: what each GPU would hold under each, and the lines of ``[parallel]`` to paste.
 
-    python tools/plan_parallel.py flux --gpu_memory 24 --gpus 4
-    python tools/plan_parallel.py qwen_image --gpu_memory 24 --gpus 16 --gpus_per_machine 8 --batch_size 2
-    python tools/plan_parallel.py llama3-8b --train all --gpu_memory 80 --gpus 8 --tokens 4096
-    python tools/plan_parallel.py models/flux1-dev.safetensors --gpu_memory 16 --gpus 2
+    python tools/plan_parallel.py --model flux --gpu_memory 24 --gpus 4
+    python tools/plan_parallel.py --model qwen_image --gpu_memory 24 --gpus 16 --gpus_per_machine 8 --batch_size 2
+    python tools/plan_parallel.py --model llama3-8b --train all --gpu_memory 80 --gpus 8 --tokens 4096
+    python tools/plan_parallel.py --model models/flux1-dev.safetensors --gpu_memory 16 --gpus 2
 
 The model is a published one by name, a diffusers or language model's folder, or a FLUX or Qwen-Image file, whose
 headers are read. Nothing is loaded and no GPU is needed: weights are counted, activations found by running a block of
@@ -104,7 +104,9 @@ def table(rows: list[Row], best: Row | None) -> Table:
 def arguments() -> argparse.Namespace:
     """Parse and check the command line."""
     parser = tool_parser(__doc__)
-    parser.add_argument("model", help=f"file, folder or one of {', '.join(published_shapes())}")
+    parser.add_argument(
+        "--model", required=True, help=f"file, folder, name on the hub, or one of {', '.join(published_shapes())}"
+    )
     parser.add_argument("--gpu_memory", type=number(above=0), required=True, help="GiB of a GPU")
     parser.add_argument("--gpus", type=count, default=1, help="how many there are in all")
     parser.add_argument("--gpus_per_machine", type=count, help="default: all in one")
@@ -118,7 +120,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--train", choices=("lora", "all"), default="lora", help="all: every weight of a language model"
     )
-    parser.add_argument("--json", type=Path, help="write the rows there too")
+    parser.add_argument("--save_to", type=Path, metavar="JSON", help="write the rows there too")
     options = parser.parse_args()
     for name in ("gpu_memory", "gpus", "batch_size", "resolution", "text_tokens", "network_dim"):
         if getattr(options, name) <= 0:
@@ -153,11 +155,11 @@ def main() -> None:
         f"GiB of each of {gpus} GPUs; of {options.gpu_memory:g} GiB 5 % and {RESERVE / GIB:.1f} GiB are free\n"
     )
     console.print(table(rows, best))
-    if options.json is not None:
+    if options.save_to is not None:
         found = [
             {"layout": r.layout.model_dump(), **asdict(r.options), **asdict(r.parts), "fits": r.fits} for r in rows
         ]
-        write_text(options.json, json.dumps(found, indent=1))
+        write_text(options.save_to, json.dumps(found, indent=1))
     if best is None:
         least = min(rows, key=lambda row: row.parts.total)
         needed = f"{describe(least.layout)} with {least.options.describe()} needs {least.parts.total / GIB:.1f} GiB"

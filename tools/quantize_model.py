@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
+from library.models.hub import find_model
 from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.checkpoint_writing import WrittenFp8, default_granularity
 from library.precision.quantize import FORMATS, GRANULARITIES, format_named
@@ -34,7 +35,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Return the parsed command line."""
     parser = tool_parser(__doc__)
     parser.add_argument(
-        "--model", required=True, type=Path, help="a .safetensors file, a model folder or a pipeline folder"
+        "--model",
+        required=True,
+        type=Path,
+        help="a .safetensors file, a model or pipeline folder, a name on the hub",
     )
     parser.add_argument(
         "--save_to", required=True, type=Path, help="a .safetensors file, or a folder if --model is one"
@@ -87,13 +91,14 @@ def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
     )
+    model = find_model(options.model, "--model")
     return quantize_checkpoint(
-        options.model,
+        model,
         options.save_to,
         options.layout,
         recipe,
         console,
-        plan=calibration_plan(options, options.model) if by_activations else None,
+        plan=calibration_plan(options, model) if by_activations else None,
         compensated=options.compensated,
         budget_mb=options.budget_mb,
         fp8_matmul=options.fp8_matmul,

@@ -1,6 +1,6 @@
 """Refit a LoRA that was trained in bf16 to the fp8 model it will be used with: no training, the same file format.
 
-    python tools/refit_lora.py --lora style.safetensors --base FLUX.1-dev --deploy flux1-dev-fp8.safetensors \\
+    python tools/refit_lora.py --lora style.safetensors --model FLUX.1-dev --deploy flux1-dev-fp8.safetensors \\
         --dataset_config my_dataset.toml --save_to style-fp8.safetensors
     python tools/refit_lora.py ... --deploy cast               # what fp8_base makes of the base; or tensor, row, ...
     python tools/refit_lora.py ... --correction_rank 16        # and undo more of the rounding, at a larger rank
@@ -46,7 +46,7 @@ def refit(options: argparse.Namespace, console: Console) -> dict[str, Refit]:
     from library.fidelity.refit import refit_lora
 
     check_lora_output(options.save_to, options.overwrite)
-    plan = calibration_plan(options, options.base)
+    plan = calibration_plan(options, options.model)
     return refit_lora(
         options.lora,
         Models(plan.config, parse_deployment(options.deploy), {}, plan.dtype, plan.device),
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     top = tool_parser(__doc__)
     top.add_argument("--lora", required=True, type=Path, help="the LoRA, of any layout")
-    top.add_argument("--base", required=True, type=Path, help="bf16 model: diffusers folder or transformer file")
+    top.add_argument("--model", required=True, type=Path, help="bf16 model: diffusers folder or transformer file")
     top.add_argument(
         "--deploy", required=True, metavar="MODEL_OR_RECIPE", help="fp8 model; or cast, tensor, row, block64, block128"
     )

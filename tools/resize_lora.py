@@ -1,7 +1,7 @@
 """Give a LoRA smaller ranks, keeping as much of its updates as they can hold.
 
-    python tools/resize_lora.py --model my_lora.safetensors --save_to small.safetensors --new_rank 8
-    python tools/resize_lora.py --model my_lora.safetensors --save_to small.safetensors \\
+    python tools/resize_lora.py --lora my_lora.safetensors --save_to small.safetensors --new_rank 8
+    python tools/resize_lora.py --lora my_lora.safetensors --save_to small.safetensors \\
         --dynamic_method sv_fro --dynamic_param 0.95 --new_rank 32
 
 With ``--dynamic_method`` every layer has its own rank, ``--new_rank`` being the largest one allowed. The methods are
@@ -38,7 +38,7 @@ def resize(options: argparse.Namespace) -> list[ResizedLayer]:
 
     check_flags(options)
     check_lora_output(options.save_to, options.overwrite)
-    targets, (source,) = load_loras([options.model], options.model_type)
+    targets, (source,) = load_loras([options.lora], options.model_type)
     weights, layers = resize_lora(
         source.weights, options.new_rank, options.dynamic_method, options.dynamic_param or 1.0
     )
@@ -70,7 +70,7 @@ def main() -> None:
     from networks.merging.low_rank import RANK_RULES
 
     parser = tool_parser(__doc__)
-    parser.add_argument("--model", required=True, type=Path, help="the LoRA")
+    parser.add_argument("--lora", "--model", required=True, type=Path, help="the LoRA (--model: as sd-scripts says)")
     parser.add_argument("--new_rank", type=count, metavar="N", help="rank; with --dynamic_method the largest one")
     parser.add_argument("--dynamic_method", choices=RANK_RULES, help="choose a rank for each layer")
     parser.add_argument("--dynamic_param", type=finite, metavar="X", help="of --dynamic_method")

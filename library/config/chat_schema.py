@@ -37,7 +37,8 @@ class LanguageModelConfig(Section):
         description="architecture family: Llama 2 to 3.2, or GPT-2"
     )
     pretrained_model_name_or_path: str = Field(
-        description="folder of the model, in any published layout (docs/llm.md); its weights may be fp8"
+        description="folder of the model, in any published layout (docs/llm.md); its weights may be fp8; or a name on "
+        "the Hugging Face hub, meta-llama/Llama-3.2-1B"
     )
     tokenizer: str | None = Field(
         None, description="tokenizer's file or folder; default: the one in the model's folder"

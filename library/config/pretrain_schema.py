@@ -34,7 +34,9 @@ class LLMModelConfig(Section):
     preset: Annotated[str | None, MUST_MATCH] = Field(
         None, description="gpt2-tiny, gpt2-124m, ..., llama-tiny, llama3.2-1b, ... (docs/llm.md); with fresh weights"
     )
-    init_from: str | None = Field(None, description="folder of a GPT-2 or Llama model whose weights to go on from")
+    init_from: str | None = Field(
+        None, description="folder, or name on the hub, of a GPT-2 or Llama model to go on from"
+    )
     context: Annotated[Size | None, MUST_MATCH] = Field(
         None, description="tokens a training window holds; default: the model's"
     )

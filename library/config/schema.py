@@ -77,7 +77,8 @@ class ModelConfig(Section):
         "flux", description="architecture family; flux: FLUX.1 dev and schnell"
     )
     pretrained_model_name_or_path: str = Field(
-        description="diffusers folder, or a transformer file: BFL's flux1-dev.safetensors or ComfyUI's split file"
+        description="diffusers folder, a transformer file (BFL's flux1-dev.safetensors or ComfyUI's split file), or a "
+        "name on the Hugging Face hub, black-forest-labs/FLUX.1-dev"
     )
     ae: str | None = Field(
         None, description="VAE file (BFL's ae.safetensors or a diffusers folder), with a single file"

@@ -59,8 +59,8 @@ def refit_lora(
     source = load_lora(lora, targets)
     base_path = models.config.pretrained_model_name_or_path
     if models.family.fp8_layout() is not None:
-        raise UserError(f"--base {base_path}: is in fp8; give the bf16 model that the LoRA was trained on")
-    base = open_base(Path(base_path).expanduser(), "--base").weights
+        raise UserError(f"--model {base_path}: is in fp8; give the bf16 model that the LoRA was trained on")
+    base = open_base(Path(base_path).expanduser(), "--model").weights
     places = find_modules(base, targets.keys, targets.family)
     parts = targets.by_component(source.weights)
     trained = parts.pop(targets.file_prefix, {})

@@ -18,6 +18,7 @@ from typing import Any
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
+from library.models.hub import find_model
 from library.models.inspection import UNKNOWN, Architecture, is_lora, recognise
 from library.models.layer_names import KeyNames, original_key_map
 from library.models.registry import family_modules
@@ -106,16 +107,12 @@ class ModelFiles:
 
 def locate(config: ModelConfig, family: FamilyFiles) -> ModelFiles:
     """Find every part of the model."""
-    root = Path(config.pretrained_model_name_or_path).expanduser()
+    given = [part.folder for part in (family.vae, *family.text_encoders) if getattr(config, part.option)]
+    root = find_model(config.pretrained_model_name_or_path, "pretrained_model_name_or_path", True, given)
     if root.is_dir():
         prefix, arguments = "", _folder_arguments(root, family)
-    elif root.is_file():
-        prefix, arguments = file_arguments(WeightFiles(root), family)
     else:
-        raise UserError(
-            f"pretrained_model_name_or_path {str(root)!r} does not exist; give a local diffusers folder or a "
-            ".safetensors file"
-        )
+        prefix, arguments = file_arguments(WeightFiles(root), family)
     scheduler = root / "scheduler"
     return ModelFiles(
         transformer=root / "transformer" if root.is_dir() else root,

@@ -247,7 +247,7 @@ def test_every_command_about_kohyas_flags_runs(place: Path) -> None:
     }
     (place / "kohya.toml").write_text(toml.dumps(settings) + "network_train_unet_only = true\n")
     _run_page("docs/kohya_flags.md", place, 2)
-    _assert_written(place, "output/kohya/kohya.safetensors", "my.toml")
+    _assert_written(place, "output/kohya/kohya.safetensors", "tandem.toml")
 
 
 @pytest.mark.parametrize("page", ["docs/dataset.md", "README.md"])

@@ -269,6 +269,8 @@ def test_sessions_share_a_registry_and_do_not_mix(models: Path) -> None:
 def test_models_are_found_and_named(models: Path) -> None:
     assert list(find_models([], models)) == ["chat", "gpt2", "story"]
     assert list(find_models([str(models / "deeper" / "story")], models)) == ["story", "chat", "gpt2"]
+    for name in "ab":
+        (models / name / "x").mkdir(parents=True)
     assert list(find_models([str(models / "a" / "x"), str(models / "b" / "x")], None)) == ["a/x", "b/x"]
 
 

@@ -142,12 +142,12 @@ def test_nothing_on_disk_is_replaced_unasked(tmp_path: Path) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers")
     target.write_bytes(b"precious")
-    with pytest.raises(UserError, match=r"b.safetensors: exists; choose another DST or give --overwrite"):
+    with pytest.raises(UserError, match=r"b.safetensors: exists; choose another --save_to or give --overwrite"):
         convert(source, target, "kohya", model_type="flux")
     assert target.read_bytes() == b"precious"
     convert(source, target, "kohya", model_type="flux", overwrite=True)
     assert load_lora(target, FLUX_TARGETS).layout == "kohya"
-    with pytest.raises(UserError, match="a.safetensors: is the source itself; choose another DST"):
+    with pytest.raises(UserError, match="a.safetensors: is the source itself; choose another --save_to"):
         convert(source, source, "kohya", model_type="flux", overwrite=True)
     with pytest.raises(UserError, match="out.pt: a LoRA is a .safetensors file"):
         convert(source, tmp_path / "out.pt", "kohya", model_type="flux")
@@ -159,7 +159,9 @@ def test_the_report_tells_layers_ranks_layouts_and_the_check(
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     weights = mixed_lora()
     save_adapter(source, weights, FLUX_TARGETS, "diffusers")
-    monkeypatch.setattr("sys.argv", ["convert_lora.py", str(source), str(target), "--save_format", "comfy"])
+    monkeypatch.setattr(
+        "sys.argv", ["convert_lora.py", "--lora", str(source), "--save_to", str(target), "--save_format", "comfy"]
+    )
     main()
     said = capsys.readouterr().out
     lines = [line.split() for line in said.splitlines()]
@@ -170,7 +172,10 @@ def test_the_report_tells_layers_ranks_layouts_and_the_check(
     assert f"to    {target}: comfy, fp32, {len(weights)} layers in {2 * 10 * 3} tensors" in said
     assert "checked: every layer's update is the same" in said
     assert ["ComfyUI", str(len(weights)), "of", str(len(weights))] in [line[:4] for line in lines]
-    monkeypatch.setattr("sys.argv", ["convert_lora.py", "nowhere.safetensors", "x.safetensors", "--save_format=comfy"])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["convert_lora.py", "--lora", "nowhere.safetensors", "--save_to", "x.safetensors", "--save_format=comfy"],
+    )
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
@@ -209,7 +214,9 @@ def test_attention_of_qwen_image_keeps_its_names_by_its_metadata(
     """FLUX's attention has the same names in diffusers, and others in ComfyUI's layout."""
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_adapter(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", metadata)
-    monkeypatch.setattr("sys.argv", ["convert_lora", str(source), str(target), "--save_format", "comfy"])
+    monkeypatch.setattr(
+        "sys.argv", ["convert_lora", "--lora", str(source), "--save_to", str(target), "--save_format", "comfy"]
+    )
     main()
     assert set(load_file(target)) == {
         f"diffusion_model.transformer_blocks.0.attn.to_q.{part}"
@@ -238,7 +245,9 @@ def test_a_family_that_is_not_certain_is_refused(
 ) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_adapter(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", metadata)
-    monkeypatch.setattr("sys.argv", ["convert_lora", str(source), str(target), "--save_format", "comfy", *flags])
+    monkeypatch.setattr(
+        "sys.argv", ["convert_lora", "--lora", str(source), "--save_to", str(target), "--save_format", "comfy", *flags]
+    )
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2

@@ -125,7 +125,10 @@ def test_a_lora_of_peft_is_part_of_the_model(folder: Path, tmp_path: Path) -> No
         (["--prompt", "x", "--limit", "3"], "--limit: has no effect without"),
         (["--prompt", "x", "--context", "3"], "--context: has no effect without"),
         (["--prompt", "x", "--save_to", "model"], "model is a folder"),
-        (["--prompt", "x", "--model", "nowhere"], "nowhere: no such folder; give the folder of a GPT-2 or Llama"),
+        (
+            ["--prompt", "x", "--model", "nowhere"],
+            "--model 'nowhere' does not exist; give a local file or folder, or a name on",
+        ),
         (["--perplexity", "corpus", "--separator", "x"], "--separator: has no effect on a prepared corpus"),
         (["--perplexity", "text.txt", "--batch_size", "0"], "--batch_size: '0' is no whole number from 1"),
         (["--perplexity", "text.txt", "--context", "8", "--stride", "9"], "--stride: 9 does not fit"),

@@ -69,6 +69,16 @@ def test_a_picture_is_filled_where_its_mask_is_white(folder: Path) -> None:
         drawn(*flags, "--prompt", f"a door --ci {folder / 'a.png'}")
 
 
+def test_an_image_goes_into_the_file_that_is_named(folder: Path) -> None:
+    base = tiny_flux_pipeline(folder / "base")
+    flags = ["--model", str(base), "--save_to", str(folder / "new" / "x.png"), *SMALL]
+    picture = drawn(*flags, "--prompt", "a door")
+    with Image.open(folder / "new" / "x.png") as image:  # and no folder of that name
+        assert np.array_equal(np.asarray(image), picture)
+    with pytest.raises(UserError, match="x.png: one file for 2 images; give a folder"):
+        drawn(*flags, "--prompt", "a door", "a wall")
+
+
 def test_references_are_taken_at_the_size_asked_for(folder: Path) -> None:
     base = tiny_flux_pipeline(folder / "base", model_type="flux_kontext")
     flags = ["--model", str(base), "--model_type", "flux_kontext", "--save_to", str(folder / "out"), *SMALL]

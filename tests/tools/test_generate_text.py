@@ -89,7 +89,10 @@ def test_an_fp8_base_writes_too(folder: Path) -> None:
         (["--from_file", "nowhere"], "nowhere: no such file; check the path"),
         (["--from_file", "latin.txt"], r"not UTF-8 \(byte 3\); save it as UTF-8"),
         (["--prompt", "x", "--tokenizer", "nowhere"], "nowhere: no such file"),
-        (["--prompt", "x", "--model", "nowhere"], "nowhere: no such folder; give the folder of a GPT-2 or Llama"),
+        (
+            ["--prompt", "x", "--model", "nowhere"],
+            "--model 'nowhere' does not exist; give a local file or folder, or a name on",
+        ),
     ],
 )
 def test_mistakes_are_named(

@@ -70,7 +70,7 @@ def test_the_full_rank_is_the_identity(save_format: str, tmp_path: Path, monkeyp
     lora = make(0, rank=6, alpha=2.5)
     source = write(tmp_path / "a.safetensors", lora, save_format)
     target = tmp_path / "b.safetensors"
-    run(resize_lora, monkeypatch, "--model", source, "--save_to", target, "--new_rank", 6)
+    run(resize_lora, monkeypatch, "--lora", source, "--save_to", target, "--new_rank", 6)
     resized = load_lora(target, FLUX_TARGETS)
     assert resized.layout == save_format
     for name, module in resized.weights.items():
@@ -124,6 +124,10 @@ def test_a_concatenation_is_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, module in both.weights.items():
         expected = 0.8 * full(one[name]) - (0.5 * full(two[name]) if name in two else 0)
         np.testing.assert_allclose(full(module), expected, atol=2e-6)  # fp32 factors
+    as_kohya_says = tmp_path / "kohya.safetensors"
+    run(merge_lora, monkeypatch, "--models", a, b, "--ratios", 0.8, -0.5, "--save_to", as_kohya_says)
+    assert all(np.array_equal(full(module), full(both.weights[name]))
+               for name, module in load_lora(as_kohya_says, FLUX_TARGETS).weights.items())  # fmt: skip
 
 
 def test_svd_is_the_best_of_that_rank_to_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,13 +154,16 @@ def test_flags_that_would_be_ignored_are_refused(
         (merge_lora, ["--lora", a, "--transformer_only"], "--transformer_only: has no effect without --model"),
         (merge_lora, ["--lora", a, "--model", a, "--new_rank", 4], "--new_rank: has no effect on a model"),
         (merge_lora, ["--lora", f"{a}:0"], "--lora: every strength is 0"),
-        (resize_lora, ["--model", a], "give --new_rank"),
+        (merge_lora, ["--lora", a, a, "--ratios", 0.5], "--ratios: 1 for 2 LoRAs; give one for each"),
+        (merge_lora, ["--lora", f"{a}:0.5", "--ratios", 0.5], "--ratios: 1 for 1 LoRAs; give one for each, or write"),
+        (resize_lora, ["--lora", a], "give --new_rank"),
+        (resize_lora, ["--model", a], "give --new_rank"),  # as sd-scripts says
         (resize_lora, ["--model", a, "--dynamic_param", 0.5, "--new_rank", 2], "--dynamic_method and --dynamic_param"),
         (resize_lora, ["--model", a, "--dynamic_method", "sv_ratio", "--dynamic_param", 0.5], "--dynamic_param 0.5"),
-        (ema_lora, [a], "give at least two"),
-        (ema_lora, [a, a, "--beta", 0.5, "--sigma_rel", 0.1], "--sigma_rel: is another rule"),
-        (ema_lora, [a, a], f"{a}: says no step"),
-        (ema_lora, [a, a, "--no_sort", "--sigma_rel", 0.3], "--sigma_rel 0.3: must be"),
+        (ema_lora, ["--lora", a], "give at least two"),
+        (ema_lora, ["--lora", a, a, "--beta", 0.5, "--sigma_rel", 0.1], "--sigma_rel: is another rule"),
+        (ema_lora, ["--lora", a, a], f"{a}: says no step"),
+        (ema_lora, ["--lora", a, a, "--no_sort", "--sigma_rel", 0.3], "--sigma_rel 0.3: must be"),
     ]
     for tool, flags, message in checked:
         assert refused(tool, monkeypatch, capsys, *flags, *to).startswith(f"error: {message}"), message
@@ -182,7 +189,7 @@ def check_average(target: Path, loras: list[dict[str, LoraWeights]], shares: lis
 def test_a_constant_beta_is_the_recurrence_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, loras = saves(tmp_path, [100, 200, 300])
     target = tmp_path / "ema.safetensors"
-    run(ema_lora, monkeypatch, *sorted(paths), "--save_to", target, "--beta", 0.75)
+    run(ema_lora, monkeypatch, "--lora", *sorted(paths), "--save_to", target, "--beta", 0.75)
     check_average(target, loras, [0.75**2, 0.25 * 0.75, 0.25])
     assert load_lora(target, FLUX_TARGETS).metadata["ss_steps"] == "300"  # the last one's metadata goes along
 
@@ -190,7 +197,7 @@ def test_a_constant_beta_is_the_recurrence_written_out(tmp_path: Path, monkeypat
 def test_beta_moves_to_beta2_as_in_musubi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, loras = saves(tmp_path, [1, 2, 3, 4])
     target = tmp_path / "ema.safetensors"
-    run(ema_lora, monkeypatch, *paths, "--save_to", target, "--beta", 0.9, "--beta2", 0.5)
+    run(ema_lora, monkeypatch, "--lora", *paths, "--save_to", target, "--beta", 0.9, "--beta2", 0.5)
     betas = [0.9, 0.7, 0.5]
     check_average(target, loras, [0.9 * 0.7 * 0.5, 0.1 * 0.7 * 0.5, 0.3 * 0.5, 0.5])
     assert betas == pytest.approx(average.linear_betas(4, 0.9, 0.5))
@@ -199,7 +206,7 @@ def test_beta_moves_to_beta2_as_in_musubi(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_power_function_counts_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, loras = saves(tmp_path, [100, 200, 400])
     target = tmp_path / "ema.safetensors"
-    run(ema_lora, monkeypatch, *paths, "--save_to", target, "--sigma_rel", 0.2)
+    run(ema_lora, monkeypatch, "--lora", *paths, "--save_to", target, "--sigma_rel", 0.2)
     # the paper's algorithm 2: roots of (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) = sigma_rel^2
     gamma = np.roots([1, 7, 16 - 25, 12 - 25]).real.max()
     first, second = 0.5 ** (gamma + 1), 0.5 ** (gamma + 1)
@@ -223,4 +230,4 @@ def test_saves_of_two_runs_are_not_averaged(
         (make(1, 3, 2.0, (Q,)), "has other layers than"),
     ):
         b = write(tmp_path / "b.safetensors", other)
-        assert message in refused(ema_lora, monkeypatch, capsys, a, b, *to)
+        assert message in refused(ema_lora, monkeypatch, capsys, "--lora", a, b, *to)

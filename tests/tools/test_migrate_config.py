@@ -262,3 +262,25 @@ def test_a_musubi_command_takes_its_precision_from_the_launcher(tmp_path: Path) 
     assert read_command(words).launcher["mixed_precision"] == "bf16"
     migrate(read_command(words), tmp_path / "my.toml", "a test")
     assert toml.load(tmp_path / "my.toml")["training"]["mixed_precision"] == "bf16"
+
+
+def test_a_file_that_is_there_is_replaced_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tools.migrate_config import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text("mine")
+    (tmp_path / "kohya.toml").write_text(
+        'pretrained_model_name_or_path = "x"\ndataset_config = "d.toml"\noutput_dir = "o"\noutput_name = "o"\n'
+        'network_module = "networks.lora_flux"\n'
+    )
+    command = ["migrate_config.py", "--save_to", "my.toml", "kohya.toml"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == "error: my.toml: exists; choose another --save_to or give --overwrite\n"
+    assert (tmp_path / "my.toml").read_text() == "mine"
+    monkeypatch.setattr(sys, "argv", [*command, "--overwrite"])
+    main()
+    assert "networks.lora_flux" not in (tmp_path / "my.toml").read_text()

@@ -81,7 +81,7 @@ class Case:
 
     def run(self, lora: Path, deploy: Path | str, save_to: Path, **more: object) -> Any:
         flags = {
-            "lora": lora, "base": self.base, "deploy": deploy, "dataset_config": self.dataset, "save_to": save_to,
+            "lora": lora, "model": self.base, "deploy": deploy, "dataset_config": self.dataset, "save_to": save_to,
             "calibration_images": IMAGES, "calibration_sigmas": "0.8 0.3",
         } | more  # fmt: skip
         words = [word for key, value in flags.items() for word in (f"--{key}", *str(value).split())]

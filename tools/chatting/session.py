@@ -20,6 +20,7 @@ from library.llm.chat_session import ChatSession
 from library.llm.chat_templates import PromptTemplate, load_prompt_template
 from library.llm.generation import SamplingSettings
 from library.llm.tokenizers import load_tokenizer
+from library.models.hub import find_model
 from library.models.llm.files import open_lm
 from library.models.llm.model import TransformerLM
 from library.training.tasks.chat_lora import put_lora_on, template_of
@@ -139,13 +140,14 @@ def take_loras_off(model: TransformerLM) -> None:
 
 def find_models(named: Sequence[str], below: Path | None) -> dict[str, Path]:
     """Return name -> folder of the models that are named, in order, and of those below a folder."""
-    paths = [Path(name).expanduser() for name in named]
+    paths = [find_model(name, "--model", is_pipeline=False) for name in named]
+    of_hub = {path: name for path, name in zip(paths, named, strict=True) if path != Path(name).expanduser()}
     if below is not None:
         found = [folder for folder in _folders(below, "--models_dir") if _is_model(folder)]
         if not found:
             raise UserError(f"--models_dir: {below}: no GPT-2 or Llama model in it; choose another folder")
         paths += found
-    return _by_name(paths)
+    return {of_hub.get(path, name): path for name, path in _by_name(paths).items()}
 
 
 def find_loras(named: Sequence[str], below: Path | None) -> dict[str, LoraSource]:

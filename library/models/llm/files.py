@@ -74,7 +74,8 @@ def load_lm(
 def open_lm(folder: Path) -> tuple[LMConfig, WeightFiles, KeyMap]:
     """Return a model's configuration, its weights (not read yet) and where each parameter lies in them."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the folder of a GPT-2 or Llama model")
+        what = "is a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {what}; give the folder of a GPT-2 or Llama model")
     if (folder / "config.json").is_file():
         config = config_from_hf(read_config(folder))
         return config, *hf_weights(_hf_files(folder), config)

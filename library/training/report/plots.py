@@ -4,14 +4,16 @@
 print and zoom). Nothing here needs a display or changes matplotlib's global settings: figures are made
 without pyplot.
 
-Colour means run, line style means parameter group (groups with equal values share a line). The palette is
-Okabe and Ito's (2008, "Color Universal Design"), which people with any kind of colour blindness can tell
-apart.
+Colour means run, line style means parameter group (groups with equal values share a line). Runs whose lines lie on each
+other share one line whose dashes take turns. The palette is Okabe and Ito's (2008, "Color Universal Design"), which
+people with any kind of colour blindness can tell apart. A run is called by its ``output_name``, from the
+``config.toml`` beside its metrics.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +41,8 @@ _HELD_OUT |= {"markeredgewidth": 0.8, "linewidth": 1.1, "linestyle": "--"}
 _BESIDE_TITLE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
 _POINTS = 2000  # drawn per line: two for each of a thousand pixels, the lowest and the highest
 _EMA_DECAY = 0.98  # where a run wrote no loss_ema
+_SAME = 0.003  # of a panel's height: lines that are nowhere further apart lie on each other
+_DASH = 7.0  # line widths, of a run's turn
 _LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
@@ -76,7 +80,8 @@ def plot_runs(runs: Sequence[Path], save_to: Path, log: LogAxes = "auto") -> lis
     if not runs:
         raise UserError("no run to plot; name at least one output folder")
     loaded = [read_run(Path(run), name) for run, name in zip(runs, _distinct_names(runs), strict=True)]
-    return save_figure(draw_runs(loaded, log), Path(save_to))
+    subject = _subject(_folder(Path(runs[0]))) if len(runs) == 1 else ""
+    return save_figure(draw_runs(loaded, log, subject), Path(save_to))
 
 
 def save_figure(figure: Figure, save_to: Path) -> list[Path]:
@@ -89,8 +94,11 @@ def save_figure(figure: Figure, save_to: Path) -> list[Path]:
 
 
 @matplotlib.rc_context(STYLE)
-def draw_runs(runs: Sequence[Run], log: LogAxes = "auto") -> Figure:
-    """Draw the figure: the loss at the left, the other quantities one below the other at the right."""
+def draw_runs(runs: Sequence[Run], log: LogAxes = "auto", subject: str = "") -> Figure:
+    """Draw the figure: the loss at the left, the other quantities one below the other at the right.
+
+    ``subject`` says behind the name of a single run what was trained.
+    """
     panels = [
         (title, prefix)
         for title, prefix in (
@@ -120,39 +128,96 @@ def draw_runs(runs: Sequence[Run], log: LogAxes = "auto") -> Figure:
         if row == len(panels) - 1:
             axes.set_xlabel("optimizer step")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    _head(figure, runs)
+    _head(figure, runs, subject)
     return figure
 
 
-def _head(figure: Figure, runs: Sequence[Run]) -> None:
-    """Put the run's name, or a legend of all runs, above the panels."""
+def _head(figure: Figure, runs: Sequence[Run], subject: str) -> None:
+    """Put the run's name and subject, or a legend of all runs, above the panels."""
     if len(runs) == 1:
-        figure.suptitle(runs[0].name, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        title = "   ".join(filter(None, (runs[0].name, subject)))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         return
-    handles = [Line2D([], [], color=_colour(i), linewidth=2.5, label=run.name) for i, run in enumerate(runs)]
-    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(runs), 4), fontsize=10.5)
+    labels = [
+        next((f"{run.name} (same as {other.name})" for other in runs[:i] if _alike(run, other)), run.name)
+        for i, run in enumerate(runs)
+    ]
+    handles = [Line2D([], [], color=_colour(i), linewidth=2.5, label=label) for i, label in enumerate(labels)]
+    across = min(len(runs), max(1, 100 // max(map(len, labels))))
+    figure.legend(handles=handles, loc="outside upper left", ncols=across, fontsize=10.5)
+
+
+def _alike(one: Run, other: Run) -> bool:
+    """Return whether two runs have the same curves, to the last bit; how long they took is not looked at."""
+    keys = [
+        [
+            key
+            for key in run.columns
+            if key.startswith(("lr/", "d/", "d*lr/")) or key in ("loss", "val_loss", "grad_norm")
+        ]
+        for run in (one, other)
+    ]
+    return keys[0] == keys[1] and all((_apart_by(one.columns[key], other.columns[key]) == 0).all() for key in keys[0])
+
+
+def _apart_by(one: Series, other: Series) -> Values:
+    """Return the distance of two series at each step, infinite where they are not of the same steps."""
+    if not np.array_equal(one[0], other[0]):
+        return np.array([math.inf])
+    return np.where(np.isnan(one[1]) & np.isnan(other[1]), 0.0, np.abs(one[1] - other[1]))
+
+
+def _looks(series: Sequence[Series | None]) -> list[dict[str, Any]]:
+    """Return for each line what lets it be seen under others.
+
+    The dashes of lines that lie on each other take turns; one that later ones cover in part is wider than they are.
+    """
+    values = np.concatenate([s[1] for s in series if s is not None] or [np.zeros(1)])
+    near = _SAME * float(np.nanmax(values) - np.nanmin(values))
+    covers = np.zeros((len(series), len(series)))  # by how much of each other's steps two lines lie on each other
+    for i, own in enumerate(series):
+        for j, other in enumerate(series):
+            if own is not None and other is not None:
+                covers[i, j] = np.mean(_apart_by(own, other) <= near)
+    looks: list[dict[str, Any]] = []
+    for i, row in enumerate(covers):
+        look: dict[str, Any] = {}
+        same = [j for j, share in enumerate(row) if share == 1.0]
+        if len(same) > 1:
+            cycle, turn = _DASH * len(same), same.index(i)
+            look["linestyle"] = -_DASH * turn % cycle, (_DASH, cycle - _DASH)
+        if later := sum(0.1 < share < 1.0 for share in row[i + 1 :]):
+            look["linewidth"] = 1.8 + 1.3 * min(later, 3)
+        looks.append(look)
+    return looks
 
 
 def _draw_loss(axes: Axes, runs: Sequence[Run], log: LogAxes) -> None:
     """Draw every run's loss as a moving average (one run's steps too), its validation loss as dots."""
     shown: list[Values] = []
+    looks = _looks([run.columns.get("loss_ema", run.columns.get("loss")) for run in runs])
+    held_out_looks = _looks([run.columns.get("val_loss") for run in runs])
     for i, run in enumerate(runs):
         if (loss := run.columns.get("loss")) is not None:
-            shown += _draw_noisy(axes, loss, run.columns.get("loss_ema"), _colour(i), with_steps=len(runs) == 1)
+            average = run.columns.get("loss_ema")
+            shown += _draw_noisy(axes, loss, average, _colour(i), looks[i], with_steps=len(runs) == 1)
         if (held_out := run.columns.get("val_loss")) is not None:
-            axes.plot(*held_out, color=_held_out_colour(i, runs), zorder=3, **_HELD_OUT)
+            axes.plot(*held_out, color=_held_out_colour(i, runs), zorder=3, **_HELD_OUT | held_out_looks[i])
             shown.append(held_out[1])
     axes.set_title("Loss")
     _scale(axes, shown, log, margin=0.06)
     axes.legend(handles=_loss_legend(runs), ncols=3, **_BESIDE_TITLE)
 
 
-def _draw_noisy(axes: Axes, series: Series, average: Series | None, colour: str, with_steps: bool) -> list[Values]:
+def _draw_noisy(
+    axes: Axes, series: Series, average: Series | None, colour: str, look: dict[str, Any], with_steps: bool
+) -> list[Values]:
     """Draw a moving average, over the steps themselves if wanted; return the values the axis must show."""
     average = average or (series[0], _moving_average(series[1]))
     if with_steps:
         axes.plot(*_thin(series), color=colour, alpha=0.28, linewidth=0.8)
-    axes.plot(*_thin(average), color=colour, linewidth=1.9, **_dot(average))
+    look = {"linewidth": 1.9, "dash_capstyle": "butt", **look, **_dot(average)}
+    axes.plot(*_thin(average), color=colour, **look)
     return [average[1], np.nanpercentile(series[1], [1.0, 99.0])] if with_steps else [average[1]]
 
 
@@ -179,18 +244,18 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str, log: L
     axes.set_title(title)
     shown: list[Values] = []
     if prefix == "grad_norm":
+        looks = _looks([run.columns.get(prefix) for run in runs])
         for i, run in enumerate(runs):
             if (series := run.columns.get(prefix)) is not None:
-                shown += _draw_noisy(axes, series, None, _colour(i), with_steps=len(runs) == 1)
+                shown += _draw_noisy(axes, series, None, _colour(i), looks[i], with_steps=len(runs) == 1)
         _scale(axes, shown, log)
         return
     names = list(dict.fromkeys(name for run in runs for group in run.groups(prefix) for name in group))
-    for i, run in enumerate(runs):
-        for group, series in run.groups(prefix).items():
-            axes.plot(
-                *_thin(series), color=_colour(i), linestyle=_style(names.index(group[0])), linewidth=1.7, **_dot(series)
-            )
-            shown.append(series[1])
+    lines = [(i, group, series) for i, run in enumerate(runs) for group, series in run.groups(prefix).items()]
+    for (i, group, series), look in zip(lines, _looks([series for _, _, series in lines]), strict=True):
+        own = {"linestyle": _style(names.index(group[0])), "linewidth": 1.7, "dash_capstyle": "butt"}
+        axes.plot(*_thin(series), color=_colour(i), **own | look | _dot(series))
+        shown.append(series[1])
     lowest_peak = min(float(np.nanmax(values)) for values in shown)
     _scale(axes, shown, log, lowest=lowest_peak / _LR_SPAN if prefix == "lr/" else 0.0, from_zero=True)
     if prefix in ("lr/", "d/"):
@@ -212,13 +277,18 @@ def _mark(axes: Axes, runs: Sequence[Run], prefix: str) -> None:
             index, (steps, values) = max(found, key=lambda pair: pair[0])
             marks.setdefault(int(steps[index]), (float(values[index]), "#333333" if len(runs) == 1 else _colour(i)))
     text = "warm-up ends" if prefix == "lr/" else "d settles"
-    for row, (step, (value, colour)) in enumerate(sorted(marks.items())):
+    if len(marks) > 1:  # said once, in the title
+        axes.set_title(f"{axes.get_title(loc='left')} (dots: {text})")
+    width, ends = axes.get_xlim()[1] - axes.get_xlim()[0], list[float]()  # where the labels of each row end
+    for step, (value, colour) in sorted(marks.items()):
+        row = next((row for row, end in enumerate(ends) if end < step), len(ends))
+        ends[row:] = [step + 0.13 * width, *ends[row + 1 :]]
         axes.axvline(step, color=colour, linewidth=0.9, linestyle=(0, (2, 2)), alpha=0.7, zorder=1)
         axes.plot([step], [value], "o", color=colour, markersize=4.5, markeredgecolor="white", zorder=4)
         at_right = step > 0.6 * axes.get_xlim()[1]
         axes.annotate(
-            f"{text}, step {step}",
-            (step, 0.06 + 0.13 * row),
+            f"{text}, step {step}" if len(marks) == 1 else f"step {step}",
+            (step, 0.06 + 0.13 * (row % 6)),
             xycoords=("data", "axes fraction"),
             xytext=(-5 if at_right else 5, 0),
             textcoords="offset points",
@@ -261,13 +331,42 @@ def _scale(
     axes.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
 
 
+def _folder(run: Path) -> Path:
+    return (run if run.is_dir() else run.parent).resolve()
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the run in ``folder`` without their sections, nothing if it left none that can be read."""
+    try:
+        sections = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {key: value for section in sections.values() if isinstance(section, dict) for key, value in section.items()}
+
+
+def _subject(folder: Path) -> str:
+    """Return what the run in ``folder`` trained, and how, as far as its settings say."""
+    given = _settings(folder)
+    model = given.get("pretrained_model_name_or_path") or given.get("init_from") or given.get("preset")
+    said = {
+        Path(str(model)).name: model,
+        given.get("network_type", "lora"): "network_dim" in given,
+        f"rank {given.get('network_dim')}": "network_dim" in given,
+        given.get("optimizer_type"): "optimizer_type" in given,
+        f"lr {given.get('learning_rate')}": "learning_rate" in given,
+    }
+    return ", ".join(str(words) for words, is_said in said.items() if is_said)
+
+
 def _distinct_names(runs: Sequence[Path]) -> list[str]:
-    """Return each run's folder name, with the folder above where two are the same."""
-    folders = [(path if path.is_dir() else path.parent).resolve() for path in map(Path, runs)]
-    names = [folder.name for folder in folders]
+    """Return each run's output name, or its folder's; of those that share it with the folders that differ."""
+    folders = [_folder(path) for path in map(Path, runs)]
+    names = [str(_settings(folder).get("output_name") or folder.name) for folder in folders]
+    shared = {name for name in names if names.count(name) > 1}
+    named = [name if name not in shared else folder.name for name, folder in zip(names, folders, strict=True)]
     return [
-        name if names.count(name) == 1 else f"{folder.parent.name}/{name}"
-        for name, folder in zip(names, folders, strict=True)
+        name if named.count(name) == 1 else f"{folder.parent.name}/{folder.name}"
+        for name, folder in zip(named, folders, strict=True)
     ]
 
 

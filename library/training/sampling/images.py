@@ -204,24 +204,33 @@ def build_sampler(
     return Sampler(family, prompts, image_encoder, embeddings, folder, text_encoders, rules, writes)
 
 
+def _shown_size(image: Path | Image.Image) -> tuple[int, int]:
+    """Return an image's width and height on a sheet."""
+    if isinstance(image, Path):
+        with Image.open(image) as opened:
+            return _shown_size(opened)
+    factor = _CELL / max(image.size)
+    return max(1, round(image.width * factor)), max(1, round(image.height * factor))
+
+
 def _sheet(titles: list[str], rows: list[tuple[str, list[Path | Image.Image]]]) -> Image.Image:
     """Return one image: a column a title, a row a prompt with the prompt under it; two prompts side by side."""
     across = 2 if len(rows) > 3 and len(titles) == 2 else 1
     block_width = len(titles) * (_CELL + 8) + 16
-    heights = (len(rows) + across - 1) // across
-    sheet = Image.new("RGB", (across * block_width + 8, _HEADER + heights * (_CELL + _CAPTION) + 8), "white")
+    heights = [max(_shown_size(image)[1] for image in images) for _, images in rows]
+    bands = [max(heights[i : i + across]) for i in range(0, len(rows), across)]  # of the rows of the sheet
+    tops = [_HEADER + sum(bands[:i]) + i * _CAPTION for i in range(len(bands) + 1)]
+    sheet = Image.new("RGB", (across * block_width + 8, tops[-1] + 8), "white")
     draw = ImageDraw.Draw(sheet)
     title_font, font = ImageFont.load_default(16), ImageFont.load_default(13)
     for i, (prompt, images) in enumerate(rows):
-        left, top = 12 + (i % across) * block_width, _HEADER + (i // across) * (_CELL + _CAPTION)
+        left, top = 12 + (i % across) * block_width, tops[i // across]
         for column, (title, shown) in enumerate(zip(titles, images, strict=True)):
             x = left + column * (_CELL + 8)
             if i < across:
                 draw.text((x, 6), title, fill="black", font=title_font)
             with shown if isinstance(shown, Image.Image) else Image.open(shown) as image:
-                factor = _CELL / max(image.size)
-                size = (round(image.width * factor), max(1, round(image.height * factor)))
-                sheet.paste(image.convert("RGB").resize(size, Image.Resampling.LANCZOS), (x, top))
+                sheet.paste(image.convert("RGB").resize(_shown_size(image), Image.Resampling.LANCZOS), (x, top))
         caption = "\n".join(textwrap.wrap(prompt, len(titles) * _CELL // 7)[:2])
-        draw.multiline_text((left, top + _CELL + 4), caption, fill="#333333", font=font, spacing=2)
+        draw.multiline_text((left, top + heights[i] + 4), caption, fill="#333333", font=font, spacing=2)
     return sheet

@@ -36,6 +36,7 @@ from library.llm.chat_batches import (
 )
 from library.llm.chat_templates import ChatTemplate, Message, load_chat_template
 from library.llm.tokenizers import load_tokenizer
+from library.models.hub import find_model
 from library.models.llm.files import load_lm, open_lm
 from library.models.llm.model import TransformerLM, lm_split_plan, separate_projections
 from library.models.llm.spec import LMConfig
@@ -78,7 +79,8 @@ class ChatLora(LoraTask):
 
     def open(self) -> None:
         config, device, seed = self.config, self.accelerator.device, self.config.training.seed
-        folder = self.folder = Path(config.model.pretrained_model_name_or_path).expanduser()
+        name = config.model.pretrained_model_name_or_path
+        folder = self.folder = find_model(name, "pretrained_model_name_or_path", is_pipeline=False)
         self.sizes, weights, _ = open_lm(folder)
         if config.model.model_type != self.sizes.family:
             raise UserError(

@@ -39,6 +39,7 @@ from library.data.batches import Share
 from library.errors import UserError
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
 from library.llm.tokenizers import Tokenizer, load_tokenizer
+from library.models.hub import find_model
 from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, preset
@@ -268,7 +269,8 @@ def build_model(config: PretrainConfig, vocab_size: int, device: torch.device) -
     """
     dtype = torch.bfloat16 if config.training.full_bf16 else torch.float32
     if config.model.init_from is not None:
-        model = load_lm(config.model.init_from, dtype, device, pad_vocabulary_to=config.model.pad_vocabulary_to)
+        folder = find_model(config.model.init_from, "init_from", is_pipeline=False)
+        model = load_lm(folder, dtype, device, pad_vocabulary_to=config.model.pad_vocabulary_to)
         if model.config.vocab_size < vocab_size:
             raise UserError(
                 f"init_from: {config.model.init_from} has {model.config.vocab_size} tokens, the corpus was made with "

@@ -209,8 +209,9 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_the_tool_recommends_settings_that_a_training_file_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    said = plan(capsys, "gpt2-124m", "--train", "all", "--gpu_memory", "5", "--gpus", "4", "--tokens", "1024",
-                "--json", str(tmp_path / "rows.json"))  # fmt: skip
+    said = plan(capsys, "--model", "gpt2-124m", "--train", "all", "--gpu_memory", "5", "--gpus", "4",
+                "--tokens", "1024",
+                "--save_to", str(tmp_path / "rows.json"))  # fmt: skip
     rows = json.loads((tmp_path / "rows.json").read_text())
     first = next(row for row in rows if row["fits"])
     assert said.count("<- recommended") == 1
@@ -237,9 +238,9 @@ def test_files_and_folders_are_read_and_what_cannot_fit_is_refused(
     assert shape_of(str(tiny_qwen_pipeline(tmp_path / "qwen"))).name == "qwen_image"
     assert isinstance(shape_of("llama3-8b").arguments, LMConfig)
     with pytest.raises(SystemExit) as left:
-        plan(capsys, str(base), "--gpu_memory", "0.5", "--resolution", "64")
+        plan(capsys, "--model", str(base), "--gpu_memory", "0.5", "--resolution", "64")
     assert left.value.code == 2
     assert "error: nothing fits: one process with fp8, checkpointing needs 0.0 GiB; lower" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        plan(capsys, "flux2", "--gpu_memory", "24")
+        plan(capsys, "--model", "flux2", "--gpu_memory", "24")
     assert "flux2: no file, folder or known model; did you mean 'flux'?" in capsys.readouterr().err

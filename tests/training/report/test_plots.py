@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import toml
 from PIL import Image
 
 from library.errors import UserError
-from library.training.report.metrics import read_run
+from library.training.report.metrics import Run, read_run
 from library.training.report.plots import draw_runs, plot_runs
 from tests.forked import run_script
 
@@ -80,6 +83,68 @@ def test_several_runs_are_named_in_one_picture(tmp_path: Path) -> None:
     assert (png.name, svg.name) == ("both.png", "both.svg")
     assert "first/lora" in texts(svg)
     assert "second/lora" in texts(svg)
+
+
+def colours(picture: Path, box: tuple[float, float, float, float]) -> Counter[str]:
+    """Return how many pixels have each colour in a part of the picture, given in shares of it."""
+    with Image.open(picture) as image:
+        left, top, right, bottom = box
+        part = image.convert("RGB").crop((round(image.width * left), round(image.height * top),
+                                          round(image.width * right), round(image.height * bottom)))  # fmt: skip
+    return Counter({"#{:02X}{:02X}{:02X}".format(*colour): count for count, colour in part.getcolors(1 << 24) or []})
+
+
+def test_runs_with_the_same_curves_are_all_seen_and_told(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, steps=300) for name in ("one", "two", "three")]
+    png, svg = plot_runs(runs, tmp_path / "all.png")
+    assert "two (same as one)" in texts(svg)
+    assert "three (same as one)" in texts(svg)
+    for box in ((0.0, 0.15, 0.5, 1.0), (0.52, 0.15, 1.0, 0.35), (0.52, 0.8, 1.0, 1.0)):  # loss, rate, gradient norm
+        seen = colours(png, box)
+        assert min(seen[colour] for colour in ("#0072B2", "#D55E00", "#009E73")) > 50, (box, seen)
+
+
+def test_a_run_that_differs_a_little_or_for_a_while_is_seen_beside_the_other(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "one", steps=300), write_run(tmp_path / "two", steps=300)
+    lines = [json.loads(line) for line in (second / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "lr/lora" in line:  # the same behind step 100
+            line |= {"lr/lora": min(1.0, line["step"] / 100), "lr/lora_plus": min(1.0, line["step"] / 100)}
+            line["loss_ema"] += 1e-6
+    (second / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    png, svg = plot_runs([first, second], tmp_path / "both.png")
+    assert "same as" not in texts(svg)
+    for box in ((0.0, 0.15, 0.5, 1.0), (0.75, 0.15, 1.0, 0.35)):
+        seen = colours(png, box)
+        assert min(seen["#0072B2"], seen["#D55E00"]) > 50, (box, seen)
+
+
+def test_the_labels_of_many_warm_ups_do_not_lie_on_each_other() -> None:
+    steps = np.arange(1.0, 501.0)
+    runs = [Run(f"run{end}", {"lr/lora": (steps, np.minimum(1.0, steps / end))}) for end in (20, 24, 30, 60, 75, 90)]
+    figure = draw_runs(runs)
+    figure.savefig(io.BytesIO())
+    labels = [text for text in figure.axes[0].texts if "step" in text.get_text()]
+    assert [label.get_text() for label in labels] == [f"step {end}" for end in (20, 24, 30, 60, 75, 90)]
+    assert "warm-up ends" in figure.axes[0].get_title(loc="left")
+    boxes = [label.get_window_extent() for label in labels]
+    assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+    panel = figure.axes[0].get_window_extent()
+    assert all(panel.y0 <= box.y0 and box.y1 <= panel.y1 for box in boxes)
+
+
+def test_a_run_is_called_by_its_output_name_and_says_what_it_trained(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "out3")
+    settings = {"model": {"pretrained_model_name_or_path": "models/FLUX.1-dev"}, "network": {"network_dim": 16},
+                "optimizer": {"learning_rate": 2e-4}, "saving": {"output_name": "castle"}}  # fmt: skip
+    (run / "config.toml").write_text(toml.dumps(settings))
+    _, svg = plot_runs([run], tmp_path / "lr.png")
+    assert "castle   FLUX.1-dev, lora, rank 16, lr 0.0002" in texts(svg)
+    other = write_run(tmp_path / "out4")
+    (other / "config.toml").write_text(toml.dumps(settings))
+    assert "out3" in texts(
+        plot_runs([run, other], tmp_path / "both.png")[1]
+    )  # the name alone would not tell them apart
 
 
 def test_axes_are_logarithmic_where_values_span_more_than_a_decade(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -66,7 +67,7 @@ def test_sheets_show_the_ends_and_at_most_eight_steps_evenly_chosen(tmp_path: Pa
     assert colours(tmp_path / "over_time.png") == {(red, step, 200) for red in (50, 150) for step in chosen}
     with Image.open(tmp_path / "over_time.png") as sheet:
         assert sheet.width > 8 * 256
-        assert sheet.height > 2 * 256  # a row a prompt
+        assert sheet.height > 256 + 128  # a row a prompt, the second one half as high
 
 
 @pytest.mark.parametrize(("steps", "names"), [((), []), ((0,), []), ((0, 9), ["before_after.png"])])
@@ -82,6 +83,19 @@ def test_an_image_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> No
     with Image.open(tmp_path / "step000003_01.png") as picture:
         assert picture.info["prompt"] == "b" * 150 + " --w 64 --h 32 --d 0 --s 20 --g 3.5 --l 1.0"
     assert one.image_encoder.released == 1  # type: ignore[attr-defined]
+
+
+def test_a_caption_stands_close_under_its_picture_whatever_the_picture_s_shape(tmp_path: Path) -> None:
+    for name, size in {"landscape": (128, 32), "square": (64, 64), "portrait": (32, 64)}.items():
+        one = sampler(tmp_path / name, [SamplePrompt("a house", width=size[0], height=size[1])])
+        draw(one, 0, 10)
+        with Image.open(one.write_sheets()[0]) as sheet:
+            pixels = np.asarray(sheet.convert("RGB")).astype(int)
+        picture = np.flatnonzero((pixels[..., 2] == 200).sum(1) > 50)
+        below = pixels[picture[-1] + 1 :]
+        caption = np.flatnonzero((below.sum(2) < 500).any(1))
+        assert caption[0] <= 16, (name, caption[0])
+        assert len(below) <= 60
 
 
 def test_texts_of_any_script_survive(tmp_path: Path) -> None:

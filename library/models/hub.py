@@ -1,0 +1,209 @@
+"""A model by its name on the Hugging Face hub: ``black-forest-labs/FLUX.1-dev`` wherever a path is taken.
+
+A path that exists is that path. Else a name of the form ``owner/name`` is looked up on the hub, as far as it does not
+look like a path with a typing error. Downloading, resuming, the cache (``HF_HOME``), the token (``HF_TOKEN``, ``hf auth
+login``), mirrors (``HF_ENDPOINT``) and ``HF_HUB_OFFLINE`` are ``huggingface_hub``'s, and so is what happens without a
+network: the copy in the cache is used if it is complete. Only the files that are read here are fetched: of a pipeline
+the safetensors, settings and tokenizers of its parts, not the copy of the transformer that publishers put beside them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from library.errors import UserError, nearest_of
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".toml", ".index")
+_READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # what is read of a folder
+_PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # of a language model without safetensors
+_COPIES = ("*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*", "*.non_ema*")  # in another precision
+_INDEX = "model_index.json"
+
+
+def find_model(given: str | Path, option: str, is_pipeline: bool | None = None, without: Collection[str] = ()) -> Path:
+    """Return the file or folder of a model; what is on the hub is downloaded into its cache first.
+
+    Args:
+        given: a path, or a name on the hub.
+        option: the key or flag that it was given as, for messages.
+        is_pipeline: an image model's; False: a language model; None: either.
+        without: folders of a pipeline that are not needed.
+
+    Raises:
+        UserError: neither is there; the hub wants a licence accepted; the disk is too full; nothing that can be read.
+    """
+    path = Path(given).expanduser()
+    if path.suffix.lower() == ".gguf":
+        raise UserError(
+            f"{option} {str(given)!r}: GGUF files are not read; give the safetensors file or the folder that it was "
+            "made from"
+        )
+    if given and path.exists():
+        return path
+    name = Path(given).as_posix()
+    is_name = _HUB_NAME.fullmatch(name) is not None and not name.endswith(_FILE_ENDINGS)
+    if (meant := _misspelt(path)) is not None:
+        fetch = f" For the model of that name on the hub: hf download {name} --local-dir {name}" if is_name else ""
+        raise UserError(f"{option} {str(given)!r} does not exist; did you mean {str(meant)!r}?{fetch}")
+    if not is_name:
+        raise UserError(
+            f"{option} {str(given)!r} does not exist; give a local file or folder, or a name on the Hugging Face hub, "
+            "owner/name"
+        )
+    return _from_hub(name, option, is_pipeline, frozenset(without))
+
+
+def _misspelt(path: Path) -> Path | None:
+    """Return the existing path that differs from ``path`` in the spelling of one or more of its parts, if there is one.
+
+    Parts are looked for one after the other; a name on the hub has an owner, which is seldom like a folder here.
+    """
+    found = Path(path.anchor)
+    for part in path.parts[1:] if path.anchor else path.parts:
+        if (found / part).exists():
+            found /= part
+            continue
+        try:
+            names = [entry.name for entry in (found if found.parts else Path.cwd()).iterdir()]
+        except OSError:
+            return None
+        nearest = nearest_of(part, names, 0.75)
+        if nearest is None:
+            return None
+        found /= nearest
+    return found
+
+
+@functools.cache
+def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozenset[str]) -> Path:
+    """Return the folder in the hub's cache that holds all that is read of model ``name``."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    hint = f"fetch it where there is one: {_command(name, is_pipeline)}"
+    try:
+        try:
+            info = hub.HfApi().model_info(name)
+        except errors.HfHubHTTPError:
+            raise
+        except (errors.HTTPError, errors.OfflineModeIsEnabled):
+            return _cached(name, is_pipeline, without)
+        files = [sibling.rfilename for sibling in info.siblings or []]
+        if _INDEX in files:
+            allowed = _pipeline_patterns(Path(hub.hf_hub_download(name, _INDEX, revision=info.sha)), without)
+        else:
+            allowed = _folder_patterns(name, files, option)
+        return _download(name, allowed, option)
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{option}: {name} is gated; accept its licence at {hub.constants.ENDPOINT}/{name}, then log in with "
+            "`hf auth login` (or set HF_TOKEN)"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(
+            f"{option}: {name} is neither a path here nor a model on the hub; check the spelling, or log in with "
+            "`hf auth login` if it is private"
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        raise UserError(
+            f"{option}: {name} does not exist here, and is not (completely) in the cache; without a network, {hint}"
+        ) from None
+    except (errors.HTTPError, errors.XetDownloadError, ConnectionError, TimeoutError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{option}: {name}: the hub failed ({reason}); start again, it goes on where it stopped"
+        ) from None
+
+
+def _command(name: str, is_pipeline: bool | None) -> str:
+    """Return the command that fetches what is read of a model, and little more."""
+    if is_pipeline is None:
+        return f"hf download {name}"
+    return f"hf download {name} " + (f'--include "*/*" --include {_INDEX}' if is_pipeline else '--exclude "*/*"')
+
+
+def _pipeline_patterns(index: Path, without: Collection[str]) -> tuple[str, ...]:
+    """Return what is read of a pipeline, of whose parts ``index`` tells, but for the parts ``without``."""
+    parts = json.loads(index.read_text(encoding="utf-8"))
+    named = [key for key, value in parts.items() if isinstance(value, list) and None not in value]
+    return (_INDEX, *(f"{part}/{pattern}" for part in named if part not in without for pattern in _READ))
+
+
+def _folder_patterns(name: str, files: Collection[str], option: str) -> tuple[str, ...]:
+    """Return what is read of a language model, whose repository holds ``files``."""
+    own = [file for file in files if "/" not in file]
+    for weights, patterns in (("*.safetensors", _READ), ("pytorch_model*.bin", (*_READ, *_PICKLES))):
+        if fnmatch.filter(own, weights):
+            return patterns
+    raise UserError(
+        f"{option}: {name} has no model in safetensors ({len(files)} files: {', '.join(sorted(files)[:4])} ...); give "
+        "the repository of a diffusers pipeline or of a transformers model"
+    )
+
+
+def _cached(name: str, is_pipeline: bool | None, without: Collection[str]) -> Path:
+    """Return the copy in the cache if it is complete; raise LocalEntryNotFoundError if not."""
+    import huggingface_hub as hub
+
+    index = hub.try_to_load_from_cache(name, _INDEX)
+    if isinstance(index, str):
+        return _snapshot(name, _pipeline_patterns(Path(index), without), local_files_only=True)
+    if is_pipeline:
+        raise hub.errors.LocalEntryNotFoundError(name)
+    return _snapshot(name, _READ, local_files_only=True)
+
+
+def _download(name: str, allowed: tuple[str, ...], option: str) -> Path:
+    """Fetch what is missing, if the disk has room for it; of several processes the first of a machine shows how far."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    with _without_bars():
+        missing = [file for file in _snapshot(name, allowed, dry_run=True) if file.will_download]
+    size, folder = sum(file.file_size or 0 for file in missing), Path(HF_HUB_CACHE).absolute()
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if (free := shutil.disk_usage(place).free) < size:
+        raise UserError(
+            f"{option}: {name}: {_in_gb(size)} are to be downloaded to {folder}, where {_in_gb(free)} are free; free "
+            "space, or set HF_HOME to a folder on another disk"
+        )
+    shows = bool(missing) and os.environ.get("LOCAL_RANK", "0") == "0"
+    if shows:
+        print(f"downloading {name} to {folder}: {len(missing)} files, {_in_gb(size)}", file=sys.stderr, flush=True)
+    with nullcontext() if shows else _without_bars():
+        return _snapshot(name, allowed)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    were_there = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_there:
+            enable_progress_bars()
+
+
+def _snapshot(name: str, allowed: tuple[str, ...], **how: Any) -> Any:
+    import huggingface_hub as hub
+
+    of_a_folder = () if _INDEX in allowed else ("*/*",)
+    found = hub.snapshot_download(name, allow_patterns=list(allowed), ignore_patterns=[*_COPIES, *of_a_folder], **how)
+    return Path(found) if isinstance(found, str) else found
+
+
+def _in_gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
