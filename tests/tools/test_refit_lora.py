@@ -195,7 +195,7 @@ def test_what_cannot_be_done_is_refused_by_name(case: Case, tmp_path: Path) -> N
     refused = {
         "holds no fp8 weights": {"deploy": case.base},
         "and none of cast, tensor": {"deploy": "int4"},
-        "is in fp8; give the bf16 model": {"base": case.files["plain"], "ae": case.base, "clip_l": case.base,
+        "is in fp8; give the bf16 model": {"model": case.files["plain"], "ae": case.base, "clip_l": case.base,
                                            "t5xxl": case.base, "clip_l_tokenizer": case.base / "tokenizer",
                                            "t5xxl_tokenizer": case.base / "tokenizer_2"},
         "is no noise level": {"calibration_sigmas": "1.5"},
