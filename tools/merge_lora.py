@@ -43,6 +43,7 @@ from tools.command import (
     check_lora_output,
     choices,
     count,
+    finite,
     lora_source,
     show_progress,
     tool_console,
@@ -179,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
     )
     files = "LoRA files (--models, with --ratios: as sd-scripts says)"
     parser.add_argument("--lora", "--models", required=True, nargs="+", metavar="FILE[:STRENGTH]", help=files)
-    parser.add_argument("--ratios", type=float, nargs="+", metavar="X", help="a strength for each LoRA")
+    parser.add_argument("--ratios", type=finite, nargs="+", metavar="X", help="a strength for each LoRA")
     parser.add_argument("--save_to", required=True, type=Path, help="new folder, or .safetensors file")
     precisions = [*choices(SavingConfig, "save_precision"), *FP8_PRECISIONS]
     parser.add_argument("--save_precision", choices=precisions, help="default: as in --model, or the LoRAs")
