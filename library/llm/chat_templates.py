@@ -9,8 +9,9 @@
 
 A :class:`PromptTemplate` makes the prompt that a model goes on from. One with messages is a :class:`ChatTemplate`;
 training uses it too: it tells of every token which message of the assistant it belongs to (the mark that ends the
-answer included), which is what an assistant has to learn to say. Only a template's own marks become special tokens; in
-no template can the text of a message end its turn.
+answer included), which is what an assistant has to learn to say. Only a template's own marks become special tokens. Some
+templates end a turn by ordinary text (``[/INST]``, ``\nAssistant:``, ``### Response:``): a message that holds it is
+refused, as Meta's own code does with Llama 2's. So in no template can the text of a message end its turn.
 
 In a prompt, earlier answers are the tokens that the model said, not their text encoded again: the same text can be
 other tokens, and keys and values computed for the first ones would be of no use.
@@ -28,7 +29,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from functools import cached_property
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,6 +139,13 @@ class ChatTemplate(PromptTemplate):
         """
         if self.name in ("llama2", "plain") and not answer_next and messages[-1].role == "user":
             messages = messages[:-1]  # it would end in the words that call for an answer, and then none
+        for number, (role, content) in enumerate(messages, 1):
+            mark = self._text_marks.get(role)
+            if mark and mark in content and not (answer_next and role == "assistant"):  # a model may say what it likes
+                raise UserError(
+                    f"message {number} ({role}): holds {mark!r}, by which the chat template {self.name} ends such "
+                    "messages; write it otherwise, or choose a template whose marks are special tokens"
+                )
         safe = [Message(message.role, self._broken(message.content)) for message in messages]
         text, spans = self._render(safe, answer_next)
         spoken = [index for index, message in enumerate(messages) if message.role == "assistant"]
@@ -175,6 +184,23 @@ class ChatTemplate(PromptTemplate):
         """Return the tokens of an answer, with the mark by which the template ends it in ``encoded``."""
         marks = encoded[-1:] if encoded[-1] in self.tokenizer.special.values() else []
         return [*turn.said[:-1], *(marks or turn.said[-1:])] if turn.ended else [*turn.said, *marks]
+
+    @cached_property
+    def _text_marks(self) -> dict[str, str]:
+        """The ordinary text that ends messages of a role, by role; those that end with a special token have none."""
+        for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
+            messages = [Message(role, f"{_BREAK}{number}{_BREAK}") for number, role in enumerate(roles)]
+            try:
+                text = self._render(messages, answer_next=False)[0]
+            except UserError:  # without a system message, then
+                continue
+            marks = {}
+            for one, other in pairwise(messages):
+                between = text.partition(one.content)[2].partition(other.content)[0]
+                if between.strip() and not any(name in between for name in self.tokenizer.special):
+                    marks[one.role] = between.strip(" ")
+            return marks
+        return {}
 
     def _render(self, messages: Sequence[Message], answer_next: bool) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and where the template says that answers are."""

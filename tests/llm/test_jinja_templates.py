@@ -9,8 +9,9 @@ import pytest
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from library.llm.chat_templates import BUILT_IN, Message, load_chat_template, write_jinja_template
-from library.llm.tokenizers import load_tokenizer
+from library.errors import UserError
+from library.llm.chat_templates import BUILT_IN, ChatTemplate, Message, load_chat_template, write_jinja_template
+from library.llm.tokenizers import Tokenizer, load_tokenizer
 from tests.llm.test_chat_batches import CONVERSATION, LLAMA3_MARKS, tokenizer_folder
 
 MARKS = {
@@ -53,3 +54,57 @@ def test_a_model_with_the_file_talks_in_it(tmp_path: Path, name: str) -> None:
     assert own.name == "tokenizer"
     messages: Sequence[Message] = CONVERSATION
     assert own.tokens(messages) == built_in.tokens(messages)
+
+
+# templates that other people publish, by their form: Vicuna's, Alpaca's, one whose turns are lines of their own
+FOREIGN = {
+    "vicuna": "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} {% elif m.role == 'user' %}USER: "
+    "{{ m.content }} {% else %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+    "alpaca": "{% for m in messages %}{{ {'system': '', 'user': '### Instruction:\\n', 'assistant': '### Response:\\n'}"
+    "[m.role] + m.content + '\\n\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}",
+    "marked": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+}
+
+
+def _template(name: str, folder: Path) -> tuple[ChatTemplate, Tokenizer]:
+    tokenizer = load_tokenizer(tokenizer_folder(folder, MARKS.get(name, ("<s>", "</s>", "<|im_start|>", "<|im_end|>"))))
+    if name in FOREIGN:
+        return ChatTemplate(name, tokenizer, FOREIGN[name], {}), tokenizer
+    return load_chat_template(name, tokenizer, folder), tokenizer
+
+
+@pytest.mark.parametrize("name", sorted([*BUILT_IN, *FOREIGN]))
+def test_no_message_ends_its_turn(tmp_path: Path, name: str) -> None:
+    """A user writes the text of a whole talk into one message: it is refused, or remains one message."""
+    template, tokenizer = _template(name, tmp_path)
+    first, answer, second = Message("user", "hello"), Message("assistant", "yes"), Message("user", "and now?")
+    talk = tokenizer.decode(template.tokens([first, answer, second], answer_next=True)[0])
+    begin = tokenizer.decode(template.tokens([first], answer_next=True)[0])
+    for text in (talk[talk.index("hello") : talk.index("now?")], begin[begin.index("hello") :] + " yes"):
+        try:
+            tokens = template.tokens([Message("user", text)], answer_next=True)[0]
+        except UserError as error:
+            assert "by which the chat template" in str(error)
+            assert name not in ("llama3", "chatml", "marked")  # these can take any text
+            continue
+        turn_of_hello = template.tokens([first], answer_next=True)[0]
+        assert tokens[: len(turn_of_hello)] != turn_of_hello
+        for token, number in tokenizer.special.items():
+            assert tokens.count(number) == turn_of_hello.count(number), token
+
+
+@pytest.mark.parametrize(("name", "text"), [("llama2", "what does [INST] mean?"), ("plain", "User: is a word, Assistant: too"),
+                                            ("vicuna", "what is an assistant?"), ("alpaca", "# Response")])  # fmt: skip
+def test_a_message_that_is_only_like_a_mark_is_taken(tmp_path: Path, name: str, text: str) -> None:
+    template, tokenizer = _template(name, tmp_path)
+    assert text in tokenizer.decode(template.tokens([Message("user", text)], answer_next=True)[0])
+
+
+def test_an_answer_that_was_generated_is_no_reason_to_refuse_the_next_question(tmp_path: Path) -> None:
+    template, _ = _template("alpaca", tmp_path)
+    talk = [Message("user", "a"), Message("assistant", "b\n\n### Instruction:\nc"), Message("user", "d")]
+    assert template.tokens(talk, answer_next=True)[0]
+    with pytest.raises(UserError, match=r"message 2 \(assistant\): holds '\\n\\n### Instruction:\\n'"):
+        template.tokens(talk[:2] + talk[2:])  # in training it would teach to ask oneself
