@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -109,6 +109,24 @@ class ChatSession:
         """Forget all turns; the system message stays, and the cache of it."""
         self.turns.clear()
         self.remarks, self.stats, self._left_out = [], None, 0
+
+    def take_back(self, turn: int) -> None:
+        """Forget ``turn``, counted from 0, and all that followed; what was computed before it stays in the cache."""
+        del self.turns[turn:]
+        self.remarks, self.stats = [], None
+        if self.template.has_turns:
+            self._left_out = min(self._left_out, turn)
+        else:
+            self._left_out = 0  # tokens, of a text that is another now
+
+    def restore(self, turns: Sequence[Turn]) -> None:
+        """Take turns that were said before; tokens that do not say what their answer does are left out."""
+        tokenizer = self.template.tokenizer
+        self.reset()
+        for turn in turns:
+            known = all(0 <= token < tokenizer.vocab_size for token in turn.said)
+            same = known and tokenizer.decode(list(turn.said), skip_special=True) == turn.answer
+            self.turns.append(turn if same else replace(turn, said=()))
 
     def forget_cache(self) -> None:
         """Compute everything again for the next answer, as the model's weights are others now."""

@@ -9,9 +9,9 @@
 
 A :class:`PromptTemplate` makes the prompt that a model goes on from. One with messages is a :class:`ChatTemplate`;
 training uses it too: it tells of every token which message of the assistant it belongs to (the mark that ends the
-answer included), which is what an assistant has to learn to say. Only a template's own marks become special tokens. Some
-templates end a turn by ordinary text (``[/INST]``, ``\nAssistant:``, ``### Response:``): a message that holds it is
-refused, as Meta's own code does with Llama 2's. So in no template can the text of a message end its turn.
+answer included), which is what an assistant has to learn to say. Only a template's own marks become special tokens.
+Some templates end a turn by ordinary text (``[/INST]``, ``\nAssistant:``, ``### Response:``): a message that holds it
+is refused, as Meta's own code does with Llama 2's. So in no template can the text of a message end its turn.
 
 In a prompt, earlier answers are the tokens that the model said, not their text encoded again: the same text can be
 other tokens, and keys and values computed for the first ones would be of no use.

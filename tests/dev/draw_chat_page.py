@@ -35,6 +35,7 @@ def main() -> None:
         settings = ["--temperature", "0.7", "--top_p", "0.9", "--max_new_tokens", "512"]
         with serve_chat("--models_dir", folder, *settings) as address, open_browser() as browser:
             tab = Tab(browser, address, width=1200, height=860)
+            tab.page.click("#markdown input")
             for i, (question, _) in enumerate(TAUGHT):
                 tab.send(question)
                 expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(i + 1, timeout=WAIT)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from library.llm.chat_batches import read_chats
 from library.llm.chat_templates import Message, built_in_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
@@ -171,3 +172,124 @@ def test_a_message_that_cannot_be_is_given_back(tab: Tab) -> None:
     tab.wait_idle()
     assert tab.answers() == []
     assert tab.page.input_value("#message textarea").startswith("the cat sat")
+
+
+TYPED = 'x<y and y>z: 2*3*4 & &lt; <div onclick="alert(1)">hi</div>\n  # two\n- three'
+
+
+def test_a_message_is_shown_as_it_was_typed_and_copied_as_it_was(tab: Tab) -> None:
+    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.set_number("max", 10)
+    tab.page.fill("#message textarea", TYPED)
+    tab.page.click("#send")
+    expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(1, timeout=WAIT)
+    tab.wait_idle()
+    (shown,) = tab.page.locator("#talk [data-testid=user]").all_inner_texts()
+    assert shown.replace("\u2060", "") == TYPED
+    assert tab.page.locator("#talk [data-testid=user] div[onclick]").count() == 0
+    tab.page.locator("#talk [aria-label='Copy message']").first.click()
+    tab.page.wait_for_timeout(200)
+    assert tab.page.evaluate("navigator.clipboard.readText()") == TYPED
+    tab.page.click("#markdown input")  # what is markup to a browser is text in Markdown, too
+    expect(tab.page.locator("#talk [data-testid=user] li")).to_have_count(1, timeout=WAIT)
+    assert tab.page.locator("#talk [data-testid=user] div[onclick]").count() == 0
+
+
+def test_a_talk_survives_a_reload_and_goes_on(tab: Tab, models: Path) -> None:
+    tab.page.fill("#system textarea", "be short")
+    tab.set_number("temperature", 0)
+    tab.set_number("max", 30)
+    messages = [Message("system", "be short")]
+    for i, question in enumerate(("what is RoPE?", "say it in Greek")):
+        messages.append(Message("user", question))
+        tab.send(question)
+        expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(i + 1, timeout=WAIT)
+        tab.wait_idle()
+        answer = expected(models / "chat", prompt_of(models, messages), 30)
+        assert tab.answers()[i] == answer
+        messages.append(Message("assistant", answer))
+        tab.page.reload()
+        expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(i + 1, timeout=WAIT)
+        assert tab.answers()[i] == answer
+        expect(tab.page.locator("#system textarea")).to_have_value("be short", timeout=WAIT)
+        expect(tab.page.locator("#max input[type=number]")).to_have_value("30", timeout=WAIT)
+
+
+def test_a_message_that_was_being_answered_is_given_back_by_a_reload(tab: Tab) -> None:
+    tab.choose("model", "story")
+    expect(tab.page.locator("#introduction")).to_contain_text("story is a base model", timeout=WAIT)
+    tab.send("the cat")
+    expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(1, timeout=WAIT)
+    tab.page.reload()
+    expect(tab.page.locator("#message textarea")).to_have_value("the cat", timeout=WAIT)
+    expect(tab.page.locator("#introduction")).to_contain_text("story is a base model", timeout=WAIT)
+    assert tab.answers() == []
+
+
+@pytest.mark.parametrize("kept", ["", "{", '{"model": 1}', "null", '{"turns": [[1]]}', "[" * 5000])
+def test_what_the_browser_kept_is_not_believed(tab: Tab, kept: str) -> None:
+    tab.page.evaluate("(kept) => sessionStorage.setItem('tandem-chat', kept)", kept)
+    tab.page.reload()
+    expect(tab.page.locator("#introduction")).to_contain_text("chat talks in turns", timeout=WAIT)
+    assert tab.answers() == []
+
+
+def test_retry_edit_and_undo_of_the_newest_and_of_an_earlier_message(tab: Tab, models: Path) -> None:
+    tab.set_number("temperature", 2)
+    tab.set_number("max", 20)
+    tab.send("hello")
+    expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(1, timeout=WAIT)
+    tab.wait_idle()
+    (first,) = tab.answers()
+    tab.page.click("#talk [aria-label=Retry]")
+    tab.page.wait_for_timeout(500)
+    tab.wait_idle()
+    (second,) = tab.answers()
+    assert second != first  # other numbers were drawn
+    tab.set_number("temperature", 0)
+    tab.send("say it in Greek")
+    expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(2, timeout=WAIT)
+    tab.wait_idle()
+
+    tab.page.locator("#talk [aria-label=Edit]").first.click()
+    tab.page.locator("#talk textarea").fill("what is RoPE?")
+    tab.page.click("#talk [aria-label=Submit]")
+    expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(1, timeout=WAIT)
+    expect(tab.page.locator("#talk [data-testid=user]")).to_have_text("what is RoPE?", timeout=WAIT)
+    tab.wait_idle()
+    assert tab.answers() == [expected(models / "chat", prompt_of(models, [Message("user", "what is RoPE?")]), 20)]
+
+    tab.page.click("#talk [aria-label=Undo]")
+    expect(tab.page.locator("#message textarea")).to_have_value("what is RoPE?", timeout=WAIT)
+    assert tab.answers() == []
+
+
+def test_a_talk_is_exported_as_training_reads_it(tab: Tab, tmp_path: Path) -> None:
+    tab.set_number("temperature", 0)
+    tab.set_number("max", 30)
+    tab.page.fill("#system textarea", "be short")
+    tab.send("what is RoPE?")
+    expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(1, timeout=WAIT)
+    tab.wait_idle()
+    with tab.page.expect_download() as download:
+        tab.page.click("#export")
+    file = tmp_path / "chat.jsonl"
+    download.value.save_as(file)
+    (chat,) = read_chats([file])
+    assert [message.role for message in chat.messages] == ["system", "user", "assistant"]
+    assert [message.content for message in chat.messages][:2] == ["be short", "what is RoPE?"]
+    assert words(chat.messages[2].content) == tab.answers()[0]
+
+
+def test_a_phone_opens_on_the_talk(browser: object, address: str) -> None:
+    phone = Tab(browser, address, width=390, height=844)
+    phone.page.wait_for_timeout(1500)  # whatever opens would have by now
+    for place in ("#message textarea", "#send", "#talk"):
+        box = phone.page.locator(place).bounding_box()
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= 390
+        assert box["y"] + box["height"] <= 844
+        middle = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
+        on_top = "([place, x, y]) => document.querySelector(place).contains(document.elementFromPoint(x, y))"
+        assert phone.page.evaluate(on_top, [place, *middle]), place
+    assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390
+    phone.page.close()
