@@ -311,16 +311,18 @@ class RunEvents:
                     checked = task.verify(self.names.weights(self.names.stem()))
                 except UserError as error:
                     wrong = error
-        if main:
+        # a process that leaves early takes the process group from under the others
+        task.accelerator.wait_for_everyone()
+        self.metrics.close()
+        if main:  # alone from here on
             rows = [*self._summary(position), *task.summary.items()]
             rows += [("LoRA file checked", checked)] if checked is not None else []
             print_summary(task.console, rows)
             if self.stop_request.stop is not None:
                 state = self.names.state(self.names.stem(step=position.step))
                 task.console.print(resume_hint(self.stop_request, position.step, state), soft_wrap=True)
-        # a process that leaves early takes the process group from under the others
-        task.accelerator.wait_for_everyone()
-        self.metrics.close()
+        if self.upload is not None and (failed := self.upload.finish()):
+            task.console.print(f"not uploaded: {', '.join(map(shown_path, failed))}", soft_wrap=True)
         self.writer.report()
         if wrong is not None:
             raise wrong
@@ -344,8 +346,6 @@ class RunEvents:
             rows.append(("stopped", f"by {self.stop_request.stop} before step {self.task.total_steps}"))
         elif self.stopped:
             rows.append(("stopped early", f"no lower validation loss since {position.best_val_loss:.4f}"))
-        if self.upload and (failed := self.upload.finish()):
-            rows.append(("not uploaded", ", ".join(shown_path(path) for path in failed)))
         images = self._plot()
         stem = self.names.stem() if self.stop_request.stop is None else self.names.stem(step=position.step)
         files = [self.names.weights(stem), *images, folder / "metrics.jsonl"]

@@ -3,11 +3,13 @@
 The token comes from the environment (``HF_TOKEN``) or from ``huggingface-cli login``, never from a configuration
 file, which ends up in metadata and logs. Access is checked before training starts.
 
-One thread uploads, one path after the other. Training never waits for long: the other processes stand in a barrier
-meanwhile, whose timeout (``ddp_timeout``) ends the job. With ``async_upload`` it does not wait at all, without it at
-most ``_PATIENCE`` for what it has just saved. An upload that fails does not end the run: it is reported, and tried
-again with the next one and at the end, where what still runs is waited for, up to a limit. What is not uploaded yet is
-kept in ``uploads.json`` beside it, so that a run that is resumed after being killed uploads that too.
+One thread uploads, one path after the other. Training never waits for long, since the other processes stand in a
+barrier while one saves, whose timeout (``ddp_timeout``) ends the job: with ``async_upload`` it does not wait at all,
+without it at most ``_PATIENCE`` for what it has just saved. A path that still waits is not queued again, and one that
+``save_last_n_steps`` has removed meanwhile is passed over. An upload that fails does not end the run: it is reported,
+and tried again with the next one and at the end. There the main process waits for what is left, however long that
+takes, when the others have ended. What is not uploaded yet is kept in ``uploads.json`` beside it, so that a run that is
+resumed after being killed uploads that too.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from library.errors import UserError, WriteError
 from library.files import write_text
 
 _PATIENCE = 60.0  # seconds, a tenth of the default ddp_timeout
-_LAST_WAIT = 3600.0  # seconds, at the end of a run of one process
+_TELL = 10.0, 60.0  # seconds after which the end of a run says that it waits: at first, then again and again
 
 
 def _work(queue: Queue[tuple[Callable[[], Any], Future[Any]]]) -> None:
@@ -48,14 +50,13 @@ def _work(queue: Queue[tuple[Callable[[], Any], Future[Any]]]) -> None:
 class HubUpload:
     """Pushes files and folders of one run into one repository."""
 
-    def __init__(self, config: HubConfig, console: Console, journal: Path, limit: float = _LAST_WAIT) -> None:
+    def __init__(self, config: HubConfig, console: Console, journal: Path) -> None:
         """Make sure that the repository exists and can be written to.
 
         Args:
             config: repository and options.
             console: for warnings.
             journal: file that remembers what is to be uploaded.
-            limit: seconds that :meth:`finish` waits at most.
 
         Raises:
             UserError: no token, no right to write, or no connection.
@@ -64,12 +65,11 @@ class HubUpload:
         self._repo, self._folder = config.huggingface_repo_id, config.huggingface_path_in_repo or ""
         self._in_background, self._console = config.async_upload, console
         self._api = HfApi()
-        self._failed: list[Path] = []
+        self._failed, self._waiting = list[Path](), set[Path]()  # waiting: not begun yet
         self._journal, self._noted = journal, list[Path]()
         self._running: list[tuple[Path, Future[Any]]] = []
         self._queue: Queue[tuple[Callable[[], Any], Future[Any]]] = Queue()
         self._thread: threading.Thread | None = None
-        self._limit = limit
         try:
             private = config.huggingface_repo_visibility == "private"
             self._api.create_repo(self._repo, private=private, exist_ok=True)
@@ -106,36 +106,58 @@ class HubUpload:
             self._collect(_PATIENCE)
 
     def finish(self) -> list[Path]:
-        """Wait for running uploads, try the failed ones once more; return what is not uploaded when time is up."""
-        end = time.monotonic() + self._limit
-        self._collect(self._limit)
-        failed, self._failed = self._failed, []
-        for path in failed:
-            self._start(path)
-        self._collect(end - time.monotonic())
-        if self._running:
-            self._console.print(f"warning: uploads to {self._repo} still run after {self._limit / 60:.0f} minutes")
+        """Wait for what is not uploaded, and try once more what failed; return what could not be uploaded.
+
+        Ctrl-C ends the waiting. No other process may wait for this one meanwhile.
+        """
+        try:
+            self._wait()
+            failed, self._failed = self._failed, []
+            for path in failed:
+                self._start(path)
+            self._wait()
+        except KeyboardInterrupt:
+            self._console.print('uploads: not waited for any longer; resume = "auto" goes on with them')
         return [*self._failed, *(path for path, _ in self._running)]
 
+    def _wait(self) -> None:
+        begun = time.monotonic()
+        tell_at = begun + _TELL[0]
+        while self._running:
+            self._collect(0.5)  # in short steps: on some systems Ctrl-C does not end a wait
+            if self._running and time.monotonic() >= tell_at:
+                minutes, tell_at = (time.monotonic() - begun) / 60, time.monotonic() + _TELL[1]
+                (path, _), *others = self._running
+                more = f" and {len(others)} more" if others else ""
+                self._console.print(
+                    f"uploading {path.name}{more} to {self._repo}, {minutes:.1f} min so far; Ctrl-C ends the waiting",
+                    soft_wrap=True,
+                )
+
     def _start(self, path: Path) -> None:
-        if not path.exists():  # save_last_n_steps has removed it
-            self._noted = [noted for noted in self._noted if noted != path]
+        if path in self._waiting:
             return
-        target, future = f"{self._folder}/{path.name}".lstrip("/"), Future[Any]()
-        if path.is_dir():
-            upload = partial(self._api.upload_folder, repo_id=self._repo, folder_path=path, path_in_repo=target)
-        else:
-            upload = partial(self._api.upload_file, repo_id=self._repo, path_or_fileobj=path, path_in_repo=target)
+        self._waiting.add(path)
+        future = Future[Any]()
         self._running.append((path, future))
-        self._queue.put((upload, future))
+        self._queue.put((partial(self._send, path), future))
         if self._thread is None:  # a daemon: an upload that hangs keeps no process from ending
             self._thread = threading.Thread(target=_work, args=(self._queue,), daemon=True)
             self._thread.start()
 
+    def _send(self, path: Path) -> None:
+        """Upload a file or folder, in the thread; what ``save_last_n_steps`` has removed needs none."""
+        self._waiting.discard(path)
+        target = f"{self._folder}/{path.name}".lstrip("/")
+        if path.is_dir():
+            self._api.upload_folder(repo_id=self._repo, folder_path=path, path_in_repo=target)
+        elif path.exists():
+            self._api.upload_file(repo_id=self._repo, path_or_fileobj=path, path_in_repo=target)
+
     def _collect(self, seconds: float) -> None:
         """Note which uploads have ended, and which of them failed; wait at most so long for them."""
         wait([future for _, future in self._running], timeout=max(0.0, seconds))
-        running, self._running = self._running, []
+        running, self._running, done = self._running, [], set[Path]()
         for path, future in running:
             if not future.done():
                 self._running.append((path, future))
@@ -144,8 +166,11 @@ class HubUpload:
                 self._console.print(f"warning: {path.name} was not uploaded to {self._repo} ({reason}); trying again")
                 self._failed.append(path)
             else:
-                self._noted = [noted for noted in self._noted if noted != path]
-        self._write_journal()
+                done.add(path)
+        if done:
+            done -= {*self._failed, *(path for path, _ in self._running)}  # saved anew meanwhile
+            self._noted = [path for path in self._noted if path not in done]
+            self._write_journal()
 
     def _write_journal(self) -> None:
         """Keep the names of what is not uploaded; it lies beside the journal."""
@@ -167,10 +192,7 @@ def build_upload(
     """
     if config.huggingface_repo_id is None or not accelerator.is_main_process:
         return None
-    limit, handler = _LAST_WAIT, accelerator.init_handler
-    if accelerator.num_processes > 1 and handler is not None and handler.timeout is not None:
-        limit = min(limit, 0.8 * handler.timeout.total_seconds())  # the others wait in a barrier
-    upload = HubUpload(config, console, Path(output_dir) / "uploads.json", limit)
+    upload = HubUpload(config, console, Path(output_dir) / "uploads.json")
     if resumed:
         upload.recall()
     return upload

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -16,9 +19,11 @@ from rich.console import Console
 
 from library.config.schema import HubConfig
 from library.errors import UserError
+from library.training import trainer
 from library.training.checkpoint.hub import HubUpload
 from tests.pretraining_runs import run as pretrain
-from tests.runs import run
+from tests.runs import arguments, run, train_flags
+from tests.worker_group import run_in_group
 
 
 class _Hub(BaseHTTPRequestHandler):
@@ -131,27 +136,77 @@ def test_a_failed_upload_is_told_and_tried_again(hub: dict[str, object], tmp_pat
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_training_does_not_wait_for_an_upload_that_is_under_way(
+def test_training_does_not_wait_for_an_upload_that_is_under_way_its_end_does(
     in_background: bool, hub: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("library.training.checkpoint.hub._PATIENCE", 0.2)
+    monkeypatch.setattr("library.training.checkpoint.hub._TELL", (0.1, 0.2))
     goes_on, console = threading.Event(), Console(record=True, width=200)
-    config = HubConfig(huggingface_repo_id="me/loras", async_upload=in_background)
-    upload = HubUpload(config, console, tmp_path / "uploads.json", limit=0.2)
-    send = upload._api.upload_file
-    monkeypatch.setattr(upload._api, "upload_file", lambda **what: goes_on.wait(60) and send(**what))
-    begun, names = time.monotonic(), ("first", "second")
+    upload = HubUpload(
+        HubConfig(huggingface_repo_id="me/loras", async_upload=in_background), console, tmp_path / "uploads.json"
+    )
+    sent, send = list[str](), upload._api.upload_file
+
+    def upload_file(**what: Any) -> None:
+        sent.append(what["path_in_repo"])
+        assert goes_on.wait(60)
+        send(**what)
+
+    monkeypatch.setattr(upload._api, "upload_file", upload_file)
+    begun, names = time.monotonic(), ("first", "best", "gone", "best")
     for name in names:
         (tmp_path / name).write_bytes(name.encode())
         upload.push(tmp_path / name)
-    assert upload.finish() == [tmp_path / name for name in names]  # not in the time that is given
     assert time.monotonic() - begun < 20
-    assert "uploads to me/loras still run after" in console.export_text()
-    assert json.loads((tmp_path / "uploads.json").read_text())["paths"] == list(names)
-    goes_on.set()
-    upload._limit = 60.0
+    assert json.loads((tmp_path / "uploads.json").read_text())["paths"] == ["first", "best", "gone"]
+    (tmp_path / "gone").unlink()  # by save_last_n_steps
+    (tmp_path / "best").write_bytes(b"better")
+    threading.Timer(1.0, goes_on.set).start()
     assert upload.finish() == []
-    assert [_uploaded(hub, name) for name in names] == [b"first", b"second"]
+    assert "uploading first and 2 more to me/loras, 0.0 min so far; Ctrl-C ends the waiting" in console.export_text()
+    assert sent == ["first", "best"]  # a path that waits is not queued twice
+    assert [_uploaded(hub, name) for name in sent] == [b"first", b"better"]
+    assert not (tmp_path / "uploads.json").exists()
+
+
+def test_ctrl_c_ends_the_waiting_and_leaves_the_rest_to_the_next_run(
+    hub: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(record=True, width=200)
+    upload = HubUpload(HubConfig(huggingface_repo_id="me/loras", async_upload=True), console, tmp_path / "uploads.json")
+    monkeypatch.setattr(upload._api, "upload_file", lambda **_: threading.Event().wait(60))
+    (tmp_path / "lora").write_bytes(b"lora")
+    upload.push(tmp_path / "lora")
+    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    assert upload.finish() == [tmp_path / "lora"]
+    assert 'resume = "auto" goes on with them' in console.export_text()
+    assert json.loads((tmp_path / "uploads.json").read_text())["paths"] == ["lora"]
+
+
+class _SlowUpload:
+    """An upload of which the last takes three seconds."""
+
+    note = push = staticmethod(lambda _: None)
+
+    def finish(self) -> list[Path]:
+        time.sleep(3)
+        return []
+
+
+def train_with_a_slow_upload(flags: list[str], folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    trainer.build_upload = lambda *_: None if rank else _SlowUpload()  # type: ignore[assignment,return-value]
+    train_flags(flags)
+    (folder / f"{rank}.txt").write_text(str(time.time()))
+
+
+def test_no_process_stands_in_a_barrier_while_the_last_uploads_are_waited_for(
+    base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    flags = arguments(base, dataset, tmp_path / "out", max_train_steps=1)
+    assert run_in_group([("two", train_with_a_slow_upload, (flags, tmp_path))], tmp_path) == {"two": ""}
+    main, other = (float((tmp_path / f"{rank}.txt").read_text()) for rank in range(2))
+    assert main - other > 2.5
 
 
 def test_a_token_without_rights_is_refused_before_training(
