@@ -58,8 +58,7 @@ class Family:
         patch_size: latents a side that make one token.
         conditioning: what every sample must bring besides its caption.
         most_references: images that an edit model takes at most; None: any number.
-        timestep_sampling, discrete_flow_shift: how training draws sigmas where ``timestep_sampling = "auto"``, and the
-            shift of that, where it has one.
+        timestep_sampling: how training draws sigmas where the scheduler's shift follows the size.
         guidance_input: whether the transformer takes a guidance scale.
         sample_guidance: default of images sampled with the guidance input.
         masks_padding: whether texts of different lengths in a batch are padded, and their padding masked.
@@ -80,8 +79,7 @@ class Family:
     latent_channels: int
     conditioning: ConditionKind = "none"
     most_references: int | None = None
-    timestep_sampling: str
-    discrete_flow_shift = 3.0
+    timestep_sampling = "flux_shift"
     guidance_input = False
     sample_guidance = 1.0  # unused without the input
     masks_padding = False
@@ -358,6 +356,18 @@ class Family:
         if self.files.scheduler is not None:
             return FlowMatchEulerDiscreteScheduler.from_pretrained(self.files.scheduler)
         return FlowMatchEulerDiscreteScheduler(**self.published_scheduler)
+
+    def own_sampling(self) -> dict[str, Any]:
+        """Return the options of ``[flow]`` by which training sees noise levels as sampling goes through them.
+
+        The scheduler is the folder's ``scheduler_config.json``, or of single files the published one: a static
+        ``shift``, or with ``use_dynamic_shifting`` one by size. Z-Image-Turbo's is a static 3.0, with which musubi-tuner
+        samples too (``zimage_generate_image.py``, ``default_discrete_flow_shift``); FLUX.1 schnell's is 1.0.
+        """
+        config = self.scheduler().config
+        if config.use_dynamic_shifting:
+            return {"timestep_sampling": self.timestep_sampling}
+        return {"timestep_sampling": "shift", "discrete_flow_shift": config.shift}
 
     def sampling_sigmas(self, steps: int, tokens: int) -> list[float]:
         """Return the sigmas that diffusers' pipeline goes through for an image of ``tokens``: ``steps + 1``, to 0.

@@ -26,11 +26,8 @@ _SMALLEST_SIGMA = 1e-4  # keeps 1/sigma^2 weights finite; a tenth of the finest 
 
 
 def resolve_sampling(flow: FlowConfig, family: Family) -> FlowConfig:
-    """Return ``flow`` with the family's own way to draw sigmas where it asks for ``auto``."""
-    if flow.timestep_sampling != "auto":
-        return flow
-    own = {"timestep_sampling": family.timestep_sampling, "discrete_flow_shift": family.discrete_flow_shift}
-    return flow.model_copy(update=own)
+    """Return ``flow`` with the way to draw sigmas of the model's own scheduler where it asks for ``auto``."""
+    return flow if flow.timestep_sampling != "auto" else flow.model_copy(update=family.own_sampling())
 
 
 def noise_for(latents: Tensor, sample_ids: Tensor, *key: int | str) -> Tensor:

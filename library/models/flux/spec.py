@@ -67,7 +67,6 @@ class FluxFamily(Family):
     depths = ("num_layers", "num_single_layers")
     image_encoder = FluxImageEncoder
     published_scheduler = {"shift": 3.0, "use_dynamic_shifting": True}  # noqa: RUF012
-    timestep_sampling = "flux_shift"
     guidance_input = True
     sample_guidance = 3.5  # the published pipelines' default
     repeated_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")

@@ -35,7 +35,6 @@ class ZImageFamily(Family):
     depths = ("n_layers",)
     image_encoder = FluxImageEncoder
     published_scheduler = {"shift": 3.0}  # Turbo's  # noqa: RUF012
-    timestep_sampling = "shift"  # static, by discrete_flow_shift, as Z-Image-Turbo's scheduler_config.json
     masks_padding = True
     repeated_blocks = ("ZImageTransformerBlock",)  # not cut into stages: microbatches' captions differ in length
     optimise_forward = staticmethod(z_image_model.optimise_forward)

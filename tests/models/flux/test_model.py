@@ -60,6 +60,32 @@ def test_fp32_output_and_input_gradients_are_those_of_diffusers(guidance: bool, 
         torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("double", "single", "heads", "width"), [(3, 5, 4, 24), (1, 2, 3, 40), (2, 4, 4, 32)])
+def test_fp32_is_diffusers_within_rounding_at_other_sizes(double: int, single: int, heads: int, width: int) -> None:
+    third = width // 4 // 2 * 2
+    theirs = FluxTransformer2DModel(
+        in_channels=64, num_layers=double, num_single_layers=single, attention_head_dim=width,
+        num_attention_heads=heads, joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True,
+        axes_dims_rope=(width - 2 * third, third, third),
+    )  # fmt: skip
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.1 if parameter.ndim > 1 else 0.3, generator=random)
+    ours = optimise_forward(copy.deepcopy(theirs))
+    inputs = {
+        "hidden_states": torch.randn(2, 36, 64, generator=random),
+        "encoder_hidden_states": torch.randn(2, 12, 32, generator=random),
+        "pooled_projections": torch.randn(2, 32, generator=random),
+        "timestep": torch.tensor([0.711, 0.2]),
+        "guidance": torch.full((2,), 4.0),
+        "txt_ids": torch.zeros(12, 3),
+        "img_ids": image_positions(6, 6),
+    }
+    mine, reference = (model(**inputs, return_dict=False)[0] for model in (ours, theirs))
+    assert (mine - reference).abs().max() <= 2e-6 * reference.abs().max()  # 17 roundings of fp32
+
+
 @pytest.mark.parametrize("guidance", [True, False])
 def test_bf16_agrees_within_rounding(guidance: bool) -> None:
     theirs, ours = pair(guidance, torch.bfloat16)
