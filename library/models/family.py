@@ -361,8 +361,8 @@ class Family:
         """Return the options of ``[flow]`` by which training sees noise levels as sampling goes through them.
 
         The scheduler is the folder's ``scheduler_config.json``, or of single files the published one: a static
-        ``shift``, or with ``use_dynamic_shifting`` one by size. Z-Image-Turbo's is a static 3.0, with which musubi-tuner
-        samples too (``zimage_generate_image.py``, ``default_discrete_flow_shift``); FLUX.1 schnell's is 1.0.
+        ``shift``, or with ``use_dynamic_shifting`` one by size. Z-Image-Turbo's is a static 3.0; musubi-tuner
+        samples with that too (``zimage_generate_image.py``); FLUX.1 schnell's is 1.0.
         """
         config = self.scheduler().config
         if config.use_dynamic_shifting:
