@@ -83,6 +83,7 @@ class SubsetSettings(_Table):
     """Keys of ``[[datasets.subsets]]``; those not in :data:`SUBSET_ONLY` may also stand further up."""
 
     image_dir: str | None = None
+    recursive: bool = False
     metadata_file: str | None = None
     conditioning_data_dir: str | None = None
     control_directory: str | None = None
@@ -135,6 +136,7 @@ SUBSET_KEYS = frozenset(SubsetSettings.model_fields)
 DATASET_KEYS = frozenset(DatasetSettings.model_fields)
 OTHER_NAMES = {  # musubi-tuner's names, some of single models
     "image_directory": "image_dir",
+    "include_subdirectories": "recursive",  # OneTrainer's
     "image_jsonl_file": "metadata_file",
     "qwen_image_edit_control_resolution": "control_resolution",
     "qwen_image_edit_no_resize_control": "no_resize_control",

@@ -20,12 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from library.data.images import read_size
+from library.data.images import read_header
 from library.errors import UserError
 from library.files import read_bytes, read_checked_json, read_text, write_checked_json
 
 MOST_CAPTION_BYTES = 2**20  # no model reads more than a few thousand
-_VERSION = 1
+_VERSION = 2
 _RACY_NS = 2_000_000_000
 _THREADS = 8  # waiting for the disk, not for the processor
 
@@ -39,20 +39,57 @@ class SourceFile:
     mtime_ns: int
     size: tuple[int, int] | None = None
     content: str | None = None
+    frames: int = 1  # or pages; read with the size
 
 
-def list_folder(folder: str | Path) -> dict[str, tuple[int, int]]:
-    """Return name -> (bytes, mtime_ns) of the files directly in ``folder``, sorted by name."""
-    files: dict[str, tuple[int, int]] = {}
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not entry.name.startswith(".") and _is_file(entry):
-                    stat = entry.stat()
-                    files[entry.name] = (stat.st_size, stat.st_mtime_ns)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read ({error.strerror}); check its permissions") from error
+Stats = tuple[int, int]  # bytes, mtime_ns
+_OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "__macosx"})  # hidden where they are made
+
+
+def list_folder(
+    folder: str | Path, recursive: bool = False, besides: Iterable[Path] = (), dangling: list[str] | None = None
+) -> dict[str, Stats]:
+    """Return name -> (bytes, mtime_ns) of the files in ``folder``, sorted by name; hidden and system files left out.
+
+    Args:
+        folder: where to look.
+        recursive: also in the folders inside; a file there is named "sub/name". A folder that links lead to twice is
+            read once.
+        besides: folders inside that are not looked into.
+        dangling: names of links that lead nowhere are added.
+    """
+    files: dict[str, Stats] = {}
+    seen = {os.path.realpath(path) for path in besides}
+    waiting = [("", str(folder))]
+    while waiting:
+        prefix, place = waiting.pop()
+        if recursive and os.path.realpath(place) in seen:
+            continue
+        seen.add(os.path.realpath(place))
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if entry.name.startswith(".") or entry.name.lower() in _OF_SYSTEMS:
+                        continue
+                    if _is_file(entry):
+                        stat = entry.stat()
+                        files[prefix + entry.name] = (stat.st_size, stat.st_mtime_ns)
+                    elif _is_folder(entry):
+                        waiting.append((f"{prefix}{entry.name}/", entry.path))
+                    elif dangling is not None:
+                        dangling.append(prefix + entry.name)
+        except OSError as error:
+            raise UserError(f"{place}: cannot be read ({error.strerror}); check its permissions") from error
+        if not recursive:
+            break
     return dict(sorted(files.items()))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
@@ -73,7 +110,7 @@ class FileIndex:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._root = str(folder.parent) + os.sep
-        self._images: dict[str, list] = {}  # key -> [bytes, mtime_ns, width, height, content or None]
+        self._images: dict[str, list] = {}  # key -> [bytes, mtime_ns, width, height, content or None, frames]
         self._captions: dict[str, list] = {}  # key -> [bytes, mtime_ns, text]
         self._files: dict[str, SourceFile] = {}
         self._changed = False
@@ -100,28 +137,35 @@ class FileIndex:
             file = self._files[path] = SourceFile(path, *stat)
             known = self._images.get(self._key(path))
             if known is not None and (known[0], known[1]) == stat:
-                file.size, file.content = (known[2], known[3]), known[4]
+                file.size, file.content, file.frames = (known[2], known[3]), known[4], known[5]
         return file
 
     def measure(self, files: Iterable[SourceFile]) -> None:
-        """Read the width and height of those whose size is not known yet."""
-        self._read([file for file in files if file.size is None], "size", read_size)
+        """Read the width, height and number of frames of those whose size is not known yet."""
+
+        def header(file: SourceFile) -> None:
+            file.size, file.frames = read_header(file.path)
+
+        self._read([file for file in files if file.size is None], header)
 
     def hash_contents(self, files: Iterable[SourceFile]) -> None:
         """Hash the content of those whose content is not known yet."""
-        unknown = [file for file in files if file.content is None]
-        self._read(unknown, "content", lambda path: content_hash(read_bytes(path)))
 
-    def _read(self, files: list[SourceFile], attribute: str, read: Callable[[str], object]) -> None:
+        def content(file: SourceFile) -> None:
+            file.content = content_hash(read_bytes(file.path))
+
+        self._read([file for file in files if file.content is None], content)
+
+    def _read(self, files: list[SourceFile], read: Callable[[SourceFile], None]) -> None:
         if not files:
             return
         started = time.time_ns()
         with ThreadPoolExecutor(_THREADS) as pool:
-            for file, value in zip(files, pool.map(read, [file.path for file in files], chunksize=64), strict=True):
-                setattr(file, attribute, value)
+            for _ in pool.map(read, files, chunksize=64):
+                pass
         for file in files:
             if file.size is not None and started - file.mtime_ns > _RACY_NS:
-                self._images[self._key(file.path)] = [file.bytes, file.mtime_ns, *file.size, file.content]
+                self._images[self._key(file.path)] = [file.bytes, file.mtime_ns, *file.size, file.content, file.frames]
                 self._changed = True
 
     def caption(self, path: str, stat: tuple[int, int]) -> str:

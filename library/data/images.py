@@ -8,7 +8,9 @@ Every image becomes 8-bit RGB, upright, in sRGB:
 - 16-bit greyscale is scaled (Pillow's own conversion would clip it to white); palette images are expanded;
 - transparency is laid on white, or kept as the mask with ``alpha_mask``.
 
-Sizes are read without decoding the image. Only the first frame of an animation is used.
+Sizes are read without decoding the image. Of an animation (GIF, APNG, WebP, AVIF) or a TIFF of several pages the first
+is used, and how many there are is told with the size. A TIFF is turned upright by Pillow itself as it is loaded, and
+gives its upright size before.
 
 Width and height of a JPEG XL image from its first bytes.
 
@@ -44,7 +46,24 @@ if importlib.util.find_spec("pillow_jxl"):
 
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # what is too large is an error here, in one line
 
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl"})
+IMAGE_SUFFIXES = frozenset(
+    (
+        ".png",
+        ".apng",
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".webp",
+        ".avif",
+        ".jxl",
+        ".bmp",
+        ".dib",
+        ".tif",
+        ".tiff",
+        ".gif",
+    )
+)
 MAX_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 512 MiB of RGB
 
 PIXELS_VERSION = 1  # part of every latent's key: raise it when the same file would give other pixels
@@ -71,13 +90,19 @@ _UPRIGHT = {
 _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
-def read_size(path: str) -> Size:
-    """Return the upright (width, height) of an image, from its header alone."""
+def read_header(path: str) -> tuple[Size, int]:
+    """Return the upright (width, height) of an image and the number of its frames or pages, without decoding it."""
     if path.lower().endswith(".jxl"):
-        return _read_jxl_size(path)
+        return _read_jxl_size(path), 1
     with _open(path, path) as image:
         width, height = image.size
-        return (height, width) if _orientation(image) >= 5 else (width, height)
+        size = (height, width) if _orientation(image) >= 5 else (width, height)
+        return size, _frames(image)
+
+
+def read_size(path: str) -> Size:
+    """Return the upright (width, height) of an image, from its header alone."""
+    return read_header(path)[0]
 
 
 def decode(data: bytes, name: str, alpha_mask: bool = False) -> tuple[Image.Image, Image.Image | None]:
@@ -166,8 +191,20 @@ def _identified(source: str | io.BytesIO, name: str) -> OpenImage:
     return image
 
 
+def _frames(image: Image.Image) -> int:
+    """Frames or pages; what else a JPEG may hold (an HDR gain map, a preview) is neither."""
+    if image.format == "MPO":
+        return 1
+    try:
+        return int(getattr(image, "n_frames", 1))
+    except Exception:  # damaged behind the first frame, which is the one that is used
+        return 1
+
+
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1..8 of an opened image, without decoding it."""
+    """EXIF orientation 1..8 that is still to be applied to an opened image, without decoding it."""
+    if image.format == "TIFF":
+        return 1
     if image.format == "JXL" and not getattr(image, "jpeg", False):
         return 1
     try:  # the base class's method: PNG's own would decode the image to look for an eXIf chunk behind it

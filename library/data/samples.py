@@ -154,7 +154,7 @@ def scan(
             weight = prior_loss_weight if subset.settings.is_reg else 1.0
             group = SampleGroup(subset, number, dataset.settings.batch_size, cache, weight)
             sources = find_sources(subset, index, result.warnings, conditioning)
-            kept, held_back = _load_subset(group, dataset, sources, buckets, index, identities, seed)
+            kept, held_back = _load_subset(group, dataset, sources, buckets, index, identities, seed, result.warnings)
             train += kept
             result.held_out.extend(held_back)
         result.listed.extend(train)
@@ -180,6 +180,7 @@ def _load_subset(
     index: FileIndex,
     identities: Counter[str],
     seed: int,
+    warnings: list[str],
 ) -> tuple[list[Sample], list[Sample]]:
     """Samples of one subset: those to train on, those held out."""
     subset = group.subset
@@ -187,6 +188,13 @@ def _load_subset(
     index.measure([mask for source in sources for mask in (source.mask, source.inpaint_mask) if mask is not None])
     index.measure({file.path: file for source in sources for file in source.control_images}.values())
     index.save()
+    many = [source.image for source in sources if source.image.frames > 1]
+    if many:
+        first = f"{Path(many[0].path).name}: {many[0].frames}"
+        warnings.append(
+            f"{subset.where}: {len(many)} of {len(sources)} images have several frames or pages ({first}, ...); "
+            "the first of each is trained on"
+        )
     split = 0.0 if subset.settings.is_reg else dataset.settings.validation_split
     split_seed = dataset.settings.validation_seed
     held_out = _held_out_positions(len(sources), split, seed if split_seed is None else split_seed)

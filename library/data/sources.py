@@ -9,7 +9,11 @@ image as ``control_path``, or several as ``control_path_0``, ``control_path_1``,
 
 Masks and control images belong to an image by its name: a file of the image's stem in a folder of its own,
 ``photos/cat.jpg`` has ``masks/cat.png``. Of control images there may be several: ``cat_0.png``, ``cat_1.png`` (or with
-leading zeros), counted from 0.
+leading zeros), counted from 0. With ``recursive`` the folders inside ``image_dir`` belong to it, and folders of masks
+and control images have the same folders inside: ``photos/paris/cat.jpg`` has ``masks/paris/cat.png``.
+
+What lies in a folder and is not trained on is named, with the reason; files that systems and trainers leave there
+(``Thumbs.db``, caches) are not.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Any
 
 from library.conditions import ConditionKind
 from library.data.config import Subset, refused_condition_keys
-from library.data.file_index import FileIndex, SourceFile, list_folder
+from library.data.file_index import FileIndex, SourceFile, Stats, list_folder
 from library.data.images import IMAGE_SUFFIXES
 from library.errors import UserError, did_you_mean
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text, written_path
@@ -33,7 +37,14 @@ _NUMBERED = re.compile(r"(.+)_(\d+)")
 _CONTROL_KEY = re.compile(r"control_path(?:_(\d+))?")
 
 
-_Listing = tuple[dict[str, tuple[int, int]], dict[str, str]]  # of _list_images
+_CAPTIONS = (".txt", ".caption", ".cap", ".tags")
+_VIDEOS = frozenset((".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"))
+_PICTURES = frozenset(
+    (".heic", ".heif", ".psd", ".svg", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".exr", ".hdr", ".tga", ".jp2")
+)
+_CACHES = frozenset((".npz", ".safetensors"))  # of sd-scripts, of musubi-tuner
+_MOST_NAMED = 3
+_Listing = tuple[dict[str, Stats], dict[str, str]]  # of _list_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +88,8 @@ def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, 
     if subset.control_dir is not None:
         without = [source for source in found if not source.control_images]
         notes = [] if subset.metadata_file else warnings  # a metadata file may list part of what lies there
-        controls = _find_control_images(subset.where, subset.control_dir, [s.name for s in without], index, notes)
+        names, recursive = [s.name for s in without], subset.settings.recursive
+        controls = _find_control_images(subset.where, subset.control_dir, recursive, names, index, notes)
         of_folder = {source.name: files for source, files in zip(without, controls, strict=True)}
         found = [replace(source, control_images=source.control_images or of_folder[source.name]) for source in found]
     missing = [source.name for source in found if not source.control_images]
@@ -102,8 +114,9 @@ def _find_masks(
     """Return the mask of every image in ``folder``, which ``key`` names; ``remedy`` is for an image without one."""
     if folder is None:
         return [None] * len(sources)
-    files, masks = _list_images(folder)
-    stems = [stem(PurePath(source.name).name) for source in sources]
+    recursive = subset.settings.recursive
+    files, masks = _list_images(folder, recursive)
+    stems = [_companion(source.name, recursive) for source in sources]
     missing = [source.name for its_stem, source in zip(stems, sources, strict=True) if its_stem not in masks]
     if missing:
         raise UserError(
@@ -115,11 +128,11 @@ def _find_masks(
 
 
 def _find_control_images(
-    where: str, folder: Path, images: Sequence[str], index: FileIndex, warnings: list[str]
+    where: str, folder: Path, recursive: bool, images: Sequence[str], index: FileIndex, warnings: list[str]
 ) -> list[tuple[SourceFile, ...]]:
     """Return the control images of every image in their order; none for an image without."""
-    files, plain = _list_images(folder)
-    stems = [stem(PurePath(name).name) for name in images]
+    files, plain = _list_images(folder, recursive)
+    stems = [_companion(name, recursive) for name in images]
     known = set(stems)
     numbered: dict[str, dict[int, str]] = defaultdict(dict)
     for its_stem, name in plain.items():
@@ -144,9 +157,14 @@ def _find_control_images(
     return found
 
 
-def _list_images(folder: str | Path) -> _Listing:
+def _companion(name: str, recursive: bool) -> str:
+    """The stem of what belongs to an image: with its folders where those are mirrored."""
+    return stem(name if recursive else PurePath(name).name)
+
+
+def _list_images(folder: str | Path, recursive: bool = False) -> _Listing:
     """Return a folder's files, and stem -> name of its images."""
-    files = list_folder(folder)
+    files = list_folder(folder, recursive)
     by_stem: dict[str, str] = {}
     for name in files:
         if is_image(name):
@@ -165,15 +183,27 @@ def _note_unused(
 def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[Source]:
     folder = subset.image_dir
     assert folder is not None
-    files = list_folder(folder)
+    recursive, dangling = subset.settings.recursive, list[str]()
+    of_others = [path for path in (subset.mask_dir, subset.control_dir, subset.inpaint_mask_dir) if path is not None]
+    besides = [path for path in (*of_others, index.folder) if path != folder]
+    files = list_folder(folder, recursive, besides, dangling)
     names = [name for name in files if is_image(name)]
+    inside = (
+        [] if recursive else [name for name in list_folder(folder, True, besides) if "/" in name and is_image(name)]
+    )
     if not names:
-        inside = any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(folder))
-        hint = "; images must lie directly in it: write a subset for each folder inside" if inside else ""
+        hint = f"{len(inside)} in the folders inside ({inside[0]}, ...); set recursive = true" if inside else ""
         raise UserError(
             f"{subset.where}: image_dir {str(folder)!r} holds no images "
-            f"(png, jpg, webp, bmp, avif, jxl){hint or '; name the folder that does'}"
+            f"(png, jpg, webp, avif, jxl, bmp, tiff, gif); {hint or 'name the folder that does'}"
         )
+    if inside:
+        warnings.append(
+            f"{subset.where}: {_counted(inside, 'image')} in folders inside {folder} left out ({_some(inside)}); "
+            "set recursive = true to train on them"
+        )
+    if left_out := _left_out(files, names, dangling):
+        warnings.append(f"{subset.where}: {left_out}")
     suffix = subset.settings.caption_extension
     suffix = suffix if not suffix or suffix.startswith(".") else f".{suffix}"
     found: list[Source] = []
@@ -189,6 +219,16 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
     if without and subset.settings.class_tokens is None:
         _complain_about_missing_captions(subset, files, without, suffix, len(names), warnings)
     return found
+
+
+def _images_inside(folder: Path, besides: Sequence[Path]) -> list[str]:
+    """Names of images in the folders inside ``folder``, as far as those can be read."""
+    try:
+        if not any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(folder)):
+            return []
+        return [name for name in list_folder(folder, True, besides) if "/" in name and is_image(name)]
+    except (OSError, UserError):
+        return []
 
 
 def _read_caption(path: str, stat: tuple[int, int], subset: Subset, index: FileIndex) -> str:
@@ -213,8 +253,7 @@ def _complain_about_missing_captions(
         )
         return
     stems = {stem(name) for name in without}
-    texts = (".txt", ".caption", ".cap", ".tags")
-    beside = [end for end in texts if any(stem + end in files for stem in stems)]
+    beside = [end for end in _CAPTIONS if any(stem + end in files for stem in stems)]
     if beside:
         remedy = f"set caption_extension = '{beside[0]}'"
     else:
@@ -319,6 +358,40 @@ def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> str:
     if not lines and caption is None and tags is None and subset.settings.class_tokens is None:
         raise UserError(f'{where}: neither "caption" nor "tags"; add one, or set class_tokens')
     return "\n".join(lines) or (subset.settings.class_tokens or "" if caption is None else "")
+
+
+def _left_out(files: dict[str, Stats], images: list[str], dangling: list[str]) -> str:
+    """Return "2 files left out: clip.mp4 (a video); notes.docx (no image)"; "" where there is none worth naming."""
+    stems = {stem(name) for name in images}
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(files.keys() - set(images)):
+        suffix = f".{name.rpartition('.')[2].lower()}"
+        if suffix in _CACHES:
+            continue
+        if suffix in _CAPTIONS:
+            if stem(name) not in stems:
+                reasons["captions without an image"].append(name)
+        elif suffix in _VIDEOS:
+            reasons["videos"].append(name)
+        elif suffix in _PICTURES:
+            reasons["not read; save as PNG or JPEG"].append(name)
+        elif suffix not in (".json", ".jsonl", ".toml", ".yaml"):
+            reasons["no image"].append(name)
+    if dangling:
+        reasons["links that lead nowhere"] = sorted(dangling)
+    count = sum(map(len, reasons.values()))
+    parts = [f"{_some(names)} ({why})" for why, names in reasons.items()]
+    return f"{count} file{'s' if count > 1 else ''} left out: {'; '.join(parts)}" if count else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _counted(names: Sequence[str], noun: str) -> str:
+    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'}"
 
 
 def is_image(name: str) -> bool:

@@ -13,7 +13,16 @@ import torch
 from PIL import Image, ImageCms
 
 from library.data.buckets import Fit
-from library.data.images import decode, decode_mask, fit_image, read_jxl_size, read_size, to_latent_mask, to_pixels
+from library.data.images import (
+    decode,
+    decode_mask,
+    fit_image,
+    read_header,
+    read_jxl_size,
+    read_size,
+    to_latent_mask,
+    to_pixels,
+)
 from library.errors import UserError
 from tests.data.folders import make_image
 
@@ -30,7 +39,14 @@ def rgb(data: bytes) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("PNG", {}), ("WEBP", {"lossless": True}), ("BMP", {}), ("JXL", {"lossless": True})],
+    [
+        ("PNG", {}),
+        ("WEBP", {"lossless": True}),
+        ("BMP", {}),
+        ("JXL", {"lossless": True}),
+        ("TIFF", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+    ],
 )
 def test_lossless_formats_come_back_exactly(kind: str, options: dict) -> None:
     image = make_image(48, 32)
@@ -46,7 +62,7 @@ def test_lossy_formats_come_back_nearly(kind: str) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF", "TIFF"])
 def test_exif_orientation_is_applied_to_pixels_and_size(kind: str, orientation: int, tmp_path: Path) -> None:
     upright = np.zeros((32, 48, 3), dtype=np.uint8)
     upright[:16, :16] = 255  # a white square in the upper left corner
@@ -88,6 +104,42 @@ def test_sixteen_bit_colour_is_scaled() -> None:
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0))
     data = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(row)) + chunk(b"IEND", b"")
     assert rgb(data).tolist() == [[[0, 10, 255], [200, 3, 0]]]
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_sixteen_bit_tiff_is_scaled_in_either_byte_order(order: str) -> None:
+    # TIFF 6.0 by hand: one strip of 3 grey values of 16 bits
+    mark, values = {"<": b"II", ">": b"MM"}[order], struct.pack(f"{order}3H", 0, 257 * 77, 65535)
+    entries = [(256, 4, 1, 3), (257, 4, 1, 1), (258, 3, 1, 16), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, 8)]
+    entries += [(277, 3, 1, 1), (278, 4, 1, 1), (279, 4, 1, 6)]
+    directory = struct.pack(f"{order}H", len(entries))
+    for tag, kind, count, value in entries:
+        packed = struct.pack(f"{order}I", value) if kind == 4 else struct.pack(f"{order}HH", value, 0)
+        directory += struct.pack(f"{order}HHI", tag, kind, count) + packed
+    data = mark + struct.pack(f"{order}HI", 42, 14) + values + directory + b"\0" * 4
+    assert rgb(data)[0, :, 0].tolist() == [0, 77, 255]
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_of_several_frames_or_pages_the_first_is_taken_and_all_are_counted(kind: str, tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (32, 24), colour) for colour in ("red", "lime", "blue")]
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = saved(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+    (tmp_path / f"x.{kind.lower()}").write_bytes(data)
+    assert read_header(str(tmp_path / f"x.{kind.lower()}")) == ((32, 24), 3)
+    assert rgb(data)[12, 16].tolist() == [255, 0, 0]
+
+
+def test_a_transparent_gif_is_laid_on_white() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.putpixel((1, 0), 1)
+    assert rgb(saved(image, "GIF", transparency=0)).tolist() == [[[255, 255, 255], [200, 100, 50]]]
+
+
+def test_a_cmyk_tiff_becomes_rgb() -> None:
+    red, green, blue = rgb(saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF"))[4, 4].tolist()
+    assert (red, green, blue) == (255, 0, 0)
 
 
 def test_palette_and_one_bit_images_are_expanded() -> None:

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from library.data.samples import Sample
 from library.errors import UserError
-from tests.data.folders import add_image, build, make_image, write_toml
+from tests.data.folders import add_image, build, cache_all, items, make_image, write_toml
 
 
 def fill(folder: Path, count: int, **options: object) -> None:
@@ -33,12 +35,76 @@ def refused(folder: Path, toml: Path, **arguments: object) -> str:
 
 
 def test_images_of_every_suffix_are_found_with_their_captions(tmp_path: Path) -> None:
-    for name in ("a.png", "b.JPG", "c.jpeg", "d.webp", "e.bmp", "f.avif", "g.jxl"):
+    every = ["a.png", "b.JPG", "c.jpeg", "d.webp", "e.bmp", "f.avif", "g.jxl", "h.tif", "i.TIFF", "j.gif"]
+    for name in every:
         add_image(tmp_path / "img", name, caption=f"caption of {name}")
-    (tmp_path / "img" / "notes.md").write_text("no image")
     data = build(write_toml(tmp_path))
-    assert names(data.train.samples) == ["a.png", "b.JPG", "c.jpeg", "d.webp", "e.bmp", "f.avif", "g.jxl"]
+    assert names(data.train.samples) == every
     assert [sample.caption for sample in data.train.samples][1] == "caption of b.JPG"
+
+
+def test_what_is_left_out_is_named_with_its_reason_and_what_systems_leave_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "img"
+    add_image(folder, "a.png")
+    for name in ("notes.docx", "clip.mp4", "photo.HEIC", "b.txt", ".DS_Store", "Thumbs.db", "a.npz", "._a.png"):
+        (folder / name).write_bytes(b"x")
+    (folder / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    data = build(write_toml(tmp_path))
+    assert names(data.train.samples) == ["a.png"]
+    assert [line.replace(str(tmp_path), "") for line in data.warnings] == [
+        "/dataset.toml: subset 1: 5 files left out: b.txt (captions without an image); clip.mp4 (videos); notes.docx "
+        "(no image); photo.HEIC (not read; save as PNG or JPEG); gone.png (links that lead nowhere)"
+    ]
+
+
+def test_animations_and_pages_are_noted(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    frames = [make_image(64, 64, seed=seed) for seed in range(4)]
+    frames[0].save(tmp_path / "img" / "b.gif", save_all=True, append_images=frames[1:])
+    (tmp_path / "img" / "b.txt").write_text("x")
+    (note,) = build(write_toml(tmp_path)).warnings
+    assert note.endswith("1 of 2 images have several frames or pages (b.gif: 4, ...); the first of each is trained on")
+    assert build(write_toml(tmp_path)).warnings == [note]  # remembered, too
+
+
+def test_folders_inside_are_read_if_asked_for_and_noted_if_not(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "cat.png", caption="first", seed=1)
+    add_image(tmp_path / "img" / "paris", "cat.png", caption="second", seed=2)
+    add_image(tmp_path / "img" / "rome" / "night", "cat.png", caption="third", seed=3)
+    (tmp_path / "img" / "rome" / "round").symlink_to(tmp_path / "img")  # a loop
+    flat = build(write_toml(tmp_path))
+    assert flat.captions() == ["first"]
+    assert flat.warnings[0].replace(str(tmp_path), "") == (
+        "/dataset.toml: subset 1: 2 images in folders inside /img left out (paris/cat.png, rome/night/cat.png); "
+        "set recursive = true to train on them"
+    )
+    data = build(write_toml(tmp_path, subset="image_dir = 'img'\nrecursive = true"))
+    assert data.captions() == ["first", "second", "third"]
+    assert len({sample.identity for sample in data.train.samples}) == 3
+    cache_all(data)
+    images = [item.latents for item in items(data.train)]
+    assert not any(torch.equal(one, other) for one, other in combinations(images, 2))
+
+
+def test_masks_of_folders_inside_lie_in_the_same_folders(tmp_path: Path) -> None:
+    for place, seed in (("a", 1), ("b", 2)):
+        add_image(tmp_path / "img" / place, "7.png", seed=seed)
+        add_image(tmp_path / "img" / "masks" / place, "7.png", seed=seed + 5, caption=None)
+    subset = "image_dir = 'img'\nrecursive = true\nconditioning_data_dir = 'img/masks'"
+    data = build(write_toml(tmp_path, subset=subset), masked_loss=True)
+    masks = [str(sample.mask.path).replace(str(tmp_path), "") for sample in data.train.samples if sample.mask]
+    assert masks == ["/img/masks/a/7.png", "/img/masks/b/7.png"]
+
+
+def test_control_images_of_folders_inside_lie_in_the_same_folders(tmp_path: Path) -> None:
+    for place in ("a", "b"):
+        add_image(tmp_path / "img" / place, "7.png")
+        add_image(tmp_path / "from" / place, "7_0.png", caption=None)
+        add_image(tmp_path / "from" / place, "7_1.png", caption=None)
+    subset = "image_dir = 'img'\nrecursive = true\ncontrol_directory = 'from'"
+    data = build(write_toml(tmp_path, subset=subset), conditioning="references")
+    paths = [[c.file.path.removeprefix(str(tmp_path)) for c in s.control_images] for s in data.train.samples]
+    assert paths == [[f"/from/{p}/7_0.png", f"/from/{p}/7_1.png"] for p in ("a", "b")]
 
 
 def test_only_the_first_line_counts_unless_wildcards_are_on(tmp_path: Path) -> None:
@@ -88,11 +154,11 @@ def test_an_empty_folder_is_refused_and_folders_inside_are_hinted_at(tmp_path: P
     (tmp_path / "img").mkdir()
     toml = write_toml(tmp_path)
     assert refused(tmp_path, toml) == (
-        "/dataset.toml: subset 1: image_dir '/img' holds no images (png, jpg, webp, bmp, avif, jxl); "
+        "/dataset.toml: subset 1: image_dir '/img' holds no images (png, jpg, webp, avif, jxl, bmp, tiff, gif); "
         "name the folder that does"
     )
-    (tmp_path / "img" / "5_cat").mkdir()
-    assert refused(tmp_path, toml).endswith("; images must lie directly in it: write a subset for each folder inside")
+    add_image(tmp_path / "img" / "5_cat", "a.png")
+    assert refused(tmp_path, toml).endswith("; 1 in the folders inside (5_cat/a.png, ...); set recursive = true")
 
 
 def test_a_damaged_image_is_named(tmp_path: Path) -> None:
