@@ -123,14 +123,14 @@ def select_modules(
         ranks = {name: rank for name, rank in ranks.items() if name not in hits}
     if not ranks:
         raise UserError("network_args: nothing is left to train; relax the *_dim, block or pattern options")
-    asked: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+    asked: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for name, rank in ranks.items():
         source = options.dim_sources.get(kinds[name].name)
         shape: Any = linears[name].out_features, linears[name].in_features
-        asked.setdefault(f"network_args: {source}" if source else "network_dim", (rank, []))[1].append(shape)
-    for said, (rank, shapes) in asked.items():
+        asked.setdefault((f"network_args: {source}" if source else "network_dim", rank), []).append(shape)
+    for (said, rank), shapes in asked.items():
         refuse_large_rank(said, rank, shapes, options.kind)
-    if options.factor > (largest := max(size for _, shapes in asked.values() for shape in shapes for size in shape)):
+    if options.factor > (largest := max(size for shapes in asked.values() for shape in shapes for size in shape)):
         raise UserError(f"network_args: factor={options.factor}: no layer has more than {largest} rows or columns")
     return ranks, counts
 

@@ -232,7 +232,8 @@ def _validate(
         config = script.schema.model_validate(_sorted(values, script))
     except ValidationError as error:
         items = [item for item in error.errors() if item["type"] != "missing" or item["loc"][1] not in uncertain]
-        problems = [_problem(item, origins) for item in items]
+        # of a value that fits none of several types pydantic has an item each; one is enough
+        problems = list({(item["loc"][1], repr(item["input"])): _problem(item, origins) for item in items}.values())
         unfit = {str(item["loc"][1]) for item in error.errors()}
         rest = {key: value for key, value in values.items() if key not in unfit}
         missing = {key: field for key, (_, field) in known.items() if field.is_required() and key not in rest}

@@ -31,6 +31,8 @@ from library.data.sources import Source, find_sources
 from library.errors import UserError
 from library.randomness import derive_seed
 
+MOST_IMAGES = 10_000_000  # of an epoch; its order takes some 150 bytes an image
+
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
@@ -159,6 +161,11 @@ def scan(
             result.held_out.extend(held_back)
         result.listed.extend(train)
         result.train.extend(_balance(train, dataset.where, result.warnings))
+    if (images := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
+        raise UserError(
+            f"{config.path}: an epoch of {images:,} images, each as often as num_repeats says; at most {MOST_IMAGES:,} "
+            "can be kept in order: lower num_repeats, and train more epochs"
+        )
     result.indexes.extend(indexes.values())
     _check_split(config, result)
     return result

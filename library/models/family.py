@@ -35,7 +35,7 @@ from library.models.layer_names import LoraTargets
 from library.models.registry import family_class
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
-from library.models.weights import load_into
+from library.models.weights import load_into, read_config
 from library.nn.attention import Backend
 from library.nn.modes import evaluating
 from library.nn.tensor_split import Parts
@@ -354,7 +354,9 @@ class Family:
     def scheduler(self) -> Any:
         """Return the folder's scheduler, or with single files the published one."""
         if self.files.scheduler is not None:
-            return FlowMatchEulerDiscreteScheduler.from_pretrained(self.files.scheduler)
+            return FlowMatchEulerDiscreteScheduler.from_config(
+                read_config(self.files.scheduler, "scheduler_config.json")
+            )
         return FlowMatchEulerDiscreteScheduler(**self.published_scheduler)
 
     def own_sampling(self) -> dict[str, Any]:

@@ -223,3 +223,31 @@ def test_a_file_can_be_attached_with_its_own_ranks(mixed_lora, tmp_path) -> None
     with pytest.raises(UserError, match=r"a.safetensors: the model has no single_transformer_blocks\.1\.attn\.to_k"):
         attach_lora(shallow, read.weights, FLUX_TARGETS, "a.safetensors")
     assert not any(isinstance(module, LoRALinear) for module in shallow.modules())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dim", "said"),
+    [
+        ((), 161, "network_dim: a rank of 161, where no layer can have more than"),
+        (("img_attn_dim=33",), 4, "network_args: img_attn_dim: a rank of 33, where no layer can have more than 32"),
+        (("in_dims=[4,4,4000,4,4]",), 4, "network_args: in_dims: a rank of 4000, where no layer can have more than"),
+        (("train_double_block_indices=0-999999999",), 4, "no block 999999999; this model's are 0 to 1"),
+    ],
+)
+def test_ranks_and_blocks_beyond_the_model_are_refused_before_anything_is_made(
+    arguments: tuple[str, ...], dim: int, said: str
+) -> None:
+    model = make_flux()
+    before = len(list(model.parameters()))
+    with pytest.raises(UserError, match=said):
+        inject(model, *arguments, dim=dim)
+    assert len(list(model.parameters())) == before
+
+
+def test_a_rank_as_large_as_the_smaller_side_is_taken() -> None:
+    assert inject(make_flux(), "img_attn_dim=32").modules["transformer_blocks.0.attn.to_q"].rank == 32
+
+
+def test_a_factor_beyond_every_layer_is_refused() -> None:
+    with pytest.raises(UserError, match="factor=100000: no layer has more than"):
+        inject(make_flux(), "factor=100000", network_type="lokr")

@@ -32,7 +32,7 @@ from pydantic import BaseModel
 from library import __version__
 from library.config.markers import MOST
 from library.config.schema import LoggingConfig
-from library.errors import UserError
+from library.errors import UserError, reason_of
 from library.files import read_bytes, write_text
 
 _LARGEST = 1e30  # of what is drawn: axes in logarithms of fp32 numbers
@@ -56,8 +56,7 @@ class MetricsStream:
             try:
                 accelerator.init_trackers(logging.log_tracker_name, init_kwargs=run)
             except Exception as error:  # of packages that raise what they like: no network, no rights, no account
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise UserError(f"log_with: {logging.log_with} cannot be started ({reason}); put that right, or remove "
+                raise UserError(f"log_with: {logging.log_with} cannot be started ({reason_of(error)}); put that right, or remove "
                                 "log_with") from error  # fmt: skip
         if accelerator.is_main_process:
             lines = (

@@ -251,12 +251,12 @@ def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePro
             near = max(pixel_multiple, round(pixels / pixel_multiple) * pixel_multiple)
             raise UserError(f"{where}: {name} {pixels} is no multiple of {pixel_multiple}; take {near}")
     if not 1 <= parsed.steps <= MOST_STEPS:
-        raise UserError(f"{where}: steps (--s) {parsed.steps}; write a number from 1 to {MOST_STEPS}")
+        raise UserError(f"{where}: steps (--s) {parsed.steps}; at least one step is needed, at most {MOST_STEPS}")
     if not 0 <= parsed.seed <= MOST_SEED:
         raise UserError(f"{where}: seed (--d) {parsed.seed}; write a number from 0 to 2^63 - 1, or leave it out")
     for name, value in (("guidance (--g)", parsed.guidance), ("guidance scale (--l)", parsed.cfg)):
         if not abs(value) <= MOST_GUIDANCE:
-            raise UserError(f"{where}: {name} {value}; write a number up to {MOST_GUIDANCE}")
+            raise UserError(f"{where}: {name} {value}; write a finite number, at most {MOST_GUIDANCE}")
     return parsed
 
 

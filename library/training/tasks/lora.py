@@ -86,8 +86,8 @@ class LoraTask(Task):
         """
         training, network, options = self.config.training, self.config.network, self.plan.options
         shapes = [entry.shape for entry in base.entries.values() if len(entry.shape) == 2]
-        asked = {f"network_args: {option}": options.dims[kind] for kind, option in options.dim_sources.items()}
-        for option, rank in (asked if network.dim_from_weights else {"network_dim": options.dim} | asked).items():
+        asked = [(f"network_args: {option}", options.dims[kind]) for kind, option in options.dim_sources.items()]
+        for option, rank in asked if network.dim_from_weights else [("network_dim", options.dim), *asked]:
             refuse_large_rank(option, rank, shapes, options.kind)
         if not network.dim_from_weights:  # whose layers the end's check knows
             self.check_readers()

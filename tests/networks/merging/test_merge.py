@@ -223,3 +223,37 @@ def test_a_value_beyond_fp16_is_named_and_nothing_is_left(lora, tmp_path: Path) 
     with pytest.raises(UserError, match=r"x_embedder.weight leaves the range of fp16; use --save_precision bf16"):
         merge_loras(tmp_path / "base", [LoraSource(lora[0], 1.0)], tmp_path / "new", FLUX_TARGETS, "fp16")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "lora.safetensors"]
+
+
+@pytest.mark.parametrize("strength", [float("inf"), float("-inf"), float("nan"), 1e39, -2000.0])
+def test_a_strength_that_leaves_nothing_of_the_model_is_refused(strength: float) -> None:
+    with pytest.raises(UserError, match=r"--lora a.safetensors: a strength of .*; give one from -1000 to 1000"):
+        LoraSource(Path("a.safetensors"), strength)
+
+
+@pytest.mark.parametrize("precision", [None, "fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_merge_that_is_not_finite_is_refused_and_nothing_is_written(
+    tmp_path: Path, precision: str | None, folder: bool
+) -> None:
+    huge = torch.full((2, 32), 1e30)
+    weights = {"transformer_blocks.1.attn.to_q": LoraWeights(huge, huge.t().contiguous(), 2.0)}
+    save_adapter(tmp_path / "lora.safetensors", weights, FLUX_TARGETS)
+    model = make_flux()
+    model.save_pretrained(tmp_path / "base")
+    save_file(original_layout(model), tmp_path / "base.safetensors")
+    base, out = (tmp_path / f"{name}{'' if folder else '.safetensors'}" for name in ("base", "out"))
+    with pytest.raises(UserError, match="is not finite with the LoRAs in it; lower their strengths") as refused:
+        merge_loras(base, [LoraSource(tmp_path / "lora.safetensors", 1.0)], out, FLUX_TARGETS, precision)
+    assert ("transformer_blocks.1.attn.to_q" if folder else "double_blocks.1.img_attn.qkv") in str(refused.value)
+    assert not out.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "base.safetensors", "lora.safetensors"]
+
+
+def test_a_weight_beyond_the_range_of_what_is_written_is_refused_also_without_an_update(tmp_path: Path, lora) -> None:
+    model = make_flux()
+    torch.nn.init.constant_(model.proj_out.weight, 1e6)
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(UserError, match="proj_out.weight leaves the range of fp16; use --save_precision bf16"):
+        merge_loras(tmp_path / "base", [LoraSource(lora[0], 1.0)], tmp_path / "out", FLUX_TARGETS, "fp16")
+    assert not (tmp_path / "out").exists()

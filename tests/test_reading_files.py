@@ -1,0 +1,142 @@
+"""What a person names is read if it is a file of sensible size, and told in one line if not; it is never waited for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from library.errors import UserError
+from library.files import parse_json, read_bytes, read_json, read_json_lines, read_text, read_toml
+from library.safetensors_io import read_safetensors_header
+
+READERS: list[Callable[[Path], object]] = [
+    read_text,
+    read_toml,
+    read_json,
+    read_bytes,
+    read_safetensors_header,
+    lambda path: list(read_json_lines(path)),
+]
+
+
+def refusal(read: Callable[[Path], object], path: Path) -> str:
+    """Return what ``read`` says of ``path``, within ten seconds."""
+    said: list[str] = []
+
+    def attempt() -> None:
+        try:
+            read(path)
+        except UserError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "it waits"
+    assert len(said) == 1
+    assert "\n" not in said[0]
+    return said[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such files")
+@pytest.mark.parametrize("read", READERS)
+def test_what_is_no_regular_file_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
+) -> None:
+    pipe, folder, loop, door = tmp_path / "pipe", tmp_path / "folder", tmp_path / "loop", tmp_path / "door"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    loop.symlink_to(loop)
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(tmp_path)  # a socket's path is short
+        listener.bind("door")
+        assert f"{door}: is a socket, where a file is wanted; " in refusal(read, door)
+    assert f"{pipe}: is a pipe, where a file is wanted; " in refusal(read, pipe)
+    assert f"{folder}: is a folder, where a file is wanted; " in refusal(read, folder)
+    assert f"{loop}: cannot be read (its symbolic links go round in a circle); " in refusal(read, loop)
+    assert "/dev/zero: is a device, where a file is wanted; " in refusal(read, Path("/dev/zero"))
+    assert "can be no file's name" in refusal(read, Path("a\0b"))
+
+
+def test_a_file_of_gigabytes_is_no_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "large.toml"
+    with open(path, "wb") as file:
+        file.truncate(10 * 2**30)  # takes no room on the disk
+    for read, most in ((read_toml, 4), (read_text, 64), (read_json, 64)):
+        with pytest.raises(UserError, match=f"has more than {most} MiB, too much for such a file"):
+            read(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_what_windows_editors_write_is_read(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes("name = 'Grüße'\r\nrank = 4\r\n".encode(encoding))
+    assert read_toml(path)[0] == {"name": "Grüße", "rank": 4}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("cafe".encode("utf-16-le"), "holds NUL, so it is UTF-16, or no text; save it as UTF-8"),
+        ("cafe".encode("utf-16-be"), "holds NUL, so it is UTF-16, or no text; save it as UTF-8"),
+        ("cafe".encode("utf-32"), "holds NUL, so it is UTF-16, or no text; save it as UTF-8"),
+        (b"a\0b", "holds NUL"),
+        ("café".encode("latin-1"), "not UTF-8 .byte 3.; save it as UTF-8"),
+        (b"\xff\xfea", "not UTF-16 .byte 2.; save it as UTF-8"),
+    ],
+)
+def test_other_encodings_are_refused(tmp_path: Path, data: bytes, said: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=said):
+        read_text(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1, NaN]", "not valid JSON .NaN is no number"),
+        ('{"a": -Infinity}', "not valid JSON .-Infinity is no number"),
+        ('{"a": "x \\ud83d y"}', "\\\\ud83d is half of a character"),
+        ("[" * 5000, "not valid JSON"),
+        ("[" * 500 + "]" * 500, "tables or lists more than 64 deep"),
+        ("1" * 5000, "not valid JSON"),
+    ],
+)
+def test_json_that_would_fail_later_fails_here(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"^a.json: {said}") as refused:
+        parse_json(text, "a.json")
+    assert "\n" not in str(refused.value)
+
+
+def test_whole_characters_by_their_halves_are_taken() -> None:
+    assert parse_json('"\\ud83d\\ude00"', "a.json") == "😀"
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"a"', "true"])
+def test_a_configuration_in_json_is_an_object(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match="config.json: holds no JSON object but .*; download it again"):
+        read_json(path)
+
+
+def test_toml_that_is_deeper_than_a_person_writes(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    for text in (".".join(["a"] * 5000) + " = 1", "a = " + "[" * 5000 + "]" * 5000):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UserError, match="a.toml: (not valid TOML|tables or lists more than 64 deep)") as refused:
+            read_toml(path)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_windows_path_in_toml_gets_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('image_dir = "C:\\Users\\me"\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"line 1: not valid TOML .*; in Windows paths write '/', or single quotes"):
+        read_toml(path)
