@@ -53,7 +53,7 @@ def test_every_number_is_finite(script: Script, key: str) -> None:
 @pytest.mark.parametrize(("script", "key"), options_of(int))
 def test_every_whole_number_has_an_end(script: Script, key: str) -> None:
     most = 2**63 if key == "seed" else 10**12
-    for value in (most, 10**23, -(10**12)):
+    for value in (most, 10**23):
         with pytest.raises(UserError, match=f"--{key}: .*does not fit"):
             load_for(script, [*NEEDED[script], f"--{key}={value}"])
 
