@@ -56,7 +56,8 @@ class MetricsStream:
             try:
                 accelerator.init_trackers(logging.log_tracker_name, init_kwargs=run)
             except Exception as error:  # of packages that raise what they like: no network, no rights, no account
-                raise UserError(f"log_with: {logging.log_with} cannot be started ({reason_of(error)}); put that right, or remove "
+                reason = reason_of(error)
+                raise UserError(f"log_with: {logging.log_with} cannot be started ({reason}); put that right, or remove "
                                 "log_with") from error  # fmt: skip
         if accelerator.is_main_process:
             lines = (
