@@ -92,6 +92,17 @@ def test_a_pipe_of_lines_is_a_conversation(models: Path, tmp_path: Path) -> None
     assert [message["role"] for message in saved[0]] == ["user", "assistant"] * 2
 
 
+def test_an_answer_is_tried_again_and_a_message_taken_back(models: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.jsonl"
+    lines = f"/retry\nhello\n/set temperature 0\n/retry\nwhat is GQA?\n/undo\nsay it in Greek\n/save {file}\n/quit\n"
+    done = piped(models, lines, "--temperature", "5", "--seed", "3", "--max_new_tokens", "20")
+    assert done.returncode == 0, done.stderr
+    assert "error: nothing was said yet" in done.stdout
+    assert f"taken back: {PAIRS[2][0]}" in done.stdout
+    (talk,) = [json.loads(line)["messages"] for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [message["content"] for message in talk] == [*PAIRS[0], *PAIRS[3]]  # what was drawn at first is gone
+
+
 class Terminal:
     """tools/chat.py behind a pseudo-terminal."""
 

@@ -29,6 +29,7 @@ from networks.merging.merge import LoraSource
 from networks.network import AdapterNetwork
 from tools.command import load_language_model, lora_source
 
+ANOTHER_SEED = 7919  # from one try of an answer to the next; turns count theirs up by 1
 _DEPTH = 3  # folders below --models_dir and --loras_dir that are looked into: train_llm.py writes output/NAME/NAME
 
 

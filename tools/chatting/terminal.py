@@ -7,6 +7,7 @@ printed.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from library.console import Console
 from library.errors import UserError, did_you_mean, one_line
 from library.files import write_text
-from tools.chatting.session import Session
+from tools.chatting.session import ANOTHER_SEED, Session
 from tools.command import SAMPLING_NAMES
 
 _WHOLE = ("max_new_tokens", "top_k", "seed")
@@ -38,6 +39,15 @@ def _help(session: Session, rest: str) -> str:
 def _reset(session: Session, rest: str) -> str:
     session.conversation.reset()
     return "the conversation begins anew"
+
+
+def _undo(session: Session, rest: str) -> str:
+    turns = session.conversation.turns
+    if not turns:
+        raise UserError("nothing was said yet that could be taken back; talk first")
+    message = turns[-1].question
+    session.conversation.take_back(len(turns) - 1)
+    return f"taken back: {message}"
 
 
 def _system(session: Session, rest: str) -> str:
@@ -121,6 +131,8 @@ def _list(names: list[str], chosen: str) -> str:
 COMMANDS: dict[str, tuple[str, Callable[[Session, str], str]]] = {
     "help": ("this list", _help),
     "reset": ("forget the conversation; the system message stays", _reset),
+    "undo": ("take the newest message and its answer back", _undo),
+    "retry": ("answer the newest message again, with other numbers drawn", _undo),
     "system": ("TEXT: set the system message; nothing: remove it", _system),
     "set": ("NAME VALUE: set a sampling setting (top_k, top_p, min_p: also off); nothing: list them", _set),
     "history": ("print the conversation", _history),
@@ -149,7 +161,9 @@ def chat_in_terminal(session: Session, history_file: Path | None) -> None:
     console.print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
     with _line_history(history_file):
         while (line := _read_line(console)) is not None:
-            if line.startswith("/") and not line.startswith("//"):
+            if line.strip() == "/retry" and session.conversation.turns:
+                _retry(session, console)
+            elif line.startswith("/") and not line.startswith("//"):
                 if not _command(session, line[1:], console):
                     return
             elif line.strip() or not session.conversation.template.has_turns:
@@ -171,6 +185,15 @@ def _answer(session: Session, line: str, console: Console) -> None:
         console.print(f"note: {remark}", style="yellow")
     if console.is_terminal:
         console.print(session.report(), style="dim")
+
+
+def _retry(session: Session, console: Console) -> None:
+    """Answer the newest message again; at temperature 0 that is the same answer."""
+    turns = session.conversation.turns
+    message = turns[-1].question
+    session.conversation.take_back(len(turns) - 1)
+    session.settings = replace(session.settings, seed=session.settings.seed + ANOTHER_SEED)
+    _answer(session, message, console)
 
 
 def _command(session: Session, line: str, console: Console) -> bool:
@@ -211,7 +234,7 @@ def _read_line(console: Console) -> str | None:
 @contextmanager
 def _line_history(file: Path | None) -> Iterator[None]:
     """Let arrow keys recall lines, also those of earlier times if there is a file for them."""
-    if not sys.stdin.isatty():
+    if not sys.stdin.isatty() or importlib.util.find_spec("readline") is None:  # Windows' own console has arrow keys
         yield
         return
     import readline

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ValidationError
 from library.errors import UserError, one_line
 from library.llm.chat_templates import Turn
 from library.llm.generation import SamplingSettings
-from tools.chatting.session import Session
+from tools.chatting.session import ANOTHER_SEED, Session
 
 _LOOK = 0.05  # seconds between looks at an answer's progress
 _NO_LORA = "none"
@@ -70,7 +70,6 @@ _DOWNLOAD = """(talk) => {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }"""
-_ANOTHER_SEED = 7919  # from one try of an answer to the next; turns count theirs up by 1
 
 Updates = dict[Any, Any]
 
@@ -298,7 +297,7 @@ class Page:
         given_up = session.conversation.turns[turn:]
         session.conversation.take_back(turn)
         talk, saved = [*_talk(session), _message("user", message or "…")], _saved(session, message)
-        session.settings = replace(settings, seed=settings.seed + _ANOTHER_SEED * self._tries.get(tab, 0))
+        session.settings = replace(settings, seed=settings.seed + ANOTHER_SEED * self._tries.get(tab, 0))
         thread = self._threads[tab] = GenerationThread(session, self._lock, message)
         try:
             thread.start()
