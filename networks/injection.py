@@ -21,11 +21,11 @@ from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.randomness import generator
 from networks.adapters.base import AdapterLinear
-from networks.adapters.lora import DoRALinear, LoRALinear, init_from_weights
+from networks.adapters.lora import DoRALinear, LoRALinear, init_from_weights, join
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
 from networks.adapters.orthogonal import BOFTLinear, OFTLinear
 from networks.files.metadata import AlphaTable
-from networks.files.weights import AdapterWeights, names_in_short
+from networks.files.weights import AdapterWeights, names_in_short, same_down
 from networks.network import AdapterNetwork
 from networks.options import NetworkOptions
 
@@ -53,14 +53,15 @@ def inject_adapter(
     model.requires_grad_(False)
     layers: dict[str, AdapterLinear] = {}
     for name, rank in ranks.items():
-        base = model.get_submodule(targets.path_in_model(name))
-        layer = make_layer(base, rank, options, dtype)
+        layers[name] = make_layer(model.get_submodule(targets.path_in_model(name)), rank, options, dtype)
+    if not options.split_qkv:
+        _join(layers, targets)
+    for name, layer in layers.items():
         draws = generator(seed, "lora", name)
         layer.initialise(draws)
         if options.start != "default":
             assert isinstance(layer, LoRALinear)
             init_from_weights(layer, name, options.start, draws)
-        layers[name] = layer
     _swap_in(model, layers, targets)
     return AdapterNetwork(layers, targets, options, counts)
 
@@ -75,7 +76,8 @@ def attach_lora(
 ) -> AdapterNetwork:
     """Wrap exactly the layers a LoRA or DoRA file speaks of, with its ranks and alphas, and load it.
 
-    ``alphas`` are those to go on with where the file's are others: the update stays the file's.
+    Layers for which the file has one A (a LoRA that was trained on the original ``qkv``) stay joined. ``alphas`` are
+    those to go on with where the file's are others: the update stays the file's.
     """
     linears = dict(_linears(model, targets))
     if absent := sorted(weights.keys() - linears.keys()):
@@ -86,12 +88,26 @@ def attach_lora(
             raise UserError(f"{source}: is a {w.title}, which only a merge puts into a model; give a LoRA or DoRA")
         options = NetworkOptions(dim=w.rank, alpha=alphas.alpha_of(name, w.rank) if alphas else w.alpha, kind=w.kind)
         layers[name] = make_layer(linears[name], w.rank, options, dtype)
+    _join(layers, targets, weights)
     kind = next((w.kind for w in weights.values()), "lora")
     network = AdapterNetwork(layers, targets, NetworkOptions(dim=0, alpha=0, kind=kind))
     network.load(weights, source)
     model.requires_grad_(False)
     _swap_in(model, layers, targets)
     return network
+
+
+def _join(
+    layers: Mapping[str, AdapterLinear], targets: LoraTargets, weights: Mapping[str, AdapterWeights] | None = None
+) -> None:
+    """Join fresh layers that are one in the original checkpoint, where all are there; with ``weights`` of one A."""
+    found = [targets.keys.find(name) for name in layers] if not targets.own_names else []
+    for names in dict.fromkeys(tuple(place.modules) for place in found if place and len(place.row.parts) > 1):
+        parts = [layer for name in names if isinstance(layer := layers.get(name), LoRALinear) and layer.kind == "lora"]
+        if len(parts) < len(names) or len({(layer.rank, layer.scale) for layer in parts}) > 1:
+            continue
+        if weights is None or all(same_down(weights[names[0]], weights[name]) for name in names):
+            join(parts)
 
 
 def select_modules(

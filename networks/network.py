@@ -20,7 +20,7 @@ from library.models.layer_names import LoraTargets
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import LoRALinear
 from networks.files.adapters import LAYOUTS, PartialFit, load_adapter, save_adapter
-from networks.files.weights import TITLES, AdapterWeights, check_strength, names_in_short
+from networks.files.weights import TITLES, AdapterWeights, check_strength, names_in_short, same_down
 from networks.options import NetworkOptions
 
 
@@ -67,7 +67,7 @@ class AdapterNetwork:
         """
         if loraplus_ratio is None:
             return [{"params": self.parameters(), "lr": lr, "name": name}]
-        trained = [layer.trained() for layer in self.modules.values()]
+        trained = [parts for layer in self.modules.values() if (parts := layer.trained())]
         fast = [parts["lora_B.weight"] for parts in trained]
         slow = [parameter for parts in trained for part, parameter in parts.items() if part != "lora_B.weight"]
         return [
@@ -121,7 +121,7 @@ class AdapterNetwork:
         for name, layer in self.modules.items():
             if name not in weights:
                 continue
-            if problem := layer.misfit(weights[name]):
+            if problem := self._misfit(name, weights):
                 fit.misfits.append(f"{name} {problem[0]}")
             else:
                 layer.load_weights(weights[name])
@@ -150,7 +150,7 @@ class AdapterNetwork:
         fresh = {self.targets.component_of(name) for name in self.modules} - in_file
         modules = {n: layer for n, layer in self.modules.items() if self.targets.component_of(n) not in fresh}
         self._refuse_other_layers(modules, weights, source)
-        problems = {n: problem for n, layer in modules.items() if (problem := layer.misfit(weights[n]))}
+        problems = {n: problem for n in modules if (problem := self._misfit(n, weights))}
         if problems:
             named = names_in_short([f"{name} {what}" for name, (what, _) in problems.items()], shown=1)
             raise UserError(f"{source}: {named}; {next(iter(problems.values()))[1]}")
@@ -158,6 +158,16 @@ class AdapterNetwork:
         note = f", {rescaled} of them rescaled to this run's alpha / rank" if rescaled else ""
         note += f"; nothing of {' and '.join(sorted(fresh))} in it, trained from the start" if fresh else ""
         return f"{source}: {len(modules)} modules loaded{note}"
+
+    def _misfit(self, name: str, weights: Mapping[str, AdapterWeights]) -> tuple[str, str] | None:
+        """Return why a file's weights are none for the layer ``name``, and what to do about it."""
+        layer = self.modules[name]
+        problem = layer.misfit(weights[name])
+        if problem is None and isinstance(layer, LoRALinear) and layer.joined is not None:
+            holder = next(other for other in self.modules if self.modules[other] is layer.joined.holder)
+            if holder not in weights or not same_down(weights[holder], weights[name]):
+                problem = f"has a LoRA of its own, here it has one with {holder}", "set split_qkv=True in network_args"
+        return problem
 
     def _refuse_other_layers(
         self, modules: Mapping[str, AdapterLinear], weights: Mapping[str, AdapterWeights], source: str
@@ -209,5 +219,12 @@ class AdapterNetwork:
         for (kind_name, rank, alpha), layers in rows.items():
             count = sum(p.numel() for layer in layers for p in layer.trained().values())
             lines.append(f"  {kind_name:<12}{len(layers):>4} modules  rank {rank:<4} alpha {alpha:<6g}{count:>13,}")
+        joined = [n for n, layer in self.modules.items() if isinstance(layer, LoRALinear) and layer.joined]
+        if joined:
+            places = [place for name in joined if (place := self.targets.keys.find(name))]
+            originals = ", ".join(dict.fromkeys(place.row.original.replace("{i}", "*") for place in places))
+            lines.append(
+                f"  {len(joined)} of them share one LoRA on each {originals} (split_qkv=False), as in sd-scripts"
+            )
         lines += [f"  {pattern}: {count} modules" for pattern, count in self._pattern_counts.items()]
         return "\n".join(lines)

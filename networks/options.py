@@ -16,6 +16,8 @@
                                    diffusers has them. With include_patterns only what matches one of them
                                    is trained; exclude_patterns then take away
 
+    split_qkv                      "False": one LoRA for the layers that are one in the original checkpoint (FLUX's and
+                                   Z-Image's qkv, FLUX's linear1), which is sd-scripts' default; "True": each its own
     dora_norm                      of network_type dora with network_weights: "merged" or "base", what dora_scale in
                                    that file is divided by where its metadata do not tell
     factor, decompose_both         of network_type lokr, see ``networks.adapters.lycoris``
@@ -39,7 +41,6 @@ from networks.files.weights import DORA_NORMS
 
 _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
     "train_blocks": "write train_single_block_indices=none or train_double_block_indices=none",
-    "split_qkv": "q, k and v always have separate LoRAs; remove it",
     "conv_dim": "this model has no convolutions; remove it",
     "conv_alpha": "this model has no convolutions; remove it",
     "verbose": "the summary is always printed; remove it",
@@ -55,11 +56,12 @@ _PLAIN_KEYS = (
     "loraplus_lr_ratio",
     "include_patterns",
     "exclude_patterns",
+    "split_qkv",
     "dora_norm",
 )
 _LOKR_KEYS = ("factor", "decompose_both")
 _TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
-_OF_TRANSFORMER = ("dims", "dim_sources", "blocks", "include_patterns", "exclude_patterns", "train_t5xxl")
+_OF_TRANSFORMER = ("dims", "dim_sources", "blocks", "include_patterns", "exclude_patterns", "train_t5xxl", "split_qkv")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class NetworkOptions:
         kind: of adapter, see ``networks.adapters.base``.
         rank_stabilised: the scale is alpha / sqrt(rank).
         start: "default", "pissa" or "olora", see ``networks.adapters.lora``.
+        split_qkv: layers that are one in the original checkpoint have LoRAs of their own.
         dora_norm: how ``network_weights`` are read, see :func:`networks.files.adapters.load_adapter`.
         factor, decompose_both: how lokr cuts a layer, see ``networks.adapters.lycoris``.
         dropout, rank_dropout, module_dropout: probabilities, see ``networks.adapters.lora``.
@@ -99,6 +102,7 @@ class NetworkOptions:
     kind: str = "lora"
     rank_stabilised: bool = False
     start: StartName = "default"
+    split_qkv: bool = True
     dora_norm: str = "auto"
     factor: int = -1
     decompose_both: bool = False
@@ -191,6 +195,7 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
             kind=config.network_type,
             rank_stabilised=config.use_rslora,
             start=config.init_lora_weights,
+            split_qkv=_split_qkv(values.get("split_qkv", "True"), config, targets),
             dora_norm=_dora_norm(values.get("dora_norm", "auto")),
             factor=_factor(values.get("factor", "-1")),
             decompose_both=_flag("decompose_both", values.get("decompose_both", "False")),
@@ -274,6 +279,17 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise UserError(f"{option}={text}: must be a number") from None
+
+
+def _split_qkv(text: str, config: NetworkConfig, targets: LoraTargets) -> bool:
+    split = _flag("split_qkv", text)
+    if not split and (targets.own_names or not any(len(row.parts) > 1 for row in targets.keys.rows)):
+        raise UserError(f"split_qkv=False: {targets.family}'s q, k and v are layers of their own; remove it")
+    if not split and config.network_type != "lora":
+        raise UserError(f"split_qkv=False: network_type {config.network_type} cannot be trained so; remove it")
+    if not split and config.init_lora_weights != "default":
+        raise UserError(f"split_qkv=False: init_lora_weights {config.init_lora_weights} begins at layers; remove one")
+    return split
 
 
 def _dora_norm(text: str) -> str:

@@ -146,6 +146,6 @@ def new_parameter(base: nn.Module, *shape: int, dtype: torch.dtype) -> nn.Parame
 
 
 @torch.no_grad()
-def fill(parameter: nn.Parameter, values: Tensor) -> None:
-    """Copy ``values``, drawn in fp32 on the CPU, into ``parameter``."""
+def fill(parameter: Tensor, values: Tensor) -> None:
+    """Copy ``values``, drawn in fp32 on the CPU, into ``parameter`` or a part of one."""
     parameter.copy_(values)

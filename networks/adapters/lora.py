@@ -33,6 +33,11 @@ by the share kept; module dropout switches the layer off for a call, without res
 Python-level branch; here it is a factor of 0 or 1, which compiles, works under checkpointing and gives DDP a (zero)
 gradient for every parameter. All draws come from torch's global generator of the device.
 
+*Joined layers* (:func:`join`). The original FLUX has one ``qkv`` where diffusers has three layers, and sd-scripts
+trains one LoRA on it: one A [rank, in], one B with the rows of all parts. Here the parts stay layers, the first of them
+holds that A and that B, and each multiplies x A^T, made once, by its rows of B: the same numbers, gradients and
+parameters.
+
 *Starts* (:func:`init_from_weights`) at the weights' own directions instead of at random:
 
     pissa   A = diag(sqrt(s/c)) V^T, B = U diag(sqrt(s/c)): the largest singular directions of W, c being the scale
@@ -94,6 +99,7 @@ class LoRALinear(AdapterLinear):
         multiplier: user strength of the update, 1.0 while training.
         enabled: False makes the layer its base.
         split: which part of the base this process has; None: all of it. A and B are whole either way.
+        joined: the layer that holds A and B of several layers, and this one's rows of B; None: A and B are its own.
     """
 
     kind = "lora"
@@ -118,6 +124,7 @@ class LoRALinear(AdapterLinear):
         self.multiplier = 1.0
         self.start: LoraInit | None = None
         self.split: Split | None = None
+        self.joined: Joined | None = None
         # skip_init: the default initialisation would draw from (and shift) the global generator
         self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device_of(base))
         self.lora_B = skip_init(nn.Linear, rank, self.out_features, bias=False, dtype=dtype, device=device_of(base))
@@ -146,8 +153,12 @@ class LoRALinear(AdapterLinear):
         if not simple or torch.compiler.is_compiling():
             return LoRALinear._textbook(layers, prologue(x, *more) if prologue else x)
         split = layers[0].split
-        updates = tuple(_Update(layer.base, layer.width, layer.scale * layer.multiplier) for layer in layers)
-        downs, ups = [layer._own_down() for layer in layers], [layer._own_up() for layer in layers]
+        holders = list(dict.fromkeys(layer.holder for layer in layers))
+        updates = tuple(
+            _Update(layer.base, holders.index(layer.holder), layer.scale * layer.multiplier) for layer in layers
+        )
+        first = [next(layer for layer in layers if layer.holder is holder) for holder in holders]
+        downs, ups = [layer._own_down() for layer in first], [layer._own_up() for layer in layers]
         outputs = _Fused.apply(updates, prologue, 1 + len(more), split, x, *more, *downs, *ups)
         return [gathering(y, split) for y in outputs]
 
@@ -160,16 +171,20 @@ class LoRALinear(AdapterLinear):
             return [leaving(layer.base(x), layer.split) for layer in layers]
         x = in_compute_dtype(x)
         rows = x.reshape(-1, x.shape[-1])  # [N, in]: base outputs are then no views and may be added to in place
-        stacked = [layer._own_down().to(x.dtype) for layer in active]
+        first = list({layer.holder: layer for layer in reversed(active)}.values())[::-1]  # of each A
+        stacked = [layer._own_down().to(x.dtype) for layer in first]
         low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # A(x): [N, sum of ranks]
-        parts = iter(low.split([layer.width for layer in active], dim=-1))
+        parts = dict(
+            zip((layer.holder for layer in first), low.split([a.shape[0] for a in stacked], dim=-1), strict=True)
+        )
         outputs = []
         for layer in layers:
             out = layer.base(rows)  # [N, out]
             if layer.enabled:
-                part, scale = next(parts), layer.scale * layer.multiplier
-                if layer.training:
-                    part, scale = layer._drop(part, x.shape), scale / (1 - layer.rank_dropout)
+                if layer.training and layer in first:
+                    parts[layer.holder] = layer._drop(parts[layer.holder], x.shape)
+                part, scale = parts[layer.holder], layer.scale * layer.multiplier
+                scale = scale / (1 - layer.rank_dropout) if layer.training else scale
                 out.addmm_(part.to(out.dtype), layer._own_up().to(out.dtype).t(), alpha=scale)
             out = leaving(out, layer.split)
             outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
@@ -195,6 +210,8 @@ class LoRALinear(AdapterLinear):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw A from Kaiming's uniform with a = sqrt(5), that is U(-1, 1) / sqrt(in); set B to zero."""
+        if self.holder is not self:
+            return
         values = torch.empty(self.lora_A.weight.shape, dtype=torch.float32)
         nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
         with torch.no_grad():
@@ -202,8 +219,15 @@ class LoRALinear(AdapterLinear):
             self.lora_B.weight.zero_()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return A and B."""
+        """Return A and B, nothing where another layer holds them."""
+        if self.holder is not self:
+            return {}
         return {"lora_A.weight": self.lora_A.weight, "lora_B.weight": self.lora_B.weight}
+
+    @property
+    def holder(self) -> LoRALinear:
+        """The layer that holds A and B."""
+        return self if self.joined is None else self.joined.holder
 
     def state(self) -> dict[str, Tensor]:
         """Return A and B, and what they were begun from."""
@@ -236,8 +260,8 @@ class LoRALinear(AdapterLinear):
         """Copy A and B; another alpha / rank goes into B, so that the update is the file's and alpha the config's."""
         ratio = weights.scale / self.scale
         down, up = weights.tensors["down"], weights.tensors["up"]
-        fill(self.lora_A.weight, down)
-        fill(self.lora_B.weight, up if ratio == 1 else up.float() * ratio)
+        fill(self.holder.lora_A.weight, down)
+        fill(self._b(), up if ratio == 1 else up.float() * ratio)
         return ratio != 1
 
     @property
@@ -252,13 +276,17 @@ class LoRALinear(AdapterLinear):
 
     def down(self) -> Tensor:
         """Return A, and below it the A of the start: [width, in]."""
-        weight = self.lora_A.weight
+        weight = self.holder.lora_A.weight
         return weight if self.start is None else torch.cat([weight, self.start.A])
 
     def up(self) -> Tensor:
         """Return B, and beside it minus the B of the start: [out, width]."""
-        weight = self.lora_B.weight
+        weight = self._b()
         return weight if self.start is None else torch.cat([weight, -self.start.B], dim=1)
+
+    def _b(self) -> Tensor:
+        """Return B, or this layer's rows of it."""
+        return self.lora_B.weight if self.joined is None else self.joined.holder.lora_B.weight[self.joined.rows]
 
     def _own_down(self) -> Tensor:
         """Return :meth:`down` for the inputs that the base has here."""
@@ -276,18 +304,39 @@ class LoRALinear(AdapterLinear):
         )
 
 
+class Joined(NamedTuple):
+    """Whose A and B a layer of several has, and its rows of B."""
+
+    holder: LoRALinear
+    rows: slice
+
+
+@torch.no_grad()
+def join(layers: Sequence[LoRALinear]) -> None:
+    """Give fresh layers of the same input and rank one A and one B, of all their rows; the first layer holds them."""
+    holder, weight, start = layers[0], layers[0].lora_B.weight, 0
+    rows = sum(layer.out_features for layer in layers)
+    holder.lora_B = skip_init(nn.Linear, holder.rank, rows, bias=False, dtype=weight.dtype, device=weight.device)
+    nn.init.zeros_(holder.lora_B.weight)
+    for layer in layers:
+        layer.joined = Joined(holder, slice(start, start + layer.out_features))
+        start += layer.out_features
+        if layer is not holder:
+            del layer.lora_A, layer.lora_B
+
+
 class _Update(NamedTuple):
-    """One layer's frozen base and its update; ``rank`` rows of A."""
+    """One layer's frozen base and its update, by the ``low``-th A."""
 
     base: nn.Module
-    rank: int
+    low: int
     scale: float
 
 
 class _Fused(torch.autograd.Function):
     """``y_i`` of each update, ``[..., out_i]``, in the dtype of x = ``prologue(*inputs)``, or autocast's.
 
-    ``tensors`` are the ``count`` inputs, then A of each update, [rank_i, in], then B of each, [out_i, rank_i]. The
+    ``tensors`` are the ``count`` inputs, then each A, [rank_k, in], then B of each update, [out_i, rank_k]. The
     prologue is differentiable and draws no random numbers; None: the input is x. ``split`` is the part of every layer
     that this process has, bases, A and B being that part; sums over its group are made here, one for all layers.
     """
@@ -309,10 +358,11 @@ class _Fused(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         with torch.autocast(device, enabled=False):
             low = rows @ _stacked(downs, rows.dtype).t()  # [N, sum of ranks]
+            lows = low.split([down.shape[0] for down in downs], dim=1)
             outputs = []
-            for update, part, up in zip(updates, low.split([u.rank for u in updates], dim=1), ups, strict=True):
+            for update, up in zip(updates, ups, strict=True):
                 out = output(update.base, rows)
-                out.addmm_(part, up.to(out.dtype).t(), alpha=update.scale)
+                out.addmm_(lows[update.low], up.to(out.dtype).t(), alpha=update.scale)
                 if split is not None and split.dim == 1:
                     sum_over(split.group, out)
                 outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
@@ -327,13 +377,17 @@ class _Fused(torch.autograd.Function):
         wanted = ctx.needs_input_grad[4:]
         with torch.autocast(ctx.device, enabled=False):
             rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
-            parts = low.split([update.rank for update in ctx.updates], dim=1)
-            low_gradient = torch.cat(
-                [(g @ up.to(g.dtype)).mul_(u.scale) for g, up, u in zip(rows, ups, ctx.updates, strict=True)], dim=1
-            )
+            ranks = [down.shape[0] for down in downs]
+            lows = low.split(ranks, dim=1)
+            low_gradients: list[Tensor | None] = [None] * len(downs)
+            for g, up, u in zip(rows, ups, ctx.updates, strict=True):
+                more = (g @ up.to(g.dtype)).mul_(u.scale)
+                before = low_gradients[u.low]
+                low_gradients[u.low] = more if before is None else before.add_(more)
+            low_gradient = torch.cat([gradient for gradient in low_gradients if gradient is not None], dim=1)
             up_gradients = [
-                (g.t() @ part).to(up.dtype).mul_(u.scale)
-                for g, part, up, u in zip(rows, parts, ups, ctx.updates, strict=True)
+                (g.t() @ lows[u.low]).to(up.dtype).mul_(u.scale)
+                for g, up, u in zip(rows, ups, ctx.updates, strict=True)
             ]
             # x is made again, used for the gradient of A and let go, before there is a gradient of its size.
             leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, wanted, strict=False)]
@@ -352,14 +406,13 @@ class _Fused(torch.autograd.Function):
                 needing = [leaf for leaf in leaves if leaf.requires_grad]
                 found = iter(torch.autograd.grad(edge, needing, x_gradient.view(shape)))
         input_gradients = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
-        ranks = [update.rank for update in ctx.updates]
         down_gradients = [part.to(down.dtype) for part, down in zip(down_gradient.split(ranks), downs, strict=True)]
         return None, None, None, None, *input_gradients, *down_gradients, *up_gradients
 
 
 def _parts(tensors: Sequence[Tensor], count: int, layers: int) -> tuple[Sequence[Tensor], ...]:
     """Return inputs, downs and ups."""
-    return tensors[:count], tensors[count : count + layers], tensors[count + layers :]
+    return tensors[:count], tensors[count : len(tensors) - layers], tensors[len(tensors) - layers :]
 
 
 def _stacked(downs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -69,6 +69,7 @@ from networks.files.weights import (
     names_in_short,
     non_lora_kind,
     rank_of,
+    same_down,
 )
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -612,7 +613,7 @@ def fuse_parts(row: KeyRow, parts: Mapping[int, LoraWeights]) -> LoraWeights:
     first = next(iter(parts.values()))
     if len(row.parts) == 1:
         return LoraWeights(first.down, row.swap(first.up), first.alpha)
-    if len(parts) == len(row.parts) and all(_same_down(first, part) for part in parts.values()):
+    if len(parts) == len(row.parts) and all(same_down(first, part) for part in parts.values()):
         return LoraWeights(first.down, torch.cat([parts[i].up for i in range(len(parts))]), first.alpha)
     in_features = first.down.shape[1]
     rows = [multiple * in_features for multiple in row.rows]
@@ -671,10 +672,6 @@ def split_rows(row: KeyRow, joined: AdapterWeights) -> dict[int, AdapterWeights]
         return {0: joined.of_rows(order) if row.halves_swapped else joined}
     ends = row.part_rows(out, out // sum(row.rows) if columns is None else columns)
     return {i: joined.of_rows(rows) for i, rows in enumerate(torch.arange(out).split(ends))}
-
-
-def _same_down(a: LoraWeights, b: LoraWeights) -> bool:
-    return a.alpha == b.alpha and a.down.shape == b.down.shape and torch.equal(a.down, b.down)
 
 
 def _only_block(up: torch.Tensor, start: int, rank: int) -> bool:

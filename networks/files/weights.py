@@ -328,6 +328,13 @@ def non_lora_kind(keys: Iterable[str]) -> str | None:
     return next((kind for key in keys for mark, kind in ADAPTER_MARKS.items() if mark in key), None)
 
 
+def same_down(a: AdapterWeights, b: AdapterWeights) -> bool:
+    """Return whether two LoRAs have one A and alpha: parts of one that was trained on a joined layer."""
+    if not isinstance(a, LoraWeights) or not isinstance(b, LoraWeights):
+        return False
+    return a.alpha == b.alpha and a.down.shape == b.down.shape and torch.equal(a.down, b.down)
+
+
 def names_in_short(names: Sequence[str], shown: int = 5) -> str:
     """Return the first few names and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""

@@ -164,10 +164,10 @@ def test_single_flags_of_kohyas_leave_tandems_defaults_alone() -> None:
         (["--torch_compile", "--dynamo_backend", "EAGER"], {"torch_compile": True, "dynamo_backend": "eager"}),
         (
             ["--network_args", "train_blocks=single", "verbose=True", "loraplus_lr_ratio=16", "conv_dim=4"],
-            {"network_args": ["train_double_block_indices=none", "loraplus_lr_ratio=16"]},
+            {"network_args": ["train_double_block_indices=none", "loraplus_lr_ratio=16", "split_qkv=False"]},
         ),
         (["--network_args", "train_blocks=all", "split_qkv=True", "rank_dropout=0.1"],
-         {"network_args": ["rank_dropout=0.1"]}),
+         {"network_args": ["split_qkv=True", "rank_dropout=0.1"]}),
         (["--max_validation_steps", "5"], {"max_validation_images": 5}),
         (["--vae", "v.safetensors"], {"ae": "v.safetensors"}),
     ],

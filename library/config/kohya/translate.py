@@ -394,8 +394,6 @@ def _network_args(result: Translation, known: Known) -> None:
             other = {"single": "double", "double": "single"}.get(value)
             text = f"train_{other}_block_indices=none" if other else "left out, it is what happens"
             taken += [text] if other else []
-        elif key == "split_qkv":
-            text = "left out, q, k and v always have LoRAs of their own"
         elif key in ("conv_dim", "conv_alpha", "verbose") or (key == "train_t5xxl" and value == "False"):
             text = "left out, it changes nothing"
         else:
@@ -403,6 +401,24 @@ def _network_args(result: Translation, known: Known) -> None:
         if text:
             result.note("network_args", "changed", f"{pair}: {text}")
     result.values["network_args"] = taken
+
+
+def _split_qkv(result: Translation, known: Known) -> None:
+    """kohya's trainers have one LoRA on each joined qkv of FLUX, unless sd-scripts' split_qkv is set."""
+    values, arguments = result.values, result.values.get("network_args", [])
+    flux = values.get("network_module") == MODEL_TYPES["flux"].kohya_module
+    other = values.get("network_type", "lora") != "lora" or values.get("init_lora_weights", "default") != "default"
+    if not result.tool or not flux or other or not isinstance(arguments, list):
+        return
+    if not is_off(values.get("dim_from_weights")) or any(_key(pair) == "split_qkv" for pair in arguments):
+        return
+    result.place("network_args", [*arguments, "split_qkv=False"], "network_args")
+    text = "split_qkv=False is the default there: one LoRA on each joined qkv, where Tandem's default is one each"
+    result.note("network_args", "default", text)
+
+
+def _key(pair: object) -> str:
+    return str(pair).partition("=")[0].strip()
 
 
 def _optimizer(result: Translation, known: Known) -> None:
@@ -531,6 +547,7 @@ RULES: tuple[Callable[[Translation, Known], None], ...] = (
     _learning_rate,
     _alpha,
     _network_args,
+    _split_qkv,
     _optimizer,
     _schedule,
     _huber,
