@@ -235,7 +235,8 @@ class NetworkConfig(Section):
         "mod_dim, refiner_dim (Z-Image), q_proj_dim, k_proj_dim, v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, "
         "down_proj_dim (Llama), c_attn_dim, attn_c_proj_dim, c_fc_dim, mlp_c_proj_dim (GPT-2), "
         "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Llama, "
-        "GPT-2); factor, decompose_both (lokr), dora_norm (dora)",
+        "GPT-2); factor, decompose_both (lokr), split_qkv (lora), "
+        "dora_norm (dora)",
     )
     scale_weight_norms: Annotated[
         NotNegative,

@@ -71,6 +71,7 @@ def test_the_example_of_sd_scripts_gives_the_settings_it_means() -> None:
         "output_name": "my_flux_lora",
         "network_dim": 16,
         "network_alpha": 1.0,
+        "network_args": ["split_qkv=False"],  # one LoRA on each joined qkv
         "learning_rate": 1e-4,
         "optimizer_type": "AdamW8bit",
         "lr_scheduler": "constant",

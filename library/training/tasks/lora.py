@@ -172,7 +172,8 @@ class LoraTask(Task):
         )
         self.models = [model] if self.text_encoders is None else [model, self.text_encoders]
         limit = config.network.scale_weight_norms
-        self.norm_limit = WeightNormLimit(limit, list(self.network.modules.values())) if limit else None
+        own = [layer for layer in self.network.modules.values() if layer.trained()]  # of joined ones the first
+        self.norm_limit = WeightNormLimit(limit, own) if limit else None
         self.average = WeightAverage(self.parameters(), decay) if (decay := config.saving.ema_decay) else None
 
     def after_update(self) -> None:
