@@ -235,7 +235,7 @@ class LoRALinear(AdapterLinear):
 
     def weights(self, comfy: bool = True) -> AdapterWeights:
         """Return the update; where a start is taken off again, one of twice the rank."""
-        down, up = self.lora_A.weight.detach(), self.lora_B.weight.detach()
+        down, up = self.holder.lora_A.weight.detach(), self._b().detach()
         if self.start is not None:  # (B - B_0) A + B_0 (A - A_0): 16 bits round the change, not the far larger start
             down = torch.cat([down.float(), down.float() - self.start.A.float()])
             up = torch.cat([up.float() - self.start.B.float(), self.start.B.float()], dim=1)

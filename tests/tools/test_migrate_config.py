@@ -67,7 +67,7 @@ def test_a_pasted_command_becomes_a_toml_that_means_the_same(tmp_path: Path) -> 
     assert config.optimizer.lr_warmup_steps == pytest.approx(0.1)
     assert config.flow.guidance_scale == 3.5
     assert config.saving.save_format == "kohya"
-    assert config.network.network_args == []
+    assert config.network.network_args == ["split_qkv=False"]
 
 
 SCRIPTS = {
@@ -216,7 +216,7 @@ def test_metadata_files_become_a_subset(tmp_path: Path) -> None:
 def test_network_arguments_that_the_lora_refuses_are_not_written(tmp_path: Path) -> None:
     flags = [*FLAGS, "--dataset_config", "d.toml", "--network_args", "ggpo_beta=1", "rank_dropout=0.1"]
     notes = migrate(read_command(["flux_train_network.py", *flags]), tmp_path / "my.toml", "a test")
-    assert toml.load(tmp_path / "my.toml")["network"]["network_args"] == ["rank_dropout=0.1"]
+    assert toml.load(tmp_path / "my.toml")["network"]["network_args"] == ["rank_dropout=0.1", "split_qkv=False"]
     assert any(note.outcome == "refused" and "ggpo_beta" in note.text for note in notes)
 
 
