@@ -395,4 +395,12 @@ def _read_module(reader: Reader, place: KeyPlace, tensors: dict[str, Tensor]) ->
     except ValueError:
         return None
     ups = place.row.swap(weights.up).split(rows)
-    return {name: LoraWeights(weights.down, up, weights.alpha) for name, up in zip(place.modules, ups, strict=True)}
+    return {name: _without_zeros(weights, up) for name, up in zip(place.modules, ups, strict=True)}
+
+
+def _without_zeros(weights: LoraWeights, up: Tensor) -> LoraWeights:
+    """Return the LoRA with some of its rows of B, less the ranks that do nothing in them: the other blocks' of qkv."""
+    kept = up.ne(0).any(dim=0)
+    if not bool(kept.any()) or bool(kept.all()):
+        return LoraWeights(weights.down, up, weights.alpha)
+    return LoraWeights(weights.down[kept], up[:, kept], weights.scale * int(kept.sum()))

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import read_entries, read_tensor
-from networks.files.adapters import load_adapter
+from networks.files.adapters import PRECISIONS, load_adapter
 from networks.files.metadata import read_alphas, weight_file
 from networks.files.readers import READERS, Reader, Reading, read_as, readable, remedy
 from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
@@ -28,9 +29,9 @@ from networks.network import AdapterNetwork
 
 # Two factors, each rounded to the dtype's half unit in the last place; fp32 is written as it is, but for splitting
 # and joining fused layers (exact), the alpha's rounding to fp32, and the scale in B.
-_TOLERANCE = {"F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
+_TOLERANCE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 2.0**-20}
 _SMALLEST_HALF = 2.0**-25  # half of fp16's smallest step: what a number near zero is off by
-_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ExportCheck:
     def __str__(self) -> str:
         right = [each.program for each in self.programs if each.is_right]
         read = f", read rightly by {', '.join(right)}" if right else ""
-        return f"{self.layers} layers, largest difference {self.largest:.1g} ({_DTYPES[self.dtype]}){read}"
+        return f"{self.layers} layers, largest difference {self.largest:.1g} ({self.dtype}){read}"
 
 
 def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportCheck:
@@ -109,7 +110,7 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
         if wrong:
             raise UserError(f"{path}: {reader.name} would read {names_in_short(wrong)} otherwise than was trained; "
                             "save in another save_format")  # fmt: skip
-    return ExportCheck(len(live), distances[layer], layer, file.dtype, save_format, programs)
+    return ExportCheck(len(live), distances[layer], layer, _NAMES[file.dtype], save_format, programs)
 
 
 def loads_in(path: Path, meant: Mapping[str, AdapterWeights], targets: LoraTargets) -> list[LoadsIn]:
@@ -124,13 +125,10 @@ class _File:
     def __init__(self, path: Path, targets: LoraTargets) -> None:
         self.path, self.targets = path, targets
         entries, metadata = read_entries([weight_file(path)])
-        self.tensors = {key: read_tensor(entries, key) for key in entries}
-        dtypes = {entry.spec[0] for key, entry in entries.items() if not key.endswith(".alpha")}
-        names = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
-        found = [code for code, name in (("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")) if name in names]
-        if not found:
-            raise UserError(f"{path}: holds no weights that can be compared ({', '.join(sorted(names))})")
-        self.dtype = found[0]
+        tensors = {key: read_tensor(entries, key) for key in entries}
+        self.tensors = {key: t.float() if t.element_size() == 1 else t for key, t in tensors.items()}  # of fp8 files
+        dtypes = {t.dtype for key, t in tensors.items() if not key.endswith(".alpha")}
+        self.dtype = next((dtype for dtype in _TOLERANCE if dtype in dtypes), torch.bfloat16)
         components = (targets.file_prefix, *(encoder.name for encoder in targets.text_encoders))
         self.alphas = {name: read_alphas(weight_file(path), metadata, name, dora=True) for name in components}
         self._distances: dict[tuple[object, ...], float] = {}  # of what several programs read from the same keys
@@ -138,7 +136,7 @@ class _File:
     def tolerance(self, weights: AdapterWeights) -> float:
         """Return how far a layer may be off for its dtype; fp16 has few bits for small numbers."""
         extra = 0.0
-        if self.dtype == "F16":
+        if self.dtype == torch.float16:
             for tensor in weights.tensors.values():
                 norm = float(tensor.double().norm())
                 extra += _SMALLEST_HALF * tensor.numel() ** 0.5 / norm if norm else 0.0

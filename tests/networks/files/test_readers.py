@@ -343,3 +343,14 @@ def test_q_k_and_v_that_were_trained_as_one_are_read_by_rows(tmp_path: Path) -> 
     meant = {f"transformer_blocks.0.attn.{name}": LoraWeights(down, part, 2.0) for name, part in rows}
     for each in loads_in(tmp_path / "a.safetensors", meant, FLUX_TARGETS):
         assert (each.layers, each.is_right, each.difference) == (3, True, pytest.approx(0.0, abs=1e-7)), each.program
+
+
+def test_a_file_in_fp8_is_judged_too(tmp_path: Path) -> None:
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    pair = {f"{name}.lora_A.weight": torch.randn(8, 32), f"{name}.lora_B.weight": torch.ones(32, 8)}
+    save_file({key: tensor.to(torch.float8_e4m3fn) for key, tensor in pair.items()}, tmp_path / "a.safetensors")
+    meant = load_adapter(tmp_path / "a.safetensors", FLUX_TARGETS).weights
+    assert {each.program for each in loads_in(tmp_path / "a.safetensors", meant, FLUX_TARGETS) if each.is_right} == {
+        "diffusers",
+        "ComfyUI",
+    }
