@@ -271,7 +271,7 @@ def run_cases(
     """
     with tempfile.TemporaryDirectory() as folder:
         words = ["--model", str(MODEL), "--layout", "plain", "--save_to", f"{folder}/cast"]
-        quantize_model.quantize(quantize_model.parse(words), console)
+        quantize_model.quantize(quantize_model.parser().parse_args(words), console)
         config = ModelConfig(pretrained_model_name_or_path=str(MODEL), model_type="flux_fill")
         models = Models(config, parse_deployment(f"{folder}/cast"), {}, torch.float32, torch.device("cpu"))
         models.loras = read_loras([lora_source(str(lora))], models.family, console)

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from library.precision.fake_quantize import ActivationRounding, round_activations
+from library.precision.names import Granularity
 from library.precision.parity.compensated import merge_into_fp8
 from library.precision.parity.layer_errors import moment_energy, saturated, update_retention
-from library.precision.quantize import E4M3FN, FORMATS, Granularity, Quantized, dequantize, quantize, round_to_nearest
+from library.precision.quantize import E4M3FN, FORMATS, Quantized, dequantize, quantize, round_to_nearest
 
 SIZE = 512
 RANK = 16

@@ -15,30 +15,23 @@ import base64
 import io
 import sys
 from pathlib import Path
-from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from PIL import Image, ImageOps
 from rich.table import Table
 from rich.text import Text
 
-from library.conditions import ConditionKind
 from library.config.markers import MOST_SIDE
 from library.config.schema import DatasetArguments
 from library.console import Console
-from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, load_dataset_config
-from library.data.lint import TITLES, Report, check
 from library.errors import UserError, exit_on_user_error, printable
 from library.files import read_toml, write_text
 from library.training.report.progress import counting
-from tools.command import tool_console, tool_parser, whole
-
-_SHOWN = 5  # findings of a kind in the terminal
+from tools.command import answer_early, tool_console, tool_parser, whole
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Return the command line's options."""
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
     parser = tool_parser(__doc__)
     parser.add_argument("dataset", type=Path, help="dataset TOML")
     parser.add_argument("--report", type=Path, help="HTML page to write, with thumbnails")
@@ -51,9 +44,22 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="sides are multiples of it; 16 for every model so far",
     )
     parser.add_argument(
-        "--conditioning", choices=get_args(ConditionKind), help="what the model is given; default: as the TOML's keys"
+        "--conditioning",
+        choices=["none", "fill", "references"],
+        help="what the model is given; default: as the keys say",
     )
-    return parser.parse_args(argv)
+    return parser
+
+
+answer_early(__name__, lambda: parser().parse_args())
+
+from PIL import Image, ImageOps
+
+from library.conditions import ConditionKind
+from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, load_dataset_config
+from library.data.lint import TITLES, Report, check
+
+_SHOWN = 5  # findings of a kind in the terminal
 
 
 def conditioning_of(dataset: Path) -> ConditionKind:
@@ -111,7 +117,7 @@ def _thumbnail(path: str) -> str | None:
 @exit_on_user_error
 def main() -> None:
     """Check one dataset from the command line."""
-    options = parse_arguments(sys.argv[1:])
+    options = parser().parse_args()
     arguments = DatasetArguments(dataset_config=str(options.dataset), cache_directory=options.cache_directory)
     conditioning = options.conditioning or conditioning_of(options.dataset)
     config = load_dataset_config(options.dataset, arguments, conditioning)

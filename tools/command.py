@@ -1,8 +1,8 @@
 """What the tools share: the parser, the flags that several of them take, the console.
 
 A tool parses, calls the library and prints. This module imports nothing that takes long (torch, diffusers and
-transformers are imported where they are first used), and tools import theirs in the function that works, so that
-``--help`` and a mistyped flag are answered at once.
+transformers are imported where they are first used), and tools import theirs in the function that works, or
+behind :func:`answer_early`, so that ``--help`` and a mistyped flag are answered at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from library.config.markers import MOST, MOST_SEED, words_of
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.config.schema import ModelConfig, PrecisionConfig, SavingConfig
 from library.console import Console
-from library.errors import UserError
+from library.errors import UserError, exit_on_user_error
 from library.models.hub import find_model
 
 if TYPE_CHECKING:
@@ -40,6 +40,16 @@ SAMPLING_NAMES = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "r
 def tool_parser(doc: str | None) -> Parser:
     """Return a parser without flags that shows the module's docstring ``doc``."""
     return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+
+def answer_early(name: str, parse: Callable[[], object]) -> None:
+    """Answer ``--help`` and a mistyped flag, if the module called ``name`` is the program that was started.
+
+    A tool whose functions need torch and the like, which take seconds to import, calls this between its parser and
+    those imports; ``parse`` reads the command line.
+    """
+    if name == "__main__":
+        exit_on_user_error(lambda: parse() and None)()
 
 
 def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:

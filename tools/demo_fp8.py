@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from library.errors import exit_on_user_error
 from tools.command import show_and_run, tool_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +36,7 @@ def commands(steps: int | None = None) -> list[list[str]]:
     return [train, cast, report]
 
 
+@exit_on_user_error
 def main() -> None:
     """Run the commands; end with the first that fails."""
     tool_parser(__doc__).parse_args()

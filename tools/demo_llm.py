@@ -15,6 +15,7 @@ no measure of what a model knows about the world.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -28,9 +29,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import exit_on_user_error
 from library.files import write_text
-from library.randomness import python_random
 from library.training.report.progress import plain_table, shown_path
-from tools.command import count, show_and_run, tool_console, tool_parser
+from tools.command import answer_early, count, show_and_run, tool_console, tool_parser
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    parser = tool_parser(__doc__)
+    parser.add_argument("--steps", type=count, metavar="N", help="optimizer steps, instead of the configuration's")
+    parser.add_argument("--stories", type=count, default=10_000, metavar="N", help="default: %(default)s")
+    return parser
+
+
+answer_early(__name__, lambda: parser().parse_args())
+
+from library.randomness import python_random
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,10 +144,7 @@ def _cast(draw: random.Random, words: dict[str, list[str]]) -> dict[str, str]:
 @exit_on_user_error
 def main() -> None:
     """Parse the command line and run the demo."""
-    parser = tool_parser(__doc__)
-    parser.add_argument("--steps", type=count, metavar="N", help="optimizer steps, instead of the configuration's")
-    parser.add_argument("--stories", type=count, default=10_000, metavar="N", help="default: %(default)s")
-    options = parser.parse_args()
+    options = parser().parse_args()
     os.chdir(ROOT)
     demo(show_and_run, options.steps, options.stories)
 

@@ -25,24 +25,12 @@ from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from library.llm.documents import find_files, read_documents
-from library.llm.evaluation import (
-    Document,
-    accuracies,
-    answer_questions,
-    first_token,
-    measure_perplexity,
-    read_questions,
-    shard_documents,
-    text_documents,
-)
-from library.llm.generation import SamplingSettings, generate_tokens
-from library.llm.token_batches import INDEX, TokenShards
 from library.llm.tokenizers import Tokenizer, load_tokenizer
 from library.models.hub import find_model
-from library.models.llm.model import TransformerLM
 from library.training.report.progress import counting, plain_table
 from tools.command import (
     add_language_model,
+    answer_early,
     count,
     finite,
     load_language_model,
@@ -55,6 +43,58 @@ from tools.command import (
 )
 
 _CONTEXT = 2048  # at most, unless asked for more: what models were compared at when these measures were made
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    parser = tool_parser(__doc__)
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
+    add_language_model(model)
+    model.add_argument("--lora", metavar="ADAPTER[:STRENGTH]", help="PEFT adapter folder, or the file in it")
+    what = parser.add_argument_group("what to measure")
+    what.add_argument("--perplexity", nargs="+", metavar="PATH", help="text files, folders or prepared corpora")
+    what.add_argument("--choices", nargs="+", metavar="FILE", help="questions, jsonl in HellaSwag's format")
+    what.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness (requirements-eval.txt)")
+    what.add_argument("--prompt", nargs="+", metavar="TEXT", help="beginnings to go on from")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--context", type=count, metavar="N", help=f"tokens read; default: the model's, at most {_CONTEXT}"
+    )
+    how.add_argument("--stride", type=count, metavar="N", help="between windows of --perplexity; default: context / 2")
+    how.add_argument(
+        "--batch_size", type=count, default=8, metavar="N", help="windows or choices (default: %(default)s)"
+    )
+    how.add_argument("--limit", type=count, metavar="N", help="documents of each file, questions of each file and task")
+    how.add_argument("--text_key", help="jsonl key or column that holds the text; default: text")
+    how.add_argument("--separator", metavar="TEXT", help="divides text files into documents")
+    how.add_argument("--split", metavar="NAME", help="of a dataset's folder or a prepared corpus (there: validation)")
+    how.add_argument("--num_fewshot", type=whole(least=0), metavar="N", help="examples before each question of --tasks")
+    how.add_argument("--include_path", type=Path, metavar="FOLDER", help="further tasks in the harness's YAML")
+    how.add_argument("--max_new_tokens", type=count, metavar="N", help="of samples; default: 64")
+    how.add_argument("--temperature", type=number(least=0), metavar="X", help="of samples; default: 0.8")
+    how.add_argument("--top_p", type=finite, metavar="X", help="of samples")
+    how.add_argument("--seed", type=seed_number, default=0, help="of samples and of the harness (default: %(default)s)")
+    parser.add_argument("--save_to", type=Path, metavar="FILE", help="write everything measured as JSON")
+    return parser
+
+
+answer_early(__name__, lambda: parser().parse_args())
+
+from library.llm.evaluation import (
+    Document,
+    accuracies,
+    answer_questions,
+    first_token,
+    measure_perplexity,
+    read_questions,
+    shard_documents,
+    text_documents,
+)
+from library.llm.generation import SamplingSettings, generate_tokens
+from library.llm.token_batches import INDEX, TokenShards
+from library.models.llm.model import TransformerLM
+
 _PERPLEXITY_ROWS = {
     "loss": "loss of a token",
     "perplexity": "perplexity of a token",
@@ -222,40 +262,6 @@ def show(results: dict[str, Any], console: Console) -> None:
         console.print(table)
     for sample in results.get("samples", ()):
         console.print(f"--- {sample['prompt']}\n{sample['text']}\n")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser."""
-    parser = tool_parser(__doc__)
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
-    add_language_model(model)
-    model.add_argument("--lora", metavar="ADAPTER[:STRENGTH]", help="PEFT adapter folder, or the file in it")
-    what = parser.add_argument_group("what to measure")
-    what.add_argument("--perplexity", nargs="+", metavar="PATH", help="text files, folders or prepared corpora")
-    what.add_argument("--choices", nargs="+", metavar="FILE", help="questions, jsonl in HellaSwag's format")
-    what.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness (requirements-eval.txt)")
-    what.add_argument("--prompt", nargs="+", metavar="TEXT", help="beginnings to go on from")
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--context", type=count, metavar="N", help=f"tokens read; default: the model's, at most {_CONTEXT}"
-    )
-    how.add_argument("--stride", type=count, metavar="N", help="between windows of --perplexity; default: context / 2")
-    how.add_argument(
-        "--batch_size", type=count, default=8, metavar="N", help="windows or choices (default: %(default)s)"
-    )
-    how.add_argument("--limit", type=count, metavar="N", help="documents of each file, questions of each file and task")
-    how.add_argument("--text_key", help="jsonl key or column that holds the text; default: text")
-    how.add_argument("--separator", metavar="TEXT", help="divides text files into documents")
-    how.add_argument("--split", metavar="NAME", help="of a dataset's folder or a prepared corpus (there: validation)")
-    how.add_argument("--num_fewshot", type=whole(least=0), metavar="N", help="examples before each question of --tasks")
-    how.add_argument("--include_path", type=Path, metavar="FOLDER", help="further tasks in the harness's YAML")
-    how.add_argument("--max_new_tokens", type=count, metavar="N", help="of samples; default: 64")
-    how.add_argument("--temperature", type=number(least=0), metavar="X", help="of samples; default: 0.8")
-    how.add_argument("--top_p", type=finite, metavar="X", help="of samples")
-    how.add_argument("--seed", type=seed_number, default=0, help="of samples and of the harness (default: %(default)s)")
-    parser.add_argument("--save_to", type=Path, metavar="FILE", help="write everything measured as JSON")
-    return parser
 
 
 @exit_on_user_error

@@ -35,15 +35,14 @@ from library.config.schema import ModelConfig, PrecisionConfig
 from library.errors import UserError, error_prefix, exit_on_user_error
 from library.files import read_text, write_text
 from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTemplate, load_chat_template
-from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer
 from library.models.hub import find_model
-from library.models.llm.model import TransformerLM
 from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
 from tools.command import (
     add_language_model,
     add_model_parts,
     add_sampling,
+    answer_early,
     count,
     device_and_dtype,
     finite,
@@ -57,10 +56,87 @@ from tools.command import (
     whole,
 )
 
-_FP8_FLAGS = ("fp8_base", "fp8_scaled", "fp8_granularity")
-
 if TYPE_CHECKING:
     from networks.merging.merge import LoraSource
+
+_FP8_FLAGS = ("fp8_base", "fp8_scaled", "fp8_granularity")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser; each kind of thing to generate is a subcommand."""
+    top = tool_parser(__doc__)
+    commands = top.add_subparsers(title="what to generate", required=True, metavar="KIND")
+    sub = commands.add_parser("image", help="images, with a diffusion transformer", allow_abbrev=False)
+    sub.set_defaults(kind="image")
+    model = sub.add_argument_group("model")
+    model.add_argument("--model", required=True, help="diffusers folder, transformer file, or name on the hub")
+    model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
+    add_model_parts(model)
+    model.add_argument("--t5xxl_max_token_length", type=count, metavar="N", help="T5 tokens per prompt")
+    zero_cond_t = ModelConfig.model_fields["zero_cond_t"].description
+    model.add_argument("--zero_cond_t", action="store_true", default=None, help=zero_cond_t)
+    model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRA files, of any layout")
+    model.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: bf16 on a GPU, no on a CPU")
+    quantised = model.add_mutually_exclusive_group()
+    for name in _FP8_FLAGS[:2]:
+        quantised.add_argument(f"--{name}", action="store_true", help=PrecisionConfig.model_fields[name].description)
+    model.add_argument("--fp8_granularity", choices=["tensor", "row", "block64", "block128"], help="of --fp8_scaled")
+    what = sub.add_argument_group("prompts", "each flag holds where a prompt says nothing itself")
+    what.add_argument("--prompt", nargs="+", metavar="LINE", help="prompts, each with its own options if need be")
+    what.add_argument("--from_file", metavar="FILE", help=".txt (a prompt a line), .toml or .json")
+    what.add_argument("--n", default="", metavar="TEXT", help="negative prompt, used when --l is not 1")
+    what.add_argument(
+        "--w", type=whole(most=MOST_SIDE), default=1024, metavar="PIXELS", help="width (default: %(default)s)"
+    )
+    what.add_argument(
+        "--h", type=whole(most=MOST_SIDE), default=1024, metavar="PIXELS", help="height (default: %(default)s)"
+    )
+    what.add_argument(
+        "--d", type=seed_number, default=0, metavar="SEED", help="seed of the first prompt; the next has d + 1"
+    )
+    what.add_argument(
+        "--s", type=whole(most=MOST_STEPS), default=20, metavar="STEPS", help="steps (default: %(default)s)"
+    )
+    what.add_argument("--g", type=finite, metavar="X", help="guidance input (default: 3.5; Fill 30, Kontext 2.5)")
+    what.add_argument("--l", type=finite, default=1.0, metavar="X", help="classifier-free guidance (default: off, 1)")
+    what.add_argument("--ci", nargs="+", default=[], metavar="FILE", help="image to fill, or reference images")
+    what.add_argument("--mi", metavar="FILE", help="mask of the image to fill, white where to fill")
+    what.add_argument(
+        "--control_resolution", type=whole(most=MOST_SIDE), nargs="+", metavar="PIXELS", help="area of reference images"
+    )
+    what.add_argument("--no_resize_control", action="store_true", help="reference images are only trimmed")
+    sub.add_argument("--save_to", type=Path, default=Path("output/generated"),
+                     help="folder, or of one image a .png file (default: %(default)s)")  # fmt: skip
+    _add_text_command(commands)
+    return top
+
+
+def _add_text_command(commands: Any) -> None:
+    """Add the subcommand to ``tools/generate.py``'s."""
+    sub = commands.add_parser("text", help="text, with a language model", allow_abbrev=False)
+    sub.set_defaults(kind="text")
+    model = sub.add_argument_group("model")
+    model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
+    add_language_model(model)
+    model.add_argument("--lora", metavar="FOLDER[:STRENGTH]", help="LoRA that train_lora.py or peft wrote")
+    what = sub.add_argument_group("prompts")
+    what.add_argument(
+        "--prompt", nargs="+", metavar="TEXT", help="one is shown while it is written; several are a batch"
+    )
+    what.add_argument("--from_file", metavar="FILE", help="a prompt a line")
+    what.add_argument("--chat", action="store_true", help="prompts are messages, in a chat template")
+    what.add_argument(
+        "--chat_template", choices=CHAT_TEMPLATES, help="of --chat; default: as --lora was trained with, else auto"
+    )
+    what.add_argument("--system", metavar="TEXT", help="system message of --chat")
+    add_sampling(sub)
+    sub.add_argument("--save_to", type=Path, metavar="FILE", help="write prompts and texts as jsonl")
+
+
+answer_early(__name__, lambda: parser().parse_args())
+
+from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
+from library.models.llm.model import TransformerLM
 
 
 def image(options: argparse.Namespace) -> list[Path]:
@@ -203,82 +279,16 @@ def _streamed(model: TransformerLM, tokenizer: Tokenizer, prompt: list[int], how
     return tokens
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser; each kind of thing to generate is a subcommand."""
-    top = tool_parser(__doc__)
-    commands = top.add_subparsers(title="what to generate", required=True, metavar="KIND")
-    sub = commands.add_parser("image", help="images, with a diffusion transformer", allow_abbrev=False)
-    sub.set_defaults(run=image)
-    model = sub.add_argument_group("model")
-    model.add_argument("--model", required=True, help="diffusers folder, transformer file, or name on the hub")
-    model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
-    add_model_parts(model)
-    model.add_argument("--t5xxl_max_token_length", type=count, metavar="N", help="T5 tokens per prompt")
-    zero_cond_t = ModelConfig.model_fields["zero_cond_t"].description
-    model.add_argument("--zero_cond_t", action="store_true", default=None, help=zero_cond_t)
-    model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRA files, of any layout")
-    model.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: bf16 on a GPU, no on a CPU")
-    quantised = model.add_mutually_exclusive_group()
-    for name in _FP8_FLAGS[:2]:
-        quantised.add_argument(f"--{name}", action="store_true", help=PrecisionConfig.model_fields[name].description)
-    model.add_argument("--fp8_granularity", choices=["tensor", "row", "block64", "block128"], help="of --fp8_scaled")
-    what = sub.add_argument_group("prompts", "each flag holds where a prompt says nothing itself")
-    what.add_argument("--prompt", nargs="+", metavar="LINE", help="prompts, each with its own options if need be")
-    what.add_argument("--from_file", metavar="FILE", help=".txt (a prompt a line), .toml or .json")
-    what.add_argument("--n", default="", metavar="TEXT", help="negative prompt, used when --l is not 1")
-    what.add_argument(
-        "--w", type=whole(most=MOST_SIDE), default=1024, metavar="PIXELS", help="width (default: %(default)s)"
-    )
-    what.add_argument(
-        "--h", type=whole(most=MOST_SIDE), default=1024, metavar="PIXELS", help="height (default: %(default)s)"
-    )
-    what.add_argument(
-        "--d", type=seed_number, default=0, metavar="SEED", help="seed of the first prompt; the next has d + 1"
-    )
-    what.add_argument(
-        "--s", type=whole(most=MOST_STEPS), default=20, metavar="STEPS", help="steps (default: %(default)s)"
-    )
-    what.add_argument("--g", type=finite, metavar="X", help="guidance input (default: 3.5; Fill 30, Kontext 2.5)")
-    what.add_argument("--l", type=finite, default=1.0, metavar="X", help="classifier-free guidance (default: off, 1)")
-    what.add_argument("--ci", nargs="+", default=[], metavar="FILE", help="image to fill, or reference images")
-    what.add_argument("--mi", metavar="FILE", help="mask of the image to fill, white where to fill")
-    what.add_argument(
-        "--control_resolution", type=whole(most=MOST_SIDE), nargs="+", metavar="PIXELS", help="area of reference images"
-    )
-    what.add_argument("--no_resize_control", action="store_true", help="reference images are only trimmed")
-    sub.add_argument("--save_to", type=Path, default=Path("output/generated"),
-                     help="folder, or of one image a .png file (default: %(default)s)")  # fmt: skip
-    _add_text_command(commands)
-    return top
-
-
-def _add_text_command(commands: Any) -> None:
-    """Add the subcommand to ``tools/generate.py``'s."""
-    sub = commands.add_parser("text", help="text, with a language model", allow_abbrev=False)
-    sub.set_defaults(run=text)
-    model = sub.add_argument_group("model")
-    model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
-    add_language_model(model)
-    model.add_argument("--lora", metavar="FOLDER[:STRENGTH]", help="LoRA that train_lora.py or peft wrote")
-    what = sub.add_argument_group("prompts")
-    what.add_argument(
-        "--prompt", nargs="+", metavar="TEXT", help="one is shown while it is written; several are a batch"
-    )
-    what.add_argument("--from_file", metavar="FILE", help="a prompt a line")
-    what.add_argument("--chat", action="store_true", help="prompts are messages, in a chat template")
-    what.add_argument(
-        "--chat_template", choices=CHAT_TEMPLATES, help="of --chat; default: as --lora was trained with, else auto"
-    )
-    what.add_argument("--system", metavar="TEXT", help="system message of --chat")
-    add_sampling(sub)
-    sub.add_argument("--save_to", type=Path, metavar="FILE", help="write prompts and texts as jsonl")
+def generate(options: argparse.Namespace) -> list[Path] | list[str]:
+    """Run the subcommand; return the files it wrote, or the texts."""
+    return image(options) if options.kind == "image" else text(options)
 
 
 @exit_on_user_error
 def main() -> None:
     """Parse the command line and generate."""
     options = parser().parse_args()
-    options.run(options)
+    generate(options)
 
 
 if __name__ == "__main__":

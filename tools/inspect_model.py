@@ -17,6 +17,7 @@ are in their part's title, or at the right of their rows.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -29,12 +30,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import matplotlib
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.padding import Padding
@@ -44,13 +39,34 @@ from rich.text import Text
 from library.console import Console
 from library.errors import UserError, exit_on_user_error, printable
 from library.files import atomic_path
+from library.training.report.progress import loads_in_table, plain_table
+from tools.command import answer_early, tool_parser, value_range
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    parser = tool_parser(__doc__)
+    parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="file or folder")
+    parser.add_argument("--modules", action="store_true", help="every module instead of a count by kind")
+    parser.add_argument("--save_to", type=Path, metavar="PNG", help="plot of a LoRA; a folder for several")
+    parser.add_argument("--json", action="store_true", help="everything as JSON, for other programs")
+    return parser
+
+
+answer_early(__name__, lambda: parser().parse_args())
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
 from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_known, is_lora, weight_sets
 from library.precision.checkpoint_layouts import WeightFiles
 from library.training.report.plots import STYLE
-from library.training.report.progress import loads_in_table, plain_table
 from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
 from networks.files.weights import names_in_short
-from tools.command import tool_parser, value_range
 
 
 @dataclass(frozen=True)
@@ -367,12 +383,7 @@ def _blocks(members: Sequence[LoraLayer]) -> list[int]:
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, inspect, show."""
-    parser = tool_parser(__doc__)
-    parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="file or folder")
-    parser.add_argument("--modules", action="store_true", help="every module instead of a count by kind")
-    parser.add_argument("--save_to", type=Path, metavar="PNG", help="plot of a LoRA; a folder for several")
-    parser.add_argument("--json", action="store_true", help="everything as JSON, for other programs")
-    options = parser.parse_args()
+    options = parser().parse_args()
     findings = [finding for path in options.paths for finding in inspect(path.expanduser())]
     if options.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=2))

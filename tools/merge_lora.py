@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from library.config.schema import SavingConfig
 from library.errors import UserError, exit_on_user_error
 from library.models.hub import find_model
-from library.precision.checkpoint_layouts import FP8_PRECISIONS
+from library.precision.names import FP8_PRECISIONS
 from tools.command import (
     add_calibration,
     add_model_type,

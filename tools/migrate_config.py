@@ -17,17 +17,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import toml
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config.kohya.command import SCRIPT_SUFFIXES, Command, read_command, read_command_file
 from library.config.kohya.translate import Note, Translation, find_tool, translate
 from library.config.load import fields, read_arguments, sections, validated
 from library.config.schema import TrainConfig
-from library.data.config import dataset_value
 from library.errors import UserError, exit_on_user_error
 from library.files import read_toml, write_text
+from tools.command import answer_early, tool_parser
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the words of the command after ``--``."""
+    parser = tool_parser(__doc__)
+    parser.add_argument("source", nargs="?", help="training TOML, or a script with the command in it")
+    parser.add_argument("--save_to", required=True, type=Path, help="the TOML to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace it if it exists")
+    parser.epilog = "after -- : the command line itself"
+    own, words = sys.argv[1:], []
+    if "--" in own:
+        own, words = own[: own.index("--")], own[own.index("--") + 1 :]
+    return parser.parse_args(own), words
+
+
+answer_early(__name__, arguments)
+
+import toml
+
+from library.data.config import dataset_value
 from library.models.registry import lora_targets
 from library.training.optim.factory import check_optimizer
 from networks.options import parse_network_args
@@ -205,15 +223,7 @@ def _command(source: str | None, words: Sequence[str]) -> tuple[Command, str]:
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, migrate, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", nargs="?", help="training TOML, or a script with the command in it")
-    parser.add_argument("--save_to", required=True, type=Path, help="the TOML to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace it if it exists")
-    parser.epilog = "after -- : the command line itself"
-    own, words = sys.argv[1:], []
-    if "--" in own:
-        own, words = own[: own.index("--")], own[own.index("--") + 1 :]
-    args = parser.parse_args(own)
+    args, words = arguments()
     command, called = _command(args.source, words)
     notes = migrate(command, args.save_to, called, args.overwrite)
     print(table(notes))

@@ -23,7 +23,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 from rich.table import Table
 
 from library.config.markers import MOST_SIDE
@@ -31,6 +30,42 @@ from library.config.schema import ParallelConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
+from tools.command import answer_early, count, number, tool_parser, whole
+
+
+def arguments() -> argparse.Namespace:
+    """Parse and check the command line."""
+    parser = tool_parser(__doc__)
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="file, folder, name on the hub, or a known one: flux, llama3-8b, ...",
+    )
+    parser.add_argument("--gpu_memory", type=number(above=0), required=True, help="GiB of a GPU")
+    parser.add_argument("--gpus", type=count, default=1, help="how many there are in all")
+    parser.add_argument("--gpus_per_machine", type=count, help="default: all in one")
+    parser.add_argument(
+        "--batch_size", type=count, default=1, help="of each process that has images or texts of its own"
+    )
+    parser.add_argument("--resolution", type=whole(most=MOST_SIDE), default=1024, help="side of an image in pixels")
+    parser.add_argument("--text_tokens", type=count, default=512, help="tokens of a caption")
+    parser.add_argument("--tokens", type=count, help="tokens of a language model's text; default 2048 or its context")
+    parser.add_argument("--network_dim", type=count, default=16, help="rank of the LoRA")
+    parser.add_argument(
+        "--train", choices=("lora", "all"), default="lora", help="all: every weight of a language model"
+    )
+    parser.add_argument("--save_to", type=Path, metavar="JSON", help="write the rows there too")
+    options = parser.parse_args()
+    within = options.gpus_per_machine or options.gpus
+    if options.gpus % within:
+        raise UserError(f"--gpus {options.gpus}: not machines of {within}; give a multiple of --gpus_per_machine")
+    return options
+
+
+answer_early(__name__, arguments)
+
+import torch
+
 from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.memory.estimator import (
     RESERVE,
@@ -40,11 +75,9 @@ from library.training.memory.estimator import (
     fits,
     layouts,
     model_memory,
-    published_shapes,
     settings_of,
     shape_of,
 )
-from tools.command import count, number, tool_parser, whole
 
 _TOKEN_SIDE = 16  # pixels of a token's side: 8 of the VAE times 2 of a patch
 
@@ -99,36 +132,6 @@ def table(rows: list[Row], best: Row | None) -> Table:
         mark = "<- recommended" if row is best else "fits" if row.fits else ""
         shown.add_row(describe(row.layout), row.options.describe(), *(f"{n / GIB:.2f}" for n in numbers), mark)
     return shown
-
-
-def arguments() -> argparse.Namespace:
-    """Parse and check the command line."""
-    parser = tool_parser(__doc__)
-    parser.add_argument(
-        "--model", required=True, help=f"file, folder, name on the hub, or one of {', '.join(published_shapes())}"
-    )
-    parser.add_argument("--gpu_memory", type=number(above=0), required=True, help="GiB of a GPU")
-    parser.add_argument("--gpus", type=count, default=1, help="how many there are in all")
-    parser.add_argument("--gpus_per_machine", type=count, help="default: all in one")
-    parser.add_argument(
-        "--batch_size", type=count, default=1, help="of each process that has images or texts of its own"
-    )
-    parser.add_argument("--resolution", type=whole(most=MOST_SIDE), default=1024, help="side of an image in pixels")
-    parser.add_argument("--text_tokens", type=count, default=512, help="tokens of a caption")
-    parser.add_argument("--tokens", type=count, help="tokens of a language model's text; default 2048 or its context")
-    parser.add_argument("--network_dim", type=count, default=16, help="rank of the LoRA")
-    parser.add_argument(
-        "--train", choices=("lora", "all"), default="lora", help="all: every weight of a language model"
-    )
-    parser.add_argument("--save_to", type=Path, metavar="JSON", help="write the rows there too")
-    options = parser.parse_args()
-    for name in ("gpu_memory", "gpus", "batch_size", "resolution", "text_tokens", "network_dim"):
-        if getattr(options, name) <= 0:
-            raise UserError(f"--{name} {getattr(options, name)}: must be above 0; give another number")
-    within = options.gpus_per_machine or options.gpus
-    if options.gpus % within:
-        raise UserError(f"--gpus {options.gpus}: not machines of {within}; give a multiple of --gpus_per_machine")
-    return options
 
 
 @exit_on_user_error

@@ -20,19 +20,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 
 from library.config.markers import MOST_STEPS
 from library.config.model_types import IMAGE_MODELS
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
-from library.fidelity.deployments import Models, Variant, parse_deployment
-from library.fidelity.fixes import FIXES, Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
-from library.fidelity.page import verdict_lines, write_report
-from library.fidelity.report import measure
-from library.training.sampling.generate import read_loras
+from library.fidelity import FIXES
 from tools.command import (
     add_model_parts,
+    answer_early,
     calibration_plan,
     count,
     finite,
@@ -42,9 +38,6 @@ from tools.command import (
     tool_parser,
     whole,
 )
-from train_lora import train
-
-_LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
     deployment.add_argument("--fp8_text_encoder", action="store_true", help="text encoder in fp8")
     deployment.add_argument("--fp8_vae", action="store_true", help="VAE in fp8, cast")
     for name in ("timestep", "positions"):
-        deployment.add_argument(f"--{name}", choices=list(_LOW), default="fp32", help=f"dtype of {name}")
+        deployment.add_argument(
+            f"--{name}", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help=f"dtype of {name}"
+        )
     deployment.add_argument("--paste", choices=["steps", "end"], help="known region put back each step, or at the end")
     eval_set = top.add_argument_group("what they run on")
     eval_set.add_argument("--dataset_config", required=True, metavar="TOML", help="dataset as in training")
@@ -100,6 +95,20 @@ def parser() -> argparse.ArgumentParser:
     fix.add_argument("--fix_images", type=count, metavar="N", help="that fixes are fitted to (default: --images)")
     top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")
     return top
+
+
+answer_early(__name__, lambda: parser().parse_args())
+
+import torch
+
+from library.fidelity.deployments import Models, Variant, parse_deployment
+from library.fidelity.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
+from library.fidelity.page import verdict_lines, write_report
+from library.fidelity.report import measure
+from library.training.sampling.generate import read_loras
+from train_lora import train
+
+_LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 def variant_of(options: argparse.Namespace) -> Variant:

@@ -36,9 +36,43 @@ from rich.progress import (
 from library.config.markers import MOST_WORKERS
 from library.errors import UserError, exit_on_user_error
 from library.llm.documents import find_files, load_by_name, read_dataset, read_documents
-from library.llm.token_batches import INDEX, Split, SplitIndex, write_corpus
 from library.llm.tokenizers import load_tokenizer, train_bpe
-from tools.command import count, number, seed_number, tool_console, tool_parser, whole
+from tools.command import answer_early, count, number, seed_number, tool_console, tool_parser, whole
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    parser = tool_parser(__doc__)
+    parser.add_argument("texts", nargs="*", metavar="PATH", help="files and folders")
+    parser.add_argument(
+        "--hf_dataset", nargs="+", metavar="NAME", help="a Hugging Face dataset [and its configuration]"
+    )
+    parser.add_argument("--split", metavar="NAME", help="of a dataset, by name or in a folder: train, ...")
+    parser.add_argument("--save_to", type=Path, required=True, metavar="FOLDER", help="where the shards go")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's file, or the folder of it or its model")
+    which.add_argument("--train_tokenizer", type=count, metavar="N", help="train a BPE of N tokens on these texts")
+    parser.add_argument("--text_key", default="text", help="jsonl key or column (default: %(default)s)")
+    parser.add_argument("--separator", metavar="TEXT", help="divides text files into documents, e.g. '<|endoftext|>'")
+    parser.add_argument(
+        "--validation_share", type=number(least=0, most=1), default=0.01, metavar="X", help="default: %(default)s"
+    )
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the choice of held-out documents")
+    parser.add_argument(
+        "--workers",
+        type=whole(least=0, most=MOST_WORKERS),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes; 0: this one",
+    )
+    parser.add_argument("--shard_tokens", type=count, default=100_000_000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--overwrite", action="store_true", help="replace a corpus that is there")
+    return parser
+
+
+answer_early(__name__, lambda: parser().parse_args())
+
+from library.llm.token_batches import INDEX, Split, SplitIndex, write_corpus
 
 
 class Source(NamedTuple):
@@ -108,36 +142,6 @@ def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
         console.print(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {len(split.shards)} shards")
     console.print(f"{folder / INDEX}")
     return written
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser."""
-    parser = tool_parser(__doc__)
-    parser.add_argument("texts", nargs="*", metavar="PATH", help="files and folders")
-    parser.add_argument(
-        "--hf_dataset", nargs="+", metavar="NAME", help="a Hugging Face dataset [and its configuration]"
-    )
-    parser.add_argument("--split", metavar="NAME", help="of a dataset, by name or in a folder: train, ...")
-    parser.add_argument("--save_to", type=Path, required=True, metavar="FOLDER", help="where the shards go")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's file, or the folder of it or its model")
-    which.add_argument("--train_tokenizer", type=count, metavar="N", help="train a BPE of N tokens on these texts")
-    parser.add_argument("--text_key", default="text", help="jsonl key or column (default: %(default)s)")
-    parser.add_argument("--separator", metavar="TEXT", help="divides text files into documents, e.g. '<|endoftext|>'")
-    parser.add_argument(
-        "--validation_share", type=number(least=0, most=1), default=0.01, metavar="X", help="default: %(default)s"
-    )
-    parser.add_argument("--seed", type=seed_number, default=0, help="of the choice of held-out documents")
-    parser.add_argument(
-        "--workers",
-        type=whole(least=0, most=MOST_WORKERS),
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="processes; 0: this one",
-    )
-    parser.add_argument("--shard_tokens", type=count, default=100_000_000, metavar="N", help="default: %(default)s")
-    parser.add_argument("--overwrite", action="store_true", help="replace a corpus that is there")
-    return parser
 
 
 @exit_on_user_error

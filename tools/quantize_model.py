@@ -21,18 +21,25 @@ from typing import get_args
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
+from library.config.schema import PrecisionConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.models.hub import find_model
-from library.precision.checkpoint_layouts import LayoutKind
-from library.precision.checkpoint_writing import WrittenFp8, default_granularity
-from library.precision.quantize import FORMATS, GRANULARITIES, format_named
-from library.precision.recipe import KINDS, Fp8Recipe
-from tools.command import add_calibration, calibration_plan, number, seed_number, tool_console, tool_parser
+from library.precision.names import FORMAT_NAMES, GRANULARITIES, LayoutKind
+from tools.command import (
+    add_calibration,
+    answer_early,
+    calibration_plan,
+    choices,
+    number,
+    seed_number,
+    tool_console,
+    tool_parser,
+)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the parsed command line."""
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
     parser = tool_parser(__doc__)
     parser.add_argument(
         "--model",
@@ -45,11 +52,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--layout", choices=get_args(LayoutKind), default="comfy_scaled")
     parser.add_argument("--granularity", choices=GRANULARITIES, help="scales; default: the layout's usual ones")
-    parser.add_argument("--format", choices=[fp8.name for fp8 in FORMATS], default="e4m3fn")
+    parser.add_argument("--format", choices=FORMAT_NAMES, default="e4m3fn")
     parser.add_argument(
         "--exclude",
         default="embedders,final",
-        help=f"kinds that stay in high precision, of {', '.join(KINDS)}; '' for none",
+        help=f"kinds that stay in high precision, of {', '.join(choices(PrecisionConfig, 'fp8_exclude'))}; '' for none",
     )
     parser.add_argument(
         "--exclude_pattern", action="append", default=[], metavar="REGEX", help="further layers that stay so"
@@ -67,7 +74,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--budget_mb", type=number(least=0), metavar="MB", help="keep in bf16 what helps most for so many MiB"
     )
     add_calibration(parser, required=False, model_type=True, seed=False)
-    return parser.parse_args(arguments)
+    return parser
+
+
+answer_early(__name__, lambda: parser().parse_args())
+
+from library.precision.checkpoint_writing import WrittenFp8, default_granularity
+from library.precision.quantize import format_named
+from library.precision.recipe import Fp8Recipe
 
 
 def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
@@ -108,7 +122,7 @@ def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
 @exit_on_user_error
 def main() -> None:
     """Quantise from the command line; say what was written."""
-    print(quantize(parse(sys.argv[1:]), tool_console()).describe())
+    print(quantize(parser().parse_args(), tool_console()).describe())
 
 
 if __name__ == "__main__":

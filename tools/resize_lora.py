@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, exit_on_user_error
+from networks.merging import RANK_RULES
 from tools.command import add_lora_output, check_lora_output, count, finite, tool_parser, value_range
 
 if TYPE_CHECKING:
@@ -67,8 +68,6 @@ def check_flags(options: argparse.Namespace) -> None:
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, resize, report."""
-    from networks.merging.low_rank import RANK_RULES
-
     parser = tool_parser(__doc__)
     parser.add_argument("--lora", "--model", required=True, type=Path, help="the LoRA (--model: as sd-scripts says)")
     parser.add_argument("--new_rank", type=count, metavar="N", help="rank; with --dynamic_method the largest one")

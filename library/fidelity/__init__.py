@@ -14,3 +14,14 @@ report        from a request to all that is measured
 fixes         what removes the difference, from the cheapest on
 page          plots, one self-contained HTML file, and the JSON
 """
+
+FIXES = (
+    "settings",
+    "strength",
+    "refit",
+    "correction",
+    "rebuild",
+    "exclude",
+    "teacher",
+    "together",
+)

@@ -46,7 +46,8 @@ from library.precision.fake_quantize import (
     rounded_positions,
 )
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import E4M3FN, GRANULARITIES, Quantized, format_named, quantize, round_to_nearest
+from library.precision.names import GRANULARITIES
+from library.precision.quantize import E4M3FN, Quantized, format_named, quantize, round_to_nearest
 from library.precision.recipe import Fp8Loader, Fp8Recipe
 from library.randomness import derive_seed
 from library.training.flow import add_noise, noise_for

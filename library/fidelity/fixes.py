@@ -37,6 +37,7 @@ from library.config.load import validated
 from library.config.schema import TrainConfig
 from library.console import Console
 from library.errors import UserError
+from library.fidelity import FIXES
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.causes import Differences, compare
 from library.fidelity.deployments import (
@@ -51,14 +52,13 @@ from library.fidelity.deployments import (
 from library.fidelity.layers import LayerRow
 from library.fidelity.quantize import quantize_checkpoint
 from library.fidelity.refit import refit_lora
-from library.precision.checkpoint_layouts import LayoutKind
 from library.precision.fp8_linear import Fp8Linear
+from library.precision.names import LayoutKind
 from library.precision.quantize import E4M3FN
 from library.precision.recipe import Fp8Recipe
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
 
-FIXES = ("settings", "strength", "refit", "correction", "rebuild", "exclude", "teacher", "together")
 FIX_COLUMNS = ("", "velocity", "latents", "image", "of before", "ring/interior", "step", "seconds", "cost")
 CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 200, 3e-4, 0.1
 

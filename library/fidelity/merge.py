@@ -21,8 +21,8 @@ from library.errors import UserError
 from library.fidelity.calibration import CalibrationPlan
 from library.files import weights_fingerprint
 from library.models.layer_names import LoraTargets
-from library.precision.checkpoint_layouts import FP8_PRECISIONS, LayoutKind
 from library.precision.checkpoint_writing import write_fp8_checkpoint
+from library.precision.names import FP8_PRECISIONS, LayoutKind
 from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
 from library.precision.recipe import Fp8Recipe
 from library.training.report.progress import plain_table

@@ -24,8 +24,9 @@ from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import IMAGES, CalibrationPlan
 from library.files import atomic_path, read_json
-from library.precision.checkpoint_layouts import LayoutKind, WeightFiles
+from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.checkpoint_writing import WrittenFp8, write_fp8_checkpoint
+from library.precision.names import LayoutKind
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
 from library.precision.recipe import Fp8Recipe
 from library.safetensors_io import weight_files

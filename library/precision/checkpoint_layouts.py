@@ -28,22 +28,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from library.errors import UserError, did_you_mean
-from library.precision.quantize import (
-    FORMATS,
-    GRANULARITIES,
-    Granularity,
-    Quantized,
-    describe_scales,
-    format_of,
-    granularity_of,
-    holds_nan_or_inf,
-)
+from library.precision.names import GRANULARITIES, Granularity, LayoutKind
+from library.precision.quantize import FORMATS, Quantized, describe_scales, format_of, granularity_of, holds_nan_or_inf
 from library.safetensors_io import (
     DTYPE_NAMES,
     RowRange,
@@ -53,17 +44,6 @@ from library.safetensors_io import (
     read_tensor,
     weight_files,
 )
-
-LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "musubi"]
-# --save_precision of a merge into fp8 -> layout and granularity that a bf16 model gets
-FP8_PRECISIONS: dict[str, tuple[LayoutKind, Granularity]] = {
-    "fp8": ("plain", "cast"),
-    "fp8_scaled": ("comfy_scaled", "tensor"),
-    "fp8_comfy_quant": ("comfy_quant", "tensor"),
-    "fp8_row": ("musubi", "row"),
-    "fp8_block64": ("musubi", "block64"),
-    "fp8_block128": ("musubi", "block128"),
-}
 
 _FP8 = {DTYPE_NAMES[fp8.dtype]: fp8 for fp8 in FORMATS}
 _COMFY_FORMATS = {f"float8_{fp8.name}": fp8 for fp8 in FORMATS}

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.precision.checkpoint_layouts import LayoutKind, WeightFiles
-from library.precision.quantize import E4M3FN, Granularity, Quantized, block_size, fitting_granularity
+from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.names import Granularity, LayoutKind
+from library.precision.quantize import E4M3FN, Quantized, block_size, fitting_granularity
 from library.precision.recipe import Fp8Recipe
 from library.safetensors_io import DTYPES, read_tensor, stream_safetensors, tensor_bytes
 

@@ -45,12 +45,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from library.errors import UserError, did_you_mean
+from library.precision.names import Granularity
 
 _FP32_MANTISSA_BITS = 23
 
@@ -228,10 +229,6 @@ def _seconds(way: Dequantize, values: Tensor, scale: Tensor) -> float:
         way(values, scale, torch.bfloat16)
         times.append(time.perf_counter() - begun)
     return min(times)
-
-
-Granularity = Literal["cast", "tensor", "row", "block64", "block128"]
-GRANULARITIES: tuple[Granularity, ...] = ("cast", "tensor", "row", "block64", "block128")
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from library.errors import UserError, did_you_mean
 from library.precision.fake_quantize import ActivationRounding, fake_quantize_inputs
 from library.precision.fp8_linear import Fp8Compute, Fp8Linear, Fp8LinearOfHiddenDtype
+from library.precision.names import Granularity
 from library.precision.quantize import (
     E4M3FN,
     FP8_DTYPES,
     Fp8Format,
-    Granularity,
     Quantized,
     dequantize,
     describe_scales,

@@ -97,7 +97,6 @@ def relative_difference(one: LoraWeights, other: LoraWeights) -> float:
 
 
 RankRule = Literal["sv_fro", "sv_cumulative", "sv_ratio"]
-RANK_RULES: tuple[RankRule, ...] = ("sv_fro", "sv_cumulative", "sv_ratio")
 
 _EXACT_BELOW = 512  # smaller sides are decomposed exactly in well under a second
 _EXACT_SHARE = 4  # and so is a matrix of which a quarter of the directions is wanted

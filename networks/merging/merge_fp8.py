@@ -23,8 +23,9 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
-from library.precision.checkpoint_layouts import Fp8Layout, LayoutKind
+from library.precision.checkpoint_layouts import Fp8Layout
 from library.precision.checkpoint_writing import linear_weights, stored_scale_dtype
+from library.precision.names import LayoutKind
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
 from library.precision.parity.layer_errors import UpdateRetention, fit_low_rank, update_retention

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import library.precision.fp8_linear as fp8_linear
 from library.errors import UserError
 from library.precision.fp8_linear import Fp8Linear, Fp8LinearOfHiddenDtype, ddp_ignored_names
-from library.precision.quantize import E5M2, GRANULARITIES, Granularity, quantize
+from library.precision.names import GRANULARITIES, Granularity
+from library.precision.quantize import E5M2, quantize
 from networks.adapters.lora import LoRALinear
 
 OUT, IN = 192, 256

@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from library.precision.quantize import (
-    FORMATS,
-    GRANULARITIES,
-    Fp8Format,
-    Granularity,
-    compute_scale,
-    dequantize,
-    fitting_granularity,
-    quantize,
-)
+from library.precision.names import GRANULARITIES, Granularity
+from library.precision.quantize import FORMATS, Fp8Format, compute_scale, dequantize, fitting_granularity, quantize
 
 GROUPS = {"tensor": (1, 1), "row": (192, 1), "block64": (192, 4), "block128": (192, 2)}
 

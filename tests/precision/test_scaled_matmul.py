@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from library.precision.fp8_linear import Fp8Linear, device_has_fp8_matmul, scaled_input_gradient, scaled_linear
-from library.precision.quantize import Granularity, quantize
+from library.precision.names import Granularity
+from library.precision.quantize import quantize
 
 OUT, IN = 48, 64
 

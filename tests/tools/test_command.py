@@ -5,43 +5,45 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
-from library.config.schema import SavingConfig
+from library.conditions import ConditionKind
+from library.config.schema import PrecisionConfig, SavingConfig
 from library.errors import UserError
 from library.models.registry import lora_targets
+from library.precision.names import FORMAT_NAMES
+from library.precision.quantize import FORMATS
+from library.precision.recipe import KINDS
 from networks.files.adapters import PRECISIONS, SAVE_FORMATS
+from networks.merging import RANK_RULES
+from networks.merging.low_rank import RankRule
 from tests.runs import ROOT
+from tools import check_dataset
 from tools.command import add_model_type, choices, lora_source
 
-LIGHT = (
-    "cache_dataset",
-    "convert_lora",
-    "demo_fp8",
-    "ema_lora",
-    "extract_lora",
-    "lr_range_test",
-    "plot_lr",
-    "refit_lora",
-)
+TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if path.stem != "command")
+HEAVY = ("torch", "numpy", "transformers", "diffusers", "accelerate", "matplotlib", "PIL")
 HELP = """
 import runpy, sys
-sys.argv = [sys.argv[1], "--help"]
+heavy, *sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
-    print("torch" in sys.modules, file=sys.stderr)
+    print([name for name in heavy.split() if name in sys.modules], file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("tool", LIGHT)
-def test_help_is_given_before_torch_is_imported(tool: str) -> None:
-    command = [sys.executable, "-c", HELP, f"tools/{tool}.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout
-    assert done.stderr.split()[-1] == "False"
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_and_a_mistyped_flag_are_answered_before_torch_is_imported(tool: str) -> None:
+    for words, code in ((["--help"], 0), (["--no_such_flag"], 2)):
+        command = [sys.executable, "-c", HELP, " ".join(HEAVY), f"tools/{tool}.py", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert "usage:" in done.stdout if code == 0 else done.stderr.startswith(("error: ", "usage: ")), done.stderr
+        assert done.stderr.splitlines()[-1] == "[]"
+        assert "Traceback" not in done.stderr
 
 
 def test_flags_offer_what_the_library_takes() -> None:
@@ -51,6 +53,11 @@ def test_flags_offer_what_the_library_takes() -> None:
     assert set(flag.choices or ()) == set(lora_targets())
     assert choices(SavingConfig, "save_format") == list(SAVE_FORMATS)
     assert choices(SavingConfig, "save_precision") == list(PRECISIONS)
+    assert tuple(choices(PrecisionConfig, "fp8_exclude")) == tuple(KINDS)
+    assert tuple(fp8.name for fp8 in FORMATS) == FORMAT_NAMES
+    assert get_args(RankRule) == RANK_RULES
+    (flag,) = (action for action in check_dataset.parser()._actions if action.dest == "conditioning")
+    assert tuple(flag.choices or ()) == get_args(ConditionKind)
 
 
 def test_a_strength_that_is_no_number_is_told() -> None:

@@ -14,7 +14,7 @@ from library.llm.tokenizers import HuggingFaceTokenizer, load_tokenizer, train_b
 from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import llama
-from tools.generate import parser
+from tools.generate import generate, parser
 
 MARKS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *words: str) -> list[str]:
     options = parser().parse_args(["text", "--model", str(folder), "--max_new_tokens", "12", *words])
-    return options.run(options)
+    return generate(options)
 
 
 def expected(folder: Path, tokens: list[int], **settings: object) -> str:

@@ -21,7 +21,7 @@ from library.models.registry import lora_targets
 from library.training.tasks.chat_lora import template_of
 from networks.files.adapters import load_lora, save_adapter
 from tests.models.llm.lms import reference
-from tools.generate import parser
+from tools.generate import generate, parser
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.arange(40).view(2, 20)
@@ -123,7 +123,7 @@ def test_generate_writes_with_a_lora_in_the_asked_template(tmp_path: Path) -> No
     tokenizer.save(tmp_path / "model")
     options = parser().parse_args(["text", *words, "--prompt", "hello", "--temperature", "0", "--chat",
                                    "--chat_template", "plain"])  # fmt: skip
-    (made,) = options.run(options)
+    (made,) = generate(options)
     with_lora = PeftModel.from_pretrained(big, tmp_path / "lora").eval()
     template = load_chat_template("plain", load_tokenizer(tmp_path / "model"), tmp_path / "model")
     prompt, _ = template.tokens([Message("user", "hello")], answer_next=True)

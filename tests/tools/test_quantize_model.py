@@ -202,7 +202,7 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
         f"{NAMES[1]}.weight holds NaN or infinity": (tmp_path / "broken.safetensors",),
         "excluded pattern 'qvk' matches no linear layer": (source, "--exclude_pattern", "qvk"),
         "excluded kind 'finall' is none of": (source, "--exclude", "finall"),
-        "no such file or folder": (tmp_path / "absent",),
+        "does not exist; give a local file or folder": (tmp_path / "absent",),
         "a pipeline without a transformer folder": (tmp_path / "pipeline",),
     }
     for message, (model, *extra) in cases.items():

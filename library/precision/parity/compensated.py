@@ -28,11 +28,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from library.precision.names import Granularity
 from library.precision.parity.layer_errors import DAMPING, damped, update_retention
 from library.precision.quantize import (
     E4M3FN,
     Fp8Format,
-    Granularity,
     Quantized,
     compute_scale,
     fitting_granularity,

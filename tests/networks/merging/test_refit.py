@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 import library.precision.parity.layer_errors as low_rank
+from library.precision.names import GRANULARITIES, Granularity
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.layer_errors import fit_low_rank, fit_up, relative_output_error
-from library.precision.quantize import GRANULARITIES, Granularity, quantize
+from library.precision.quantize import quantize
 from networks.files.weights import LoraWeights
 from networks.merging.refit import refit_layer
 from tests.precision.layers import RANK, Layer, make_layer

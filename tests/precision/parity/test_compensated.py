@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from library.precision.names import GRANULARITIES, Granularity
 from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
 from library.precision.parity.layer_errors import saturated, update_retention
-from library.precision.quantize import E4M3FN, FORMATS, GRANULARITIES, Fp8Format, Granularity, quantize
+from library.precision.quantize import E4M3FN, FORMATS, Fp8Format, quantize
 from tests.precision.layers import make_layer
 from tests.precision.parity.users_merges import comfyui
 

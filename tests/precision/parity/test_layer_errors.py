@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from library.precision.names import GRANULARITIES, Granularity
 from library.precision.parity.layer_errors import UpdateRetention, saturated, update_retention
-from library.precision.quantize import GRANULARITIES, Granularity, Quantized, quantize
+from library.precision.quantize import Quantized, quantize
 from tests.precision.layers import make_layer
 from tests.precision.parity.users_merges import comfyui, musubi_base_weights, sd_scripts
 

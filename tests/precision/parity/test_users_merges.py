@@ -16,9 +16,10 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
+from library.precision.names import Granularity
 from library.precision.parity.activations import LayerInputs, collect_inputs
 from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
-from library.precision.quantize import Granularity, Quantized, quantize
+from library.precision.quantize import Quantized, quantize
 from tests.precision.parity.users_merges import comfyui, musubi_base_weights, sd_scripts
 
 MODEL = Path(__file__).resolve().parents[3] / "assets" / "tiny-flux" / "transformer"
