@@ -2,7 +2,8 @@
 
 Whether a step's loss and gradients are finite is known on the device; asking for it there would make the host wait in
 every step. So the device decides by itself, and the host asks when it reads the loss anyway (``commit``: at steps that
-are logged, and before anything looks at the weights).
+are logged, and before anything looks at the weights), or when it has heard of a bad step: each step's answer is copied
+to the host, which looks at it one step later, while the device works on that.
 
 1. A loss that is not finite multiplies its gradients by NaN (``nan_if_bad``). Gradients are summed over the batches of
    a step and averaged over processes, so after that their norm is NaN on every process: all decide alike, and no
@@ -76,6 +77,9 @@ class UpdateGuard:
         self._device = task.parameters()[0].device
         self._snapshots: list[StepSnapshot] = []
         self._half_updated = False  # an optimizer step that is not undone has begun
+        self._on_gpu = self._device.type == "cuda"
+        self._told = torch.ones((), dtype=torch.bool, pin_memory=self._on_gpu)  # the last answer that has arrived
+        self._arrived: torch.cuda.Event | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -84,6 +88,8 @@ class UpdateGuard:
         self._done = torch.zeros((), dtype=torch.int64, device=self._device)
         self._loss_bad = torch.zeros((), device=self._device)
         self._open = self.found = False
+        self._arrived = None
+        self._told.fill_(True)
 
     def begin(self, position: Position, loss_ema: Tensor | None) -> None:
         """Remember where a step begins; the further batches of the same step change nothing."""
@@ -157,8 +163,22 @@ class UpdateGuard:
         self._half_updated = False
 
     def end(self, position: Position) -> None:
-        """Note that the step is over and how far the run is."""
+        """Note that the step is over and how far the run is; ``found`` if it, or on a GPU the one before, was bad."""
         self._snapshots[-1].end, self._open = _copied(position), False
+        self._listen()
+        if self._on_gpu:
+            self._told.copy_(self._good, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(self._device))
+        elif self._device.type == "cpu":
+            self._told.copy_(self._good)
+            self._listen()
+
+    def _listen(self) -> None:
+        """Take in the answer that was sent last."""
+        if self._arrived is not None:
+            self._arrived.synchronize()  # its step is over, or nearly
+        self.found |= not self._told.numpy()  # host memory: nothing is asked of the device
 
     def commit(self, position: Position, before_saving: bool = False) -> StepSnapshot | None:
         """Ask the device; return the first bad step's beginning with run and ``position`` put back to it, or None.

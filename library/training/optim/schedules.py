@@ -137,7 +137,7 @@ def run_length(
         begun: where the run begins or goes on.
     """
     in_epoch = math.ceil(per_epoch / per_step)
-    done = begun.epoch * in_epoch + math.ceil(begun.batches / per_step)
+    done = (begun.epoch + 1) * in_epoch - math.ceil(max(0, per_epoch - begun.batches) / per_step)
     if getattr(training, "on_nan", "stop") == "skip":
         done -= begun.updates_dropped  # steps that were passed over
     if training.max_train_epochs is not None:
@@ -150,9 +150,9 @@ def describe_steps(per_epoch: int, share: Share, per_step: int, unit: str = "bat
     several = f"{unit}es" if unit == "batch" else f"{unit}s"
     counts = {"processes": share.processes, "accumulated": share.accumulation}
     of = " x ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
-    left = per_epoch % per_step
-    last = f", the last of {left} {unit if left == 1 else several}" if left else ""
+    steps, left = math.ceil(per_epoch / per_step), per_epoch % per_step
+    last = f", {'of' if steps == 1 else 'the last of'} {left} {unit if left == 1 else several}" if left else ""
     return (
         f"{per_epoch:,} {several} an epoch, {per_step:,} in a step{f' ({of})' if of else ''}: "
-        f"{math.ceil(per_epoch / per_step):,} steps an epoch{last}"
+        f"{steps:,} step{'' if steps == 1 else 's'} an epoch{last}"
     )

@@ -81,6 +81,23 @@ def test_a_step_that_is_not_finite_stops_the_run_and_what_was_before_it_is_saved
     assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
 
 
+def test_no_step_is_computed_after_one_that_is_not_finite(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is logged; a GPU works on the next one while the host hears of it."""
+    steps, loss = list[int](), Pretraining.loss
+
+    def broken(self: Pretraining, model: torch.nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        steps.append(step + 1)
+        result, values = loss(self, model, batch, step)
+        return (result * math.nan if step + 1 == 3 else result), values
+
+    monkeypatch.setattr(Pretraining, "loss", broken)
+    with pytest.raises(UserError, match="step 3 is not finite"):
+        run(corpus, tmp_path, log_every_n_steps=1000, max_train_steps=20)
+    assert max(steps) == 3
+
+
 def test_a_step_that_does_not_fit_into_memory_is_told_in_one_line(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
