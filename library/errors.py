@@ -13,6 +13,7 @@ through :func:`printable`: ``print`` by the stream that ``exit_on_user_error`` p
 from __future__ import annotations
 
 import difflib
+import io
 import re
 import signal
 import sys
@@ -130,11 +131,14 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
     """Decorate a script's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
 
     So does Ctrl-C, with the shell's own exit code for it, 130, and what a ``KeyboardInterrupt`` has to say. What
-    ``main`` prints is made :func:`printable`.
+    ``main`` prints is made :func:`printable`, and characters that the output's encoding lacks are spelt.
     """
 
     @wraps(main)
     def wrapped() -> None:
+        for stream in (sys.stdout, sys.stderr):  # a pipe on Windows has an encoding of few letters
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
             with redirect_stdout(cast(TextIO, PrintableStream(sys.stdout))):
                 main()

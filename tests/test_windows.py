@@ -73,7 +73,8 @@ def test_every_module_is_imported_where_unix_is_missing(tmp_path: Path) -> None:
 
 def test_a_run_trains_saves_samples_and_is_resumed(tmp_path: Path) -> None:
     base, dataset = write_base(tmp_path / "base"), write_dataset(tmp_path / "data")
-    (tmp_path / "prompts.txt").write_text('a disc: "red"? --w 64 --h 64 --s 2\n')
+    (tmp_path / "prompts.txt").write_text('一只猫: "red"? → 🌍 --w 64 --h 64 --s 2\n', encoding="utf-8")
+    out = tmp_path / "出 café"  # of letters that the pipe's encoding has and has not
     settings = {
         "save_state": True,
         "save_every_n_steps": 2,
@@ -85,14 +86,14 @@ def test_a_run_trains_saves_samples_and_is_resumed(tmp_path: Path) -> None:
         "resume": "auto",
     }
     for steps in (2, 4):
-        flags = arguments(base, dataset, tmp_path / "out", max_train_steps=steps, lr_scheduler="constant", **settings)
+        flags = arguments(base, dataset, out, max_train_steps=steps, lr_scheduler="constant", **settings)
         done = under_windows_rules(tmp_path, ROOT / "train_lora.py", *flags)
         assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
         assert "in use on Windows" not in done.stdout + done.stderr
-    assert not [file for file in (tmp_path / "out").iterdir() if file.suffix in (".tmp", ".old", ".gone")]
+    assert not [file for file in out.iterdir() if file.suffix in (".tmp", ".old", ".gone")]
     run(base, dataset, tmp_path / "here", lr_scheduler="constant")
     here = lora(tmp_path / "here")
-    assert all(torch.equal(tensor, here[name]) for name, tensor in lora(tmp_path / "out").items())
+    assert all(torch.equal(tensor, here[name]) for name, tensor in lora(out).items())
 
 
 def test_what_pytorch_for_windows_lacks_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
