@@ -4,8 +4,9 @@
     python tools/check_dataset.py dataset.toml --report report.html --strict
 
 Every file is decoded once; what was found is cached, so the next look takes a second. ``--report`` writes an HTML page
-that needs nothing beside it: thumbnails are inside. ``--strict`` leaves with exit code 2 if anything was found, as
-``strict_dataset`` does in training.
+that needs nothing beside it: the findings, and the images as training sees them, by bucket, with crop, masks, control
+images, captions and repeats. With ``--model`` (a diffusers folder) captions are counted in its tokens. ``--strict``
+leaves with exit code 2 if anything was found, as ``strict_dataset`` does in training.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import base64
 import io
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,7 +26,7 @@ from rich.text import Text
 from library.config.markers import MOST_SIDE
 from library.config.schema import DatasetArguments
 from library.console import Console
-from library.errors import UserError, exit_on_user_error, printable
+from library.errors import UserError, exit_on_user_error, printable, reason_of
 from library.files import read_toml, write_text
 from library.training.report.progress import counting
 from tools.command import answer_early, tool_console, tool_parser, whole
@@ -34,7 +36,12 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     parser = tool_parser(__doc__)
     parser.add_argument("dataset", type=Path, help="dataset TOML")
-    parser.add_argument("--report", type=Path, help="HTML page to write, with thumbnails")
+    parser.add_argument("--report", type=Path, help="HTML page to write, with findings and images")
+    parser.add_argument(
+        "--images", type=whole(least=0), default=500, metavar="N", help="on the page at most (default: %(default)s)"
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="diffusers folder, to count captions in its tokens")
+    parser.add_argument("--seed", type=int, default=0, help="the training's: masks and held-out images follow from it")
     parser.add_argument("--strict", action="store_true", help="exit code 2 if anything is found")
     parser.add_argument("--cache_directory", help="as in training; default .tandem_cache beside the images")
     parser.add_argument(
@@ -56,8 +63,10 @@ answer_early(__name__, lambda: parser().parse_args())
 from PIL import Image, ImageOps
 
 from library.conditions import ConditionKind
-from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, load_dataset_config
-from library.data.lint import TITLES, Report, check
+from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, load_dataset_config
+from library.data.gallery import BucketCards, CountTokens, gallery
+from library.data.lint import TITLES, Advance, Report, check
+from library.data.samples import scan
 
 _SHOWN = 5  # findings of a kind in the terminal
 
@@ -72,6 +81,8 @@ def conditioning_of(dataset: Path) -> ConditionKind:
 
 def show(report: Report, console: Console) -> None:
     """Print the findings as a table."""
+    for note in report.notes:
+        console.print(f"note: {printable(note)}")
     if not report.findings:
         console.print(f"{report.images} images, nothing found")
         return
@@ -89,15 +100,53 @@ _MOST = 60  # findings of a kind that are shown with images ...
 _IMAGES = 12  # ... and images of a finding
 
 
-def page(report: Report, dataset: Path) -> str:
-    """Return the HTML page."""
+def page(report: Report, dataset: Path, buckets: list[BucketCards], refused: str | None, most: int) -> str:
+    """Return the HTML page; ``refused`` is why there are no buckets."""
     from jinja2 import Environment
 
     source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, keep_trailing_newline=True).from_string(source)
     return template.render(
-        dataset=dataset, report=report, titles=TITLES, shown=_MOST, images_each=_IMAGES, thumbnail=_thumbnail
-    )
+        dataset=dataset, report=report, titles=TITLES, shown=_MOST, images_each=_IMAGES, thumbnail=_thumbnail,
+        buckets=buckets, refused=refused, most=most,
+    )  # fmt: skip
+
+
+def token_counter(model: Path | None) -> CountTokens:
+    """Return what counts a caption in the tokens of each tokenizer in a diffusers folder; nothing without one."""
+    if model is None:
+        return lambda _: []
+    from transformers import AutoTokenizer
+
+    folders = [path for path in sorted(model.glob("tokenizer*")) if path.is_dir()]
+    if not folders:
+        raise UserError(f"{model}: holds no tokenizer folder; name a model in diffusers' layout, or remove --model")
+    try:
+        tokenizers = {path.name: AutoTokenizer.from_pretrained(path, local_files_only=True) for path in folders}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{model}: its tokenizers cannot be read ({reason_of(error)}); check the folder") from None
+    return lambda caption: [
+        (name, len(tokenizer(caption)["input_ids"]), tokenizer.model_max_length)
+        for name, tokenizer in tokenizers.items()
+    ]
+
+
+def cards(
+    config: DatasetConfig,
+    report: Report,
+    options: argparse.Namespace,
+    conditioning: ConditionKind,
+    start: Callable[[str, int], Advance],
+) -> tuple[list[BucketCards], str | None]:
+    """Return the gallery, or why there is none: training would refuse the dataset."""
+    count_tokens = token_counter(options.model)
+    try:
+        found = scan(config, options.seed, options.pixel_multiple, 1.0, conditioning)
+    except UserError as error:
+        return [], str(error)
+    samples = [*found.train, *found.held_out]
+    advance = start("drawing the page", min(options.images, len(samples)))
+    return gallery(samples, report.findings, options.seed, options.images, count_tokens, advance), None
 
 
 def _thumbnail(path: str) -> str | None:
@@ -126,7 +175,9 @@ def main() -> None:
         report = check(config, options.pixel_multiple, conditioning, start)
     show(report, console)
     if options.report is not None:
-        write_text(options.report, page(report, options.dataset))
+        with counting(console) as start:
+            buckets, refused = cards(config, report, options, conditioning, start)
+        write_text(options.report, page(report, options.dataset, buckets, refused, options.images))
         console.print(f"written: {options.report}")
     if options.strict and report.findings:
         raise UserError(f"{options.dataset}: {len(report.findings)} findings; fix them, or check without --strict")

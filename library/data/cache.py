@@ -60,6 +60,7 @@ from library.safetensors_io import DamagedFile, is_checked, read_checked, read_s
 
 _DECODERS = 4  # threads that decode and resize ahead while the encoder works
 _HALF_WHITE = 128
+_PREVIEWED = 4  # masks of an image that are shown
 
 Progress = Callable[[str, int], Callable[[int], None]]  # progress(description, total) -> advance(by)
 
@@ -183,6 +184,23 @@ def _load_masked(
 
 def _load_control(control: ControlImage, flipped: bool, latent_factor: int) -> tuple[Tensor, dict[str, Tensor]]:
     return to_pixels(control.load(flipped)), {}
+
+
+def previews(sample: Sample, seed: int) -> list[tuple[str, Image.Image]]:
+    """Return what a sample's model is given besides the image, as it is encoded, with a word for each.
+
+    Contents must have been hashed; ``seed`` is what generated masks follow from. Empty for plain text to image.
+    """
+    found: list[tuple[str, Image.Image]] = []
+    if sample.mask is not None or sample.settings.alpha_mask:
+        mask = _load_sample(sample, False, 1)[1]["mask"]
+        found.append(("loss mask", Image.fromarray((mask[0] * 255).to(torch.uint8).numpy())))
+    masks = sample.group.subset.inpainting
+    for variant in range(min(_PREVIEWED, 1 if masks and sample.held_out else masks.variants) if masks else 0):
+        pixels, _ = _load_masked(sample, False, variant, seed, 1)
+        array = ((pixels + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy()
+        found.append(("given to fill", Image.fromarray(array)))
+    return found + [("control image", control.load()) for control in sample.control_images]
 
 
 def _decode_sample(sample: Sample) -> tuple[Image.Image, Image.Image | None]:

@@ -75,6 +75,7 @@ class Report:
 
     images: int
     findings: list[Finding]
+    notes: tuple[str, ...] = ()  # what training says too: files that are left out, frames that are not used
 
     def by_kind(self) -> dict[str, list[Finding]]:
         """Return the findings of each kind, in the order of :data:`TITLES`, kinds without any left out."""
@@ -104,11 +105,12 @@ def check(
     images: dict[str, ImageStats] = {}
     captions: list[tuple[str, str, bool]] = []
     count = 0
+    notes: list[str] = []
     for dataset in config.datasets:
         buckets = Bucketing(dataset, pixel_multiple)
         for subset in dataset.subsets:
             folder = cache_folder(dataset, subset)
-            sources = _sources(subset, folder, findings, conditioning)
+            sources = _sources(subset, folder, findings, notes, conditioning)
             files = {file.path: file for source in sources for file in _files(source)}
             index = ImageStatsIndex(folder)
             advance = start(f"checking {subset.written_dir}", index.missing(list(files.values())))
@@ -122,7 +124,7 @@ def check(
             count += len(sources)
     readable = {path: stats for path, stats in images.items() if stats.problem is None}
     findings += [*_duplicates(readable), *_alike(readable), *_captions(captions)]
-    return Report(count, findings)
+    return Report(count, findings, tuple(notes))
 
 
 def summarise(samples: Sequence[Sample]) -> list[str]:
@@ -137,19 +139,20 @@ def summarise(samples: Sequence[Sample]) -> list[str]:
     return Report(len(images), findings).lines()
 
 
-def _sources(subset: Subset, folder: Path, findings: list[Finding], conditioning: ConditionKind) -> list[Source]:
+def _sources(
+    subset: Subset, folder: Path, findings: list[Finding], notes: list[str], conditioning: ConditionKind
+) -> list[Source]:
     """The subset's images; where training would refuse it, as many of them as can be found without it."""
     index = FileIndex(folder)
-    remarks: list[str] = []
     try:
-        found = find_sources(subset, index, remarks, conditioning)
+        found = find_sources(subset, index, notes, conditioning)
         index.save()
         return found
     except UserError as error:
         findings.append(Finding("setup", (), str(error)))
     if subset.image_dir is None or subset.metadata_file is not None:
         return []
-    listed = list_folder(subset.image_dir)
+    listed = list_folder(subset.image_dir, subset.settings.recursive)
     suffix = "." + subset.settings.caption_extension.removeprefix(".")
     found = []
     for name in filter(is_image, listed):

@@ -143,6 +143,14 @@ def test_captions_shared_on_purpose_are_not_told(folder: Path) -> None:
     assert found(folder, "caption") == []
 
 
+def test_what_is_left_out_is_told_and_is_no_finding(folder: Path) -> None:
+    (folder / "images" / "notes.docx").write_text("x")
+    report = looked(folder)
+    assert report.findings == []
+    (note,) = report.notes
+    assert note.endswith("1 file left out: notes.docx (no image)")
+
+
 def test_small_images_are_told_with_their_factor(folder: Path) -> None:
     put(folder, "small.png", make_image(60, (64, 64)))
     assert "small.png: 64x64 is enlarged 2.00 times" in found_text(folder, "upscaled")
@@ -188,7 +196,7 @@ def test_the_command_writes_a_page_with_its_images_inside(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Bars at the border" in done.stdout
     html = (folder / "report.html").read_text()
-    assert html.count("data:image/jpeg;base64,") == 3
+    assert html.count("data:image/jpeg;base64,") == 3 + 8  # beside the findings; all images as they are trained on
     assert "&lt;b&gt;.png" in html
     assert "<b>.png" not in html
     strict = run_script(script, [*words, "--strict"], folder)
