@@ -231,6 +231,9 @@ def resize_lora(
 ) -> tuple[dict[str, LoraWeights], list[ResizedLayer]]:
     """Return the LoRA with smaller ranks, in float64, and what became of each layer.
 
+    Layers with the same A are parts of one that was trained on a joined layer (FLUX's qkv), and stay that: their
+    updates are decomposed as one, as sd-scripts does, and keep one A.
+
     Args:
         weights: module name -> weights.
         new_rank: the rank of every layer, or with ``rule`` the largest one. Never more than a layer has.
@@ -238,13 +241,26 @@ def resize_lora(
     """
     resized: dict[str, LoraWeights] = {}
     layers: list[ResizedLayer] = []
-    for name, module in weights.items():
-        spectrum = decompose_product(module)
+    for names in _sharing_a(weights):
+        first, ups = weights[names[0]], [weights[name].up for name in names]
+        spectrum = decompose_product(LoraWeights(first.down, torch.cat(ups), first.alpha))
         chosen = rank_by_rule(spectrum.values, rule, parameter) if rule else len(spectrum.values)
         rank = min(chosen, new_rank or chosen)
-        resized[name] = spectrum.lora(rank)
-        layers.append(ResizedLayer(name, module.rank, rank, spectrum.kept(rank), _ratio(spectrum, rank)))
+        whole = spectrum.lora(rank)
+        for name, up in zip(names, whole.up.split([len(up) for up in ups]), strict=True):
+            resized[name] = LoraWeights(whole.down, up, whole.alpha)
+            layers.append(ResizedLayer(name, first.rank, rank, spectrum.kept(rank), _ratio(spectrum, rank)))
     return resized, layers
+
+
+def _sharing_a(weights: Mapping[str, LoraWeights]) -> list[list[str]]:
+    """Return the names of modules, those together that have one A, which is not zero, and one alpha."""
+    groups: dict[object, list[str]] = {}
+    for name, module in weights.items():
+        data = module.down.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        key = (module.alpha, module.down.dtype, module.down.shape, data)
+        groups.setdefault(key if bool(module.down.any()) else name, []).append(name)
+    return list(groups.values())
 
 
 def join_loras(

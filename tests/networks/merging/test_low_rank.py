@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from networks.files.weights import LoraWeights
-from networks.merging.low_rank import combine, combine_loras, relative_difference, update_norm
+from networks.merging.low_rank import combine, combine_loras, relative_difference, resize_lora, update_norm
 
 
 def weights(rank: int, alpha: float, seed: int, dtype: torch.dtype = torch.float64) -> LoraWeights:
@@ -64,3 +64,17 @@ def test_norm_and_difference_are_those_of_the_full_matrices() -> None:
     zero = LoraWeights(torch.zeros(1, 24), torch.zeros(40, 1), 1.0)
     assert relative_difference(zero, zero) == 0
     assert relative_difference(zero, a) == float("inf")
+
+
+def test_parts_of_a_joined_layer_are_resized_as_the_layer_they_were_trained_on() -> None:
+    whole = weights(6, 3.0, 0)
+    parts = {
+        name: LoraWeights(whole.down, up, 3.0) for name, up in zip("qkv", whole.up.split([10, 10, 20]), strict=True)
+    }
+    resized, layers = resize_lora({**parts, "other": weights(6, 3.0, 1)}, 2)
+    assert all(torch.equal(resized[name].down, resized["q"].down) for name in "kv")
+    assert not torch.equal(resized["other"].down, resized["q"].down)
+    u, values, vh = torch.linalg.svd(full(whole))  # Eckart and Young: the closest of rank 2 to the whole
+    expected = u[:, :2] * values[:2] @ vh[:2]
+    torch.testing.assert_close(torch.cat([full(resized[name]) for name in "qkv"]), expected, rtol=1e-10, atol=1e-12)
+    assert layers[0].kept == pytest.approx(float(values[:2].square().sum() / values.square().sum()))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from library.training.optim.weight_norms import WeightNormLimit, product_norm
-from networks.adapters.lora import LoRALinear
+from networks.adapters.lora import LoRALinear, join
 
 SIZES = [(48, 64, 8, 4.0), (32, 16, 4, 4.0), (16, 16, 2, 1.0)]  # out, in, rank, alpha
 
@@ -64,3 +64,13 @@ def test_the_norm_of_a_product_needs_no_product() -> None:
     random = torch.Generator().manual_seed(1)
     up, down = torch.randn(300, 16, generator=random), torch.randn(16, 500, generator=random)
     assert product_norm(up, down).item() == pytest.approx((up.double() @ down.double()).norm().item(), rel=1e-6)
+
+
+def test_layers_with_one_lora_are_held_to_the_norm_of_the_joined_update() -> None:
+    parts = [LoRALinear(nn.Linear(16, out), 4, 2.0) for out in (8, 8, 24)]
+    join(parts)
+    for parameter in parts[0].trained().values():
+        nn.init.normal_(parameter)
+    WeightNormLimit(0.5, [layer for layer in parts if layer.trained()]).apply()
+    down, up = (parameter.detach().double() for parameter in parts[0].trained().values())
+    assert float((0.5 * up @ down).norm()) == pytest.approx(0.5, rel=1e-5)
