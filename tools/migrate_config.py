@@ -45,7 +45,7 @@ answer_early(__name__, arguments)
 
 import toml
 
-from library.data.config import dataset_value
+from library.data.config import BUCKET_LIMITS, dataset_value, subsets_of_folder
 from library.models.registry import lora_targets
 from library.training.optim.factory import check_optimizer
 from networks.options import parse_network_args
@@ -149,9 +149,11 @@ def _move_dataset_keys(translation: Translation, save_to: Path) -> tuple[Path, s
     if base := translation.values.get("dataset_config"):
         tables, _ = read_toml(base, "check dataset_config")  # what it says itself counts more
     else:
-        tables = {"datasets": [{"subsets": _from_folders(sources)}]}
-        if given.get("enable_bucket"):  # sd-scripts' defaults; a dataset TOML has no such limits unless it names them
-            given = {"min_bucket_reso": 256, "max_bucket_reso": 1024, **given}
+        if sources["train_data_dir"] is None:
+            raise UserError("dataset_config: is missing, and train_data_dir too; give one of them")
+        tables = {"datasets": [{"subsets": subsets_of_folder(Path(sources["train_data_dir"]), sources)}]}
+        if given.get("enable_bucket"):
+            given = BUCKET_LIMITS | given
     general = {"general": given | tables.pop("general", {})}
     if masks := sources["conditioning_data_dir"]:
         for subset in [subset for dataset in tables.get("datasets", []) for subset in dataset.get("subsets", [])]:
@@ -168,39 +170,6 @@ def _converted(given: dict[str, Any]) -> dict[str, Any]:
     """Return dataset keys with the types their tables want; a command line gives text."""
     named = {"caption_extension" if key == "caption_extention" else key: value for key, value in given.items()}
     return {key: dataset_value(key, value) for key, value in named.items()}
-
-
-def _from_folders(sources: dict[str, Any]) -> list[Tables]:
-    """Return the subsets that ``train_data_dir`` is in sd-scripts.
-
-    With ``in_json`` it is one folder described by a metadata file. Otherwise each folder in it that is called
-    ``10_name class`` is a subset with 10 repeats and the caption "name class" for images without one.
-    """
-    folder, listed = sources["train_data_dir"], sources["in_json"]
-    if folder is None:
-        raise UserError("dataset_config: is missing, and train_data_dir too; give one of them")
-    if listed:
-        repeats = int(sources["dataset_repeats"] or 1)
-        return [{"image_dir": folder, "metadata_file": listed, "num_repeats": repeats}]
-    subsets: list[Tables] = []
-    for key, more in (("train_data_dir", {}), ("reg_data_dir", {"is_reg": True})):
-        if sources[key]:
-            subsets += [{**subset, **more} for subset in _dreambooth_subsets(key, sources[key])]
-    return subsets
-
-
-def _dreambooth_subsets(key: str, folder: str) -> list[Tables]:
-    if not Path(folder).is_dir():
-        raise UserError(f"{key}: {folder} is not a folder; run this where the images are")
-    subsets: list[Tables] = []
-    for path in sorted(path for path in Path(folder).iterdir() if path.is_dir()):
-        repeats, _, name = path.name.partition("_")
-        if repeats.isdigit() and int(repeats) > 0:
-            subset: Tables = {"image_dir": str(path), "num_repeats": int(repeats)}
-            subsets.append(subset | ({"class_tokens": name} if name else {}))
-    if not subsets:
-        raise UserError(f"{key}: {folder} holds no folder named like '10_name class'; rename the image folders so")
-    return subsets
 
 
 def table(notes: Sequence[Note]) -> str:

@@ -181,7 +181,9 @@ class DistillationConfig(Section):
 class DatasetArguments(Section):
     """Where the dataset is described and how its caches are made."""
 
-    dataset_config: str = Field(description="dataset TOML (kohya's format)")
+    dataset_config: str = Field(
+        description="dataset TOML (kohya's format), or a folder of image folders named 10_name class"
+    )
     dataset_args: list[str] = Field(
         [], description="key=value pairs that hold where the dataset TOML does not say: resolution=1024, flip_aug=true"
     )

@@ -233,27 +233,35 @@ class _File:
 def load_dataset_config(
     path: str | Path, defaults: DatasetArguments, conditioning: ConditionKind = "none"
 ) -> DatasetConfig:
-    """Parse and validate a dataset TOML.
+    """Parse and validate a dataset TOML, or what a folder of sd-scripts' ``train_data_dir`` says.
 
     Relative paths are looked for in the TOML's folder first, then in the working directory.
 
     Args:
-        path: the TOML.
+        path: the TOML, or a folder of folders named ``10_name class``.
         defaults: batch size, cache folder and ``dataset_args``, which hold where it names none.
         conditioning: what the model is given besides a caption, which decides which keys are taken.
     """
     found = Path(path).expanduser()
     refused = REFUSED_KEYS | refused_condition_keys(conditioning)
-    file = _File(found, *read_toml(found, "check dataset_config"), conditioning, refused)
+    args = _pairs(defaults.dataset_args)
+    tables: dict[str, Any]
+    if found.is_dir():
+        tables, text = _tables_of_folder(found, {key: args.pop(key) for key in FOLDER_KEYS if key in args}), ""
+        args = {**(BUCKET_LIMITS if args.get("enable_bucket") else {}), **args}
+    else:
+        tables, text = read_toml(found, "check dataset_config")
+    file = _File(found / "*" if found.is_dir() else found, tables, text, conditioning, refused)
     _check_top_level(file)
-    general = _defaults(file, defaults.dataset_args) | _checked(file, "[general]", file.tables.get("general", {}))
-    tables = file.tables.get("datasets")
-    if isinstance(tables, dict):
+    fallback = _checked(replace(file, path=Path("dataset_args"), text=""), "", args)
+    general = fallback | _checked(file, "[general]", file.tables.get("general", {}))
+    written = file.tables.get("datasets")
+    if isinstance(written, dict):
         raise UserError(f"{file.path}: [datasets] is one table of several; write it in double brackets: [[datasets]]")
-    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+    if not isinstance(written, list) or not written or not all(isinstance(table, dict) for table in written):
         raise UserError(f"{file.path}: no [[datasets]] table; add one with a [[datasets.subsets]] below it")
-    datasets = tuple(_read_dataset(file, number, general, defaults) for number in range(len(tables)))
-    given = set(general).union(*(set(t) for t in tables), *(set(s) for t in tables for s in t.get("subsets", [])))
+    datasets = tuple(_read_dataset(file, number, general, defaults) for number in range(len(written)))
+    given = set(general).union(*(set(t) for t in written), *(set(s) for t in written for s in t.get("subsets", [])))
     return DatasetConfig(file.path, datasets, frozenset(given))
 
 
@@ -275,8 +283,8 @@ def dataset_value(key: str, value: Any) -> Any:
         raise UserError(f"{key}: {value!r} does not fit: {error.errors()[0]['msg']}") from None
 
 
-def _defaults(file: _File, pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the values of ``dataset_args``, checked as if they stood in [general]."""
+def _pairs(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the values of ``dataset_args``, as they would stand in [general]."""
     table: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = (part.strip() for part in pair.partition("="))
@@ -285,7 +293,59 @@ def _defaults(file: _File, pairs: Sequence[str]) -> dict[str, Any]:
         if key in table:
             raise UserError(f"dataset_args: {key} is given twice; remove one")
         table[key] = dataset_value(OTHER_NAMES.get(key, key), value)
-    return _checked(replace(file, path=Path("dataset_args"), text=""), "", table)
+    return table
+
+
+# What dataset_args may say of a folder beside keys of [general]; and the limits that sd-scripts then has for buckets,
+# where a dataset TOML has none unless it names them.
+FOLDER_KEYS = ("reg_data_dir", "in_json", "conditioning_data_dir")
+BUCKET_LIMITS = {"min_bucket_reso": 256, "max_bucket_reso": 1024}
+
+
+def _tables_of_folder(folder: Path, given: Mapping[str, str]) -> dict[str, Any]:
+    """Return a dataset TOML's tables; samples are known by their paths within the folder, wherever that lies."""
+    subsets = subsets_of_folder(folder, given)
+    for subset in subsets:
+        place = Path(subset["image_dir"])
+        subset["image_dir"] = str(place.absolute() if subset.get("is_reg") else place.relative_to(folder))
+        for key in ("metadata_file", "conditioning_data_dir"):
+            if value := subset.get(key, given.get(key)):
+                subset[key] = str(Path(value).absolute())
+    return {"datasets": [{"subsets": subsets}]}
+
+
+def subsets_of_folder(folder: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the subsets that ``train_data_dir`` is in sd-scripts.
+
+    With ``in_json`` it is one folder described by a metadata file. Otherwise each folder in it that is called
+    ``10_name class`` is a subset with 10 repeats and the caption "name class" for images without one; those of
+    ``reg_data_dir`` are regularisation images.
+
+    Raises:
+        UserError: it is no such folder.
+    """
+    if listed := given.get("in_json"):
+        subset = {"image_dir": str(folder), "metadata_file": str(listed)}
+        return [subset | {"num_repeats": int(repeats)} if (repeats := given.get("dataset_repeats")) else subset]
+    subsets = _dreambooth_subsets("train_data_dir", folder)
+    if regular := given.get("reg_data_dir"):
+        subsets += [subset | {"is_reg": True} for subset in _dreambooth_subsets("reg_data_dir", Path(regular))]
+    return subsets
+
+
+def _dreambooth_subsets(key: str, folder: Path) -> list[dict[str, Any]]:
+    if not folder.is_dir():
+        raise UserError(f"{key}: {folder} is not a folder; run this where the images are")
+    subsets: list[dict[str, Any]] = []
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        repeats, _, name = path.name.partition("_")
+        if repeats.isdigit() and int(repeats) > 0:
+            subset: dict[str, Any] = {"image_dir": str(path), "num_repeats": int(repeats)}
+            subsets.append(subset | ({"class_tokens": name} if name else {}))
+    if not subsets:
+        named = "'10_name class'; rename the image folders so, or give a dataset TOML"
+        raise UserError(f"{key}: {folder} holds no folder named like {named}")
+    return subsets
 
 
 def _check_top_level(file: _File) -> None:

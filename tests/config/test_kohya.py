@@ -335,13 +335,41 @@ def test_what_is_not_taken_is_named_with_its_replacement(argv: list[str], messag
     assert argv[-2 if len(argv) > 1 else -1] in problem
 
 
-def test_a_training_folder_without_a_dataset_toml_is_one_line() -> None:
-    argv = ["--pretrained_model_name_or_path", "m", "--network_module", "networks.lora_flux", "--train_data_dir", "img"]
-    problem = _problem([*argv, "--resolution", "1024,1024", "--caption_extension", ".txt"])
-    assert problem == (
-        "--train_data_dir: not taken: images are described by a dataset TOML; tools/migrate_config.py writes it "
-        "from train_data_dir and the keys beside"
-    )
+def test_a_training_folder_without_a_dataset_toml_is_the_folders_that_sd_scripts_finds(tmp_path: Path) -> None:
+    """``10_name class``: 10 repeats, the caption "name class" where an image has none; buckets of 256 to 1024."""
+    for name in ("img/10_zorbo disc", "img/2_sky", "img/notes", "reg/1_disc"):
+        (tmp_path / name).mkdir(parents=True)
+    argv = ["--pretrained_model_name_or_path", "m", "--network_module", "networks.lora_flux"]
+    argv += ["--train_data_dir", str(tmp_path / "img"), "--reg_data_dir", str(tmp_path / "reg")]
+    argv += ["--resolution", "1024,768", "--caption_extension", ".txt", "--enable_bucket", "--max_bucket_reso", "2048"]
+    arguments = load_config(argv).dataset
+    dataset = load_dataset_config(arguments.dataset_config, arguments).datasets[0]
+    assert dataset.resolution == (1024, 768)
+    assert (dataset.settings.min_bucket_reso, dataset.settings.max_bucket_reso) == (256, 2048)
+    found = [(subset.settings, subset.image_dir) for subset in dataset.subsets]
+    assert [(s.class_tokens, s.num_repeats, s.is_reg, s.caption_extension) for s, _ in found] == [
+        ("zorbo disc", 10, False, ".txt"),
+        ("sky", 2, False, ".txt"),
+        ("disc", 1, True, ".txt"),
+    ]
+    assert [folder for _, folder in found] == [
+        tmp_path / name for name in ("img/10_zorbo disc", "img/2_sky", "reg/1_disc")
+    ]
+    assert found[0][0].image_dir == "10_zorbo disc", "samples are known by their place in the folder"
+    with pytest.raises(UserError, match="holds no folder named like '10_name class'"):
+        load_dataset_config(tmp_path / "reg/1_disc", arguments)
+
+
+def test_images_that_nothing_names_are_missed() -> None:
+    argv = [
+        "--pretrained_model_name_or_path",
+        "m",
+        "--network_module",
+        "networks.lora_flux",
+        "--resolution",
+        "1024,1024",
+    ]
+    assert "--resolution: not taken: describes the images" in _problem(argv)
 
 
 def test_every_refused_key_of_a_toml_is_a_line_with_its_place(tmp_path: Path) -> None:

@@ -237,5 +237,5 @@ def test_a_toml_that_is_not_there_or_not_text_is_one_line(tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"latin\.toml: not UTF-8 \(byte 5\); save it as UTF-8$"):
         load_dataset_config(tmp_path / "latin.toml", arguments)
     (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(UserError, match=r"folder\.toml: is a folder, where a file is wanted; check dataset_config$"):
+    with pytest.raises(UserError, match="holds no folder named like '10_name class'; rename"):
         load_dataset_config(tmp_path / "folder.toml", arguments)

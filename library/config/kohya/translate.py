@@ -90,19 +90,28 @@ class Translation:
     def keep_dataset_keys(self) -> None:
         """Let ``dataset_args`` have what describes images beside a dataset TOML, as sd-scripts does (config_util.py).
 
-        A run has no other place for it; ``tools/migrate_config.py`` writes a dataset TOML instead.
+        Without one the folder is described by its name and these. ``tools/migrate_config.py`` writes a dataset TOML.
         """
-        if "dataset_config" not in self.values:
+        folder = self.dataset.get("train_data_dir")
+        if "dataset_config" not in self.values and folder is None:
             return
-        pairs = list(self.values.get("dataset_args", []))
+        pairs, beside = list(self.values.get("dataset_args", [])), "dataset_config" in self.values
         self.notes[:] = [note for note in self.notes if note.outcome != "dataset"]
         for key, value in self.dataset.items():
-            if key in _IMAGE_SOURCES:
+            if beside and key in _IMAGE_SOURCES:
                 self.note(key, "note", "dataset_config is set and counts, as there")
-                continue
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            pairs.append(f"{_DATASET_NAMES.get(key, key)}={text}")
-            self.note(key, "renamed", f"holds where {self.values['dataset_config']} does not say", "dataset_args")
+            elif key == "train_data_dir":
+                self.place("dataset_config", value, key)
+                self.note(key, "renamed", "becomes dataset_config", "dataset_config")
+            else:
+                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                pairs.append(f"{_DATASET_NAMES.get(key, key)}={text}")
+                if beside:
+                    self.note(
+                        key, "renamed", f"holds where {self.values['dataset_config']} does not say", "dataset_args"
+                    )
+                else:
+                    self.note(key, "accepted", f"describes {folder}")
         self.dataset.clear()
         if pairs:
             self.place("dataset_args", pairs, "dataset_args")
