@@ -85,7 +85,7 @@ class LoraTask(Task):
                 would not read the LoRA from its format.
         """
         training, network, options = self.config.training, self.config.network, self.plan.options
-        shapes = [entry.shape for entry in base.entries.values() if len(entry.shape) == 2]
+        shapes = [shape for name in base.names if len(shape := base.shape(name)) == 2]
         asked = [(f"network_args: {option}", options.dims[kind]) for kind, option in options.dim_sources.items()]
         for option, rank in asked if network.dim_from_weights else [("network_dim", options.dim), *asked]:
             refuse_large_rank(option, rank, shapes, options.kind)
