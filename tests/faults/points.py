@@ -20,6 +20,7 @@ _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "sh
 
 
 PHASES = {  # the first whose mark is in a point's label
+    "taking and giving back the folder": (".lock",),
     "caching": (".tandem_cache",),
     "uploading": ("upload", "hub"),
     "saving a state": ("-state",),
@@ -89,7 +90,9 @@ class Points:
             self.here(f"os.fsync {os.path.relpath(Path(f'/proc/self/fd/{descriptor}').readlink(), self.root)}")
             flush(descriptor)
 
-        def halfway(path: Path, layout: Any, produce: Callable[[str], Any], metadata: Any = None) -> None:
+        def halfway(
+            path: Path, layout: Any, produce: Callable[[str], Any], metadata: Any = None, checked: bool = False
+        ) -> None:
             middle = list(layout)[len(layout) // 2] if len(layout) > 2 else None
 
             def produce_or_die(name: str) -> Any:
@@ -97,7 +100,7 @@ class Points:
                     self.here(f"half written {os.path.relpath(path, self.root)}")
                 return produce(name)
 
-            stream(path, layout, produce_or_die, metadata)
+            stream(path, layout, produce_or_die, metadata, checked)
 
         os.fsync = fsync
         library.safetensors_io.stream_safetensors = halfway

@@ -1,11 +1,14 @@
 """Kill runs, let them go on, and compare what they end with to a run that was left in peace.
 
-    python -m tests.faults.suite --faults 210
+    python -m tests.faults.suite --faults 300
 
 Every chain is one training run from an empty folder: killed at one point, resumed with ``--resume auto``, killed again
 some points later, and so on, then resumed to the end. After every kill all files under their final names must be whole;
 at the end the LoRA must be the same bit for bit, the metrics the same line for line, and the folder hold the same
 names.
+
+A killed process leaves its lock behind. And before a run goes on, its disk may spoil what it wrote: caches vanish, a
+byte of a cache or of the newest state changes, or such a file is cut off; the lock may be one that was never filled.
 Processes are forked from one that has its imports behind it, so a run takes a second or two.
 """
 
@@ -36,7 +39,7 @@ import train_lora
 from library.config import load_config
 from library.config.load import load_for
 from library.config.scripts import LANGUAGE_LORA, LLM
-from library.training.checkpoint.state import find_damage
+from library.training.checkpoint.state import find_damage, newest_state
 from library.training.tasks import chat_lora, image_lora, pretraining  # noqa: F401 - so that forks have them
 from library.training.trainer import Trainer  # noqa: F401
 from tests.chat_runs import flags as chat_flags
@@ -254,6 +257,43 @@ def names(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*")}
 
 
+def spoil(place: Place, draw: random.Random) -> str | None:
+    """Do to a killed run's files what disks and people do; return what that was, None where there was nothing to."""
+    caches = [path for path in (place.root / "data").rglob("*.safetensors") if not path.name.startswith(".")]
+    states = [path for path in place.output.glob("*-state") if not find_damage(path)]
+    kind = draw.choice(["caches vanish", "a cache changes", "a state changes", "an empty lock", "nothing"])
+    if kind == "caches vanish" and caches:
+        for folder in list((place.root / "data").rglob(".tandem_cache")):
+            shutil.rmtree(draw.choice([folder, draw.choice(caches).parent]), ignore_errors=True)
+        return kind
+    if kind == "a cache changes" and caches:
+        for path in draw.sample(sorted(caches), min(3, len(caches))):
+            change(path, draw)
+        for index in (place.root / "data").rglob("index.json"):
+            change(index, draw)
+        return kind
+    if kind == "a state changes" and len(states) > 1:  # of one alone nobody can go on
+        newest = newest_state(place.output, states[0].name.partition("-")[0])
+        assert newest is not None
+        change(draw.choice(sorted(newest.iterdir())), draw)
+        return kind
+    if kind == "an empty lock" and (place.output / ".lock").exists():
+        os.truncate(place.output / ".lock", 0)
+        return kind
+    return None
+
+
+def change(path: Path, draw: random.Random) -> None:
+    """Flip a bit of a file, or cut it off, or delete it."""
+    content = bytearray(path.read_bytes())
+    how = draw.randrange(6)
+    if how == 0:
+        path.unlink()
+        return
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content[: draw.randrange(len(content))] if how == 1 else content)
+
+
 def undisturbed(place: Place) -> Place:
     """Train once without a fault, and remember what came out."""
     place.clear()
@@ -263,8 +303,12 @@ def undisturbed(place: Place) -> Place:
     return place
 
 
-def chain(place: Place, phases: Iterator[str], kills: int, draw: random.Random) -> list[str]:
+def chain(
+    place: Place, phases: Iterator[str], kills: int, draw: random.Random, spoilt: Counter[str] | None = None
+) -> list[str]:
     """Kill one run ``kills`` times, each time in the next of ``phases``, and let it end; return where it was killed.
+
+    ``spoilt`` counts what else befell it.
 
     Raises:
         AssertionError: something was lost.
@@ -280,6 +324,10 @@ def chain(place: Place, phases: Iterator[str], kills: int, draw: random.Random) 
             break
         faults.append(killed)
         assert not (broken := broken_files(place.root)), f"{faults}: broken: {broken}"
+        if what := spoil(place, draw):
+            faults[-1] += f", then {what}"
+            if spoilt is not None:
+                spoilt[what] += 1
     else:
         train_until(place, None)
     assert tensors(place.result) == place.lora, f"{faults}: another LoRA"
@@ -308,9 +356,9 @@ def run_suite(folder: Path, faults: int, say: Callable[[str], None] = lambda _: 
         say(f"{scenario}: {place.points.total()} points in an undisturbed run")
         draw, phases, done = random.Random(_SEEDS[scenario]), cycle(PHASES), 0
         while done < each:
-            faults_of_run = chain(place, phases, min(_CHAIN, each - done), draw)
+            faults_of_run = chain(place, phases, min(_CHAIN, each - done), draw, survived)
             done += len(faults_of_run)
-            survived.update(map(phase, faults_of_run))
+            survived.update(phase(fault.partition(", then ")[0]) for fault in faults_of_run)
             survived["(of them in a run that was resumed)"] += max(len(faults_of_run) - 1, 0)
             say(f"{scenario}: {done} of {each} faults survived")
     return survived
@@ -319,16 +367,16 @@ def run_suite(folder: Path, faults: int, say: Callable[[str], None] = lambda _: 
 def main() -> None:
     """Run the suite from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=210, help="processes to kill, at least")
+    parser.add_argument("--faults", type=int, default=300, help="processes to kill, at least")
     wanted = parser.parse_args().faults
     begun = time.time()
     with tempfile.TemporaryDirectory() as folder:
         survived = run_suite(Path(folder), wanted, lambda line: print(line, flush=True))
     resumed = survived.pop("(of them in a run that was resumed)")
-    total = sum(survived.values())
+    total = sum(survived[name] for name in PHASES)
     print(f"{total} faults survived in {time.time() - begun:.0f} s, {resumed} of them in runs that had been resumed")
-    for name in PHASES:
-        print(f"{survived[name]:5} {name}")
+    for name in [*PHASES, *sorted(survived.keys() - PHASES.keys())]:
+        print(f"{survived[name]:5} {'' if name in PHASES else 'then: '}{name}")
 
 
 if __name__ == "__main__":
