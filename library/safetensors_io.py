@@ -403,9 +403,10 @@ def read_checked(path: str | Path) -> dict[str, Tensor]:
     """
     try:
         with open(path, "rb", buffering=0) as file:
-            content = bytearray(file.seek(0, 2))
+            whole = torch.empty(file.seek(0, 2), dtype=torch.uint8)
+            content = memoryview(whole.numpy())  # type: ignore[arg-type]  # it is one
             file.seek(0)
-            _read_exactly(file, memoryview(content))
+            _read_exactly(file, content)
     except FileNotFoundError:
         raise DamagedFile(path, "missing") from None
     except OSError as error:
@@ -414,13 +415,12 @@ def read_checked(path: str | Path) -> dict[str, Tensor]:
     place = _CHECKSUM_PLACE.search(content, 8, min(end, len(content)))
     if place is None:
         raise DamagedFile(path, "damaged (no checksum in it)")
-    begin, stored = place.start(1), place[1]
-    del place  # it holds the buffer
-    content[begin : begin + 8] = b"0" * 8
-    if b"%08x" % zlib.crc32(content) != stored:
+    begin, stored = place.start(1), bytes(place[1])
+    crc = zlib.crc32(content[begin + 8 :], zlib.crc32(b"0" * 8, zlib.crc32(content[:begin])))
+    if b"%08x" % crc != stored:
         raise DamagedFile(path, "damaged (its checksum does not fit)")
-    tensors, whole = {}, torch.frombuffer(content, dtype=torch.uint8)
-    for name, entry in json.loads(content[8:end].decode()).items():
+    tensors = {}
+    for name, entry in json.loads(bytes(content[8:end])).items():
         if name != "__metadata__":
             first, last = entry["data_offsets"]
             data = whole[end + first : end + last]
