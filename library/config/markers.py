@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
 
@@ -19,6 +19,14 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are refused, numbers are finite, values are frozen once validated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """Refuse what no path, name or header can hold."""
+        if any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, list) else [value])):
+            raise ValueError("it holds a NUL character; remove it")
+        return value
 
 
 def asks_for_nothing(value: Any, field: FieldInfo) -> bool:

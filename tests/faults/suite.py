@@ -257,10 +257,10 @@ def names(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*")}
 
 
-def spoil(place: Place, draw: random.Random, states_spoilt: set[str]) -> str | None:
+def spoil(place: Place, draw: random.Random, changed: set[str]) -> str | None:
     """Do to a killed run's files what disks and people do; return what that was, None where there was nothing to.
 
-    ``states_spoilt`` learns the names of states: one that the run does not come by again stays as it is.
+    ``changed`` learns the names of files and states: those that the run does not come by again stay as they are.
     """
     caches = [path for path in (place.root / "data").rglob("*.safetensors") if not path.name.startswith(".")]
     states = [path for path in place.output.glob("*-state") if not find_damage(path)]
@@ -270,16 +270,16 @@ def spoil(place: Place, draw: random.Random, states_spoilt: set[str]) -> str | N
             shutil.rmtree(draw.choice([folder, draw.choice(caches).parent]), ignore_errors=True)
         return kind
     if kind == "a cache changes" and caches:
-        for path in draw.sample(sorted(caches), min(3, len(caches))):
+        indexes = (place.root / "data").rglob("index.json")
+        for path in [*draw.sample(sorted(caches), min(3, len(caches))), *indexes]:
             change(path, draw)
-        for index in (place.root / "data").rglob("index.json"):
-            change(index, draw)
+            changed.add(path.name)
         return kind
     if kind == "a state changes" and len(states) > 1:  # of one alone nobody can go on
         newest = newest_state(place.output, states[0].name.partition("-")[0])
         assert newest is not None
         change(draw.choice(sorted(newest.iterdir())), draw)
-        states_spoilt.add(newest.name)
+        changed.add(newest.name)
         return kind
     if kind == "an empty lock" and (place.output / ".lock").exists():
         os.truncate(place.output / ".lock", 0)
@@ -319,7 +319,7 @@ def chain(
     """
     place.clear()
     faults: list[str] = []
-    states_spoilt: set[str] = set()
+    changed: set[str] = set()
     for attempt in range(kills):
         # a resumed run has less of everything before it, and its caches
         wanted = next(name for name in phases if place.points[name] and not (attempt and name == "caching"))
@@ -328,9 +328,9 @@ def chain(
         if killed is None:  # it came to its end before that point
             break
         faults.append(killed)
-        broken = [path for path in broken_files(place.root) if not any(name in path for name in states_spoilt)]
+        broken = [path for path in broken_files(place.root) if not any(name in path for name in changed)]
         assert not broken, f"{faults}: broken: {broken}"
-        if what := spoil(place, draw, states_spoilt):
+        if what := spoil(place, draw, changed):
             faults[-1] += f", then {what}"
             if spoilt is not None:
                 spoilt[what] += 1
@@ -338,7 +338,7 @@ def chain(
         train_until(place, None)
     assert tensors(place.result) == place.lora, f"{faults}: another LoRA"
     assert metrics(place.output) == place.metrics, f"{faults}: {metrics(place.output)} instead of {place.metrics}"
-    differing = [path for path in names(place.root) ^ place.names if not states_spoilt & set(Path(path).parts)]
+    differing = [path for path in names(place.root) ^ place.names if not changed & set(Path(path).parts)]
     assert not differing, f"{faults}: {sorted(differing)}"
     return faults
 

@@ -75,9 +75,10 @@ class FolderLock:
                     raise UserError(f"output_dir: {self.path.parent} is a file; choose another folder") from error
                 self._take_over()
                 continue
-            except OSError as error:
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
                 raise UserError(
-                    f"output_dir: {self.path.parent} cannot be written to ({error.strerror}); choose another folder"
+                    f"output_dir: {self.path.parent} cannot be written to ({reason}); choose another folder"
                 ) from None
             self._own = content
             return

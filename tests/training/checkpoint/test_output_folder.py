@@ -175,7 +175,7 @@ def test_a_finished_lora_is_replaced_by_the_same_run_or_on_demand_only(
     [
         ("x" * 300, "it has 300 bytes"),
         ("ü" * 100, "it has 200 bytes"),
-        ("a\0b", r"may hold '\\x00'"),
+        ("a\0b", "it holds a NUL character"),
         ("a\x1b[2Jb", r"may hold '\\x1b'"),
         ("a/b", "put the folder into output_dir"),
         ("a\\b", "put the folder into output_dir"),
@@ -192,13 +192,20 @@ def test_names_that_cannot_be_written_are_refused_at_the_door(name: str, problem
         load_config(["--pretrained_model_name_or_path", "m", "--dataset_config", "d", "--output_name", name])
 
 
+@pytest.mark.parametrize("key", ["output_dir", "cache_directory", "save_fallback_dir", "pretrained_model_name_or_path"])
+def test_no_option_takes_a_nul(key: str) -> None:
+    flags = {"pretrained_model_name_or_path": "m", "dataset_config": "d", key: "a\0b"}
+    with pytest.raises(UserError, match=rf"^--{key}: .* it holds a NUL character; remove it$"):
+        load_config([word for name, value in flags.items() for word in (f"--{name}", value)])
+
+
 def test_a_tracker_that_cannot_write_is_refused_before_anything_is_loaded(
     base: Path, dataset: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"logging_dir: .*file: .*cannot be written .*; choose another"):
         run(base, dataset, tmp_path / "out", log_with="tensorboard", logging_dir=tmp_path / "file")
-    with pytest.raises(UserError, match="log_tracker_name: .*may hold"):
+    with pytest.raises(UserError, match="log_tracker_name: .*a NUL character"):
         run(base, dataset, tmp_path / "out", log_with="tensorboard", log_tracker_name="a\0b")
 
 
