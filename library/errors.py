@@ -130,8 +130,8 @@ def _without_traceback(text: str) -> str:
 def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
     """Decorate a script's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
 
-    So does Ctrl-C, with the shell's own exit code for it, 130, and what a ``KeyboardInterrupt`` has to say. What
-    ``main`` prints is made :func:`printable`, and characters that the output's encoding lacks are spelt.
+    So does Ctrl-C, with the shell's own exit code for it, 130. What ``main`` prints is made :func:`printable`, and
+    characters that the output's encoding lacks are spelt.
     """
 
     @wraps(main)
@@ -147,7 +147,8 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
             raise SystemExit(2) from None
         except KeyboardInterrupt as interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one does not wait for threads to end
-            print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+            if not interrupt.args:  # else it has been said, see ``library.training.guard.signals.interruptible``
+                print("interrupted", file=sys.stderr)
             raise SystemExit(130) from None
 
     return wrapped

@@ -335,9 +335,10 @@ class RunEvents:
         rows = [("steps", steps), ("avg loss", f"{position.loss_ema:.4f} (moving average over about 20 steps)")]
         if after is not None:
             first, change = "", ""
-            if before is not None:
+            if before is not None and self._validated_at:  # again since the first step
                 first, change = f"{before:.4f} before -> ", f" ({(after / before - 1) * 100:+.1f} %)"
-            rows.append(("validation loss", f"{first}{after:.4f} after{change}"))
+            when = "after" if self._validated_at else "before the first step"
+            rows.append(("validation loss", f"{first}{after:.4f} {when}{change}"))
             for key, value in self.task.describe_validation(after).items():
                 first = "" if before is None else f"{self.task.describe_validation(before)[key]:.1f} -> "
                 rows.append((key.removeprefix("val_"), f"{first}{value:.1f}"))

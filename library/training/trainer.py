@@ -25,6 +25,7 @@ from library.training.checkpoint.hub import HubUpload, build_upload
 from library.training.checkpoint.state import Position
 from library.training.events import RunEvents
 from library.training.guard.nonfinite import respond
+from library.training.guard.signals import interruptible
 from library.training.guard.update_guard import UpdateGuard, all_finite
 from library.training.memory.budget import when_memory_runs_out
 from library.training.optim.lr_tracker import StepSizeMonitor, distance_starts, read_learning_rates
@@ -66,15 +67,13 @@ class Trainer:
     def _prepare(self) -> HubUpload | None:
         """Look at what was asked for, load data and model, find the position; return what uploads."""
         task, config = self.task, self.task.config
-        try:
+        with interruptible("before the first step; what is cached is kept"):
             task.open()
             upload = build_upload(
                 config.hub, task.accelerator, task.console, config.saving.output_dir, bool(config.training.resume)
             )
             task.prepare()
             task.check_room()
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("before the first step; what is cached is kept") from None
         self.position = task.resume(config.training.resume) if config.training.resume else task.begins_at()
         return upload
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,6 +62,29 @@ NOTHING = StopRequest()
 def resume_hint(stop_request: StopRequest, step: int, state: Path) -> str:
     """Return the line that a stopped run ends with."""
     return f"stopped by {stop_request.stop} after step {step}: go on with --resume {state}, or with --resume auto"
+
+
+@contextmanager
+def interruptible(remark: str) -> Iterator[None]:
+    """Inside the block Ctrl-C is answered with ``remark`` before anything that runs is waited for; a second one kills.
+
+    The ``KeyboardInterrupt`` that it raises then has the remark, by which :func:`exit_on_user_error` knows.
+    """
+
+    def answer(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        print(f"{chr(10) * sys.stderr.isatty()}interrupted: {remark}", file=sys.stderr, flush=True)
+        raise KeyboardInterrupt(remark)
+
+    before = signal.getsignal(signal.SIGINT)
+    alone = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
+    if alone:
+        signal.signal(signal.SIGINT, answer)
+    try:
+        yield
+    finally:
+        if alone and signal.getsignal(signal.SIGINT) is answer:
+            signal.signal(signal.SIGINT, before)
 
 
 class SignalHandler:
