@@ -65,6 +65,8 @@ from networks.files.weights import (
     TITLES,
     AdapterWeights,
     LoraWeights,
+    OftWeights,
+    RowsDependError,
     fold_scale,
     names_in_short,
     non_lora_kind,
@@ -406,6 +408,9 @@ def load_adapter(
                 raise UserError(f"{path}: {name} is there twice, in two namings ({stem}); keep one")
             weights[name] = read
     notes = _settle_norms(path, weights, metadata, dora_norm)
+    if limited := [name for name, module in weights.items() if isinstance(module, OftWeights) and module.alpha > 0]:
+        what = f"{len(limited)} rotations are limited to alpha times the outputs, as LyCORIS and sd-scripts train them"
+        notes += (f"{path}: {what}; ComfyUI limits them to alpha and shows a smaller change",)
     modules = [module for module, _ in found.values()]
     # comfy files have kohya's keys for text encoders: the transformer's keys tell the layout where there are any
     layouts = {m.layout for m in modules if m.encoder is None} or {m.layout for m in modules}
@@ -527,12 +532,17 @@ def _modules_of(
     if "down" in tensors:
         value = value or float(rank)  # alpha 0 means "no scaling" in sd-scripts
     read = kind.of(tensors, value)
+    if isinstance(read, OftWeights) and read.alpha > 0:
+        read = kind.of(tensors, read.alpha * read.shape[0])  # trainers limit |Q| by alpha times the outputs
     try:
         _check_norms(read)
         if not module.is_fused and place.part is not None:
             return {component + place.modules[place.part]: read}
         parts: Mapping[int, AdapterWeights]
         parts = split_fused(place.row, read) if isinstance(read, LoraWeights) else split_rows(place.row, read)
+    except RowsDependError as error:
+        why = "which have weights of their own here; use it in the program that trained it"
+        raise UserError(f"{where}: {error} ({', '.join(place.modules)}), {why}") from None
     except ValueError as error:
         raise UserError(f"{where}: {error}; the file was made for another model") from None
     return {component + place.modules[part]: weights for part, weights in parts.items()}

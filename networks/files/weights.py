@@ -10,7 +10,7 @@ The formulas are ComfyUI's (``comfy/weight_adapter``), whose names the tensors h
   the paper is right in ComfyUI if its ``dora_scale`` is m |W| / |V|; so it is written here. With a column for each
   input all of them divide by V's columns. In memory the name tells: rows of V are ``magnitude``, rows of the base
   ``dora_scale`` (:func:`networks.files.adapters.load_adapter` decides which a file means).
-* ComfyUI's ``alpha`` of OFT and BOFT is no scale but a limit on |Q|, 0 for none.
+* ``alpha`` of OFT and BOFT is no scale but a limit on |Q|, 0 for none; in files times the outputs, but for ComfyUI.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from torch import Tensor
 
 from library.config.markers import MOST_STRENGTH
 from library.errors import UserError, printable
+
+
+class RowsDependError(ValueError):
+    """What becomes of some rows of a layer depends on the others."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class AdapterWeights:
         """Return the same change of some output rows alone, in the order of ``rows`` [n] int64.
 
         Raises:
-            ValueError: what becomes of these rows depends on others too.
+            RowsDependError: what becomes of these rows depends on others too.
         """
         raise NotImplementedError
 
@@ -230,7 +234,7 @@ class DoraWeights(AdapterWeights):
         """See the base class."""
         norms = {name: tensor for name, tensor in self.tensors.items() if name in NORMS}
         if any(len(norm) != self.shape[0] for norm in norms.values()):
-            raise ValueError("the norms are those of all columns of the joined layer")
+            raise RowsDependError("the norms are those of all columns of the joined layer")
         kept = {name: norm[rows] for name, norm in norms.items()}
         return type(self)({**self.update.of_rows(rows).tensors, **kept}, self.alpha)
 
@@ -279,7 +283,7 @@ class OftWeights(AdapterWeights):
         starts = rows[::size]
         together = len(rows) % size == 0 and torch.equal(rows, (starts[:, None] + torch.arange(size)).flatten())
         if blocks.ndim != 3 or self.alpha > 0 or not together or bool((starts % size).any()):
-            raise ValueError("the rotation mixes rows of several layers")
+            raise RowsDependError("the rotation mixes rows of several layers")
         return OftWeights({"oft_blocks": blocks[starts // size]}, 0.0)
 
 

@@ -77,17 +77,19 @@ def test_a_strength_is_a_share_of_the_change(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)  # fp32
 
 
-def test_a_limit_on_rotations_and_lengths_of_columns_are_read_as_comfyui_reads_them(tmp_path: Path) -> None:
+def test_a_limit_on_rotations_is_read_as_it_was_trained_and_lengths_of_columns_as_everywhere(tmp_path: Path) -> None:
     weight = make_flux().transformer_blocks[0].attn.to_k.weight.detach().double()
     rng = torch.Generator().manual_seed(0)
     blocks = torch.randn(8, 4, 4, generator=rng)
-    save_file({f"{STEM}.oft_blocks": blocks, f"{STEM}.alpha": torch.tensor(0.5)}, tmp_path / "oft.safetensors")
+    save_file({f"{STEM}.oft_blocks": blocks, f"{STEM}.alpha": torch.tensor(0.02)}, tmp_path / "oft.safetensors")
     skew = (blocks - blocks.transpose(1, 2)).double()
-    skew = skew * (0.5 / skew.norm())
+    skew = skew * (0.02 * 32 / skew.norm())  # LyCORIS's diag_oft.py: constraint * out_dim, alpha being constraint
     eye = torch.eye(4, dtype=torch.float64)
     rotations = (eye + skew) @ (eye - skew).inverse()
     expected = torch.einsum("knm,kni->kmi", rotations, weight.view(8, 4, -1)).reshape(weight.shape)
-    (module,) = load_adapter(tmp_path / "oft.safetensors", FLUX_TARGETS).weights.values()
+    file = load_adapter(tmp_path / "oft.safetensors", FLUX_TARGETS)
+    (module,) = file.weights.values()
+    assert "limited to alpha times the outputs" in file.notes[0]
     torch.testing.assert_close(module.apply(weight.float(), 1.0).double(), expected, rtol=1e-5, atol=1e-6)
 
     down, up = torch.randn(2, 32, generator=rng), torch.randn(32, 2, generator=rng)
