@@ -54,7 +54,11 @@ def find_model(given: str | Path, option: str, is_pipeline: bool | None = None, 
     name = Path(given).as_posix()
     is_name = _HUB_NAME.fullmatch(name) is not None and not name.endswith(_FILE_ENDINGS)
     if (meant := _misspelt(path)) is not None:
-        fetch = f" For the model of that name on the hub: hf download {name} --local-dir {name}" if is_name else ""
+        fetch = (
+            f" For the model of that name on the hub: hf download {name} --local-dir {name}"
+            if is_name and Path(name.split("/")[0]).exists()
+            else ""
+        )
         raise UserError(f"{option} {str(given)!r} does not exist; did you mean {str(meant)!r}?{fetch}")
     if not is_name:
         raise UserError(

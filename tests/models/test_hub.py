@@ -158,6 +158,7 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(
     with pytest.raises(UserError) as error:
         find_model(given, "--model")
     assert said in str(error.value)
+    assert ("hf download" in str(error.value)) == (given == "models/flux-dve")  # the folder is there, as an owner's
 
 
 def test_every_program_that_takes_a_model_takes_a_name(hub: Hub, tmp_path: Path) -> None:
