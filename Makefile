@@ -61,7 +61,7 @@ test-zero: $(ZERO) ## DeepSpeed's ZeRO on two processes (a minute or two)
 test-faults: $(STAMP) ## kill runs at 300 points, spoil their files, and see that nothing is lost (some fifteen minutes)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.faults.suite --faults 300
 
-fuzz: $(STAMP)  ## feed the readers of configs, images and weights 11,400 broken inputs (some minutes)
+fuzz: $(STAMP)  ## feed readers and tools thousands of broken inputs (a quarter of an hour)
 	FUZZ_CASES=10000 OMP_NUM_THREADS=1 $(PY) -m pytest -q --timeout 1800 tests/fuzz
 
 check: $(STAMP) ## lint, format, types, direction of imports

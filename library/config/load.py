@@ -33,7 +33,7 @@ from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from library.config.scripts import LORA, Schema, Script, fields, section_fields, sections
 from library.errors import UserError, did_you_mean, nearest_of
-from library.files import read_toml
+from library.files import read_toml, written_path
 
 _SAME_HEADING = 0.8  # similarity above which an unknown table heading is taken for a misspelt one
 _SAME_WORD = 0.8  # likewise a key of a kohya's configuration, whose other unknown keys are passed over
@@ -323,10 +323,21 @@ def _unknown_flags(words: Sequence[str], script: Script[Any] = LORA) -> Iterator
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are ``UserError``s."""
+    """An argument parser whose complaints are ``UserError``s, and whose flags of type ``Path`` take what can be one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see --help")
+
+
+def _path(text: str) -> Path:
+    try:
+        return written_path(text, "")
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).strip()) from None
 
 
 def _parser(script: Script[Any]) -> Parser:

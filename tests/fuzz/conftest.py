@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz import outcomes
+from tests.fuzz import SEED, outcomes
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if outcomes:
         taken, refused = outcomes["taken"], outcomes["refused"]
-        terminalreporter.write_line(f"fuzzing: {taken + refused} cases, {taken} taken, {refused} refused")
+        cases = f"{taken + refused} cases, {taken} taken, {refused} refused"
+        terminalreporter.write_line(f"fuzzing: {cases}; FUZZ_SEED={SEED} of the tools")
