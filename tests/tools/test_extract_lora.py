@@ -160,7 +160,7 @@ def test_models_of_two_architectures_are_refused_in_one_line(files: dict[str, Pa
     ("flags", "message"),
     [
         ([], "give --dim"),
-        (["--dim", 0], "--dim: '0' is no whole number from 1"),
+        (["--dim", 0], "command line: argument --dim: '0' is no whole number from 1"),
         (["--energy", 1.5], "--energy 1.5: must be above 0"),
         (["--dim", 4, "--model_org", "nowhere"], "--model_org 'nowhere' does not exist; give a local"),
     ],
