@@ -40,6 +40,8 @@ from library.errors import UserError
 from library.randomness import generator, python_random
 from library.safetensors_io import DamagedFile
 
+_TRIES = 3  # to encode an item again
+
 
 @dataclass
 class Item:
@@ -212,12 +214,13 @@ class CachedDataset(Dataset[Item]):
         Raises:
             DamagedFile: a cache file cannot be used, and not be made again here.
         """
-        try:
-            return self._read(position)
-        except DamagedFile:
-            if self.encode_again is None or get_worker_info() is not None:
-                raise
-        self.encode_again(*self._source(position))
+        for _ in range(_TRIES):  # a folder may be vanishing file by file
+            try:
+                return self._read(position)
+            except DamagedFile:
+                if self.encode_again is None or get_worker_info() is not None:
+                    raise
+            self.encode_again(*self._source(position))
         return self._read(position)
 
     def __getitems__(self, positions: list[tuple[int, int]]) -> list[Item] | UnreadBatch:
