@@ -29,6 +29,7 @@ import shutil
 import signal
 import sys
 import sysconfig
+import tempfile
 import types
 import warnings
 from contextlib import suppress
@@ -132,6 +133,14 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         _in_hook = False
 
 
+def _in_tempfile() -> bool:
+    """Whether it is tempfile that opens something: it says so of the folder, and then opens a file in it."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame and frame.f_code.co_filename != tempfile.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _judge(event: str, arguments: tuple[Any, ...]) -> None:
     paths = [os.fsdecode(path) for path in arguments[:2] if isinstance(path, str | bytes | os.PathLike)]
     if not paths or not _asked_by_us():
@@ -140,7 +149,7 @@ def _judge(event: str, arguments: tuple[Any, ...]) -> None:
         path, mode, flags = arguments
         if paths[0].startswith(("/proc/", "/sys/", "/dev/")):
             raise FileNotFoundError(errno.ENOENT, "no such file on Windows", paths[0])
-        if Path(paths[0]).is_dir():
+        if Path(paths[0]).is_dir() and not _in_tempfile():
             raise PermissionError(errno.EACCES, "Windows opens no folders", paths[0])
         if flags & os.O_CREAT or (mode and set(mode) & set("wax")):
             _refuse_name(paths[0])
@@ -202,6 +211,7 @@ def obey() -> None:
         module.__class__ = _AsOnWindows
     warnings.filterwarnings("error", category=EncodingWarning, module=r"(library|networks|tools|dev)\b")
     shutil._use_fd_functions = False  # type: ignore[attr-defined]  # what deletes folders on Windows
+    tempfile.TemporaryFile = tempfile.NamedTemporaryFile  # type: ignore[misc]  # as tempfile.py has it there
     multiprocessing.set_start_method("spawn", force=True)
     sys.addaudithook(_hook)
 
