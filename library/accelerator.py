@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import tempfile
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +44,7 @@ from torch.utils._triton import has_triton_package
 from torch.utils.data import DataLoader
 
 from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
-from library.errors import UserError, reason_of
+from library.errors import UserError
 
 # Engines that ``accelerate launch`` switches on through the environment. Tandem sets up its own.
 _FOREIGN_ENGINES = (
@@ -97,10 +96,12 @@ def build_accelerator(
         mixed_precision=training.mixed_precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=steps,
-            sync_with_dataloader=False,  # an optimizer step may span two epochs
+            sync_with_dataloader=False,  # where a step ends is said by MicroStep
         ),
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=not on_cpu),
-        project_config=ProjectConfiguration(saving.output_dir, logging_dir=_logging_dir(logging, saving.output_dir)),
+        project_config=ProjectConfiguration(
+            saving.output_dir, logging_dir=logging.logging_dir or str(Path(saving.output_dir) / "logs")
+        ),
         log_with=_trackers(logging),
         dynamo_plugin=_dynamo(accelerate),
         step_scheduler_with_optimizer=False,
@@ -172,21 +173,6 @@ def _let_accelerate_shard_on_a_cpu(timeout: timedelta) -> None:
     if not PartialState._shared_state:
         PartialState(cpu=True, timeout=timeout)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-def _logging_dir(logging: LoggingConfig, output_dir: str) -> str:
-    """Return where trackers write; where there are any, it is made, so that one that cannot be is told at once."""
-    folder = logging.logging_dir or str(Path(output_dir) / "logs")
-    if logging.log_with is not None:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"logging_dir: {folder} cannot be written to ({reason_of(error)}); choose another"
-            ) from None
-    return folder
 
 
 def _trackers(logging: LoggingConfig) -> list[str] | None:

@@ -213,7 +213,11 @@ def _replace_folder(new: Path, folder: Path) -> None:
     elif not _exchange(new, folder):
         old = _beside(folder, "old")
         rename(folder, old)
-        rename(new, folder)
+        try:
+            rename(new, folder)
+        except OSError:
+            rename(old, folder)
+            raise
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -2,7 +2,8 @@
 
 A schema is made of sections (``library.config.schema``). The type of an option carries markers: :class:`OnlyWith` (what
 it needs to have an effect), :class:`MustMatch` (a resumed state must have it too), :class:`OnlyFor` (which trainings
-have it). Rules, resuming, ``--help`` and the options pages follow from them.
+have it), :class:`SameResult` (what is trained does not follow from it). Rules, resuming, overwriting, ``--help`` and
+the options pages follow from them.
 """
 
 from __future__ import annotations
@@ -139,6 +140,11 @@ class MustMatch:
     canonical: Callable[[Any], Any] | None = None
 
 
+@dataclass(frozen=True)
+class SameResult:
+    """Marks an option that says where things lie or how the work is done: with any value the result is the same."""
+
+
 def options(config: BaseModel) -> Iterator[tuple[str, Any, FieldInfo]]:
     """Yield every option of a configuration with its value and its field."""
     for name in type(config).model_fields:
@@ -163,6 +169,7 @@ def sorted_pairs(pairs: list[str]) -> list[str]:
 
 
 MUST_MATCH = MustMatch()
+SAME_RESULT = SameResult()
 Pairs = Annotated[list[str], MustMatch(sorted_pairs)]
 # Bounds that no training comes near, so that a slip of the finger is told at once instead of filling the memory.
 MOST = 10**9  # of what is counted: steps, epochs, tokens

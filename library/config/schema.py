@@ -17,6 +17,7 @@ from library.config.markers import (
     MOST,
     MOST_WORKERS,
     MUST_MATCH,
+    SAME_RESULT,
     Above,
     Batch,
     Fraction,
@@ -173,7 +174,7 @@ class DistillationConfig(Section):
     distill_weight: Annotated[float, Field(gt=0, le=1), OnlyWith(distill_from=True)] = Field(
         1.0, description="weight of the teacher's velocity against the data's; 1 learns from the teacher alone"
     )
-    distill_cache: Annotated[str | None, OnlyWith(distill_from=True)] = Field(
+    distill_cache: Annotated[str | None, OnlyWith(distill_from=True), SAME_RESULT] = Field(
         None, description="folder for the teacher's answers; default: teacher in output_dir"
     )
 
@@ -187,19 +188,21 @@ class DatasetArguments(Section):
     dataset_args: list[str] = Field(
         [], description="key=value pairs that hold where the dataset TOML does not say: resolution=1024, flip_aug=true"
     )
-    cache_directory: str | None = Field(
+    cache_directory: Annotated[str | None, SAME_RESULT] = Field(
         None, description="folder for cached latents and text; default .tandem_cache beside the images"
     )
     caption_variants: Annotated[int, Field(gt=0, le=10_000)] = Field(
         8, description="cached variants per caption where shuffling or tag dropout asks for more than one"
     )
-    vae_batch_size: Batch = Field(1, description="images encoded at once while caching")
-    text_encoder_batch_size: Batch = Field(4, description="captions encoded at once while caching")
+    vae_batch_size: Annotated[Batch, SAME_RESULT] = Field(1, description="images encoded at once while caching")
+    text_encoder_batch_size: Annotated[Batch, SAME_RESULT] = Field(
+        4, description="captions encoded at once while caching"
+    )
     train_batch_size: Batch = Field(1, description="batch size where the dataset TOML names none")
-    max_data_loader_n_workers: Annotated[int, Field(ge=0, le=MOST_WORKERS)] = Field(
+    max_data_loader_n_workers: Annotated[int, Field(ge=0, le=MOST_WORKERS), SAME_RESULT] = Field(
         2, description="worker processes that read caches"
     )
-    strict_dataset: bool = Field(
+    strict_dataset: Annotated[bool, SAME_RESULT] = Field(
         False,
         description="look every image over before caching and refuse to start at any finding (docs/reliability.md)",
     )
@@ -324,20 +327,22 @@ class SharedTrainingKeys(Section):
 
     max_train_steps: Positive = Field(1600, description="optimizer steps")
     max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
-    resume: str | None = Field(
+    resume: Annotated[str | None, SAME_RESULT] = Field(
         None,
         description="state folder to go on from (written by save_state); auto: the newest in output_dir, if any",
     )
-    gradient_checkpointing: bool = Field(False, description="recompute blocks in backward: less memory, more time")
-    checkpoint_every_n_blocks: Annotated[Positive, _CHECKPOINTED] = Field(
+    gradient_checkpointing: Annotated[bool, SAME_RESULT] = Field(
+        False, description="recompute blocks in backward: less memory, more time"
+    )
+    checkpoint_every_n_blocks: Annotated[Positive, _CHECKPOINTED, SAME_RESULT] = Field(
         1, description="recompute one of so many neighbouring blocks; 1: all"
     )
-    activation_budget_mb: Annotated[int, Field(ge=0, le=MOST), _CHECKPOINTED] = Field(
+    activation_budget_mb: Annotated[int, Field(ge=0, le=MOST), _CHECKPOINTED, SAME_RESULT] = Field(
         0,
         description="keep so many MiB of activations instead of recomputing them, what saves most time first: "
         "outputs of attention, then blocks",
     )
-    cpu_offload_checkpointing: Annotated[bool, _CHECKPOINTED] = Field(
+    cpu_offload_checkpointing: Annotated[bool, _CHECKPOINTED, SAME_RESULT] = Field(
         False, description="keep the blocks' inputs in host memory until backward"
     )
 
@@ -347,7 +352,7 @@ class TrainingConfig(SharedTrainingKeys):
 
     gradient_accumulation_steps: Batch = Field(1, description="batches per optimizer step")
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
-    attention: Annotated[Literal["auto", "flash", "efficient", "cudnn", "math"], IMAGES] = Field(
+    attention: Annotated[Literal["auto", "flash", "efficient", "cudnn", "math"], IMAGES, SAME_RESULT] = Field(
         "auto",
         description="kernel of PyTorch's attention: auto takes the fastest that can, and says which; one that cannot "
         "compute this model on this device is refused",
@@ -359,25 +364,25 @@ class TrainingConfig(SharedTrainingKeys):
     prior_loss_weight: Annotated[NotNegative, IMAGES] = Field(
         1.0, description="weight of regularisation images (is_reg)"
     )
-    memory_dry_run: Annotated[bool | None, IMAGES] = Field(
+    memory_dry_run: Annotated[bool | None, IMAGES, SAME_RESULT] = Field(
         None,
         description="take real steps at the largest bucket before anything is cached, and say what they take; "
         "the model is loaded twice for it; default: on a GPU, if the files' headers leave a doubt that a step fits",
     )
-    on_nan: Literal["stop", "skip", "rollback"] = Field(
+    on_nan: Annotated[Literal["stop", "skip", "rollback"], SAME_RESULT] = Field(
         "stop",
         description="a step whose loss or gradients are not finite: save what was before it and stop; skip its update; "
         "or leave the images at fault out from then on and take the step again",
     )
-    on_nan_limit: Annotated[Positive, OnlyWith(on_nan=("skip", "rollback"))] = Field(
+    on_nan_limit: Annotated[Positive, OnlyWith(on_nan=("skip", "rollback")), SAME_RESULT] = Field(
         10, description="stop after so many steps in a row that are not finite (skip, rollback)"
     )
-    blocks_to_swap: Annotated[int, Field(ge=0, le=MOST), IMAGES] = Field(
+    blocks_to_swap: Annotated[int, Field(ge=0, le=MOST), IMAGES, SAME_RESULT] = Field(
         0,
         description="blocks whose frozen weights stay in host memory and are copied in as they run; at most "
         f"{_SWAPPABLE}",
     )
-    memory: Annotated[Literal["manual", "auto"], IMAGES] = Field(
+    memory: Annotated[Literal["manual", "auto"], IMAGES, SAME_RESULT] = Field(
         "manual",
         description="manual: as the keys above say; auto: take real steps before anything is cached, and choose the "
         "fastest of gradient_checkpointing, activation_budget_mb, cpu_offload_checkpointing, blocks_to_swap that fits",

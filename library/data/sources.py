@@ -188,9 +188,7 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
     besides = [path for path in (*of_others, index.folder) if path != folder]
     files = list_folder(folder, recursive, besides, dangling)
     names = [name for name in files if is_image(name)]
-    inside = (
-        [] if recursive else [name for name in list_folder(folder, True, besides) if "/" in name and is_image(name)]
-    )
+    inside = [] if recursive else _images_inside(folder, besides)
     if not names:
         hint = f"{len(inside)} in the folders inside ({inside[0]}, ...); set recursive = true" if inside else ""
         raise UserError(
@@ -222,12 +220,10 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
 
 
 def _images_inside(folder: Path, besides: Sequence[Path]) -> list[str]:
-    """Names of images in the folders inside ``folder``, as far as those can be read."""
+    """Return the images in folders inside ``folder``; none where one cannot be read, as they are only told of."""
     try:
-        if not any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(folder)):
-            return []
         return [name for name in list_folder(folder, True, besides) if "/" in name and is_image(name)]
-    except (OSError, UserError):
+    except UserError:
         return []
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from library.errors import UserError, did_you_mean
+from library.errors import UserError, did_you_mean, reason_of
 from library.files import read_json, read_json_lines, read_text, reading
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".arrow")
@@ -223,8 +223,7 @@ def load_by_name(name: str, configuration: str | None, split: str | None, text_k
     try:
         found = datasets.load_dataset(name, configuration, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # not found, no connection, no such configuration or split
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"--hf_dataset: {name}: {reason}") from None
+        raise UserError(f"--hf_dataset: {name}: {reason_of(error)}") from None
     if split is None:
         found = found[_one_of(list(found), None, name)]
     if text_key not in found.column_names:

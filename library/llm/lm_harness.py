@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from library.errors import UserError, did_you_mean
+from library.errors import UserError, did_you_mean, reason_of
 from library.llm.evaluation import Span, continuation_span, first_token, score_spans
 from library.llm.generation import SamplingSettings, stream_tokens
 from library.llm.tokenizers import Tokenizer
@@ -162,8 +162,7 @@ def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
     try:
         manager.load(list(names))
     except (ConnectionError, FileNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--tasks: the data of {', '.join(names)} cannot be had: {reason}") from None
+        raise UserError(f"--tasks: the data of {', '.join(names)} cannot be had: {reason_of(error)}") from None
     return manager
 
 

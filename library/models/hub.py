@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from library.errors import UserError, nearest_of
+from library.errors import UserError, nearest_of, reason_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".toml", ".index")
@@ -124,9 +124,8 @@ def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozens
             f"{option}: {name} does not exist here, and is not (completely) in the cache; without a network, {hint}"
         ) from None
     except (errors.HTTPError, errors.XetDownloadError, ConnectionError, TimeoutError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{option}: {name}: the hub failed ({reason}); start again, it goes on where it stopped"
+            f"{option}: {name}: the hub failed ({reason_of(error)}); start again, it goes on where it stopped"
         ) from None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from library.accelerator import has_whole_model
 from library.data.batches import MicroStep
-from library.errors import UserError
+from library.errors import UserError, reason_of
 from library.processes import watched
 from library.randomness import derive_seed
 from library.training.checkpoint.hub import HubUpload, build_upload
@@ -109,7 +109,7 @@ class Trainer:
                 return None
             return self.events.save_before_fault(self.position, alone=True)
         except (Exception, KeyboardInterrupt) as error:  # a device that is lost; what was saved before stays
-            self.progress.note(f"warning: the last steps could not be saved ({str(error).partition(chr(10))[0]})")
+            self.progress.note(f"warning: the last steps could not be saved ({reason_of(error)})")
             return None
 
     def train(self) -> None:

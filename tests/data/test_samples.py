@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from itertools import combinations
 from pathlib import Path
@@ -84,6 +85,19 @@ def test_folders_inside_are_read_if_asked_for_and_noted_if_not(tmp_path: Path) -
     cache_all(data)
     images = [item.latents for item in items(data.train)]
     assert not any(torch.equal(one, other) for one, other in combinations(images, 2))
+
+
+def test_a_folder_inside_that_cannot_be_read_is_passed_over_where_it_was_not_asked_for(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "cat.png", caption="first")
+    inside = os.open(tmp_path / "img", os.O_RDONLY)
+    for _ in range(20):  # whose path is too long for the system
+        os.mkdir("x" * 250, dir_fd=inside)
+        deeper = os.open("x" * 250, os.O_RDONLY, dir_fd=inside)
+        os.close(inside)
+        inside = deeper
+    os.close(inside)
+    assert build(write_toml(tmp_path)).captions() == ["first"]
+    assert "cannot be read" in refused(tmp_path, write_toml(tmp_path, subset="image_dir = 'img'\nrecursive = true"))
 
 
 def test_masks_of_folders_inside_lie_in_the_same_folders(tmp_path: Path) -> None:

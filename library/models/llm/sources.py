@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from library.errors import UserError
+from library.errors import UserError, reason_of
 from library.precision.checkpoint_layouts import WeightFiles
 from library.safetensors_io import DTYPE_NAMES, RowRange, TensorEntry
 
@@ -71,7 +71,7 @@ def _outline(file: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; download it again") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = reason_of(error)
         raise UserError(f"{file}: not a PyTorch checkpoint of tensors alone ({reason}); use safetensors") from None
     if not isinstance(state, dict):
         raise UserError(f"{file}: holds a {type(state).__name__}, not named tensors; use another file")

@@ -30,7 +30,7 @@ from huggingface_hub import HfApi
 
 from library.config.schema import HubConfig
 from library.console import Console
-from library.errors import UserError, WriteError
+from library.errors import UserError, WriteError, reason_of
 from library.files import write_text
 
 _PATIENCE = 60.0  # seconds, a tenth of the default ddp_timeout
@@ -74,10 +74,9 @@ class HubUpload:
             private = config.huggingface_repo_visibility == "private"
             self._api.create_repo(self._repo, private=private, exist_ok=True)
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
             raise UserError(
-                f"huggingface_repo_id: {self._repo} cannot be written to ({reason}); set HF_TOKEN to a token with "
-                "write access, or remove the key"
+                f"huggingface_repo_id: {self._repo} cannot be written to ({reason_of(error)}); set HF_TOKEN to a token "
+                "with write access, or remove the key"
             ) from error
 
     def note(self, paths: Iterable[Path]) -> None:
@@ -162,8 +161,8 @@ class HubUpload:
             if not future.done():
                 self._running.append((path, future))
             elif error := future.exception():
-                reason = str(error).strip().splitlines()[0]
-                self._console.print(f"warning: {path.name} was not uploaded to {self._repo} ({reason}); trying again")
+                why = reason_of(error)
+                self._console.print(f"warning: {path.name} was not uploaded to {self._repo} ({why}); trying again")
                 self._failed.append(path)
             else:
                 done.add(path)

@@ -29,8 +29,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from library.config.markers import SAME_RESULT, options
 from library.errors import UserError
-from library.files import machine_name, process_began, seal_json, unseal_json
+from library.files import machine_name, process_began, rename, seal_json, unseal_json
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import without_folders
 from library.training.checkpoint.state import OutputNames
@@ -38,14 +39,9 @@ from library.training.checkpoint.state import OutputNames
 LOCK = ".lock"
 SETTINGS = "tandem.settings"  # in the metadata of what a run ends with
 _EMPTY_SECONDS = 2.0  # within which a lock that has just been made has its content
-# What is not of the LoRA: where things lie, what is written, shown and looked at, and how the work is done.
+# Sections of what is not of the LoRA: what is written, shown and looked at, and where the work is done.
 _OTHER_SECTIONS = {"saving", "sampling", "validation", "logging", "hub", "accelerate", "parallel"}
 _LASTING = {"ema_decay", "save_precision", "save_format"}  # of these sections
-_OTHER_KEYS = {
-    *("cache_directory", "vae_batch_size", "text_encoder_batch_size", "max_data_loader_n_workers", "strict_dataset"),
-    *("gradient_checkpointing", "checkpoint_every_n_blocks", "activation_budget_mb", "cpu_offload_checkpointing"),
-    *("blocks_to_swap", "memory", "memory_dry_run", "resume", "on_nan", "on_nan_limit", "distill_cache", "attention"),
-}
 
 
 class FolderLock:
@@ -111,13 +107,12 @@ class FolderLock:
             )
         aside = self.path.with_name(f"{LOCK}.{os.getpid()}")
         with suppress(OSError):  # another process may be faster
-            os.replace(self.path, aside)
+            rename(self.path, aside)
             if aside.read_bytes() != seen:  # and hold it already
-                with suppress(OSError):
-                    os.link(aside, self.path)
+                _give_back(aside, self.path)
             else:
+                aside.unlink()
                 self._say(f"note: {self.path}: left behind by a run that was killed; taken over")
-            aside.unlink()
 
     def _read(self) -> bytes:
         """Return the lock's content; nothing if it stays empty, as its process was killed while it made it."""
@@ -127,6 +122,16 @@ class FolderLock:
                 break
             time.sleep(0.05)
         return content
+
+
+def _give_back(lock: Path, path: Path) -> None:
+    """Let another process have its lock again, unless a third one holds ``path`` by now."""
+    try:
+        os.link(lock, path)
+    except OSError:  # also on a file system without hard links, such as exFAT
+        if not path.exists():
+            rename(lock, path)
+    lock.unlink(missing_ok=True)
 
 
 def _this_process() -> dict[str, Any]:
@@ -180,11 +185,12 @@ def try_writing(folder: Path, names: OutputNames, nbytes: int, option: str = "ou
 def lasting_settings(config: BaseModel) -> dict[str, Any]:
     """Return what a result follows from, of the settings as asked for, by option; folders by their last part."""
     sections = {name: getattr(config, name).model_dump() for name in type(config).model_fields}
+    others = {key for key, _, field in options(config) if SAME_RESULT in field.metadata}
     return {
         key: value
         for name, keys in without_folders(sections).items()
         for key, value in keys.items()
-        if key in _LASTING or (name not in _OTHER_SECTIONS and key not in _OTHER_KEYS)
+        if key in _LASTING or (name not in _OTHER_SECTIONS and key not in others)
     }
 
 

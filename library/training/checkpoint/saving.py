@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from library.config.schema import SavingConfig
-from library.errors import NotFiniteError, UserError, WriteError
+from library.errors import NotFiniteError, UserError, WriteError, reason_of
 from library.files import discard
 from library.training.memory.budget import release
 
@@ -97,8 +97,7 @@ class CheckpointWriter:
         except (WriteError, NotFiniteError) as error:
             self.say(f"warning: {error}; left out")
         except Exception as error:
-            reason = (str(error).strip() or "no reason given").splitlines()[0]
-            self.say(f"warning: {what} failed ({type(error).__name__}: {reason}); left out, the run goes on")
+            self.say(f"warning: {what} failed ({type(error).__name__}: {reason_of(error)}); left out, the run goes on")
             release()
 
     def report(self) -> None:

@@ -83,7 +83,7 @@ class MetricsStream:
             tell()
         except Exception as error:
             if not self._tracker_warned:
-                reason = (str(error).strip() or "no reason given").splitlines()[0]
+                reason = reason_of(error)
                 print(f"warning: log_with: a tracker failed ({type(error).__name__}: {reason}); the run goes on, and "
                       f"{self._path} has everything", file=sys.stderr)  # fmt: skip
             self._tracker_warned = True

@@ -165,7 +165,7 @@ class Task(ABC):
             refuse_to_overwrite(self.names.weights(self.names.stem()), self.asked)
         try_writing(self.names.folder, self.names, 0)
         if logging.log_with:
-            try_writing(Path(logging.logging_dir or self.names.folder / "logs"), self.names, 0, "logging_dir")
+            try_writing(Path(self.accelerator.logging_dir), self.names, 0, "logging_dir")
 
     def check_room(self) -> None:
         """Refuse a disk without room for one save of what is trained (on the main process).

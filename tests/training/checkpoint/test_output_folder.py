@@ -90,6 +90,30 @@ def test_a_damaged_lock_is_refused_and_not_guessed_at(tmp_path: Path) -> None:
         lock(tmp_path).acquire()
 
 
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "none, as on exFAT"])
+def test_a_lock_that_another_run_took_meanwhile_stays_its_own(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_by(tmp_path, began=1)
+    late, replace = lock(tmp_path), os.replace
+
+    def faster(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        source.unlink()
+        held_by(tmp_path)
+        replace(source, target)
+
+    def no_links(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "replace", faster)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(UserError, match="the run dog writes into"):
+        late.acquire()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
 def test_of_many_that_find_a_lock_left_behind_one_gets_the_folder(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\n"
@@ -154,7 +178,8 @@ def test_a_finished_lora_is_replaced_by_the_same_run_or_on_demand_only(
     assert (tmp_path / "lora.safetensors").read_bytes() == before
     assert not (tmp_path / ".lock").exists()
     run(base, dataset, tmp_path, **settings)  # the same again
-    run(base, dataset, tmp_path, **settings, log_every_n_steps=2, save_every_n_steps=1)  # nor do these change the LoRA
+    same = {"log_every_n_steps": 2, "save_every_n_steps": 1, "gradient_checkpointing": True, "vae_batch_size": 2}
+    run(base, dataset, tmp_path, **settings, **same)  # nor do these change the LoRA
     run(base, dataset, tmp_path, **settings, learning_rate=1e-4, output_name="other")
     run(base, dataset, tmp_path, **settings | {"max_train_steps": 3}, save_state=True, output_name="longer")
     more = settings | {"max_train_steps": 4, "resume": "auto"}

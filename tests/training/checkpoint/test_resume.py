@@ -122,6 +122,24 @@ def test_a_folder_is_replaced_whole_or_stays(exchange: bool, tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_replaced_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with atomic_folder(tmp_path / "x") as inside:
+        (inside / "file").write_text("one")
+    replace = os.replace
+
+    def held(source: Path, target: Path) -> None:  # as by a virus scanner on Windows
+        if Path(source).name.endswith(".tmp") and target == tmp_path / "x":
+            raise PermissionError(13, "held by somebody")
+        replace(source, target)
+
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(os, "replace", held)
+    with pytest.raises(UserError, match="held by somebody"), atomic_folder(tmp_path / "x") as inside:
+        (inside / "file").write_text("two")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x" / "file").read_text() == "one"
+
+
 def test_a_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
