@@ -86,10 +86,12 @@ class Textbook(nn.Module):
         self.layers = nn.ModuleList()
         for _ in range(config.layers):
             sizes = {"q": config.heads * head, "k": config.kv_heads * head, "v": config.kv_heads * head, "o": width}
-            layer = nn.ModuleDict({name: nn.Linear(width, size, bias=config.bias) for name, size in sizes.items()})
+            layer = nn.ModuleDict(
+                {name: nn.Linear(width, size, bias=config.attention_bias) for name, size in sizes.items()}
+            )
             layer["norm1"], layer["norm2"] = self._norm(), self._norm()
-            layer["up"] = nn.Linear(width, config.hidden, bias=config.bias)
-            layer["down"] = nn.Linear(config.hidden, width, bias=config.bias)
+            layer["up"] = nn.Linear(width, config.hidden, bias=config.mlp_bias)
+            layer["down"] = nn.Linear(config.hidden, width, bias=config.mlp_bias)
             if config.family == "llama":
                 layer["gate"] = nn.Linear(width, config.hidden, bias=False)
             self.layers.append(layer)

@@ -16,7 +16,6 @@ was opened or encoded after all would fail at once.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -31,7 +30,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import safetensors.torch
 import torch
 from PIL import Image
 from rich.console import Console
@@ -50,6 +48,8 @@ from library.config.schema import (
 from library.data.cache import TextJob, latent_path
 from library.data.dataset import TrainingData, build_dataset
 from library.data.file_index import content_hash
+from library.files import write_checked_json
+from library.safetensors_io import write_safetensors
 from library.training.tasks.image_lora import cache_data, read_data, training_loader
 
 _TEXT = {"prompt_embeds": torch.zeros(16, 64), "pooled_prompt_embeds": torch.zeros(64)}
@@ -166,10 +166,9 @@ def write_cached_dataset(folder: Path, images: int) -> Path:
         (images_folder / f"{name}.png").touch()
         (images_folder / f"{name}.txt").write_text(text)
         image, caption = ((images_folder / f"{name}{suffix}").stat() for suffix in (".png", ".txt"))
-        known[f"{name}.png"] = [0, image.st_mtime_ns, *_SIDES[number % len(_SIDES)], content_hash(name.encode())]
+        known[f"{name}.png"] = [0, image.st_mtime_ns, *_SIDES[number % len(_SIDES)], content_hash(name.encode()), 1]
         captions[f"{name}.txt"] = [caption.st_size, caption.st_mtime_ns, text]
-    index = {"version": 1, "images": known, "captions": captions}
-    (caches / "index.json").write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")))
+    write_checked_json(caches / "index.json", {"version": 2, "images": known, "captions": captions})
     toml = folder / "dataset.toml"
     toml.write_text(_TOML)
     arguments = DatasetArguments(dataset_config=str(toml))
@@ -204,7 +203,12 @@ def _write_hollow(path: Path, shapes: _Shapes) -> None:
 @cache
 def _hollow(shapes: _Shapes) -> tuple[bytes, int]:
     """Return the header of a safetensors file of bf16 zeros, and the file's length."""
-    file = safetensors.torch.save({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "hollow.safetensors"
+        write_safetensors(
+            path, {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes}, checked=True
+        )
+        file = path.read_bytes()
     return file[: 8 + int.from_bytes(file[:8], "little")], len(file)
 
 

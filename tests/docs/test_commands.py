@@ -35,7 +35,8 @@ from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_n_workers", "0"]
+# the pages train in one folder what is theirs, here with each other's files
+SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_n_workers", "0", "--overwrite"]
 
 
 # configs that swap more blocks than a tiny model has otherwise

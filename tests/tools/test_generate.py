@@ -216,4 +216,4 @@ def test_the_script_says_in_a_line_what_is_wrong(
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
-    assert capsys.readouterr().err.startswith("error: pretrained_model_name_or_path 'nowhere' does not exist")
+    assert capsys.readouterr().err.startswith("error: --model 'nowhere' does not exist")

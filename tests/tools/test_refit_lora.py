@@ -199,15 +199,11 @@ def test_what_cannot_be_done_is_refused_by_name(case: Case, tmp_path: Path) -> N
                                            "t5xxl": case.base, "clip_l_tokenizer": case.base / "tokenizer",
                                            "t5xxl_tokenizer": case.base / "tokenizer_2"},
         "is no noise level": {"calibration_sigmas": "1.5"},
-        "calibration_images: 0": {"calibration_images": 0},
-        "correction_rank -1": {"correction_rank": -1},
-        "is not one of|invalid choice": {"save_precision": "fp8"},
+        "calibration_images: '0' is no whole number from 1": {"calibration_images": 0},
+        "correction_rank: '-1' is no whole number from 0": {"correction_rank": -1},
+        "save_precision: invalid choice": {"save_precision": "fp8"},  # LoRA tensors are never stored in fp8
     }  # fmt: skip
     for message, change in refused.items():
-        if "save_precision" in change:
-            with pytest.raises(SystemExit):  # argparse: LoRA tensors are never stored in fp8
-                case.run(lora, "cast", out, **change)
-            continue
         with pytest.raises(UserError, match=message):
             case.run(lora, **({"deploy": "cast", "save_to": out} | change))
     assert not out.exists()

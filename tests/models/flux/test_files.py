@@ -71,7 +71,7 @@ def test_folder_with_another_transformer_is_refused(copy: Path) -> None:
 
 def test_folder_without_transformer_config_is_refused(copy: Path) -> None:
     (copy / "transformer" / "config.json").unlink()
-    refuses(r"transformer/config\.json: no such file; the folder is not a complete model", copy)
+    refuses(r"transformer/config\.json: no such file; the folder is no complete model, download it again", copy)
 
 
 def test_folder_with_broken_config_is_refused(copy: Path) -> None:

@@ -301,7 +301,7 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
     omni = tmp_path / "omni.safetensors"
     save_file({**load_file(files.transformer), "siglip_pad_token": torch.ones(1, 64)}, omni)
     wanted = {
-        "does not exist; give a local diffusers folder": {"pretrained_model_name_or_path": "nowhere"},
+        "does not exist; give a local file or folder": {"pretrained_model_name_or_path": "nowhere"},
         "not ZImageTransformer2DModel; set model_type = .qwen_image": {"pretrained_model_name_or_path": str(qwen)},
         "needs vae beside it; set vae to ae.safetensors": {"vae": None},
         "needs text_encoder beside it; set text_encoder to qwen_3_4b": {"text_encoder": None},

@@ -201,7 +201,10 @@ def test_text_encoders_are_adapted_too(files: tuple[Path, Path], tmp_path: Path)
         ({"network_type": "dora", "init_lora_weights": "pissa"}, "init_lora_weights: pissa is for network_type lora"),
         ({"network_type": "boft", "network_alpha": 2}, "network_alpha: network_type boft rotates weights"),
         ({"network_type": "lora", "init_lora_weights": "olora", "network_dropout": 0.1}, "would drop the start of"),
-        ({"network_type": "lora", "init_lora_weights": "pissa", "network_dim": 200}, "has no 200 directions"),
+        (
+            {"network_type": "lora", "init_lora_weights": "pissa", "network_dim": 200},
+            "network_dim: a rank of 200, where no layer",
+        ),
         ({"network_type": "lokr", "network_args": ["factor=0"]}, "factor=0: must be a whole number"),
     ],
 )

@@ -203,7 +203,7 @@ def test_what_cannot_work_is_refused_in_one_line(
         ({"optimizer_args": ["weight_decai=0.1"]}, "did you mean 'weight_decay'?"),
         ({"network_weights": "nowhere.safetensors"}, "network_weights: nowhere.safetensors does not exist"),
         ({"resume": "nowhere"}, "resume: nowhere is not a training state (no such folder)"),
-        ({"output_dir": "/proc/x"}, "output_dir: /proc/x: /proc cannot be written to"),
+        ({"output_dir": "/proc/x"}, "output_dir: /proc/x cannot be written to"),
     ],
 )
 def test_what_needs_no_model_is_refused_before_one_is_looked_for(

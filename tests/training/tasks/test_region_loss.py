@@ -119,7 +119,9 @@ class _Zero:
     """A family whose network says zero, so that the pointwise loss is the squared target."""
 
     patch_size = 2
-    timestep_sampling, discrete_flow_shift = "uniform", 1.0
+
+    def own_sampling(self) -> dict[str, object]:
+        return {"timestep_sampling": "uniform", "discrete_flow_shift": 1.0}
 
     def predict_velocity(self, model: object, noisy: Tensor, *_: object) -> Tensor:
         return torch.zeros_like(noisy)
