@@ -13,6 +13,7 @@ through :func:`printable`: ``print`` by the stream that ``exit_on_user_error`` p
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import re
 import signal
@@ -28,6 +29,12 @@ _STEERING = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
 )
+
+# What the place of a file can be wrong with, whatever a program does: no bug, and no traceback.
+_OF_PLACES = {
+    *(errno.EACCES, errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS),
+}
 
 
 class UserError(ValueError):
@@ -130,7 +137,8 @@ def _without_traceback(text: str) -> str:
 def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
     """Decorate a script's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
 
-    So does Ctrl-C, with the shell's own exit code for it, 130. What ``main`` prints is made :func:`printable`, and
+    So do a path that the system refuses to look at (too long, in somebody else's folder, under what is no folder) and
+    Ctrl-C, with the shell's own exit code for it, 130. What ``main`` prints is made :func:`printable`, and
     characters that the output's encoding lacks are spelt.
     """
 
@@ -144,6 +152,12 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
                 main()
         except UserError as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
+            raise SystemExit(2) from None
+        except OSError as error:
+            if error.filename is None or error.errno not in _OF_PLACES:
+                raise
+            place = printable(str(error.filename))
+            print(f"error: {place}: cannot be used ({error.strerror}); correct the path", file=sys.stderr)
             raise SystemExit(2) from None
         except KeyboardInterrupt as interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one does not wait for threads to end

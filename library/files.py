@@ -160,6 +160,8 @@ def _in_use(match: re.Match[str], leftover: Path) -> bool:
 
 
 def _beside(target: Path, kind: str) -> Path:
+    if not target.name:  # "." and "/"
+        raise WriteError(target, "is a folder")
     return target.with_name(f".{target.name}.{_this_process()}.{kind}")
 
 
@@ -252,9 +254,9 @@ _FINGERPRINT_SLICE_BYTES = 16384  # ... of this many bytes each: 4 MiB read from
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write ``text`` (UTF-8) to ``path`` in one step."""
+    """Write ``text`` (UTF-8) to ``path`` in one step; bytes of file names that are not UTF-8 are spelt."""
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 MOST_TEXT_BYTES = 64 * 2**20  # of a configuration, prompts, a vocabulary: hundreds of times what such files have
@@ -565,7 +567,7 @@ def fingerprint(path: str | Path) -> str:
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
-        digest.update(f"{'' if file == root else file.relative_to(root)}|{size}|".encode())
+        digest.update(os.fsencode(f"{'' if file == root else file.relative_to(root)}|{size}|"))
         with open(file, "rb") as data:
             if size <= _FINGERPRINT_SLICES * _FINGERPRINT_SLICE_BYTES:
                 digest.update(data.read())

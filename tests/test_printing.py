@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +18,8 @@ from rich.text import Text
 from safetensors.torch import save_file
 
 from library.console import Console
-from library.errors import PrintableStream, UserError, one_line, printable
+from library.errors import PrintableStream, UserError, exit_on_user_error, one_line, printable
+from library.files import write_text
 from tests.runs import ROOT
 
 HOSTILE = "a\x1b[31m\x1b]0;title\x07\x9b2J\u202egnp.exe\r"
@@ -89,3 +92,28 @@ def test_no_tool_lets_a_file_steer_the_terminal(tool: str, tmp_path: Path) -> No
     assert "\\x1b" in said
     assert not STEERS.search(said)
     assert not [line for line in said.splitlines() if line.startswith("fake line")]
+
+
+def test_a_report_spells_bytes_of_names_that_are_not_utf8(tmp_path: Path) -> None:
+    write_text(tmp_path / "report.html", "caf\udce9.png")
+    assert (tmp_path / "report.html").read_text() == "caf\\udce9.png"
+
+
+@pytest.mark.parametrize("number", [errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR])
+def test_a_path_the_system_refuses_is_one_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def look() -> None:
+        raise OSError(number, os.strerror(number), "folder\x1b[31m\n/x")
+
+    with pytest.raises(SystemExit, match="2"):
+        exit_on_user_error(look)()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: folder\\x1b[31m\\n/x: ")
+    assert os.strerror(number) in line
+
+
+def test_any_other_error_of_the_system_keeps_its_traceback() -> None:
+    def connect() -> None:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+    with pytest.raises(ConnectionRefusedError):
+        exit_on_user_error(connect)()

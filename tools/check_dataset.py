@@ -177,7 +177,8 @@ def main() -> None:
     if options.report is not None:
         with counting(console) as start:
             buckets, refused = cards(config, report, options, conditioning, start)
-        write_text(options.report, page(report, options.dataset, buckets, refused, options.images))
+        html = page(report, options.dataset, buckets, refused, options.images)
+        write_text(options.report, printable(html, keep="\n\t"))  # a name may turn a browser's text around, too
         console.print(f"written: {options.report}")
     if options.strict and report.findings:
         raise UserError(f"{options.dataset}: {len(report.findings)} findings; fix them, or check without --strict")

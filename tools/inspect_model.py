@@ -261,11 +261,15 @@ def _rows(members: Sequence[LoraLayer]) -> list[str]:
 
 
 def sparkline(values: Sequence[float], most: float) -> str:
-    """Return a character a value, its height relative to ``most``; above twenty values, one for several's mean."""
+    """Return a character a value, its height relative to ``most``; above twenty values, one for several's mean.
+
+    What is not finite is a question mark.
+    """
     each = -(-len(values) // _LONGEST_LINE)
     means = [sum(values[i : i + each]) / len(values[i : i + each]) for i in range(0, len(values), each)]
     top = len(_BARS) - 1
-    return "".join(_BARS[min(top, round(top * value / most))] if most > 0 else _BARS[0] for value in means)
+    heights = [top * value / most if most > 0 else 0.0 for value in means]
+    return "".join(_BARS[min(top, round(height))] if math.isfinite(height) else "?" for height in heights)
 
 
 def metadata_table(strings: Mapping[str, str]) -> RenderableType:

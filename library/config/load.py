@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -329,11 +330,20 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.register("type", Path, _path)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; ``--key=--``, of which it makes an empty list, is refused."""
+        for word in sys.argv[1:] if args is None else args:
+            if word.startswith("-") and word.endswith("=--"):
+                self.error(f"argument {word[:-3]}: expected a value, not '--'")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see --help")
 
 
 def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; write one, or leave the flag out")
     try:
         return written_path(text, "")
     except UserError as error:

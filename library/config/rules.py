@@ -329,11 +329,22 @@ def _multiplied_in_fp8(s: Settings) -> bool:
     return s.fp8_compute == "scaled_mm" or s.fp8_input_gradient
 
 
+def _warms_up_to_the_end(s: Settings) -> bool:
+    """Epochs are as long as the dataset, which nobody has looked at yet: those are checked before the first step."""
+    counted = getattr(s, "max_train_epochs", None) is None
+    return counted and s.lr_scheduler != "constant" and s.lr_warmup_steps >= max(1, s.max_train_steps)
+
+
 _OPTIMIZER = (
     Rule(
         ("lr_scheduler", "lr_warmup_steps"),
         lambda s: s.lr_scheduler == "constant_with_warmup" and not s.lr_warmup_steps,
         "'constant_with_warmup' needs lr_warmup_steps above 0; set it or choose 'constant'",
+    ),
+    Rule(
+        ("lr_warmup_steps", "max_train_steps"),
+        _warms_up_to_the_end,
+        "the warm-up does not end within max_train_steps; lower lr_warmup_steps or train longer",
     ),
     Rule(
         ("lr_scheduler", "lr_decay_steps"),

@@ -399,7 +399,11 @@ def _read_subset(file: _File, dataset: int, number: int, inherited: dict[str, An
     tables = file.tables["datasets"]
     name = f"subset {number + 1}" if len(tables) == 1 else f"dataset {dataset + 1}, subset {number + 1}"
     own = _checked(file, name, tables[dataset]["subsets"][number], (dataset, number))
-    return _build_subset(file, f"{file.path}: {name}", inherited | own)
+    values = inherited | own
+    folders_inside = {"image_dir", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
+    if own.get("recursive") and values.get("metadata_file") and not folders_inside & values.keys():
+        raise UserError(f"{file.path}: {name}: recursive: has no effect, metadata_file lists the images; remove it")
+    return _build_subset(file, f"{file.path}: {name}", values)
 
 
 def _build_subset(file: _File, where: str, values: dict[str, Any]) -> Subset:

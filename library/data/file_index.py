@@ -56,7 +56,7 @@ def list_folder(
         recursive: also in the folders inside; a file there is named "sub/name". A folder that links lead to twice is
             read once.
         besides: folders inside that are not looked into.
-        dangling: names of links that lead nowhere are added.
+        dangling: names of links that lead nowhere, pipes, sockets and devices are added.
     """
     files: dict[str, Stats] = {}
     seen = {os.path.realpath(path) for path in besides}

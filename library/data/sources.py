@@ -374,7 +374,7 @@ def _left_out(files: dict[str, Stats], images: list[str], dangling: list[str]) -
         elif suffix not in (".json", ".jsonl", ".toml", ".yaml"):
             reasons["no image"].append(name)
     if dangling:
-        reasons["links that lead nowhere"] = sorted(dangling)
+        reasons["pipes, devices, or links that lead nowhere"] = sorted(dangling)
     count = sum(map(len, reasons.values()))
     parts = [f"{_some(names)} ({why})" for why, names in reasons.items()]
     return f"{count} file{'s' if count > 1 else ''} left out: {'; '.join(parts)}" if count else ""

@@ -152,7 +152,7 @@ def _stream(
     padding = torch.tensor([longest - length for length in lengths], device=device)
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     if cache is None:
-        cache = model.new_cache(len(prompts), longest + settings.max_new_tokens, padding)
+        cache = _new_cache(model, len(prompts), longest + settings.max_new_tokens, padding)
     tokens = tokens[:, cache.length :]
     uniform = None if settings.greedy else _uniform(len(prompts), settings, device)
     seen = _seen(model, prompts, device) if settings.repetition_penalty != 1.0 else None
@@ -203,6 +203,15 @@ def _seen(model: TransformerLM, prompts: Sequence[Sequence[int]], device: torch.
     for row, prompt in enumerate(prompts):
         seen[row, torch.tensor(prompt, device=device)] = True
     return seen
+
+
+def _new_cache(model: TransformerLM, rows: int, columns: int, padding: Tensor) -> KVCache:
+    try:
+        return model.new_cache(rows, columns, padding)
+    except (RuntimeError, MemoryError):  # what torch's allocators raise
+        raise UserError(
+            f"max_new_tokens: no memory to keep {rows} x {columns} tokens of prompt and answer; lower max_new_tokens"
+        ) from None
 
 
 def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> None:

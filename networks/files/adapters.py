@@ -217,6 +217,8 @@ def save_adapter(
         strings[DORA_NORM] = "base"
     if save_format == "peft":
         path = save_peft_config(path, weights, targets, strings)
+    # A base's or dataset's file name may have bytes that are not UTF-8, which a header has to be.
+    strings = {key: value.encode(errors="backslashreplace").decode() for key, value in strings.items()}
     write_safetensors(path, tensors, strings | hash_metadata(tensors, strings))
 
 

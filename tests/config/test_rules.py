@@ -181,3 +181,17 @@ def test_layouts_of_loras_are_no_options_of_pretraining() -> None:
     ]:
         with pytest.raises(UserError, match=f"--{key}: {said}"):
             load_for(LLM, [*argv, f"--{key}", *value])
+
+
+@pytest.mark.parametrize("script", [LORA, LANGUAGE_LORA, LLM], ids=lambda script: script.name)
+def test_a_warm_up_as_long_as_the_run_is_refused_with_the_configuration(script: Script[Any]) -> None:
+    warm = {"lr_scheduler": "cosine", "lr_warmup_steps": 50, "max_train_steps": 50}
+    words = [f"--{key}={value}" for key, value in warm.items()]
+    needed = [
+        word
+        for key, value in REQUIRED[script].items()
+        for word in (f"--{key}", *(value if isinstance(value, list) else [value]))
+    ]
+    with pytest.raises(UserError, match="lr_warmup_steps.*max_train_steps.*lower lr_warmup_steps"):
+        load_for(script, [*needed, *words])
+    load_for(script, [*needed, *words[:2], "--max_train_steps=51"])

@@ -54,7 +54,7 @@ def test_what_is_left_out_is_named_with_its_reason_and_what_systems_leave_is_not
     assert names(data.train.samples) == ["a.png"]
     assert [line.replace(str(tmp_path), "") for line in data.warnings] == [
         "/dataset.toml: subset 1: 5 files left out: b.txt (captions without an image); clip.mp4 (videos); notes.docx "
-        "(no image); photo.HEIC (not read; save as PNG or JPEG); gone.png (links that lead nowhere)"
+        "(no image); photo.HEIC (not read; save as PNG or JPEG); gone.png (pipes, devices, or links that lead nowhere)"
     ]
 
 
@@ -403,3 +403,12 @@ def test_exif_orientation_decides_the_bucket(tmp_path: Path) -> None:
     settings = "enable_bucket = true\nbucket_reso_steps = 16\nmin_bucket_reso = 16"
     data = build(write_toml(tmp_path, dataset=settings))
     assert data.train.samples[0].fit.bucket == (48, 80)
+
+
+def test_recursive_beside_a_list_of_the_images_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "img"
+    folder.mkdir()
+    Image.new("RGB", (64, 64)).save(folder / "a.png")
+    (folder / "m.jsonl").write_text('{"image_path": "a.png", "caption": "a"}\n')
+    toml = write_toml(tmp_path, subset="metadata_file = 'img/m.jsonl'\nrecursive = true")
+    assert refused(tmp_path, toml).endswith("recursive: has no effect, metadata_file lists the images; remove it")

@@ -172,3 +172,10 @@ def test_prompts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             generate_tokens(model, prompts, SamplingSettings(count))
     assert len(generate_tokens(model, [[1] * 60], SamplingSettings(5))[0]) == 5  # the last needs no place
+
+
+def test_an_answer_longer_than_memory_is_refused(tmp_path: Path) -> None:
+    write_reference(tmp_path, "llama3")
+    model = load_lm(tmp_path, torch.float32)
+    with pytest.raises(UserError, match=r"max_new_tokens: no memory to keep 1 x \d+ tokens .*; lower max_new_tokens"):
+        next(stream_tokens(model, [[1, 2]], SamplingSettings(max_new_tokens=10**15)))

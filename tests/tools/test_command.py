@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -21,7 +22,7 @@ from networks.merging import RANK_RULES
 from networks.merging.low_rank import RankRule
 from tests.runs import ROOT
 from tools import check_dataset
-from tools.command import add_model_type, choices, lora_source
+from tools.command import add_model_type, choices, lora_source, tool_parser
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if path.stem != "command")
 HEAVY = ("torch", "numpy", "transformers", "diffusers", "accelerate", "matplotlib", "PIL")
@@ -63,3 +64,19 @@ def test_flags_offer_what_the_library_takes() -> None:
 def test_a_strength_that_is_no_number_is_told() -> None:
     with pytest.raises(UserError, match=r"--lora a.safetensors:strong: 'strong' is not a number; write"):
         lora_source("a.safetensors:strong")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--top=--", "command line: argument --top: expected a value, not '--'; see --help"),
+        ("--save_to=", "command line: argument --save_to: the path is empty; write one, or leave the flag out"),
+    ],
+)
+def test_a_flag_with_nothing_behind_it_is_told(word: str, message: str) -> None:
+    parser = tool_parser("")
+    parser.add_argument("--top", type=int)
+    parser.add_argument("--save_to", type=Path)
+    with pytest.raises(UserError) as caught:
+        parser.parse_args([word])
+    assert str(caught.value).startswith(message)

@@ -168,4 +168,5 @@ def test_another_kind_than_lora_is_shown_in_two_lines(
 def test_numbers_are_written_for_people() -> None:
     assert [number(n) for n in (7, 1500, 11_901_408_320)] == ["7", "1.5 k", "11.9 B"]
     assert sparkline([0.0, 1.0, 0.5], 1.0) == "▁█▅"
+    assert sparkline([1.0, float("nan"), float("inf")], 1.0) == "█??"
     assert len(sparkline([1.0] * 57, 1.0)) == 19  # three values a character

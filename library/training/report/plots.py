@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from library.errors import UserError
+from library.errors import UserError, WriteError
 from library.files import atomic_path
 from library.training.optim.lr_tracker import detect_settled, warmup_end
 from library.training.report.metrics import Run, Series, Values, read_run
@@ -86,6 +86,8 @@ def plot_runs(runs: Sequence[Path], save_to: Path, log: LogAxes = "auto") -> lis
 
 def save_figure(figure: Figure, save_to: Path) -> list[Path]:
     """Write ``figure`` as PNG and SVG; return their paths."""
+    if not save_to.name:  # "." and "/"
+        raise WriteError(save_to, "is a folder")
     written = [save_to.with_suffix(suffix) for suffix in (".png", ".svg")]
     for path in written:
         with atomic_path(path) as temporary, matplotlib.rc_context(STYLE):

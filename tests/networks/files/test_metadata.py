@@ -68,3 +68,10 @@ def test_hashes_are_those_of_the_file(tmp_path: Path) -> None:
     # sd-webui's old hash, over the file as it is with the ss_ metadata alone
     alone = safetensors.torch.save(safetensors.torch.load(data), {"ss_seed": "1"})
     assert metadata["sshs_legacy_hash"] == hashlib.sha256(alone[0x100000:0x110000]).hexdigest()[:8]
+
+
+def test_a_name_with_bytes_that_are_not_utf8_is_spelt_in_the_metadata(tmp_path: Path) -> None:
+    weights = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(2, 64), torch.ones(64, 2), 2.0)}
+    path = tmp_path / "a.safetensors"
+    save_adapter(path, weights, FLUX_TARGETS, "kohya", metadata={"ss_sd_model_name": "caf\udce9.safetensors"})
+    assert load_lora(path, FLUX_TARGETS).metadata["ss_sd_model_name"] == "caf\\udce9.safetensors"
