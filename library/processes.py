@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from library.errors import UserError, one_line
+from library.files import machine_name
 
 if TYPE_CHECKING:  # heavy: a script imports them when its configuration is complete
     from accelerate import Accelerator
@@ -117,7 +117,7 @@ def watched(accelerator: Accelerator) -> Iterator[None]:
         return
     from accelerate.utils import gather_object
 
-    machine, own = _machine(), (accelerator.process_index, os.getpid())
+    machine, own = machine_name(), (accelerator.process_index, os.getpid())
     ranks: dict[int, int] = {}  # by a file of which the kernel tells when the process has ended
     for where, rank, pid in gather_object([(machine, *own)]):
         if where == machine and (rank, pid) != own:
@@ -144,9 +144,3 @@ def watched(accelerator: Accelerator) -> Iterator[None]:
         thread.join()
         for file in (wake, woken, *ranks):
             os.close(file)
-
-
-def _machine() -> tuple[str, str]:
-    """What processes that see each other's numbers have in common."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return boot, str(Path("/proc/self/ns/pid").readlink())

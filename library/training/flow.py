@@ -149,7 +149,8 @@ def perturbation_for(flow: FlowConfig, latents: Tensor, sample_ids: Tensor, *key
     if flow.ip_noise_gamma_random_strength:
         draws = [torch.rand((), generator=generator("perturbation strength", *key, int(i))) for i in sample_ids]
         strength *= torch.stack(draws)
-    return noise_for(latents, sample_ids, "perturbation", *key) * strength.view(-1, 1, 1, 1).to(latents.device)
+    strength = strength.view(-1, 1, 1, 1).to(latents.device, non_blocking=True)
+    return noise_for(latents, sample_ids, "perturbation", *key) * strength
 
 
 def add_noise(

@@ -249,9 +249,10 @@ class _Record:
         """Take in the end of an optimizer step."""
         accumulated = self._accelerator.gradient_accumulation_steps  # by weight, if not by number
         self._loss, self._grad_norm = torch.stack(self._losses).sum() / accumulated, grad_norm
-        first = self._position.step == 1 and self.ema is None
-        resumed = torch.tensor(self._position.loss_ema, device=self._loss.device)  # rounded as the average is
-        past = self._loss if first else resumed if self.ema is None else self.ema
+        past = self.ema
+        if past is None:  # the first step; of a resumed run the average of before, rounded as that was
+            resumed = torch.tensor(self._position.loss_ema, device=self._loss.device)
+            past = self._loss if self._position.step == 1 else resumed
         self.ema = _EMA * past + (1 - _EMA) * self._loss
         self._losses = []
         self._steps += 1

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -281,7 +282,7 @@ def newest_state(
     Args:
         folder: the run's output folder.
         name: its output name.
-        say: is told which states are passed over.
+        say: is told which states are passed over; those older than the one that is taken are not read.
         fallback: where states may lie, too, that ``folder`` did not take; those of other folders are not looked at.
 
     Raises:
@@ -294,19 +295,23 @@ def newest_state(
     for state in (state for place in places for state in sorted(place.glob("*-state"))):
         if not pattern.fullmatch(state.name) or (state.parent != folder and not _is_of(state, folder)):
             continue
-        if damage := find_damage(state):
-            say(f"resume: {damage}; passed over")
-            damaged.append(state)
-            continue
-        position = json.loads((state / POSITION).read_text(encoding="utf-8"))
-        found.append((position["saved"], state.name, state))
-    if damaged and not found:
+        saved = math.inf  # where it does not say, it is looked at first
+        if find_damage(state, [POSITION]) is None:
+            saved = json.loads((state / POSITION).read_text(encoding="utf-8"))["saved"]
+        found.append((saved, state.name, state))
+    for _, _, state in sorted(found, reverse=True):
+        damage = find_damage(state)
+        if damage is None:
+            return state
+        say(f"resume: {damage}; passed over")
+        damaged.append(state)
+    if damaged:
         which = f"{damaged[0]} and {len(damaged) - 1} others are" if len(damaged) > 1 else f"{damaged[0]} is"
         raise UserError(
             f"resume: {which} damaged and there is no other state of {name}; nothing was changed: put a copy back, "
             "move it away to begin anew, or start from a LoRA or model that was saved (network_weights, init_from)"
         )
-    return max(found)[2] if found else None
+    return None
 
 
 def _is_of(state: Path, folder: Path) -> bool:

@@ -37,10 +37,12 @@ def test_the_state_saved_last_is_found_and_a_damaged_one_passed_over(tmp_path: P
     _state(tmp_path, "dog-step00000030-state", 30)
     assert newest_state(tmp_path, "cat") == tmp_path / "cat-step00000020-state"
     said: list[str] = []
-    with open(tmp_path / "cat-step00000020-state" / "optimizer.safetensors", "r+b") as file:
-        file.truncate(100)
+    for name in ("cat-step00000020-state", "cat-step00000900-state"):  # the older one is not even read
+        with open(tmp_path / name / "optimizer.safetensors", "r+b") as file:
+            file.truncate(100)
     assert newest_state(tmp_path, "cat", said.append) == tmp_path / "cat-000001-state"
     assert "cat-step00000020-state/optimizer.safetensors" in said[0]
+    assert len(said) == 1
     assert "passed over" in said[0]
 
 
