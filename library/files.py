@@ -57,6 +57,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """
     target = Path(path)
     temporary = _beside(target, "tmp")
+    if target.exists() and not (target.is_file() or target.is_dir()):  # a rename would put a file in place of /dev/null
+        raise WriteError(target, "is a pipe, socket or device")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield temporary

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from library.data.config import refuse_climbing
 from library.data.images import decode, read_size
 from library.errors import UserError
-from library.files import written_path
+from library.files import write_text, written_path
 from library.models.llm.sources import _outline
 from library.precision.checkpoint_layouts import WeightFiles
 from library.safetensors_io import read_safetensors_header, shard_names
@@ -189,3 +189,13 @@ def test_paths_within_and_absolute_ones_are_taken(value: str) -> None:
 def test_what_can_be_no_path_is_refused(value: str) -> None:
     with pytest.raises(UserError, match="d.toml: image_dir .* is no path that can be looked at"):
         written_path(value, "d.toml: image_dir")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_nothing_is_written_in_the_place_of_a_pipe_or_device(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match=r"pipe: cannot be written \(is a pipe, socket or device\)"):
+        write_text(pipe, "text")
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
