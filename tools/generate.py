@@ -62,6 +62,14 @@ if TYPE_CHECKING:
 _FP8_FLAGS = ("fp8_base", "fp8_scaled", "fp8_granularity")
 
 
+def caption_extension(text: str) -> str:
+    """Return the file name ending that ``--caption_extension`` names; the dot may be left out, as in training."""
+    ending = "." + text.removeprefix(".")
+    if not re.fullmatch(r"\.\w+", ending) or ending.lower() == ".png":
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no ending of a text file; write .txt")
+    return ending
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser; each kind of thing to generate is a subcommand."""
     top = tool_parser(__doc__)
@@ -107,6 +115,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--no_resize_control", action="store_true", help="reference images are only trimmed")
     sub.add_argument("--save_to", type=Path, default=Path("output/generated"),
                      help="folder, or of one image a .png file (default: %(default)s)")  # fmt: skip
+    caption = "write each prompt beside its image with this ending (.txt): regularisation images, ready to train on"
+    sub.add_argument("--caption_extension", type=caption_extension, metavar="EXT", help=caption)
     _add_text_command(commands)
     return top
 
@@ -173,6 +183,8 @@ def image(options: argparse.Namespace) -> list[Path]:
     for prompt, made in generate_images(family, prompts, sources, dtype, device, console, fp8, sizing):
         path = options.save_to if one_file else free_path(options.save_to, prompt)
         save_image(made, path, {"prompt": prompt.line(), **record})
+        if options.caption_extension:
+            write_text(path.with_suffix(options.caption_extension), prompt.prompt + "\n")
         console.print(f"{path}: {prompt.line()}")
         written.append(path)
     return written
