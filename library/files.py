@@ -57,9 +57,9 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """
     target = Path(path)
     temporary = _beside(target, "tmp")
-    if target.exists() and not (target.is_file() or target.is_dir()):  # a rename would put a file in place of /dev/null
-        raise WriteError(target, "is a pipe, socket or device")
     try:
+        if target.exists() and not (target.is_file() or target.is_dir()):  # a rename would replace /dev/null itself
+            raise WriteError(target, "is a pipe, socket or device")
         target.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         _flush(temporary)
