@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import IO, Any
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
@@ -17,6 +17,18 @@ _KEPT = "\n\t"
 
 class Console(rich.console.Console):
     """rich's console; no character of what is printed steers the terminal, but rich's own colours and cursor do."""
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream itself: rich goes past one wrapper, a live line (rich's) around PrintableStream is two."""
+        stream = super().file
+        while (inner := getattr(stream, "rich_proxied_file", stream)) is not stream:
+            stream = inner
+        return stream
+
+    @file.setter
+    def file(self, stream: IO[str]) -> None:
+        self._file = stream
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Return rich's text of a string, which is measured as it will be shown."""
