@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,28 @@ def list_folder(
         dangling: names of links that lead nowhere, pipes, sockets and devices are added.
     """
     files: dict[str, Stats] = {}
+    for name, entry in _walk(folder, recursive, besides):
+        if _is_file(entry):
+            stat = entry.stat()
+            files[name] = (stat.st_size, stat.st_mtime_ns)
+        elif dangling is not None and not _is_folder(entry):
+            dangling.append(name)
+    return dict(sorted(files.items()))
+
+
+def files_inside(folder: str | Path, besides: Iterable[Path] = ()) -> list[str]:
+    """Return the names ("sub/name") of the files in the folders inside ``folder``, sorted; they are not looked at.
+
+    None where one of these folders cannot be read.
+    """
+    try:
+        return sorted(name for name, entry in _walk(folder, True, besides) if "/" in name and _is_file(entry))
+    except UserError:
+        return []
+
+
+def _walk(folder: str | Path, recursive: bool, besides: Iterable[Path]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield name and entry of all there is in ``folder``; see :func:`list_folder`."""
     seen = {os.path.realpath(path) for path in besides}
     waiting = [("", str(folder))]
     while waiting:
@@ -71,18 +93,11 @@ def list_folder(
                 for entry in entries:
                     if entry.name.startswith(".") or entry.name.lower() in _OF_SYSTEMS:
                         continue
-                    if _is_file(entry):
-                        stat = entry.stat()
-                        files[prefix + entry.name] = (stat.st_size, stat.st_mtime_ns)
-                    elif _is_folder(entry):
+                    yield prefix + entry.name, entry
+                    if recursive and not _is_file(entry) and _is_folder(entry):
                         waiting.append((f"{prefix}{entry.name}/", entry.path))
-                    elif dangling is not None:
-                        dangling.append(prefix + entry.name)
         except OSError as error:
             raise UserError(f"{place}: cannot be read ({error.strerror}); check its permissions") from error
-        if not recursive:
-            break
-    return dict(sorted(files.items()))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

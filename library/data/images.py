@@ -48,20 +48,8 @@ warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # what is too l
 
 IMAGE_SUFFIXES = frozenset(
     (
-        ".png",
-        ".apng",
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".webp",
-        ".avif",
-        ".jxl",
-        ".bmp",
-        ".dib",
-        ".tif",
-        ".tiff",
-        ".gif",
+        *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif"),
+        *(".jxl", ".bmp", ".dib", ".tif", ".tiff", ".gif"),
     )
 )
 MAX_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 512 MiB of RGB

@@ -28,7 +28,7 @@ from typing import Any
 
 from library.conditions import ConditionKind
 from library.data.config import Subset, refused_condition_keys
-from library.data.file_index import FileIndex, SourceFile, Stats, list_folder
+from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder
 from library.data.images import IMAGE_SUFFIXES
 from library.errors import UserError, did_you_mean
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text, written_path
@@ -188,7 +188,7 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
     besides = [path for path in (*of_others, index.folder) if path != folder]
     files = list_folder(folder, recursive, besides, dangling)
     names = [name for name in files if is_image(name)]
-    inside = [] if recursive else _images_inside(folder, besides)
+    inside = [] if recursive else list(filter(is_image, files_inside(folder, besides)))
     if not names:
         hint = f"{len(inside)} in the folders inside ({inside[0]}, ...); set recursive = true" if inside else ""
         raise UserError(
@@ -217,14 +217,6 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
     if without and subset.settings.class_tokens is None:
         _complain_about_missing_captions(subset, files, without, suffix, len(names), warnings)
     return found
-
-
-def _images_inside(folder: Path, besides: Sequence[Path]) -> list[str]:
-    """Return the images in folders inside ``folder``; none where one cannot be read, as they are only told of."""
-    try:
-        return [name for name in list_folder(folder, True, besides) if "/" in name and is_image(name)]
-    except UserError:
-        return []
 
 
 def _read_caption(path: str, stat: tuple[int, int], subset: Subset, index: FileIndex) -> str:

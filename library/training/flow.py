@@ -169,6 +169,21 @@ def add_noise(
     return (1 - s) * latents + s * given, noise - latents
 
 
+def noisy_latents(
+    flow: FlowConfig, latents: Tensor, sample_ids: Tensor, tokens: int, *key: int | str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a training step sees of ``latents``: :func:`add_noise` at drawn noise and sigmas, and these.
+
+    Args:
+        flow, sample_ids, tokens, key: of :func:`sample_sigmas`; all that is drawn follows from them.
+        latents: [B, C, h, w].
+    """
+    sigmas = sample_sigmas(flow, sample_ids, tokens, *key)
+    noise = noise_for(latents, sample_ids, *key)
+    noisy, velocity = add_noise(latents, noise, sigmas, perturbation_for(flow, latents, sample_ids, *key))
+    return noisy, velocity, sigmas
+
+
 def loss_weights(flow: FlowConfig, sigmas: Tensor) -> Tensor:
     """Return [B] fp32 weights of the loss at each sigma (sigma_sqrt, cosmap: Esser 2024, section 3.1)."""
     if flow.weighting_scheme == "sigma_sqrt":

@@ -127,7 +127,11 @@ def _each(names: str, *forms: Keys) -> dict[str, tuple[Keys, ...]]:
 _FLUX, _QWEN = "flux flux_fill flux_kontext", "qwen_image qwen_image_edit qwen_image_edit_plus"
 _FLUX_BLOCKS = r"(single_)?transformer_blocks\..*"
 _PEFT_KEYS = Keys("transformer.", "diffusers", False, _AB | _MAGNITUDE)
-_BARE = Keys("", "diffusers", False, _OF_COMFYUI)
+_OF_ALL_IN_COMFYUI = (
+    Keys("transformer.", "diffusers", False, _OF_COMFYUI),
+    Keys("lycoris_", "diffusers", True, _OF_COMFYUI),
+    Keys("", "diffusers", False, _OF_COMFYUI),
+)
 
 READERS = (
     Reader(
@@ -167,29 +171,23 @@ READERS = (
         "comfyui",
         _each(
             _FLUX,
-            Keys("transformer.", "diffusers", False, _OF_COMFYUI),
-            Keys("lycoris_", "diffusers", True, _OF_COMFYUI),
+            *_OF_ALL_IN_COMFYUI,
             Keys("lora_transformer_", "diffusers", True, _OF_COMFYUI),
             Keys("lora_unet_", "original", True, _OF_COMFYUI),
             Keys("diffusion_model.", "original", False, _OF_COMFYUI),
-            _BARE,
         )
         | _each(
             _QWEN,
-            Keys("transformer.", "diffusers", False, _OF_COMFYUI),
-            Keys("lycoris_", "diffusers", True, _OF_COMFYUI),
+            *_OF_ALL_IN_COMFYUI,
             Keys("lora_unet_", "diffusers", True, _OF_COMFYUI),
             Keys("diffusion_model.", "diffusers", False, _OF_COMFYUI),
-            _BARE,
         )
         | _each(
             "z_image",
-            Keys("transformer.", "diffusers", False, _OF_COMFYUI),
-            Keys("lycoris_", "diffusers", True, _OF_COMFYUI),
+            *_OF_ALL_IN_COMFYUI,
             Keys("lora_unet_", "original", True, _OF_COMFYUI),
             Keys("diffusion_model.", "diffusers", False, _OF_COMFYUI),
             Keys("diffusion_model.", "original", False, _OF_COMFYUI),
-            _BARE,
         ),
         text={
             "text_encoder": (

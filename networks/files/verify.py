@@ -32,6 +32,7 @@ from networks.network import AdapterNetwork
 _TOLERANCE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 2.0**-20}
 _SMALLEST_HALF = 2.0**-25  # half of fp16's smallest step: what a number near zero is off by
 _NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
+_Readings = tuple[Reader, Reading, dict[str, float]]  # a program, what it takes, layer -> how far from what is meant
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,10 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
                 f"{path}: {name} differs from what was trained by {found:.2g} of its update; save again from "
                 "the state, and check disk and memory"
             )
-    programs = tuple(file.loads_in(live, network.options.kind))
-    for reader in READERS:
+    readings = file.readings(live)
+    programs = tuple(file.loads_in(readings, live, network.options.kind))
+    for reader, reading, differences in readings:
         known = readable(reader, live, targets, save_format, network.options.kind)
-        reading, differences = file.read_by(reader, live)
         if lost := sorted(known - reading.weights.keys()):
             raise UserError(f"{path}: {reader.name} would pass over {names_in_short(lost)}; save again from the state")
         wrong = sorted(name for name in known if not differences[name] <= file.tolerance(reading.weights[name]))
@@ -116,7 +117,8 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
 def loads_in(path: Path, meant: Mapping[str, AdapterWeights], targets: LoraTargets) -> list[LoadsIn]:
     """Return what each program that has the model makes of a file, against what is ``meant``."""
     kind = next((module.kind for module in meant.values()), "lora")
-    return list(_File(path, targets).loads_in(meant, kind))
+    file = _File(path, targets)
+    return list(file.loads_in(file.readings(meant), meant, kind))
 
 
 class _File:
@@ -131,7 +133,6 @@ class _File:
         self.dtype = next((dtype for dtype in _TOLERANCE if dtype in dtypes), torch.bfloat16)
         components = (targets.file_prefix, *(encoder.name for encoder in targets.text_encoders))
         self.alphas = {name: read_alphas(weight_file(path), metadata, name, dora=True) for name in components}
-        self._distances: dict[tuple[object, ...], float] = {}  # of what several programs read from the same keys
 
     def tolerance(self, weights: AdapterWeights) -> float:
         """Return how far a layer may be off for its dtype; fp16 has few bits for small numbers."""
@@ -144,25 +145,28 @@ class _File:
                 extra = 1.0  # all of it was too small
         return _TOLERANCE[self.dtype] + 2 * extra
 
-    def read_by(self, reader: Reader, meant: Mapping[str, AdapterWeights]) -> tuple[Reading, dict[str, float]]:
-        """Return what a program takes, and how far each layer is from what is meant."""
-        reading = read_as(reader, self.tensors, self.alphas, self.targets)
-        differences = {}
-        for name, weights in reading.weights.items():
-            if name not in meant:
-                continue
-            key = (name, weights.kind, *reading.source[name])
-            if key not in self._distances:
-                self._distances[key] = distance(weights, meant[name])
-            differences[name] = self._distances[key]
-        return reading, differences
+    def readings(self, meant: Mapping[str, AdapterWeights]) -> list[_Readings]:
+        """Return for each program that has the model what it takes, and how far each layer is from what is meant."""
+        known: dict[tuple[object, ...], float] = {}  # of what several programs read from the same keys
+        found = []
+        for reader in (reader for reader in READERS if self.targets.family in reader.families):
+            reading = read_as(reader, self.tensors, self.alphas, self.targets)
+            differences = {}
+            for name, weights in reading.weights.items():
+                if name not in meant:
+                    continue
+                key = (name, weights.kind, *reading.source[name])
+                if key not in known:
+                    known[key] = distance(weights, meant[name])
+                differences[name] = known[key]
+            found.append((reader, reading, differences))
+        return found
 
-    def loads_in(self, meant: Mapping[str, AdapterWeights], kind: str) -> Iterable[LoadsIn]:
-        """Yield what each program that has the model makes of the file."""
-        for reader in READERS:
-            if self.targets.family not in reader.families:
-                continue
-            reading, differences = self.read_by(reader, meant)
+    def loads_in(
+        self, readings: Iterable[_Readings], meant: Mapping[str, AdapterWeights], kind: str
+    ) -> Iterable[LoadsIn]:
+        """Yield what each of ``readings`` makes of the file."""
+        for reader, reading, differences in readings:
             largest = max(differences.values(), default=0.0)
             wrong = any(not found <= self.tolerance(reading.weights[name]) for name, found in differences.items())
             missing = len(differences) < len(meant)

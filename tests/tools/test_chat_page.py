@@ -70,6 +70,19 @@ def expected(folder: Path, tokens: list[int], count: int, lora: Path | None = No
     return words(tokenizer.decode(made, skip_special=True))
 
 
+def ask(tab: Tab, models: Path, messages: list[Message], question: str) -> str:
+    """Ask the model "chat" after ``messages``, which grow by both; return its answer, 30 tokens of the model."""
+    messages.append(Message("user", question))
+    asked = sum(message.role == "user" for message in messages)
+    tab.send(question)
+    expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(asked, timeout=WAIT)
+    tab.wait_idle()
+    answer = expected(models / "chat", prompt_of(models, messages), 30)
+    assert tab.answers()[asked - 1] == answer
+    messages.append(Message("assistant", answer))
+    return answer
+
+
 def test_a_talk_from_streaming_to_another_model(tab: Tab, models: Path) -> None:
     tokenizer = load_tokenizer(models / "story")
     assert "chat talks in turns (template llama3)" in tab.page.inner_text("#introduction")
@@ -109,14 +122,8 @@ def test_a_talk_from_streaming_to_another_model(tab: Tab, models: Path) -> None:
     expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(0)  # a text is no conversation
     tab.page.fill("#system textarea", "be short")
     messages = [Message("system", "be short")]
-    for i, question in enumerate(("what is RoPE?", "say it in Greek")):
-        messages.append(Message("user", question))
-        tab.send(question)
-        expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(i + 1, timeout=WAIT)
-        tab.wait_idle()
-        answer = expected(models / "chat", prompt_of(models, messages), 30)
-        assert tab.answers()[i] == answer
-        messages.append(Message("assistant", answer))
+    for question in ("what is RoPE?", "say it in Greek"):
+        ask(tab, models, messages, question)
     known = int(re.search(r"(\d+) known", tab.status())[1])  # type: ignore[index]
     assert known > 20  # the first turn was not computed again
     assert tab.elsewhere == []  # no font, script or count of visitors from anywhere but here
@@ -201,13 +208,7 @@ def test_a_talk_survives_a_reload_and_goes_on(tab: Tab, models: Path) -> None:
     tab.set_number("max", 30)
     messages = [Message("system", "be short")]
     for i, question in enumerate(("what is RoPE?", "say it in Greek")):
-        messages.append(Message("user", question))
-        tab.send(question)
-        expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(i + 1, timeout=WAIT)
-        tab.wait_idle()
-        answer = expected(models / "chat", prompt_of(models, messages), 30)
-        assert tab.answers()[i] == answer
-        messages.append(Message("assistant", answer))
+        answer = ask(tab, models, messages, question)
         tab.page.reload()
         expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(i + 1, timeout=WAIT)
         assert tab.answers()[i] == answer

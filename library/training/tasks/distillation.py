@@ -38,7 +38,7 @@ from library.models.family import Family, model_family, with_transformer
 from library.precision.recipe import Fp8Loader
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import Position, read_position
-from library.training.flow import add_noise, noise_for, perturbation_for, sample_sigmas
+from library.training.flow import noisy_latents
 from library.training.optim.schedules import run_length
 from library.training.report.progress import counting
 from library.training.tasks.image_step import Teacher
@@ -138,12 +138,7 @@ def _predict(
 ) -> None:
     """Write the teacher's velocities at the noise and noise levels of ``FlowStep.loss`` at ``step``."""
     tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // family.patch_size**2
-    sigmas = sample_sigmas(flow, batch.sample_ids, tokens, seed, step)
-    noise, more = (
-        noise_for(batch.latents, batch.sample_ids, seed, step),
-        perturbation_for(flow, batch.latents, batch.sample_ids, seed, step),
-    )
-    noisy, _ = add_noise(batch.latents, noise, sigmas, more)
+    noisy, _, sigmas = noisy_latents(flow, batch.latents, batch.sample_ids, tokens, seed, step)
     with accelerator.autocast():
         velocity = family.predict_velocity(
             transformer, noisy, sigmas.to(noisy.device), batch.text, flow.guidance_scale, batch.conditions

@@ -33,10 +33,9 @@ from library.training.flow import (
     add_noise,
     loss_weights,
     noise_for,
-    perturbation_for,
+    noisy_latents,
     resolve_sampling,
     sample_losses,
-    sample_sigmas,
 )
 
 
@@ -64,11 +63,7 @@ class FlowStep:
         """
         tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // self.family.patch_size**2
         flow = resolve_sampling(self.flow, self.family)
-        sigmas = sample_sigmas(flow, batch.sample_ids, tokens, self.seed, step)
-        noise = noise_for(batch.latents, batch.sample_ids, self.seed, step)
-        noisy, target = add_noise(
-            batch.latents, noise, sigmas, perturbation_for(flow, batch.latents, batch.sample_ids, self.seed, step)
-        )
+        noisy, target, sigmas = noisy_latents(flow, batch.latents, batch.sample_ids, tokens, self.seed, step)
         if self.teacher is not None:
             target = self.teacher.blend(target, batch.sample_ids, step)
         regions = region_weights(self.flow, batch)

@@ -25,6 +25,7 @@ from networks.files.weights import LoraWeights
 from networks.injection import inject_adapter
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
+from tests.networks.files.read_back import assert_read_as_written
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
 
 EVERYTHING = ("img_mod_dim=3", "txt_mod_dim=2", "img_in_dim=2", "txt_in_dim=2", "time_in_dim=2", "img_mlp_dim=6")
@@ -98,16 +99,7 @@ def test_diffusers_computes_from_every_format_what_our_network_computes(
         plain = run_qwen(tiny_qwen_transformer())
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)  # peft multiplies in another order
     assert (ours - plain).abs().max() > 0.01
-    read = load_lora(tmp_path / "lora.safetensors", QWEN_TARGETS)
-    assert read.layout == save_format
-    for name, weights in network.weights().items():
-        assert torch.equal(read.weights[name].down, weights.down)
-        if save_format == "diffusers":  # alpha / rank is in B there
-            assert read.weights[name].alpha == read.weights[name].rank
-            torch.testing.assert_close(read.weights[name].up, weights.up * weights.scale, rtol=1e-7, atol=0)
-        else:
-            assert torch.equal(read.weights[name].up, weights.up)
-            assert read.weights[name].alpha == weights.alpha
+    assert_read_as_written(tmp_path / "lora.safetensors", network, QWEN_TARGETS, save_format)
 
 
 def test_files_have_the_published_keys(tmp_path: Path) -> None:

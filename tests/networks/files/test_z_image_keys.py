@@ -20,6 +20,7 @@ from networks.files.weights import LoraWeights
 from networks.injection import inject_adapter
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
+from tests.networks.files.read_back import assert_read_as_written
 from tests.tiny_z_image import comfy_state_dict, tiny_z_inputs, tiny_z_transformer
 
 BLOCKS = ("mod_dim=3", "refiner_dim=2", "refiner_mod_dim=2", "mlp_dim=6")
@@ -75,16 +76,7 @@ def test_diffusers_computes_from_every_format_what_our_network_computes(
     ours, theirs = run_z(model), run_z(reloaded(tmp_path / "lora.safetensors"))
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)  # peft multiplies in another order
     assert (ours - run_z(tiny_z_transformer())).abs().max() > 0.01
-    read = load_lora(tmp_path / "lora.safetensors", Z_IMAGE_TARGETS)
-    assert read.layout == save_format
-    for name, weights in network.weights().items():
-        assert torch.equal(read.weights[name].down, weights.down)
-        if save_format == "diffusers":  # alpha / rank is in B there
-            assert read.weights[name].alpha == read.weights[name].rank
-            torch.testing.assert_close(read.weights[name].up, weights.up * weights.scale, rtol=1e-7, atol=0)
-        else:
-            assert torch.equal(read.weights[name].up, weights.up)
-            assert read.weights[name].alpha == weights.alpha
+    assert_read_as_written(tmp_path / "lora.safetensors", network, Z_IMAGE_TARGETS, save_format)
 
 
 # ComfyUI's comfy/lora.py: for Z-Image diffusers' names below diffusion_model. and transformer., its own (stacked) ones
