@@ -133,8 +133,17 @@ def image_facts(
 
 def spec_fields(saving: SavingConfig) -> dict[str, str]:
     """Return the fields of ModelSpec that a person set."""
-    options = (name for name in type(saving).model_fields if name.startswith("metadata_"))
-    return {name.removeprefix("metadata_"): value for name in options if (value := getattr(saving, name))}
+    fields = {
+        "title": saving.metadata_title,
+        "author": saving.metadata_author,
+        "description": saving.metadata_description,
+        "license": saving.metadata_license,
+        "tags": saving.metadata_tags,
+        "usage_hint": saving.metadata_usage_hint,
+        "trigger_phrase": saving.metadata_trigger_phrase,
+        "merged_from": saving.metadata_merged_from,
+    }
+    return {key: value for key, value in fields.items() if value}
 
 
 def save_facts(position: Position, total_steps: int, now: float) -> dict[str, object]:
