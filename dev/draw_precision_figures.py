@@ -382,7 +382,7 @@ def main() -> None:
             f"{options.lora}: no such LoRA, so the border's figures were not drawn; `make demo-fp8` trains it"
         )
         return
-    console.print("\n".join(map(str, draw_fill_figures(options, console))))
+    console.print(*map(str, draw_fill_figures(options, console)), sep="\n")
 
 
 if __name__ == "__main__":

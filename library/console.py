@@ -1,4 +1,8 @@
-"""The console that texts, tables and progress bars are printed on, safe to print what strangers wrote on."""
+"""The console that texts, tables and progress bars are printed on, safe to print what strangers wrote on.
+
+A string is one line: a line's end within it came with a name from outside, and is spelt like everything that steers a
+terminal. What has several lines is several strings (``print(*lines, sep="\\n")``), or a rich ``Text``.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,6 @@ from rich.segment import Segment
 from rich.text import Text
 
 from library.errors import printable
-
-_KEPT = "\n\t"
 
 
 class Console(rich.console.Console):
@@ -32,9 +34,9 @@ class Console(rich.console.Console):
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Return rich's text of a string, which is measured as it will be shown."""
-        return super().render_str(printable(text, _KEPT), **how)
+        return super().render_str(printable(text, "\t"), **how)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Return what rich makes of ``renderable``, its texts :func:`library.errors.printable`."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=printable(segment.text, _KEPT))
+            yield segment if segment.control else segment._replace(text=printable(segment.text, "\n\t"))

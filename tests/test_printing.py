@@ -72,6 +72,18 @@ def test_rich_colours_its_texts_and_nobody_elses() -> None:
     assert out.getvalue().count("\\x1b[31m") == 4
 
 
+def test_a_string_is_one_line_and_a_text_or_several_strings_are_several() -> None:
+    out, table = io.StringIO(), Table("name\nfake line")
+    console = Console(file=out, markup=False, highlight=False, width=200)
+    table.add_row("a\nfake line")
+    console.print("b\nfake line\t.", "c", sep="\n")
+    console.print(table)
+    assert not [line for line in out.getvalue().splitlines() if line.strip(" │┃").startswith("fake line")]
+    assert out.getvalue().startswith("b\\nfake line")
+    console.print(Text("two\nlines"))
+    assert out.getvalue().endswith("two\nlines\n")
+
+
 @pytest.mark.parametrize("tool", ["inspect_model", "convert_lora", "merge_lora", "check_dataset"])
 def test_no_tool_lets_a_file_steer_the_terminal(tool: str, tmp_path: Path) -> None:
     lora = tmp_path / f"{HOSTILE.replace('/', '')}.safetensors"

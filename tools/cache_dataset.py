@@ -3,8 +3,8 @@
     python tools/cache_dataset.py --config_file configs/flux_lora.toml --dataset_config my_dataset.toml
     torchrun --nproc-per-node 2 tools/cache_dataset.py --config_file ...
 
-Takes the flags of train_lora.py and does what it does before it loads the transformer; nothing is written but caches.
-Training with the same settings then finds everything there and loads no encoder.
+Does what train_lora.py does before it loads the transformer; nothing is written but caches. Training with the
+same settings then finds everything there and loads no encoder.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from library.config import TrainConfig, load_config
 from library.config.kohya.translate import Note, summary
 from library.console import Console
 from library.errors import exit_on_user_error
+from tools.command import training_tool_parser
 
 if TYPE_CHECKING:
     from library.data.dataset import TrainingData
@@ -55,7 +56,8 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
 def main() -> None:
     """Cache one dataset from the command line."""
     notes: list[Note] = []
-    config = load_config(sys.argv[1:], notes)
+    _, flags = training_tool_parser(__doc__).parse_known_args()
+    config = load_config(flags, notes)
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(summary(notes)), end="\n" if notes else "")
     cache_dataset(config)

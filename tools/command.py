@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from library.config.chat_schema import LANGUAGE_MODELS
 from library.config.load import Parser
-from library.config.markers import MOST, MOST_SEED, words_of
+from library.config.markers import MOST, MOST_GUIDANCE, MOST_SEED, MOST_STRENGTH, words_of
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.config.schema import ModelConfig, PrecisionConfig, SavingConfig
 from library.console import Console
@@ -40,6 +40,17 @@ SAMPLING_NAMES = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "r
 def tool_parser(doc: str | None) -> Parser:
     """Return a parser without flags that shows the module's docstring ``doc``."""
     return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+
+def training_tool_parser(doc: str | None) -> Parser:
+    """Return a parser for a tool that takes train_lora.py's flags too: ``parse_known_args`` leaves those over."""
+    parser = tool_parser(doc)
+    parser.usage = "%(prog)s --config_file TOML [--key value ...]"
+    parser.epilog = (
+        "The training is described as for train_lora.py: --config_file TOML, --dataset_config TOML and every other\n"
+        "option of a LoRA on images, as a flag or in the TOML file; see train_lora.py --help, or docs/options.md."
+    )
+    return parser
 
 
 def answer_early(name: str, parse: Callable[[], object]) -> None:
@@ -82,6 +93,7 @@ def number(least: float = -math.inf, most: float = math.inf, above: float = -mat
 
 
 count, finite, seed_number = whole(), number(), whole(least=0, most=MOST_SEED)
+guidance, strength = number(least=0, most=MOST_GUIDANCE), number(-MOST_STRENGTH, MOST_STRENGTH)
 
 
 def tool_console(quiet: bool = False) -> Console:
@@ -199,7 +211,7 @@ def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_ty
                       help="noise levels of each image")  # fmt: skip
     if seed:
         data.add_argument("--seed", type=seed_number, default=0, help="chooses images, noise and stochastic rounding")
-    data.add_argument("--guidance_scale", type=finite, default=3.5, help="for models with a guidance input")
+    data.add_argument("--guidance_scale", type=guidance, default=3.5, help="for models with a guidance input")
     data.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks, as in training")
     data.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
     data.add_argument(

@@ -27,6 +27,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
+from rich.text import Text
+
 from library.errors import exit_on_user_error
 from library.files import write_text
 from library.training.report.progress import plain_table, shown_path
@@ -103,7 +105,7 @@ def summary() -> None:
     console.print(table)
     for name, side in (("before", before), ("after", after)):
         for sample in side["samples"]:
-            console.print(f"{name}: {sample['prompt']}{sample['text']}\n")
+            console.print(Text(f"{name}: {sample['prompt']}{sample['text']}\n"))
     curves, metrics = FOLDER / "lr.png", FOLDER / "metrics.jsonl"
     for path in (curves, metrics, TRAINED, Path(f"{TRAINED}.json"), STORIES):
         console.print(shown_path(path))

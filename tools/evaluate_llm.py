@@ -21,6 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
+from rich.text import Text
+
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
@@ -261,7 +263,7 @@ def show(results: dict[str, Any], console: Console) -> None:
                 table.add_row(name, metric, f"{value:.4g}")
         console.print(table)
     for sample in results.get("samples", ()):
-        console.print(f"--- {sample['prompt']}\n{sample['text']}\n")
+        console.print(Text(f"--- {sample['prompt']}\n{sample['text']}\n"))
 
 
 @exit_on_user_error

@@ -37,7 +37,7 @@ from rich.table import Table
 from rich.text import Text
 
 from library.console import Console
-from library.errors import UserError, exit_on_user_error, printable
+from library.errors import UserError, exit_on_user_error
 from library.files import atomic_path
 from library.training.report.progress import loads_in_table, plain_table
 from tools.command import answer_early, tool_parser, value_range
@@ -278,7 +278,7 @@ def metadata_table(strings: Mapping[str, str]) -> RenderableType:
     for key, value in sorted(strings.items()):
         text = " ".join(value.split())
         cut = f"{text[:_LONGEST_VALUE]}… ({len(value):,} characters)"
-        table.add_row(printable(key), Text(text if len(text) <= _LONGEST_VALUE else cut))
+        table.add_row(key, Text(text if len(text) <= _LONGEST_VALUE else cut))
     return Padding(table, (0, 0, 1, 2))
 
 

@@ -2,13 +2,11 @@
 
     python tools/lr_range_test.py --config_file configs/flux_lora.toml --dataset_config my_dataset.toml
 
-Takes the flags of train_lora.py and four of its own (--lr_from, --lr_to, --range_steps, --save_to). What is trained is
-thrown away; the plot and the numbers (lr_range.png, .svg, .jsonl) go into output_dir, or to --save_to.
+What is trained is thrown away; the plot and the numbers are written to output_dir, as lr_range.png, .svg and .jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -21,10 +19,11 @@ if TYPE_CHECKING:
 
 
 from library.config import TrainConfig, load_config
+from library.config.markers import MOST_RATE
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from library.training.report.progress import counting, shown_path
-from tools.command import count, number
+from tools.command import count, number, training_tool_parser
 
 
 def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) -> RangeTest:
@@ -45,11 +44,12 @@ def range_test(config: TrainConfig, lr_from: float, lr_to: float, steps: int) ->
 @exit_on_user_error
 def main() -> None:
     """Test from the command line."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--lr_from", type=number(above=0), default=1e-6)
-    parser.add_argument("--lr_to", type=number(above=0), default=1.0)
-    parser.add_argument("--range_steps", type=count, default=100)
-    parser.add_argument("--save_to", type=Path)
+    rate = number(above=0, most=MOST_RATE)
+    parser = training_tool_parser(__doc__)
+    parser.add_argument("--lr_from", type=rate, default=1e-6, metavar="X", help="first rate (default: %(default)s)")
+    parser.add_argument("--lr_to", type=rate, default=1.0, metavar="X", help="last rate (default: %(default)s)")
+    parser.add_argument("--range_steps", type=count, default=100, metavar="N", help="steps (default: %(default)s)")
+    parser.add_argument("--save_to", type=Path, metavar="PATH", help="without ending; default: output_dir/lr_range")
     own, rest = parser.parse_known_args(sys.argv[1:])
     if not 0 < own.lr_from < own.lr_to or own.range_steps < 2:
         raise UserError("lr_from: a sweep needs 0 < lr_from < lr_to and at least 2 range_steps; change them")

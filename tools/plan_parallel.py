@@ -155,7 +155,8 @@ def main() -> None:
     batch = f"a batch of {options.batch_size} at {seen}, AdamW"
     console.print(f"{options.model}: {weights / 1e9:.2f} billion weights; {batch}")
     console.print(
-        f"GiB of each of {gpus} GPUs; of {options.gpu_memory:g} GiB 5 % and {RESERVE / GIB:.1f} GiB are free\n"
+        f"GiB of each of {gpus} GPUs; of {options.gpu_memory:g} GiB 5 % and {RESERVE / GIB:.1f} GiB are free",
+        end="\n\n",
     )
     console.print(table(rows, best))
     if options.save_to is not None:
@@ -171,7 +172,7 @@ def main() -> None:
     script = "train_llm.py" if full else "train_lora.py"
     nodes = f"--nnodes {gpus // within} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     start = f"torchrun {nodes if gpus > within else ''}--nproc-per-node {within}"
-    console.print("\n" + "\n".join(lines))
+    console.print("", *lines, sep="\n")
     console.print(f"{start if gpus > 1 else 'python'} {script} --config_file ...")
 
 

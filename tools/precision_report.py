@@ -32,9 +32,11 @@ from tools.command import (
     calibration_plan,
     count,
     finite,
+    guidance,
     lora_source,
     number,
     seed_number,
+    strength,
     tool_parser,
     whole,
 )
@@ -55,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     deployment.add_argument("--deploy_merged", action="store_true", help="the LoRA is in that file already")
     deployment.add_argument("--deploy_lora", choices=["beside", "nearest", "stochastic"], default="beside",
                             help="beside the weights, or rounded into them; ComfyUI: stochastic")  # fmt: skip
-    deployment.add_argument("--deploy_strength", type=finite, default=1.0, metavar="X", help="of the LoRA")
+    deployment.add_argument("--deploy_strength", type=strength, default=1.0, metavar="X", help="of the LoRA")
     deployment.add_argument("--activations", choices=["row", "tensor", "unit", "static"],
                             help="rounded to fp8 before products; unit: ComfyUI --fast")  # fmt: skip
     deployment.add_argument("--fp8_text_encoder", action="store_true", help="text encoder in fp8")
@@ -78,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         default=12,
         help="of a sampling run; 0 for none (default: %(default)s)",
     )
-    eval_set.add_argument("--guidance_scale", type=finite, default=3.5, help="guidance input (default: %(default)s)")
+    eval_set.add_argument("--guidance_scale", type=guidance, default=3.5, help="guidance input (default: %(default)s)")
     eval_set.add_argument("--seed", type=seed_number, default=0, help="chooses images and noise (default: %(default)s)")
     eval_set.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
     eval_set.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
@@ -186,11 +188,11 @@ def main() -> None:
         fixes = try_fixes(models, variant, report.eval_set, report.reference, report.layers, wanted, console)
     best = recommend(fixes, report.full, options.fix_target) if fixes else None
     paths = write_report(report, options.save_to, fixes, best)
-    console.print("\n".join(verdict_lines(report)))
+    console.print(*verdict_lines(report), sep="\n")
     if fixes:
         console.print(fix_table(fixes, report.full))
         console.print(recommendation(best, report.full, options.fix_target))
-    console.print("\n".join(str(path) for path in paths))
+    console.print(*map(str, paths), sep="\n")
 
 
 if __name__ == "__main__":

@@ -378,8 +378,10 @@ def _parser(script: Script[Any]) -> Parser:
 def _add_flag(group: Any, key: str, field: FieldInfo) -> None:
     """Add the flag of one key; values stay text, the schema converts them."""
     choices = words_of(field.annotation)
-    default = "required" if field.is_required() else f"default: {field.get_default()}"
-    text = f"{field.description}" + (f"; one of {', '.join(choices)}" if choices else "") + f" ({default})"
+    text = f"{field.description}" + (f"; one of {', '.join(choices)}" if choices else "")
+    default = "" if field.is_required() else field.get_default()
+    words = " ".join(map(str, default)) if isinstance(default, list) else "" if default is None else str(default)
+    text += " (required)" if field.is_required() else f" (default: {words})" if words else ""  # unset: nothing to say
     text = text.replace("%", "%%")
     if field.annotation in (bool, bool | None):
         group.add_argument(f"--{key}", action=argparse.BooleanOptionalAction, help=text)

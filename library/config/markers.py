@@ -177,6 +177,7 @@ MOST_WORKERS = 256  # processes that read caches, or texts
 MOST_SEED = 2**63 - 1  # what torch's generators take
 MOST_RATE = 1000.0
 MOST_STRENGTH = 1000.0  # of a LoRA
+MOST_GUIDANCE = 1000.0
 MOST_SIDE = 16_384  # pixels of an image's side
 MOST_PIXELS = 64 * 2**20  # of an image that is made, or trained on
 MOST_STEPS = 1000  # of the solver: the models' schedules have no more

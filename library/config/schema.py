@@ -15,6 +15,7 @@ from pydantic import Field, field_validator
 
 from library.config.markers import (
     MOST,
+    MOST_GUIDANCE,
     MOST_WORKERS,
     MUST_MATCH,
     SAME_RESULT,
@@ -417,9 +418,9 @@ class FlowConfig(Section):
     preserve_distribution_shape: bool = Field(
         False, description="between min_timestep and max_timestep, cut the distribution off instead of squeezing it"
     )
-    guidance_scale: Annotated[float, OnlyWith(", which takes no guidance", model_type=GUIDED)] = Field(
-        1.0, description="guidance given to guidance-distilled models in training"
-    )
+    guidance_scale: Annotated[
+        float, Field(ge=0, le=MOST_GUIDANCE), OnlyWith(", which takes no guidance", model_type=GUIDED)
+    ] = Field(1.0, description="guidance given to guidance-distilled models in training")
     ip_noise_gamma: NotNegative = Field(
         0.0, description="input perturbation: so much more noise in the input than in the target; 0: none"
     )

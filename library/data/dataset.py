@@ -4,7 +4,7 @@
 
     data = build_dataset(config.dataset, seed, pixel_multiple=16, latent_factor=8, prior_loss_weight=1.0,
                          masked_loss=False, conditioning="none")
-    print(data.describe())
+    print(*data.describe(), sep="\n")
     data.cache_latents(image_encoder, batch_size, progress)     # of images, and of what they are painted from
     data.cache_text(text_encoder, prompts, batch_size, progress)
     sampler = data.batch_sampler(share)
@@ -275,8 +275,8 @@ class TrainingData:
         others = f", and {done[0] - 1} more" if done[0] > 1 else ""
         self.say(f"{what}; encoded again{others}")
 
-    def describe(self) -> str:
-        """Return a summary of datasets, subsets, buckets and counts, as lines of text."""
+    def describe(self) -> list[str]:
+        """Return the lines of a summary of datasets, subsets, buckets and counts."""
         lines: list[str] = []
         for number, dataset in enumerate(self.config.datasets):
             settings = dataset.settings
@@ -295,7 +295,7 @@ class TrainingData:
             f"{len(self.train)} samples and {batches} batches an epoch, {held_out} images held out, "
             f"{len(self.captions())} captions to encode"
         )
-        return "\n".join(lines + [f"note: {warning}" for warning in self.warnings])
+        return [*lines, *(f"note: {warning}" for warning in self.warnings)]
 
     def _hash_contents(self) -> None:
         files = {id(file): file for sample in self._samples for file in sample.files}

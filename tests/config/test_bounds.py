@@ -68,6 +68,7 @@ def test_every_whole_number_has_an_end(script: Script, key: str) -> None:
         ("gradient_accumulation_steps", "1000000000"),
         ("learning_rate", "1e30"),
         ("network_alpha", "1e39"),
+        ("guidance_scale", "1e30"),
     ],
 )
 def test_what_would_fill_the_memory_or_break_at_the_first_step_is_told_at_once(key: str, value: str) -> None:

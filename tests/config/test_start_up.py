@@ -6,8 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from library.config.load import _parser
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "numpy", "diffusers", "transformers", "accelerate", "bitsandbytes", "peft", "PIL", "matplotlib"}
@@ -33,6 +37,13 @@ def _probe(*words: str) -> dict[str, object]:
         [sys.executable, "-c", PROBE, *words], cwd=ROOT, capture_output=True, text=True, check=True, timeout=240
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("script", [LORA, LANGUAGE_LORA, LLM], ids=lambda script: script.training)
+def test_help_names_no_default_that_is_none(script: Script[Any]) -> None:
+    said = " ".join(_parser(script).format_help().split())
+    assert "None" not in said
+    assert "[]" not in said
 
 
 @pytest.mark.parametrize("script", ["train_lora.py", "train_llm.py"])

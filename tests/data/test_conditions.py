@@ -128,7 +128,7 @@ def test_generated_masks_change_with_epoch_and_repeat_and_stay_among_the_variant
 def test_without_a_source_masks_of_all_kinds_are_generated_and_the_summary_says_so(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "a.png")
     data = filling(tmp_path, "")
-    line = data.describe().splitlines()[1]
+    line = data.describe()[1]
     kinds = "rectangles, borders, strokes, halves"
     assert line == f"  img: 1 images x 1, generated masks by default ({kinds}; 4 an image)"
     mask = items(data)[0].conditions.mask
@@ -281,7 +281,7 @@ def test_json_lines_name_control_images(tmp_path: Path) -> None:
         True,
         True,
     ]
-    assert "1 or 2 control images an image" in data.describe()
+    assert "1 or 2 control images an image" in "\n".join(data.describe())
 
 
 def test_relative_control_paths_start_at_control_directory_where_there_is_one(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_the_summary_counts_what_is_trained(tmp_path: Path) -> None:
         add_image(tmp_path / "img", f"{i}.png", (64, 64) if i else (80, 48), seed=i, caption=f"number {i}")
     subset = "image_dir = 'img'\nnum_repeats = 3\nflip_aug = true"
     data = build(write_toml(tmp_path, dataset=f"{BUCKETS}\nbatch_size = 2", subset=subset))
-    assert data.describe().splitlines() == [
+    assert data.describe() == [
         "dataset 1: 64x64, buckets, batch size 2",
         "  img: 4 images x 3, flip_aug",
         "       64 x 64          9 samples an epoch",

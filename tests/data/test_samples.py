@@ -148,7 +148,7 @@ def test_some_missing_captions_are_noted(tmp_path: Path) -> None:
         "/dataset.toml: subset 1: 1 of 2 images have no .txt file (a.png, ...) and are trained with an empty caption; "
         "write captions or set class_tokens"
     )
-    assert note in data.describe()
+    assert f"note: {note}" in data.describe()
 
 
 def test_captions_that_are_all_missing_or_empty_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +47,25 @@ def test_help_and_a_mistyped_flag_are_answered_before_torch_is_imported(tool: st
         assert "usage:" in done.stdout if code == 0 else done.stderr.startswith(("error: ", "usage: ")), done.stderr
         assert done.stderr.splitlines()[-1] == "[]"
         assert "Traceback" not in done.stderr
+        if code == 0:
+            purpose = ast.get_docstring(ast.parse((ROOT / f"tools/{tool}.py").read_text()))
+            assert purpose is not None
+            assert purpose.splitlines()[0] in done.stdout
+
+
+def test_tools_that_take_a_trainings_options_show_their_own_first_and_say_where_the_others_are() -> None:
+    command = [sys.executable, "tools/lr_range_test.py", "--config_file", "no.toml", "--help"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^  (--\w+)", said, re.MULTILINE) == ["--lr_from", "--lr_to", "--range_steps", "--save_to"]
+    assert "train_lora.py --help" in said
+    assert (ROOT / re.findall(r"docs/\w+\.md", said)[0]).is_file()
+
+
+@pytest.mark.parametrize("tool", ["precision_report", "quantize_model"])
+def test_numbers_that_no_model_takes_are_refused(tool: str) -> None:
+    command = [sys.executable, f"tools/{tool}.py", "--guidance_scale", "1e30"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, "'1e30' is no finite number of at least 0, at most 1000" in done.stderr) == (2, True)
 
 
 def test_flags_offer_what_the_library_takes() -> None:

@@ -16,6 +16,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from rich.text import Text
+
 from library.console import Console
 from library.errors import UserError, did_you_mean, one_line
 from library.files import write_text
@@ -143,10 +145,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Session, str], str]]] = {
 }
 
 
-# A model may write any character; those that steer a terminal are not shown.
-_STEERING = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
-
-
 def chat_in_terminal(session: Session, history_file: Path | None) -> None:
     """Talk until the end of the input or /quit.
 
@@ -174,9 +172,9 @@ def _answer(session: Session, line: str, console: Console) -> None:
     try:
         with closing(session.answer(line)) as pieces:
             for piece in pieces:
-                console.print(piece.translate(_STEERING), end="")
+                console.print(Text(piece), end="")
     except KeyboardInterrupt:
-        console.print("\n(stopped)", style="dim", end="")
+        console.print("", "(stopped)", sep="\n", style="dim", end="")
     except UserError as error:
         console.print(f"error: {one_line(error)}", style="red")
         return
@@ -206,7 +204,7 @@ def _command(session: Session, line: str, console: Console) -> bool:
         console.print(f"error: no command /{name}{did_you_mean(name, known)}; /help lists them", style="red")
         return True
     try:
-        console.print(run_command(session, name, rest.strip()), style="cyan")
+        console.print(Text(run_command(session, name, rest.strip())), style="cyan")
     except UserError as error:
         console.print(f"error: {one_line(error)}", style="red")
     except KeyboardInterrupt:
@@ -223,7 +221,7 @@ def _read_line(console: Console) -> str | None:
         except EOFError:
             return "\n".join(lines) if lines else None
         except KeyboardInterrupt:
-            console.print("\n(/quit or Ctrl-D leaves)", style="dim")
+            console.print("", "(/quit or Ctrl-D leaves)", sep="\n", style="dim")
             lines.clear()
             continue
         lines.append(line.removesuffix("\\"))

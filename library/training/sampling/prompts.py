@@ -23,11 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from library.config.markers import MOST_PIXELS, MOST_SEED, MOST_SIDE, MOST_STEPS
+from library.config.markers import MOST_GUIDANCE, MOST_PIXELS, MOST_SEED, MOST_SIDE, MOST_STEPS
 from library.errors import UserError, did_you_mean, error_prefix
 from library.files import parse_json, read_text, read_toml, written_path
 
-MOST_GUIDANCE = 1000
 _OPTION = re.compile(r"(?:^|\s)--([a-zA-Z]+)(?:[\s=]+|$)")
 
 
@@ -256,7 +255,7 @@ def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePro
         raise UserError(f"{where}: seed (--d) {parsed.seed}; write a number from 0 to 2^63 - 1, or leave it out")
     for name, value in (("guidance (--g)", parsed.guidance), ("guidance scale (--l)", parsed.cfg)):
         if not abs(value) <= MOST_GUIDANCE:
-            raise UserError(f"{where}: {name} {value}; write a finite number, at most {MOST_GUIDANCE}")
+            raise UserError(f"{where}: {name} {value}; write a finite number, at most {MOST_GUIDANCE:g}")
     return parsed
 
 

@@ -210,7 +210,7 @@ def prepare_chats(
     remarks = _describe(read, windows, template, max_length, config.packing)
     if held:
         remarks.append(f"{len(held):,} conversations to validate on")
-    console.print("\n".join(remarks), soft_wrap=True)
+    console.print(*remarks, sep="\n", soft_wrap=True)
     return windows, held
 
 

@@ -37,7 +37,7 @@ from library.data.batches import (
 )
 from library.data.dataset import TrainingData, build_dataset
 from library.data.lint import check, summarise
-from library.errors import UserError, printable
+from library.errors import UserError
 from library.models.family import Family, model_family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
@@ -319,7 +319,7 @@ def read_data(
     check_references(data, most_references)
     if accelerator.is_main_process:  # another one's console is quiet
         data.say = functools.partial(console.print, soft_wrap=True)
-    console.print(data.describe())
+    console.print(*data.describe(), sep="\n", soft_wrap=True)
     look_over(data, arguments.strict_dataset, accelerator, console)
     return data
 
@@ -356,7 +356,7 @@ def look_over(data: TrainingData, strict: bool, accelerator: Accelerator, consol
         UserError: something was found.
     """
     for line in summarise(data.listed):
-        console.print(f"note: {printable(line)}", soft_wrap=True)
+        console.print(f"note: {line}", soft_wrap=True)
     if not strict:
         return
     with accelerator.main_process_first(), counting(console) as start:  # the others find what it remembered

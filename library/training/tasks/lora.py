@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.text import Text
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -139,14 +140,14 @@ class LoraTask(Task):
     def start_from_file(self) -> None:
         """Read ``network_weights`` into the LoRA, if they are given; say if they were trained on another base."""
         source, say = self.config.network.network_weights, self.console.print
-        say(self.network.describe())
+        say(Text(self.network.describe()))
         if source is None:
             return
         metadata = read_safetensors_header(weight_file(Path(source))).get("__metadata__") or {}
         if remark := base_mismatch(metadata, self.base_fingerprint, self.describe_file().get("base_weights", "")):
             say(f"note: {source}: {remark}")
         if not self.config.network.dim_from_weights:
-            say(self.network.load_file(source, self.config.network.allow_partial))
+            say(Text(self.network.load_file(source, self.config.network.allow_partial)))
 
     def wrap(self, many_shapes: bool) -> None:
         """Build optimizer and schedule, and let the engine wrap and compile the loaded networks.
