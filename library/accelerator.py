@@ -74,17 +74,7 @@ def build_accelerator(
     parallel, world = parallel or ParallelConfig(), int(os.environ.get("WORLD_SIZE", "1"))
     replicas, timeout = parallel.replicas(world), timedelta(minutes=accelerate.ddp_timeout)
     on_cpu = not torch.cuda.is_available()
-    for variable in _FOREIGN_ENGINES:
-        if os.environ.get(variable, "false").lower() in ("1", "true"):
-            raise UserError(
-                f"{variable}: accelerate's configuration asks for an engine that the training file does not name; "
-                "start with torchrun, or with accelerate launch --multi_gpu"
-            )
-    if training.mixed_precision == "fp16" and on_cpu:
-        raise UserError('mixed_precision: fp16 needs a GPU; on a CPU use "bf16" or "no"')
-    if world > 1 and not on_cpu and not torch.distributed.is_nccl_available():
-        raise UserError(f"{world} processes: GPUs speak to each other through NCCL, which PyTorch for Windows does not "
-                        "have; start one process, or train in WSL 2")  # fmt: skip
+    _check_surroundings(training.mixed_precision, world, on_cpu)
     if parallel.accelerate_shards and on_cpu:
         _let_accelerate_shard_on_a_cpu(timeout)
     # torch would have it another name, which accelerate does not know
@@ -129,6 +119,21 @@ def build_accelerator(
         accelerator.native_amp = training.mixed_precision == "bf16"  # accelerate leaves this to DeepSpeed
     _verify(accelerator, training.mixed_precision, parallel)
     return accelerator
+
+
+def _check_surroundings(mixed_precision: str, world: int, on_cpu: bool) -> None:
+    """Refuse what the environment asks for beside the training file, and what this machine cannot do."""
+    for variable in _FOREIGN_ENGINES:
+        if os.environ.get(variable, "false").lower() in ("1", "true"):
+            raise UserError(
+                f"{variable}: accelerate's configuration asks for an engine that the training file does not name; "
+                "start with torchrun, or with accelerate launch --multi_gpu"
+            )
+    if mixed_precision == "fp16" and on_cpu:
+        raise UserError('mixed_precision: fp16 needs a GPU; on a CPU use "bf16" or "no"')
+    if world > 1 and not on_cpu and not torch.distributed.is_nccl_available():
+        raise UserError(f"{world} processes: GPUs speak to each other through NCCL, which PyTorch for Windows does not "
+                        "have; start one process, or train in WSL 2")  # fmt: skip
 
 
 def _sharding() -> FullyShardedDataParallelPlugin:

@@ -33,6 +33,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
+from library.config.markers import split_pairs
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
 from library.models.layer_names import LoraTargets
@@ -159,7 +160,7 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
     dim_options = targets.dim_options()
     text_keys = _TEXT_KEYS if targets.text_encoders else ()
     known = (*_PLAIN_KEYS, *_LOKR_KEYS, *text_keys, *dim_options, *targets.dim_lists, *targets.block_options)
-    values = _split_pairs(config.network_args, known)
+    values = _known_pairs(config.network_args, known)
     _check_kind(config, values)
     dims: dict[str, int] = {}
     sources: dict[str, str] = {}
@@ -233,22 +234,15 @@ def _check_kind(config: NetworkConfig, values: Mapping[str, str]) -> None:
         raise UserError(f"network_alpha: network_type {kind} rotates weights and has no scale; remove it")
 
 
-def _split_pairs(pairs: list[str], known: tuple[str, ...]) -> dict[str, str]:
+def _known_pairs(pairs: list[str], known: tuple[str, ...]) -> dict[str, str]:
     """Return key -> value text, every key being known and given once."""
-    values: dict[str, str] = {}
-    with error_prefix("network_args"):
-        for pair in pairs:
-            key, equals, value = (part.strip() for part in pair.partition("="))
-            if not equals:
-                raise UserError(f"{pair!r} is not of the form key=value; write for example rank_dropout=0.1")
-            if key in _REPLACED:
-                raise UserError(f"{key} is not taken: {_REPLACED[key]}")
-            if key not in known:
-                hint = did_you_mean(key, known) or f"; known keys: {', '.join(sorted(known))}"
-                raise UserError(f"unknown key {key!r}{hint}")
-            if key in values:
-                raise UserError(f"{key} is given twice; keep one")
-            values[key] = value
+    values = split_pairs(pairs, "network_args")
+    for key in values:
+        if key in _REPLACED:
+            raise UserError(f"network_args: {key} is not taken: {_REPLACED[key]}")
+        if key not in known:
+            hint = did_you_mean(key, known) or f"; known keys: {', '.join(sorted(known))}"
+            raise UserError(f"network_args: unknown key {key!r}{hint}")
     return values
 
 

@@ -8,12 +8,14 @@ the options pages follow from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
+
+from library.errors import UserError
 
 
 class Section(BaseModel):
@@ -161,6 +163,30 @@ def resume_keys(config: BaseModel) -> dict[str, Any]:
         for marker in field.metadata
         if isinstance(marker, MustMatch)
     }
+
+
+_EXAMPLES = {
+    "network_args": "rank_dropout=0.1",
+    "optimizer_args": "weight_decay=0.01",
+    "dataset_args": "resolution=1024",
+}
+
+
+def split_pairs(pairs: Iterable[str], option: str) -> dict[str, str]:
+    """Return key -> value of the ``key=value`` pairs of ``option``.
+
+    Raises:
+        UserError: one is of another form, or a key is given twice.
+    """
+    values: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not key.replace("-", "_").isidentifier():  # whose likeness to a known key shows later
+            raise UserError(f"{option}: {pair!r} is not of the form key=value; write it like {_EXAMPLES[option]}")
+        if key in values:
+            raise UserError(f"{option}: {key} is given twice; keep one")
+        values[key] = value
+    return values
 
 
 def sorted_pairs(pairs: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from library.conditions import ConditionKind
 from library.config.kohya.flags import FLAGS
-from library.config.markers import MOST, MOST_SIDE, Batch, Fraction, Seed
+from library.config.markers import MOST, MOST_SIDE, Batch, Fraction, Seed, split_pairs
 from library.config.schema import DatasetArguments
 from library.data.masks import MASK_KINDS, MaskKind
 from library.errors import UserError, did_you_mean
@@ -244,7 +244,8 @@ def load_dataset_config(
     """
     found = Path(path).expanduser()
     refused = REFUSED_KEYS | refused_condition_keys(conditioning)
-    args = _pairs(defaults.dataset_args)
+    pairs = split_pairs(defaults.dataset_args, "dataset_args")
+    args = {key: dataset_value(OTHER_NAMES.get(key, key), value) for key, value in pairs.items()}
     tables: dict[str, Any]
     if found.is_dir():
         tables, text = _tables_of_folder(found, {key: args.pop(key) for key in FOLDER_KEYS if key in args}), ""
@@ -281,19 +282,6 @@ def dataset_value(key: str, value: Any) -> Any:
         return TypeAdapter(field.rebuild_annotation()).validate_python(value)
     except ValidationError as error:
         raise UserError(f"{key}: {value!r} does not fit: {error.errors()[0]['msg']}") from None
-
-
-def _pairs(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the values of ``dataset_args``, as they would stand in [general]."""
-    table: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals:
-            raise UserError(f"dataset_args: {pair!r} is not of the form key=value; write it like resolution=1024")
-        if key in table:
-            raise UserError(f"dataset_args: {key} is given twice; remove one")
-        table[key] = dataset_value(OTHER_NAMES.get(key, key), value)
-    return table
 
 
 # What dataset_args may say of a folder beside keys of [general]; and the limits that sd-scripts then has for buckets,

@@ -63,6 +63,10 @@ FIX_COLUMNS = ("", "velocity", "latents", "image", "of before", "ring/interior",
 CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 200, 3e-4, 0.1
 
 
+_PLAIN = replace(REFERENCE, weights=True)  # all but the weights as in the reference
+Made = tuple[Models, Variant, tuple[Path, ...]]  # models and variant to run with a fix, and its files
+
+
 @dataclass(frozen=True)
 class FixOptions:
     """What fixes are made of and how long they may take.
@@ -136,10 +140,9 @@ def try_fixes(
         options: files, flags, limits.
     """
     begun = time.monotonic()
-    plain = replace(REFERENCE, weights=True)
     fixes: list[Fix] = []
 
-    def attempt(name: str, cost: str, make: Callable[[], tuple[Models, Variant, tuple[Path, ...]]]) -> None:
+    def attempt(name: str, cost: str, make: Callable[[], Made]) -> None:
         if name not in options.names:
             return
         if time.monotonic() - begun > 60 * options.minutes:
@@ -156,32 +159,24 @@ def try_fixes(
         fixes.append(Fix(name, cost, time.monotonic() - started, files, differences, outcome))
 
     if set(deployment.changes()) != {"weights"} and not models.deployed.merged:
-        attempt("settings", "none: everything but the weights in high precision", lambda: (models, plain, ()))
+        attempt("settings", "none: everything but the weights in high precision", lambda: (models, _PLAIN, ()))
     gains = [row.retention for row in layers if row.retention is not None]
     if gains and deployment.merge is not None and 0 < median(gains) < 0.95:
         stronger = replace(deployment, strength=deployment.strength / median(gains))
         attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
     builder = FixBuilder(models, options)
+    fitted, rebuilt = builder.fitted, builder.rebuilt
     ranks = f"{CORRECTION_RANK} ranks more in every fp8 layer"
     steps = f"{TEACHER_STEPS} training steps"
     larger = f"an fp8 file {EXCLUDED_SHARE:.0%} larger, scaled and rounded anew"
 
-    def fitted(of: Models, correction_rank: int = 0, taught: bool = False) -> tuple[Models, Variant, tuple[Path, ...]]:
-        lora = builder.refitted(of, correction_rank)
-        if taught:
-            lora = builder.taught(of, lora)
-        own = (of.deployed.path,) if of is not models and of.deployed.path else ()
-        weights = models.targets.by_component(load_lora(lora, models.targets).weights)
-        prefix = models.targets.file_prefix
-        return replace(of, loras={prefix: weights.get(prefix, {})}), plain, (*own, lora)
-
     attempt("refit", "a forward pass over the calibration; the same rank", lambda: fitted(models))
     attempt("correction", ranks, lambda: fitted(models, CORRECTION_RANK))
-    attempt("rebuild", "an fp8 file of the same size, scaled and rounded anew", lambda: fitted(builder.rebuilt()))
-    attempt("exclude", larger, lambda: fitted(builder.rebuilt(EXCLUDED_SHARE)))
+    attempt("rebuild", "an fp8 file of the same size, scaled and rounded anew", lambda: fitted(rebuilt()))
+    attempt("exclude", larger, lambda: fitted(rebuilt(EXCLUDED_SHARE)))
     attempt("teacher", f"{steps}, the same rank", lambda: fitted(models, taught=True))
     everything = f"{larger}, {ranks}, {steps}"
-    attempt("together", everything, lambda: fitted(builder.rebuilt(EXCLUDED_SHARE), CORRECTION_RANK, taught=True))
+    attempt("together", everything, lambda: fitted(rebuilt(EXCLUDED_SHARE), CORRECTION_RANK, taught=True))
     return fixes
 
 
@@ -261,6 +256,16 @@ class FixBuilder:
         quiet, options = Console(quiet=True), self.options
         refit_lora(options.lora, models, save_to, options.calibration, quiet, correction_rank=correction_rank)
         return save_to
+
+    def fitted(self, models: Models, correction_rank: int = 0, taught: bool = False) -> Made:
+        """Return ``models`` with the LoRA refitted to the weights they deploy, and ``taught`` on them if wanted."""
+        lora, targets = self.refitted(models, correction_rank), models.targets
+        if taught:
+            lora = self.taught(models, lora)
+        own = (models.deployed.path,) if models is not self.models and models.deployed.path else ()
+        weights = targets.by_component(load_lora(lora, targets).weights)
+        ours = {targets.file_prefix: weights.get(targets.file_prefix, {})}
+        return replace(models, loras=ours), _PLAIN, (*own, lora)
 
     def taught(self, models: Models, lora: Path) -> Path:
         """Train ``lora`` on the weights that ``models`` deploy, the reference being the teacher; return its file."""

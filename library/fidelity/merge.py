@@ -26,9 +26,9 @@ from library.precision.names import FP8_PRECISIONS, LayoutKind
 from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
 from library.precision.recipe import Fp8Recipe
 from library.training.report.progress import plain_table
-from networks.files.adapters import save_adapter
+from networks.files.adapters import AdapterFile, save_adapter
 from networks.files.base import Base, check_target, folder_copy, open_base
-from networks.files.weights import LoraWeights, names_in_short
+from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
 from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource, base_notes, partial_notes, plan_updates, read_sources
@@ -83,10 +83,7 @@ def merge_to_fp8(
     files, fits = read_sources(sources, targets, allow_partial, dora_norm)
     for note in base_notes(base.weights_path, files):
         console.print(f"note: {note}")
-    read = [(source, targets.by_component(file.weights)) for source, file in files]
-    if any(set(parts) - {targets.file_prefix} for _, parts in read) and not transformer_only:
-        raise UserError("--lora: text encoders are not written in fp8; give --transformer_only to leave them out")
-    loras = [(source, parts.get(targets.file_prefix, {})) for source, parts in read]
+    loras = _of_transformer(files, targets, transformer_only)
     updates = plan_updates(base.weights, loras, targets.keys, targets.family, fits)
     for note in partial_notes(fits):
         console.print(f"note: {note}")
@@ -144,6 +141,16 @@ def _what_is_written(base: Base, precision: str | None, rounding: Rounding, seed
             "merge into the bf16 model"
         )
     return kind, Fp8Recipe(recipe.granularity, recipe.fp8, exclude=(), stochastic=stochastic, seed=seed)
+
+
+def _of_transformer(
+    files: Sequence[tuple[LoraSource, AdapterFile]], targets: LoraTargets, transformer_only: bool
+) -> list[tuple[LoraSource, dict[str, AdapterWeights]]]:
+    """Return the transformer's part of each LoRA; parts of text encoders are left out only if that is wanted."""
+    read = [(source, targets.by_component(file.weights)) for source, file in files]
+    if any(set(parts) - {targets.file_prefix} for _, parts in read) and not transformer_only:
+        raise UserError("--lora: text encoders are not written in fp8; give --transformer_only to leave them out")
+    return [(source, parts.get(targets.file_prefix, {})) for source, parts in read]
 
 
 def _refuse_loss(model: Path, merge: Fp8Merge, flagged: Sequence[str], console: Console) -> None:

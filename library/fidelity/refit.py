@@ -20,9 +20,10 @@ from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployments import Models, base_layer, numbers
 from library.models.layer_names import LoraTargets
+from library.precision.checkpoint_layouts import WeightFiles
 from library.training.report.progress import plain_table
 from networks.files.adapters import PRECISIONS, LoraFile, load_lora, save_derived_lora, widest_precision
-from networks.files.base import find_modules, open_base
+from networks.files.base import BaseModule, find_modules, open_base
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights, names_in_short
 from networks.injection import attach_lora
@@ -57,16 +58,11 @@ def refit_lora(
         raise UserError(f"--correction_rank {correction_rank}: is negative; give 0 or more")
     targets, deployed = models.targets, models.deployed
     source = load_lora(lora, targets)
-    base_path = models.config.pretrained_model_name_or_path
-    if models.family.fp8_layout() is not None:
-        raise UserError(f"--model {base_path}: is in fp8; give the bf16 model that the LoRA was trained on")
-    base = open_base(Path(base_path).expanduser(), "--model").weights
-    places = find_modules(base, targets.keys, targets.family)
-    parts = targets.by_component(source.weights)
-    trained = parts.pop(targets.file_prefix, {})
-    text = {name: weights for part in parts.values() for name, weights in part.items()}  # stays as it is
+    base, places = _reference(models)
+    trained = targets.by_component(source.weights).get(targets.file_prefix, {})  # text encoders stay as they are
     if absent := sorted(trained.keys() - places.keys()):
-        raise UserError(f"{lora}: {names_in_short(absent)} are not in {base_path}; wrong model?")
+        raise UserError(f"{lora}: {names_in_short(absent)} are not in {models.config.pretrained_model_name_or_path}; "
+                        "wrong model?")  # fmt: skip
     if remark := base_mismatch(source.metadata, models.family.fingerprint()):
         console.print(f"note: {lora}: {remark}")
     in_fp8 = _in_fp8(models, list(places))
@@ -97,14 +93,8 @@ def refit_lora(
                 fitted |= _split(done.weights, {name: places[name].shape[0] for name in unit})
         console.print(f"{len(fits)} of {len(units)} layers fitted")
     console.print(refit_table(fits, shown))
-    metadata = source.metadata | {
-        "tandem.base_fingerprint": models.deployed_family.fingerprint(),
-        "tandem.base_precision": models.base_precision,
-        "tandem.base_name": deployed.name,
-        "tandem.refitted": json.dumps(_record(lora, source, correction_rank, options, fits)),
-    }
-    comment = f"refitted to {deployed.name}"
-    save_derived_lora(save_to, trained | fitted | text, targets, metadata, comment, [source], layout, precision)
+    metadata, comment = _metadata(lora, source, models, correction_rank, options, fits), f"refitted to {deployed.name}"
+    save_derived_lora(save_to, source.weights | fitted, targets, metadata, comment, [source], layout, precision)
     console.print(f"{save_to}: {len(fitted)} layers fitted to {deployed.name}")
     return fits
 
@@ -132,6 +122,19 @@ def refit_table(fits: Mapping[str, Refit], shown: int) -> Table:
     table.add_section()
     table.add_row("mean of all layers", "", "", *shares(before, after), f"{len(fits) - kept} of {len(fits)}")
     return table
+
+
+def _reference(models: Models) -> tuple[WeightFiles, dict[str, BaseModule]]:
+    """Return the bf16 model's file, and where in it the layers lie.
+
+    Raises:
+        UserError: it is in fp8.
+    """
+    path = models.config.pretrained_model_name_or_path
+    if models.family.fp8_layout() is not None:
+        raise UserError(f"--model {path}: is in fp8; give the bf16 model that the LoRA was trained on")
+    base = open_base(Path(path).expanduser(), "--model").weights
+    return base, find_modules(base, models.targets.keys, models.targets.family)
 
 
 def _in_fp8(models: Models, names: Sequence[str]) -> list[str]:
@@ -172,11 +175,16 @@ def _split(weights: LoraWeights, rows: Mapping[str, int]) -> dict[str, LoraWeigh
     return {name: LoraWeights(down, up.contiguous(), weights.alpha) for name, up in zip(rows, ups, strict=True)}
 
 
-def _record(
-    lora: Path, source: LoraFile, correction_rank: int, options: CalibrationOptions, fits: Mapping[str, Refit]
-) -> dict[str, object]:
-    """Return what the file says about how it was made."""
-    return {
+def _metadata(
+    lora: Path,
+    source: LoraFile,
+    models: Models,
+    correction_rank: int,
+    options: CalibrationOptions,
+    fits: Mapping[str, Refit],
+) -> dict[str, str]:
+    """Return the source's metadata with what the file is for now, and how it was made."""
+    made = {
         "lora": lora.name,
         "base_fingerprint": source.metadata.get("tandem.base_fingerprint"),
         "correction_rank": correction_rank,
@@ -185,4 +193,10 @@ def _record(
         "seed": options.seed,
         "mean_error_before": sum(fit.before for fit in fits.values()) / len(fits),
         "mean_error_after": sum(fit.after for fit in fits.values()) / len(fits),
+    }
+    return source.metadata | {
+        "tandem.base_fingerprint": models.deployed_family.fingerprint(),
+        "tandem.base_precision": models.base_precision,
+        "tandem.base_name": models.deployed.name,
+        "tandem.refitted": json.dumps(made),
     }

@@ -326,12 +326,8 @@ class Family:
         pipeline: Any = self.pipeline(plain, scheduler, conditions)
         pipeline.vae_scale_factor = factor  # read from the VAE otherwise, which stays outside
         pipeline.set_progress_bar_config(disable=True)
-        texts = {"": text} | ({"negative_": negative_text} if negative_text is not None and cfg > 1 else {})
-        inputs = self.guidance_inputs(guidance, cfg if len(texts) > 1 else 1.0)
-        inputs |= self.condition_inputs((width, height), seed, conditions)
-        for prefix, each in texts.items():
-            one = each if each["prompt_embeds"].ndim == 3 else {name: row.unsqueeze(0) for name, row in each.items()}
-            inputs |= {prefix + name: value for name, value in self.pipeline_text(one, plain).items()}
+        inputs = self.condition_inputs((width, height), seed, conditions)
+        inputs |= self._guided_text(plain, text, guidance, negative_text, cfg)
         dtype = getattr(plain, "loaded_dtype", plain.dtype)
         with evaluating(plain), _autocast(plain.device, dtype), self.conditioned(plain, conditions):
             latents = pipeline(
@@ -350,6 +346,22 @@ class Family:
                 "or compute in bf16"
             )
         return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
+
+    def _guided_text(
+        self,
+        transformer: Any,
+        text: dict[str, Tensor],
+        guidance: float,
+        negative_text: dict[str, Tensor] | None,
+        cfg: float,
+    ) -> dict[str, Any]:
+        """Return what the pipeline is given of :meth:`sample`'s texts, and how strongly it follows them."""
+        texts = {"": text} | ({"negative_": negative_text} if negative_text is not None and cfg > 1 else {})
+        inputs = self.guidance_inputs(guidance, cfg if len(texts) > 1 else 1.0)
+        for prefix, each in texts.items():
+            one = each if each["prompt_embeds"].ndim == 3 else {name: row.unsqueeze(0) for name, row in each.items()}
+            inputs |= {prefix + name: value for name, value in self.pipeline_text(one, transformer).items()}
+        return inputs
 
     def scheduler(self) -> Any:
         """Return the folder's scheduler, or with single files the published one."""

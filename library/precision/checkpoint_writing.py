@@ -17,7 +17,7 @@ start from a file that is in fp8 already. What it leaves alone in such a file ke
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,21 +106,14 @@ def write_fp8_checkpoint(
         UserError: the layout cannot hold what the recipe asks for, or the source is fp8 already and not merged into.
     """
     _check_layout(kind, recipe)
-    source, layout = weights.path, weights.fp8
-    if layout is not None and merge is None:
-        raise UserError(f"{source}: is in fp8 already; quantise the bf16 or fp16 file of the model")
+    if weights.fp8 is not None and merge is None:
+        raise UserError(f"{weights.path}: is in fp8 already; quantise the bf16 or fp16 file of the model")
     for name, entry in weights.entries.items():
         if entry.dtype not in DTYPES:
-            raise UserError(f"{source}: tensor {name!r} has dtype {entry.dtype}; give a bf16 or fp16 file")
+            raise UserError(f"{weights.path}: tensor {name!r} has dtype {entry.dtype}; give a bf16 or fp16 file")
     specs = {name: entry.spec for name, entry in weights.entries.items()}
     linears = linear_weights(weights)
-    if layout is None:
-        recipe.check_patterns(linears)
-        chosen = {name for name in linears if recipe.excluded_as(name) is None}
-    else:
-        chosen = {name for name in linears if f"{name}.weight" in layout.dtypes}
-    if not chosen:
-        raise UserError(f"{source}: no linear weight is left to quantise; keep fewer layers high, or give a model file")
+    chosen = _chosen(weights, linears, recipe)
     plan: dict[str, _Planned] = {}
     for name, (dtype, shape) in specs.items():
         layer, read = name.removesuffix(".weight"), partial(read_tensor, weights.entries, name)
@@ -143,6 +136,20 @@ def write_fp8_checkpoint(
     stream_safetensors(target, written, make, strings)
     before, after = (sum(tensor_bytes(*spec) for spec in tensors.values()) for tensors in (specs, written))
     return WrittenFp8(Path(target), len(chosen), len(linears) - len(chosen), before, after)
+
+
+def _chosen(weights: WeightFiles, linears: Sequence[str], recipe: Fp8Recipe) -> set[str]:
+    """Return which of the linear layers become fp8: as the recipe says; of a source in fp8 those that are."""
+    if weights.fp8 is None:
+        recipe.check_patterns(linears)
+        chosen = {name for name in linears if recipe.excluded_as(name) is None}
+    else:
+        chosen = {name for name in linears if f"{name}.weight" in weights.fp8.dtypes}
+    if not chosen:
+        raise UserError(
+            f"{weights.path}: no linear weight is left to quantise; keep fewer layers high, or give a model file"
+        )
+    return chosen
 
 
 def _check_layout(kind: LayoutKind, recipe: Fp8Recipe) -> None:

@@ -32,6 +32,7 @@ from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
 from library.config.chat_schema import ChatTrainConfig
+from library.config.markers import split_pairs
 from library.config.model_types import MODEL_FILE_KEYS
 from library.config.schema import SavingConfig, TrainConfig, effective_learning_rate
 from library.data.batches import Share
@@ -93,7 +94,7 @@ def lora_facts(config: TrainConfig | ChatTrainConfig, begun: float, total_steps:
 
 
 def image_facts(
-    config: TrainConfig, data: TrainingData, begun: float, batches_per_epoch: int, share: Share, total_steps: int
+    config: TrainConfig, data: TrainingData, begun: float, batches_per_epoch: int, share: Share, epochs: int
 ) -> dict[str, object]:
     """Return the facts that an image LoRA's run adds to :func:`lora_facts`.
 
@@ -103,7 +104,7 @@ def image_facts(
         begun: when training began, seconds since 1970; names the session too.
         batches_per_epoch: over all processes.
         share: of one process.
-        total_steps: of the run.
+        epochs: of the run, the last may be begun only.
     """
     network, memory = config.network, data.text_folder / "file_hashes.json"
     facts: dict[str, object] = {
@@ -123,11 +124,10 @@ def image_facts(
         "huber_schedule": "constant",
         "session_id": derive_seed("session", config.training.seed, str(begun)) % 2**32,
         "num_batches_per_epoch": math.ceil(batches_per_epoch / share.processes),
-        "num_epochs": math.ceil(total_steps / math.ceil(batches_per_epoch / share.step_batches)),
+        "num_epochs": epochs,
     }
     if network.network_args:
-        pairs = (pair.partition("=") for pair in network.network_args)
-        facts["network_args"] = json.dumps({key.strip(): value.strip() for key, _, value in pairs})
+        facts["network_args"] = json.dumps(split_pairs(network.network_args, "network_args"))
     return facts
 
 

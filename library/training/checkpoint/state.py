@@ -150,6 +150,11 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
     return position
 
 
+def begun_position(resume: str | None, batches: int) -> Position:
+    """Return where the state to ``resume`` is, the very beginning without one, in epochs of ``batches``."""
+    return (read_position(resume, {}) if resume else Position()).in_epoch_of(batches)
+
+
 def _find_lacking(folder: Path) -> str | None:
     """Return in words, with the remedy, which file of every state ``folder`` lacks; None if it has them."""
     if not folder.is_dir():
@@ -161,27 +166,6 @@ def _find_lacking(folder: Path) -> str | None:
     if not (folder / MANIFEST).is_file():
         return f"{folder} {_OF_ANOTHER_VERSION.format(f'it has no {MANIFEST}')}"
     return None
-
-
-def check_state(
-    folder: str | Path, base: str, settings: Mapping[str, Any], total_steps: int | None, finished_too: bool = False
-) -> None:
-    """Look at a state before models are read: whether it is complete, fits this run, and leaves something to train.
-
-    Args:
-        folder: the state.
-        base: the fingerprint of this run's base model.
-        settings: of ``resume_keys``.
-        total_steps: optimizer steps of this run, where they are known yet.
-        finished_too: see :func:`refuse_finished`.
-
-    Raises:
-        UserError: with the reason.
-    """
-    check_whole(Path(folder))
-    position = read_position(folder, settings, base)
-    if total_steps is not None:
-        refuse_finished(folder, position, total_steps, finished_too)
 
 
 def refuse_finished(folder: str | Path, position: Position, total_steps: int, finished_too: bool = False) -> None:
@@ -208,18 +192,17 @@ def load_training_state(
     """Put a saved state back; return the position to go on from.
 
     Args:
-        folder: the state.
+        folder: the state, of which :func:`resolve_resume` has seen that it is whole.
         shapes: of the trained weights, in full.
         scatter: puts full weights, of which this process may have a part, into the model.
         parts: optimizer, schedule, scaler, average by name; they take their full state.
         base, settings: of this run, that the state must have been trained with.
 
     Raises:
-        UserError: ``folder`` is no state or a damaged one, belongs to another base model, was trained with other
-            ``settings``, or holds other weights than the run trains.
+        UserError: ``folder`` is no state, belongs to another base model, was trained with other ``settings``, or holds
+            other weights than the run trains.
     """
     folder = Path(folder)
-    check_whole(folder)
     position = read_position(folder, settings or {}, base)
     weights = load_file(folder / WEIGHTS)
     differing = [n for n in weights.keys() | shapes.keys() if n not in weights or weights[n].shape != shapes.get(n)]
@@ -245,18 +228,22 @@ def load_training_state(
 def resolve_resume(resume: str | None, saving: SavingConfig, say: Callable[[str], None]) -> str | None:
     """Tidy the output folder, and return the state to ``resume``: the newest where that is "auto".
 
+    The state is read in full here, once a run and before any model, to see that it is whole.
+
     Args:
         resume: as the configuration has it.
         saving: of the run.
         say: prints a line.
 
     Raises:
-        UserError: there are states, and all of them are damaged.
+        UserError: the state is damaged; of "auto", there are states and all of them are.
     """
     folder, name = Path(saving.output_dir), saving.output_name
     fallback = fallback_folder(saving.save_fallback_dir, name)
     tidy([folder, folder / "samples", fallback], say)
     if resume != AUTO:
+        if resume is not None:
+            check_whole(Path(resume))
         return resume
     state = newest_state(folder, name, say, fallback)
     if not saving.save_state:

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from library.config.markers import split_pairs
 from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES, OptimizerType, adapts_each_group, estimates_step_size
 from library.config.schema import OptimizerConfig, effective_learning_rate
 from library.errors import UserError, did_you_mean
@@ -131,12 +132,7 @@ def parse_optimizer_args(optimizer_args: list[str]) -> dict[str, Any]:
         UserError: no ``=``, a key given twice, or a value that is no Python literal.
     """
     arguments: dict[str, Any] = {}
-    for text in optimizer_args:
-        key, equals, value = (part.strip() for part in text.partition("="))
-        if not equals or not key.isidentifier():
-            raise UserError(f"optimizer_args: {text!r} is not of the form key=value; write it like weight_decay=0.01")
-        if key in arguments:
-            raise UserError(f"optimizer_args: {key} is given twice; remove one")
+    for key, value in split_pairs(optimizer_args, "optimizer_args").items():
         try:
             arguments[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -246,7 +242,7 @@ def check_arguments(cls: type[Optimizer], arguments: Mapping[str, Any], optimize
     for key in arguments:
         if key == "lr":
             raise UserError("optimizer_args: lr is set by learning_rate; set that instead")
-        if key not in valid and not takes_any:
+        if key not in valid and not (takes_any and key.isidentifier()):
             choices = ", ".join(name for name in valid if name != "lr")
             near = did_you_mean(key, valid)
             raise UserError(f"optimizer_args: {optimizer_type} takes no {key!r}{near or ';'} it takes {choices}")

@@ -37,7 +37,7 @@ from library.files import clear_leftovers, fingerprint
 from library.models.family import Family, model_family, with_transformer
 from library.precision.recipe import Fp8Loader
 from library.safetensors_io import write_safetensors
-from library.training.checkpoint.state import Position, read_position
+from library.training.checkpoint.state import begun_position
 from library.training.flow import noisy_latents
 from library.training.optim.schedules import run_length
 from library.training.report.progress import counting
@@ -107,7 +107,7 @@ def _coming_batches(
     share = Share.of(accelerator)
     sampler = data.batch_sampler(share)
     per_epoch = sampler.batches_per_epoch()
-    position = (read_position(training.resume, {}) if training.resume else Position()).in_epoch_of(per_epoch)
+    position = begun_position(training.resume, per_epoch)
     steps, _ = run_length(training, per_epoch, share.step_batches, position)
     step, epoch, first = position.step, position.epoch, position.batches
     while step < steps:

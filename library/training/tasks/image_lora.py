@@ -146,7 +146,7 @@ class ImageLora(LoraTask):
         )
         if writes:  # others write no files
             share, per_epoch = self.batches.share, self.batches.batches_per_epoch()
-            own = image_facts(config, self.data, self.begun, per_epoch, share, self.total_steps)
+            own = image_facts(config, self.data, self.begun, per_epoch, share, self.total_epochs)
             self.facts = {**lora_facts(config, self.begun, self.total_steps), **own}
 
     def load_networks(self) -> None:

@@ -25,7 +25,7 @@ from library.precision.recipe import Fp8Loader
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import LEAST_FACTS, save_facts, spec_fields, without_folders
 from library.training.checkpoint.output_folder import describe_settings
-from library.training.checkpoint.state import Position, check_state, load_training_state
+from library.training.checkpoint.state import Position, load_training_state, read_position, refuse_finished
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule, describe_steps, run_length
@@ -81,9 +81,9 @@ class LoraTask(Task):
             base: the model's, of which only headers are looked at.
 
         Raises:
-            UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` is damaged, was trained on
-                another base, or has nothing left to train; a rank is above that of every layer of the model; programs
-                would not read the LoRA from its format.
+            UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` was trained on another
+                base, or has nothing left to train; a rank is above that of every layer of the model; programs would not
+                read the LoRA from its format.
         """
         training, network, options = self.config.training, self.config.network, self.plan.options
         shapes = [shape for name in base.names if len(shape := base.shape(name)) == 2]
@@ -95,8 +95,9 @@ class LoraTask(Task):
         if network.network_weights:
             load_adapter(network.network_weights, self.plan.targets, [] if network.allow_partial else None)
         if training.resume:
-            steps = training.max_train_steps if training.max_train_epochs is None else None
-            check_state(training.resume, self.base_fingerprint, self.settings, steps, self.resumes_finished)
+            position = read_position(training.resume, self.settings, self.base_fingerprint)
+            if training.max_train_epochs is None:
+                refuse_finished(training.resume, position, training.max_train_steps, self.resumes_finished)
 
     def check_readers(self) -> None:
         """Refuse a format that was asked for and that a program, or every program, would read in part; else say so."""

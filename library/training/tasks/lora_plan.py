@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from library.config.markers import split_pairs
 from library.config.schema import (
     NetworkConfig,
     OptimizerConfig,
@@ -100,8 +101,7 @@ def plan_network(
         raise UserError("network_train_text_encoder_only: no text encoder is trained; set text_encoder_lr")
     if only_text and (unused := options.of_transformer()):
         raise UserError(f"network_args: {unused} is about the transformer, which is not trained; remove it")
-    given = any(pair.partition("=")[0].strip() == "loraplus_text_encoder_lr_ratio" for pair in network.network_args)
-    if given and not rates:
+    if "loraplus_text_encoder_lr_ratio" in split_pairs(network.network_args, "network_args") and not rates:
         raise UserError("network_args: loraplus_text_encoder_lr_ratio has no effect without text_encoder_lr; remove it")
     if options.train_t5xxl and training.mixed_precision == "fp16":
         raise UserError("train_t5xxl: T5 leaves the range of fp16; use mixed_precision bf16 or do not train it")

@@ -34,6 +34,7 @@ from library.training.checkpoint.state import (
     OutputNames,
     Position,
     Stateful,
+    begun_position,
     read_position,
     refuse_finished,
     resolve_resume,
@@ -324,9 +325,7 @@ class Task(ABC):
 
     def begins_at(self) -> Position:
         """Return where the state to resume is, the very beginning without one; no weights are read."""
-        resume = self.config.training.resume
-        begun = read_position(resume, {}) if resume else Position()
-        return begun.in_epoch_of(self.batches.batches_per_epoch())
+        return begun_position(self.config.training.resume, self.batches.batches_per_epoch())
 
     @abstractmethod
     def gathered(self, with_state: bool) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from library.config import load_config
 from library.config.markers import resume_keys
+from library.config.schema import SavingConfig
 from library.errors import UserError
 from library.files import write_manifest
 from library.training.checkpoint.state import (
@@ -20,6 +21,7 @@ from library.training.checkpoint.state import (
     load_training_state,
     newest_state,
     read_position,
+    resolve_resume,
     save_training_state,
 )
 
@@ -39,7 +41,8 @@ def load(
     base: str,
     settings: dict[str, object] | None = None,
 ) -> Position:
-    """Put a state back into ``weights`` and ``parts``."""
+    """Look at a state, and put it back into ``weights`` and ``parts``, as a run does."""
+    resolve_resume(str(folder), SavingConfig(output_dir=str(folder.parent), output_name="x"), print)
 
     def copy(saved: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in saved.items():

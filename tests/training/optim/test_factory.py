@@ -336,7 +336,7 @@ def test_malformed_optimizer_args_say_how_to_write_them(text: str, message: str)
 
 
 def test_an_optimizer_arg_given_twice_is_refused() -> None:
-    with pytest.raises(UserError, match="weight_decay is given twice; remove one"):
+    with pytest.raises(UserError, match="weight_decay is given twice; keep one"):
         parse_optimizer_args(["weight_decay=1", "weight_decay=2"])
 
 
