@@ -7,8 +7,7 @@ trained, stand in the same table; their names begin with the component's (``text
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -193,18 +192,6 @@ class AdapterNetwork:
                 layer.multiplier = multiplier
             elif multiplier != 1.0:
                 raise UserError(f"a {TITLES[layer.kind]} changes weights as a whole and has no strength; leave it at 1")
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Make the model its base inside the block: for samples without the LoRA."""
-        before = {name: layer.enabled for name, layer in self.modules.items()}
-        try:
-            for layer in self.modules.values():
-                layer.enabled = False
-            yield
-        finally:
-            for name, layer in self.modules.items():
-                layer.enabled = before[name]
 
     def describe(self) -> str:
         """Return a table of what is trained: kinds, ranks, parameters, and what each pattern matched."""

@@ -31,7 +31,6 @@ class AdapterLinear(nn.Module):
     Attributes:
         base: the wrapped layer: any module with ``in_features``, ``out_features`` and a forward.
         rank, alpha: as the kind understands them.
-        enabled: False makes the layer its base.
     """
 
     kind: str
@@ -41,7 +40,6 @@ class AdapterLinear(nn.Module):
         self.base = base
         self.rank = rank
         self.alpha = float(alpha)
-        self.enabled = True
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the initial weights; the change is zero."""
@@ -53,8 +51,7 @@ class AdapterLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
-        out = self.base(x)
-        return self.changed(out, x) if self.enabled else out
+        return self.changed(self.base(x), x)
 
     def changed(self, out: Tensor, x: Tensor) -> Tensor:
         """Return the base's outputs ``out`` of ``x`` with the change."""

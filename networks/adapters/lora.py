@@ -97,7 +97,6 @@ class LoRALinear(AdapterLinear):
         start: what A and B were begun from if that was no zero update (``networks.adapters.lora``); it is taken off
             again, so that the layer begins as its base.
         multiplier: user strength of the update, 1.0 while training.
-        enabled: False makes the layer its base.
         split: which part of the base this process has; None: all of it. A and B are whole either way.
         joined: the layer that holds A and B of several layers, and this one's rows of B; None: A and B are its own.
     """
@@ -149,7 +148,7 @@ class LoRALinear(AdapterLinear):
         Returns:
             One ``[..., out_i]`` per layer. Dropouts are drawn in the layers' order, as in separate calls.
         """
-        simple = all(layer.enabled and not layer._drops() and has_input_gradient(layer.base) for layer in layers)
+        simple = all(not layer._drops() and has_input_gradient(layer.base) for layer in layers)
         if not simple or torch.compiler.is_compiling():
             return LoRALinear._textbook(layers, prologue(x, *more) if prologue else x)
         split = layers[0].split
@@ -165,13 +164,9 @@ class LoRALinear(AdapterLinear):
     @staticmethod
     def _textbook(layers: Sequence[LoRALinear], x: Tensor) -> list[Tensor]:
         """Return base(x) + scale * B(dropout(A(x))) of each layer."""
-        x = entering(x, layers[0].split)
-        active = [layer for layer in layers if layer.enabled]
-        if not active:
-            return [leaving(layer.base(x), layer.split) for layer in layers]
-        x = in_compute_dtype(x)
+        x = in_compute_dtype(entering(x, layers[0].split))
         rows = x.reshape(-1, x.shape[-1])  # [N, in]: base outputs are then no views and may be added to in place
-        first = list({layer.holder: layer for layer in reversed(active)}.values())[::-1]  # of each A
+        first = list({layer.holder: layer for layer in reversed(layers)}.values())[::-1]  # of each A
         stacked = [layer._own_down().to(x.dtype) for layer in first]
         low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # A(x): [N, sum of ranks]
         parts = dict(
@@ -180,12 +175,11 @@ class LoRALinear(AdapterLinear):
         outputs = []
         for layer in layers:
             out = layer.base(rows)  # [N, out]
-            if layer.enabled:
-                if layer.training and layer in first:
-                    parts[layer.holder] = layer._drop(parts[layer.holder], x.shape)
-                part, scale = parts[layer.holder], layer.scale * layer.multiplier
-                scale = scale / (1 - layer.rank_dropout) if layer.training else scale
-                out.addmm_(part.to(out.dtype), layer._own_up().to(out.dtype).t(), alpha=scale)
+            if layer.training and layer in first:
+                parts[layer.holder] = layer._drop(parts[layer.holder], x.shape)
+            part, scale = parts[layer.holder], layer.scale * layer.multiplier
+            scale = scale / (1 - layer.rank_dropout) if layer.training else scale
+            out.addmm_(part.to(out.dtype), layer._own_up().to(out.dtype).t(), alpha=scale)
             out = leaving(out, layer.split)
             outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
         return outputs
@@ -553,7 +547,7 @@ class DoRALinear(LoRALinear):
     ) -> list[Tensor]:
         """Return ``[layer(x) for layer in layers]``; see :meth:`networks.adapters.lora.LoRALinear.forward_together`."""
         outputs = LoRALinear.forward_together(layers, x, *more, prologue=prologue)
-        return [layer._with_magnitude(z) if layer.enabled else z for layer, z in zip(layers, outputs, strict=True)]
+        return [layer._with_magnitude(z) for layer, z in zip(layers, outputs, strict=True)]
 
     def _with_magnitude(self, z: Tensor) -> Tensor:
         """Return c z + (1 - c) b."""

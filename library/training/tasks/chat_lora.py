@@ -289,7 +289,7 @@ def put_lora_on(
 ) -> AdapterNetwork:
     """Put a LoRA or DoRA onto ``model`` in place, beside its weights, which may be fp8; return its layers.
 
-    A LoRA's ``set_multiplier(x)`` changes its strength at any time; ``with network.disabled():`` leaves it out.
+    A LoRA's ``set_multiplier(x)`` changes its strength at any time; with 0 the model is its base.
 
     Args:
         model: of ``library.models.llm.files.load_lm``; it is frozen, and stays in the mode it is in.

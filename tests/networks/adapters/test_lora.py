@@ -113,15 +113,6 @@ def test_projecting_together_equals_projecting_separately(options: dict[str, flo
         )
 
 
-def test_projecting_together_with_one_layer_switched_off() -> None:
-    layers = [make_layer(6, 3, 1), make_layer(6, 2, 2)]
-    layers[0].enabled = False
-    x = make_input(2, 7, 5)
-    first, second = project_together(layers, x)
-    torch.testing.assert_close(first, layers[0].base(x))
-    torch.testing.assert_close(second, by_formula(layers[1], x))
-
-
 def test_rank_dropout_zeroes_ranks_per_sample_and_rescales() -> None:
     layer = make_layer(rank=3, rank_dropout=0.5)
     x = make_input(2, 4, 5)
