@@ -62,6 +62,11 @@ def reason_of(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def counted(number: int, noun: str, many: str = "") -> str:
+    """Return "1 image", "2 images"; ``many``: the plural, where it is not the noun and an s."""
+    return f"{number:,} {noun if number == 1 else many or f'{noun}s'}"
+
+
 def nearest_of(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
     """Return the candidate nearest to ``word``, if one is at least so similar (0 to 1)."""
     nearest = difflib.get_close_matches(word, list(candidates), n=1, cutoff=similarity)

@@ -20,13 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.table import Table
-from rich.text import Text
-
 from library.config.markers import MOST_SIDE
 from library.config.schema import DatasetArguments
 from library.console import Console
-from library.errors import UserError, exit_on_user_error, printable, reason_of
+from library.errors import UserError, counted, exit_on_user_error, printable, reason_of
 from library.files import read_toml, write_text
 from library.training.report.progress import counting
 from tools.command import answer_early, tool_console, tool_parser, whole
@@ -65,7 +62,7 @@ from PIL import Image, ImageOps
 from library.conditions import ConditionKind
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, load_dataset_config
 from library.data.gallery import BucketCards, CountTokens, gallery
-from library.data.lint import TITLES, Advance, Report, check
+from library.data.lint import TITLES, Advance, Report, check, title, without_broken
 from library.data.samples import scan
 
 _SHOWN = 5  # findings of a kind in the terminal
@@ -80,19 +77,16 @@ def conditioning_of(dataset: Path) -> ConditionKind:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the findings as a table."""
+    """Print the findings, a heading a kind."""
     for note in report.notes:
-        console.print(f"note: {printable(note)}")
+        console.print(f"note: {note}")
     if not report.findings:
-        console.print(f"{report.images} images, nothing found")
-        return
-    table = Table("", "found", "", show_edge=False)
-    for kind, found in report.by_kind().items():
-        lines = [printable(finding.text) for finding in found[:_SHOWN]]
+        console.print(f"{counted(report.images, 'image')}, nothing found")
+    for found in report.by_kind().values():
+        console.print(title(found), style="bold red" if found[0].is_error else "bold")
+        lines = [finding.text for finding in found[:_SHOWN]]
         lines += [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-        style = "bold red" if found[0].is_error else "bold"
-        table.add_row(Text(TITLES[kind], style), str(len(found)), Text("\n".join(lines)))
-    console.print(table)
+        console.print(*(f"  {line}" for line in lines), sep="\n")
 
 
 _SIDE = 128  # of a thumbnail, pixels
@@ -106,9 +100,10 @@ def page(report: Report, dataset: Path, buckets: list[BucketCards], refused: str
 
     source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, keep_trailing_newline=True).from_string(source)
+    broken = sorted({Path(one.paths[0]).name for one in report.findings if one.is_error and one.paths})
     return template.render(
-        dataset=dataset, report=report, titles=TITLES, shown=_MOST, images_each=_IMAGES, thumbnail=_thumbnail,
-        buckets=buckets, refused=refused, most=most,
+        dataset=dataset, report=report, titles=TITLES, title=title, counted=counted, shown=_MOST, images_each=_IMAGES,
+        thumbnail=_thumbnail, buckets=buckets, broken=broken, refused=refused, most=most,
     )  # fmt: skip
 
 
@@ -138,10 +133,10 @@ def cards(
     conditioning: ConditionKind,
     start: Callable[[str, int], Advance],
 ) -> tuple[list[BucketCards], str | None]:
-    """Return the gallery, or why there is none: training would refuse the dataset."""
+    """Return the gallery of what training would not stop at, or why there is none."""
     count_tokens = token_counter(options.model)
     try:
-        found = scan(config, options.seed, options.pixel_multiple, 1.0, conditioning)
+        found = scan(config, options.seed, options.pixel_multiple, 1.0, conditioning, without_broken(report.findings))
     except UserError as error:
         return [], str(error)
     samples = [*found.train, *found.held_out]
@@ -181,7 +176,9 @@ def main() -> None:
         write_text(options.report, printable(html, keep="\n\t"))  # a name may turn a browser's text around, too
         console.print(f"written: {options.report}")
     if options.strict and report.findings:
-        raise UserError(f"{options.dataset}: {len(report.findings)} findings; fix them, or check without --strict")
+        raise UserError(
+            f"{options.dataset}: {counted(len(report.findings), 'finding')}; fix them, or check without --strict"
+        )
 
 
 if __name__ == "__main__":

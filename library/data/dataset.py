@@ -50,7 +50,7 @@ from library.data.cache import (
 from library.data.captions import can_drop
 from library.data.config import DatasetConfig, load_dataset_config
 from library.data.samples import Sample, Scan, control_sizing, scan
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.safetensors_io import DamagedFile
 
 
@@ -255,14 +255,14 @@ class TrainingData:
             return
         done = [0]
 
-        def counted(description: str, total: int) -> Callable[[int], None]:
+        def start(description: str, total: int) -> Callable[[int], None]:
             done[0] += total
             return lambda _: None
 
         what = f"{damages[0].path}: {damages[0].reason}"
         try:
             for fill in list(self._fill.values()):
-                fill(counted)
+                fill(start)
         except torch.OutOfMemoryError:
             raise UserError(
                 f"{what}, and beside the model there is no memory to encode it again; go on with --resume auto: it is "
@@ -292,8 +292,8 @@ class TrainingData:
         held_out = len(self.validation) if self.validation else 0
         batches = self.batch_sampler().batches_per_epoch()
         lines.append(
-            f"{len(self.train)} samples and {batches} batches an epoch, {held_out} images held out, "
-            f"{len(self.captions())} captions to encode"
+            f"{counted(len(self.train), 'sample')} and {counted(batches, 'batch', 'batches')} an epoch, "
+            f"{counted(held_out, 'image')} held out, {counted(len(self.captions()), 'caption')} to encode"
         )
         return [*lines, *(f"note: {warning}" for warning in self.warnings)]
 
@@ -359,7 +359,7 @@ def _describe_subset(name: str, samples: list[Sample]) -> str:
     trained = [sample for sample in samples if not sample.held_out]
     repeats = sorted({sample.repeats for sample in trained}) or [0]
     times = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
-    parts = [f"{name}: {len(trained)} images x {times}"]
+    parts = [f"{name}: {counted(len(trained), 'image')} x {times}"]
     if len(samples) > len(trained):
         parts.append(f"{len(samples) - len(trained)} held out")
     return ", ".join(parts + marks)

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from library.data.file_index import SourceFile, content_hash
-from library.data.images import decode, read_size
+from library.data.images import decode, read_header
 from library.errors import UserError, reason_of
 from library.files import read_bytes, read_checked_json, write_checked_json
 
-_VERSION = 1
+_VERSION = 2
 _REDUCED = 256  # longer side of the reduced image in which borders are looked for
 _SAME_ROW = 24  # spread of a bar's row, of 255: a JPEG's bar is not quite even
 _SAME_BAR = 12  # and how far a row may lie from the bar's first one
@@ -49,6 +49,7 @@ class ImageStats:
     dhash: int = 0  # 64 bits
     thumbnail: str = ""  # 8 x 8 RGB, base64
     bars: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # left, top, right, bottom, as shares of the side
+    frames: int = 1  # or pages
 
     @property
     def size(self) -> tuple[int, int]:
@@ -60,14 +61,14 @@ def measure_image(path: str) -> ImageStats:
     """Look at a file; what is wrong with it is in ``problem``."""
     try:
         data = read_bytes(path)
-        width, height = read_size(path)
+        (width, height), frames = read_header(path)
         small = _reduced(data, path)
     except UserError as error:
         return ImageStats(str(error).removeprefix(f"{path}: "))
     thumbnail = np.asarray(small.resize((8, 8), Image.Resampling.BOX), np.uint8)
     return ImageStats(
         None, width, height, content_hash(data), difference_hash(small), base64.b64encode(thumbnail.tobytes()).decode(),
-        find_bars(small),
+        find_bars(small), frames,
     )  # fmt: skip
 
 
@@ -150,5 +151,5 @@ class ImageStatsIndex:
         known = self._known.get(file.path)
         if known is None or (known[0], known[1]) != (file.bytes, file.mtime_ns):
             return None
-        problem, width, height, content, dhash, thumbnail, bars = known[2]
-        return ImageStats(problem, width, height, content, dhash, thumbnail, tuple(bars))
+        problem, width, height, content, dhash, thumbnail, bars, frames = known[2]
+        return ImageStats(problem, width, height, content, dhash, thumbnail, tuple(bars), frames)

@@ -31,9 +31,9 @@ from library.data.buckets import Bucketing, same_shape, size_text
 from library.data.config import Dataset, DatasetConfig, Subset
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.image_stats import ImageStats, ImageStatsIndex
-from library.data.samples import Sample, cache_folder
-from library.data.sources import Source, find_sources, is_image, stem
-from library.errors import UserError
+from library.data.samples import FindSources, Sample, cache_folder
+from library.data.sources import Source, find_sources, is_image, note_frames, stem
+from library.errors import UserError, counted
 
 Advance = Callable[[int], None]
 
@@ -84,7 +84,14 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return a line for each kind found, with its first example."""
-        return [f"{TITLES[kind].lower()}: {len(found)} ({found[0].text})" for kind, found in self.by_kind().items()]
+        return [f"{title(found).lower()} ({found[0].text})" for found in self.by_kind().values()]
+
+
+def title(found: Sequence[Finding]) -> str:
+    """Return what findings of one kind are about, and how many images they name: "Captions: 3 images"."""
+    kind = found[0].kind
+    named = {path for one in found for path in (one.paths[:1] if kind in ("mask", "control") else one.paths)}
+    return f"{TITLES[kind]}: {counted(len(named), 'image')}" if named else TITLES[kind]
 
 
 def check(
@@ -110,12 +117,13 @@ def check(
         buckets = Bucketing(dataset, pixel_multiple)
         for subset in dataset.subsets:
             folder = cache_folder(dataset, subset)
-            sources = _sources(subset, folder, findings, notes, conditioning)
+            sources = _sources(subset, FileIndex(folder), findings, notes, conditioning)
             files = {file.path: file for source in sources for file in _files(source)}
             index = ImageStatsIndex(folder)
             advance = start(f"checking {subset.written_dir}", index.missing(list(files.values())))
             stats = dict(zip(files, index.measure(list(files.values()), advance), strict=True))
             findings += _of_files(stats)
+            notes += note_frames(subset.where, {source.name: stats[source.image.path].frames for source in sources})
             for source in sources:
                 findings += _of_image(source, stats, dataset, subset, buckets)
             tokens = subset.settings.class_tokens is not None or subset.settings.is_reg
@@ -140,10 +148,9 @@ def summarise(samples: Sequence[Sample]) -> list[str]:
 
 
 def _sources(
-    subset: Subset, folder: Path, findings: list[Finding], notes: list[str], conditioning: ConditionKind
+    subset: Subset, index: FileIndex, findings: list[Finding], notes: list[str], conditioning: ConditionKind
 ) -> list[Source]:
     """The subset's images; where training would refuse it, as many of them as can be found without it."""
-    index = FileIndex(folder)
     try:
         found = find_sources(subset, index, notes, conditioning)
         index.save()
@@ -161,6 +168,17 @@ def _sources(
             caption = (subset.image_dir / beside).read_text(encoding="utf-8-sig", errors="replace").strip()
         found.append(Source(name, index.image(str(subset.image_dir / name), listed[name]), caption))
     return found
+
+
+def without_broken(findings: Sequence[Finding]) -> FindSources:
+    """Return what lists for ``scan`` the images that training would not stop at, as ``findings`` tell."""
+    broken = {path for finding in findings if finding.is_error for path in finding.paths}
+
+    def find(subset: Subset, index: FileIndex, notes: list[str], conditioning: ConditionKind) -> list[Source]:
+        sources = _sources(subset, index, [], notes, conditioning)
+        return [source for source in sources if not broken & {file.path for file in _files(source)}]
+
+    return find
 
 
 def _files(source: Source) -> list[SourceFile]:

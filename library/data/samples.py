@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,10 +28,11 @@ from library.data.buckets import Bucketing, ControlSizing, Fit, same_shape, size
 from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, checked_bytes
 from library.data.images import decode, fit_image
-from library.data.sources import Source, find_sources
-from library.errors import UserError
+from library.data.sources import Source, find_sources, note_frames
+from library.errors import UserError, counted
 from library.randomness import derive_seed
 
+FindSources = Callable[[Subset, FileIndex, list[str], ConditionKind], list[Source]]
 MOST_IMAGES = 10_000_000  # of an epoch; its order takes some 150 bytes an image
 
 
@@ -131,6 +133,7 @@ def scan(
     pixel_multiple: int,
     prior_loss_weight: float,
     conditioning: ConditionKind = "none",
+    find: FindSources = find_sources,
 ) -> Scan:
     """Find all samples.
 
@@ -140,6 +143,7 @@ def scan(
         pixel_multiple: every trained side is a multiple of this.
         prior_loss_weight: loss weight of regularisation images.
         conditioning: what the model is given besides a caption.
+        find: lists a subset's images.
     """
     indexes: dict[Path, FileIndex] = {}
     identities: Counter[str] = Counter()
@@ -155,7 +159,7 @@ def scan(
             index = indexes.setdefault(cache, FileIndex(cache))
             weight = prior_loss_weight if subset.settings.is_reg else 1.0
             group = SampleGroup(subset, number, dataset.settings.batch_size, cache, weight)
-            sources = find_sources(subset, index, result.warnings, conditioning)
+            sources = find(subset, index, result.warnings, conditioning)
             kept, held_back = _load_subset(group, dataset, sources, buckets, index, identities, seed, result.warnings)
             train += kept
             result.held_out.extend(held_back)
@@ -195,13 +199,7 @@ def _load_subset(
     index.measure([mask for source in sources for mask in (source.mask, source.inpaint_mask) if mask is not None])
     index.measure({file.path: file for source in sources for file in source.control_images}.values())
     index.save()
-    many = [source.image for source in sources if source.image.frames > 1]
-    if many:
-        first = f"{Path(many[0].path).name}: {many[0].frames}"
-        warnings.append(
-            f"{subset.where}: {len(many)} of {len(sources)} images have several frames or pages ({first}, ...); "
-            "the first of each is trained on"
-        )
+    warnings += note_frames(subset.where, {source.name: source.image.frames for source in sources})
     split = 0.0 if subset.settings.is_reg else dataset.settings.validation_split
     split_seed = dataset.settings.validation_seed
     held_out = _held_out_positions(len(sources), split, seed if split_seed is None else split_seed)
@@ -295,7 +293,7 @@ def _check_split(config: DatasetConfig, result: Scan) -> None:
     splits = [dataset.settings.validation_split for dataset in config.datasets]
     if any(splits) and not result.held_out:
         raise UserError(
-            f"{config.path}: validation_split {max(splits):g} holds out none of {len(result.train)} images; "
+            f"{config.path}: validation_split {max(splits):g} holds out none of {counted(len(result.train), 'image')}; "
             f"use at least {1 / len(result.train):.2g}, or 0"
         )
 

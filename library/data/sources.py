@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -30,7 +30,7 @@ from library.conditions import ConditionKind
 from library.data.config import Subset, refused_condition_keys
 from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder
 from library.data.images import IMAGE_SUFFIXES
-from library.errors import UserError, did_you_mean
+from library.errors import UserError, counted, did_you_mean
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text, written_path
 
 _NUMBERED = re.compile(r"(.+)_(\d+)")
@@ -96,8 +96,8 @@ def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, 
     if missing:
         place = f" in control_directory {subset.control_dir}" if subset.control_dir else ""
         raise UserError(
-            f"{subset.where}: {len(missing)} of {len(found)} images have no control image{place} "
-            f"({missing[0]}, ...); an edit model needs one for each: add one of the same name, or control_path keys"
+            f"{subset.where}: no control image{place} for {_some_of(missing, len(found))}; "
+            "an edit model needs one for each: add one of the same name, or control_path keys"
         )
     return found
 
@@ -119,10 +119,7 @@ def _find_masks(
     stems = [_companion(source.name, recursive) for source in sources]
     missing = [source.name for its_stem, source in zip(stems, sources, strict=True) if its_stem not in masks]
     if missing:
-        raise UserError(
-            f"{subset.where}: {len(missing)} of {len(sources)} images have no mask in {key} "
-            f"{folder} ({missing[0]}, ...); {remedy}"
-        )
+        raise UserError(f"{subset.where}: no mask in {key} {folder} for {_some_of(missing, len(sources))}; {remedy}")
     _note_unused(subset.where, "masks", folder, masks, set(stems), warnings)
     return [index.image(f"{folder}{os.sep}{masks[s]}", files[masks[s]]) for s in stems]
 
@@ -197,7 +194,7 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
         )
     if inside:
         warnings.append(
-            f"{subset.where}: {_counted(inside, 'image')} in folders inside {folder} left out ({_some(inside)}); "
+            f"{subset.where}: {counted(len(inside), 'image')} in folders inside {folder} left out ({_some(inside)}); "
             "set recursive = true to train on them"
         )
     if left_out := _left_out(files, names, dangling):
@@ -236,8 +233,8 @@ def _complain_about_missing_captions(
 ) -> None:
     if len(without) < total:
         warnings.append(
-            f"{subset.where}: {len(without)} of {total} images have no {suffix} file ({without[0]}, ...) "
-            "and are trained with an empty caption; write captions or set class_tokens"
+            f"{subset.where}: no {suffix} file for {_some_of(without, total)}, trained with an empty caption; "
+            "write captions or set class_tokens"
         )
         return
     stems = {stem(name) for name in without}
@@ -246,7 +243,7 @@ def _complain_about_missing_captions(
         remedy = f"set caption_extension = '{beside[0]}'"
     else:
         remedy = 'write captions, or set class_tokens to one caption for all ("" for none)'
-    raise UserError(f"{subset.where}: none of the {total} images has a {suffix} file; {remedy}")
+    raise UserError(f"{subset.where}: no {suffix} file for any of {counted(total, 'image')}; {remedy}")
 
 
 def _from_metadata(subset: Subset, index: FileIndex, conditioning: ConditionKind) -> list[Source]:
@@ -369,7 +366,7 @@ def _left_out(files: dict[str, Stats], images: list[str], dangling: list[str]) -
         reasons["pipes, devices, or links that lead nowhere"] = sorted(dangling)
     count = sum(map(len, reasons.values()))
     parts = [f"{_some(names)} ({why})" for why, names in reasons.items()]
-    return f"{count} file{'s' if count > 1 else ''} left out: {'; '.join(parts)}" if count else ""
+    return f"{counted(count, 'file')} left out: {'; '.join(parts)}" if count else ""
 
 
 def _some(names: Sequence[str]) -> str:
@@ -378,8 +375,16 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _counted(names: Sequence[str], noun: str) -> str:
-    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'}"
+def _some_of(names: Sequence[str], total: int) -> str:
+    """Return "2 of 9 images (a.png, b.png)"."""
+    return f"{len(names)} of {counted(total, 'image')} ({_some(names)})"
+
+
+def note_frames(where: str, frames: Mapping[str, int]) -> list[str]:
+    """Return a note on the images (name -> frames or pages) of which only the first frame is used, if there are any."""
+    many = [f"{name}: {count}" for name, count in frames.items() if count > 1]
+    text = f"{where}: several frames or pages in {_some_of(many, len(frames))}; the first of each is trained on"
+    return [text] if many else []
 
 
 def is_image(name: str) -> bool:

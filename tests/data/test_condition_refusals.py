@@ -75,9 +75,9 @@ def test_control_sizes_belong_to_edit_models(folder: Path, key: str) -> None:
         ("fill", "random_crop = true", "random_crop: a crop can miss the region to fill; remove it"),
         ("references", "random_crop = true\ncontrol_directory = 'control'", "random_crop: control images are not cropped along; remove it"),
         ("fill", "inpaint_mask_directory = 'mask'", "inpaint_mask_directory 'mask' does not exist; did you mean 'masks'?"),
-        ("fill", "inpaint_mask_directory = 'masks'", "2 of 2 images have no mask in inpaint_mask_directory /masks (a.png, ...); add an image of the same name, white where to fill"),
-        ("references", "", "2 of 2 images have no control image (a.png, ...); an edit model needs one for each: add one of the same name, or control_path keys"),
-        ("references", "control_directory = 'control'", "2 of 2 images have no control image in control_directory /control (a.png, ...); an edit model needs one for each: add one of the same name, or control_path keys"),
+        ("fill", "inpaint_mask_directory = 'masks'", "no mask in inpaint_mask_directory /masks for 2 of 2 images (a.png, b.png); add an image of the same name, white where to fill"),
+        ("references", "", "no control image for 2 of 2 images (a.png, b.png); an edit model needs one for each: add one of the same name, or control_path keys"),
+        ("references", "control_directory = 'control'", "no control image in control_directory /control for 2 of 2 images (a.png, b.png); an edit model needs one for each: add one of the same name, or control_path keys"),
     ],
 )  # fmt: skip
 def test_contradictions_and_missing_files_are_refused(

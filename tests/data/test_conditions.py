@@ -130,7 +130,7 @@ def test_without_a_source_masks_of_all_kinds_are_generated_and_the_summary_says_
     data = filling(tmp_path, "")
     line = data.describe()[1]
     kinds = "rectangles, borders, strokes, halves"
-    assert line == f"  img: 1 images x 1, generated masks by default ({kinds}; 4 an image)"
+    assert line == f"  img: 1 image x 1, generated masks by default ({kinds}; 4 an image)"
     mask = items(data)[0].conditions.mask
     assert mask is not None
     of_all = [generated_mask(MASK_KINDS, 64, 64, 0, "img\na.png", variant) for variant in range(4)]

@@ -17,6 +17,7 @@ from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
 from library.data.image_stats import difference_hash, find_bars
 from library.data.lint import Report, check
+from library.data.samples import scan
 from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,6 +131,48 @@ def test_captions_that_are_empty_or_shared(folder: Path) -> None:
         (folder / "images" / f"{name}.txt").write_text("the same")
     assert sorted(map(sorted, found(folder, "caption"))) == [["1.png"], ["2.png", "3.png"]]
     assert "empty caption" in found_text(folder, "setup")  # training refuses the file
+
+
+def test_a_kind_is_counted_in_images_of_an_image_with_its_mask_as_one(folder: Path) -> None:
+    for name in ("1", "2", "3"):
+        (folder / "images" / f"{name}.txt").write_text("the same")
+    put(folder, "copy.png", make_image(4))
+    assert [line.partition(" (")[0] for line in looked(folder).lines()] == [
+        "the same file twice: 2 images",
+        "captions: 3 images",
+    ]
+    (folder / "masks").mkdir()
+    for name in (*map(str, range(6)), "copy"):
+        Image.new("L", (160, 90) if name == "0" else (160, 160), 255).save(folder / "masks" / f"{name}.png")
+    write_toml(folder, 'conditioning_data_dir = "masks"')
+    assert "masks of another shape: 1 image" in looked(folder).lines()[0]
+
+
+def test_of_an_animation_the_check_says_what_training_says(folder: Path) -> None:
+    frames = [make_image(90 + i) for i in range(3)]
+    put(folder, "moving.gif", frames[0], save_all=True, append_images=frames[1:])
+    for _ in range(2):  # looked at, and remembered
+        (note,) = looked(folder).notes
+        assert note.endswith(
+            "several frames or pages in 1 of 7 images (moving.gif: 3); the first of each is trained on"
+        )
+    arguments = DatasetArguments(dataset_config=str(folder / "dataset.toml"))
+    assert scan(load_dataset_config(folder / "dataset.toml", arguments), 0, 16, 1.0).warnings == [note]
+
+
+def test_broken_images_do_not_hide_the_others(folder: Path) -> None:
+    """One is no image, one has an empty caption; names as long as file systems allow stay whole."""
+    long = f"{'x' * 200}.png"
+    put(folder, long, make_image(8)).write_bytes(b"no image")
+    put(folder, "still.png", make_image(10), " ")
+    script, words = ROOT / "tools/check_dataset.py", ["dataset.toml", "--report", "report.html"]
+    done = run_script(script, words, folder, {"COLUMNS": "80"})
+    assert done.returncode == 0, done.stderr
+    assert f"  {long}: " in done.stdout
+    html = (folder / "report.html").read_text()
+    gallery = html[html.index("As training sees them") :]
+    assert gallery.count("<article") == gallery.count("data:image/jpeg") == 7
+    assert long in gallery[: gallery.index("<article")]
 
 
 def found_text(folder: Path, kind: str) -> str:

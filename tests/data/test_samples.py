@@ -64,7 +64,7 @@ def test_animations_and_pages_are_noted(tmp_path: Path) -> None:
     frames[0].save(tmp_path / "img" / "b.gif", save_all=True, append_images=frames[1:])
     (tmp_path / "img" / "b.txt").write_text("x")
     (note,) = build(write_toml(tmp_path)).warnings
-    assert note.endswith("1 of 2 images have several frames or pages (b.gif: 4, ...); the first of each is trained on")
+    assert note.endswith("several frames or pages in 1 of 2 images (b.gif: 4); the first of each is trained on")
     assert build(write_toml(tmp_path)).warnings == [note]  # remembered, too
 
 
@@ -145,7 +145,7 @@ def test_some_missing_captions_are_noted(tmp_path: Path) -> None:
     assert data.captions() == ["", "own"]
     (note,) = data.warnings
     assert note.replace(str(tmp_path), "") == (
-        "/dataset.toml: subset 1: 1 of 2 images have no .txt file (a.png, ...) and are trained with an empty caption; "
+        "/dataset.toml: subset 1: no .txt file for 1 of 2 images (a.png), trained with an empty caption; "
         "write captions or set class_tokens"
     )
     assert f"note: {note}" in data.describe()
@@ -155,11 +155,11 @@ def test_captions_that_are_all_missing_or_empty_are_refused(tmp_path: Path) -> N
     add_image(tmp_path / "img", "a.png", caption=None)
     toml = write_toml(tmp_path)
     assert refused(tmp_path, toml) == (
-        "/dataset.toml: subset 1: none of the 1 images has a .txt file; write captions, or set class_tokens to one "
+        "/dataset.toml: subset 1: no .txt file for any of 1 image; write captions, or set class_tokens to one "
         'caption for all ("" for none)'
     )
     (tmp_path / "img" / "a.caption").write_text("x")
-    assert refused(tmp_path, toml).endswith("none of the 1 images has a .txt file; set caption_extension = '.caption'")
+    assert refused(tmp_path, toml).endswith("no .txt file for any of 1 image; set caption_extension = '.caption'")
     (tmp_path / "img" / "a.txt").write_text("\n")
     assert refused(tmp_path, toml) == "/img/a.txt: empty caption; write one, or delete the file to use class_tokens"
 
@@ -355,7 +355,7 @@ def test_missing_and_misshapen_masks_are_refused(tmp_path: Path) -> None:
     (tmp_path / "masks").mkdir()
     toml = write_toml(tmp_path, subset="image_dir = 'img'\nconditioning_data_dir = 'masks'")
     assert refused(tmp_path, toml, masked_loss=True) == (
-        "/dataset.toml: subset 1: 1 of 1 images have no mask in conditioning_data_dir /masks (a.png, ...); "
+        "/dataset.toml: subset 1: no mask in conditioning_data_dir /masks for 1 of 1 image (a.png); "
         "add a white image of the same name to train all of it"
     )
     add_image(tmp_path / "masks", "a.png", (64, 32), caption=None)

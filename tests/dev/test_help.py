@@ -20,7 +20,7 @@ def test_a_script_answers_help_without_running(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
-    monkeypatch.setattr("library.files.write_text", lambda *_: pytest.fail("it has begun to write"))
+    monkeypatch.setattr("library.files._beside", lambda *_: pytest.fail("it has begun to write"))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
     assert ended.value.code == 0
