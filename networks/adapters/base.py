@@ -31,9 +31,11 @@ class AdapterLinear(nn.Module):
     Attributes:
         base: the wrapped layer: any module with ``in_features``, ``out_features`` and a forward.
         rank, alpha: as the kind understands them.
+        scaled: the trained parameter, by the names it may have, of which the change is a multiple.
     """
 
     kind: str
+    scaled: tuple[str, ...] = ()
 
     def __init__(self, base: nn.Module, rank: int, alpha: float) -> None:
         super().__init__()
@@ -81,19 +83,18 @@ class AdapterLinear(nn.Module):
             if found is None or found.shape != parameter.shape:
                 has = "nothing" if found is None else tuple(found.shape)
                 return f"has {name} {has}, here {tuple(parameter.shape)}", "set network_dim as in the file"
-        return self.other_scale(weights)
-
-    def other_scale(self, weights: AdapterWeights) -> tuple[str, str] | None:
-        """Return :meth:`misfit` of a file with another scale."""
-        if abs(weights.scale - self.scale) <= 1e-6 * abs(self.scale):
-            return None
-        return f"has the scale {weights.scale:g}, here {self.scale:g}", "set network_alpha as in the file"
+        return None
 
     def load_weights(self, weights: AdapterWeights) -> bool:
-        """Copy a file's ``weights`` into the layer, in which :meth:`misfit` sees none; return whether it rescaled."""
+        """Copy a file's ``weights`` into the layer, in which :meth:`misfit` sees none; return whether it rescaled.
+
+        Another scale than the layer's goes into the ``scaled`` factor: the change is the file's, alpha the config's.
+        """
+        ratio = weights.scale / self.scale
         for name, parameter in self.trained().items():
-            fill(parameter, weights.tensors[name])
-        return False
+            tensor = weights.tensors[name]
+            fill(parameter, tensor if ratio == 1 or name not in self.scaled else tensor.float() * ratio)
+        return ratio != 1
 
     @property
     def in_features(self) -> int:

@@ -30,7 +30,7 @@ from networks.adapters.base import AdapterLinear, fill, in_compute_dtype, new_pa
 class LoKrLinear(AdapterLinear):
     """A frozen layer with a Kronecker product added."""
 
-    kind = "lokr"
+    kind, scaled = "lokr", ("lokr_w1", "lokr_w1_b")
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class LoKrLinear(AdapterLinear):
 class LoHaLinear(AdapterLinear):
     """A frozen layer with the elementwise product of two low-rank matrices added."""
 
-    kind = "loha"
+    kind, scaled = "loha", ("hada_w1_a",)
 
     def __init__(self, base: nn.Module, rank: int, alpha: float, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(base, rank, alpha)

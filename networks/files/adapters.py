@@ -8,6 +8,7 @@ one row of :data:`LAYOUTS`:
     comfy       diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight    .alpha beside every pair
     peft        base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   a folder with adapter_config.json
     lycoris     lycoris_transformer_blocks_0_attn_to_q.lokr_w1                   comfy's for other kinds than LoRA
+    musubi      lora_unet_transformer_blocks_0_attn_to_q.lokr_w1                 kohya's for LoKr and LoHa
 
 A diffusers file has no place for alpha but its header, which diffusers alone reads; every other program takes alpha to
 be the rank. So alpha / rank is multiplied into B (:func:`networks.files.weights.fold_scale`) and alpha is the rank,
@@ -64,6 +65,7 @@ from networks.files.weights import (
     NORMS,
     TITLES,
     AdapterWeights,
+    LokrWeights,
     LoraWeights,
     OftWeights,
     RowsDependError,
@@ -102,6 +104,7 @@ class Layout:
 
 _PEFT = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector", "dora_scale": None}
 _KOHYA = {"down": "lora_down.weight", "up": "lora_up.weight", "magnitude": None}
+_PLAIN_W1: dict[str, str | None] = {"lokr_w1_a": None, "lokr_w1_b": None}
 _OTHER_KINDS = tuple(kind for kind in KINDS if kind != "lora")
 
 LAYOUTS = {  # prefixes are tried in this order
@@ -115,9 +118,11 @@ LAYOUTS = {  # prefixes are tried in this order
         text="kohya",
     ),
     "lycoris": Layout(("lycoris_",), _OTHER_KINDS, _KOHYA, underscores=True, text="comfy"),
+    "musubi": Layout(("lora_unet_",), ("lokr", "loha"), _PLAIN_W1, underscores=True, text="kohya"),
     "diffusers": Layout(("transformer.",), ("lora", "dora"), _PEFT, alpha="folded", text="diffusers"),
     "comfy": Layout(("diffusion_model.", "model.diffusion_model."), ("lora",), _KOHYA, True, text="comfy"),
 }
+_OF_OTHER_KINDS = {"comfy": "lycoris", "kohya": "musubi"}
 SAVE_FORMATS = ("diffusers", "kohya", "comfy")  # of image models; language models' are PEFT's
 
 _ROLES = {  # suffix -> the tensor in memory; PEFT may put the adapter's name before ".weight"
@@ -204,6 +209,8 @@ def save_adapter(
     for stem, module in _by_stem(weights, targets, layout, plain=save_format in targets.plain_layouts).items():
         if layout.alpha == "folded":
             module = fold_scale(module, evenly=precision == "fp16")
+        elif isinstance(module, LokrWeights) and layout.names is _PLAIN_W1:
+            module = module.with_plain_w1()
         for name, tensor in module.tensors.items():
             if (written := layout.names.get(name, name)) is not None:
                 tensors[f"{stem}.{written}"] = _for_file(path, f"{stem}.{written}", tensor, precision)
@@ -294,8 +301,8 @@ def check_save_format(kind: str, save_format: str) -> None:
 
 
 def layout_of(kind: str, save_format: str) -> Layout:
-    """Return the row that is written: ComfyUI has keys of its own for other kinds than LoRA."""
-    return LAYOUTS["lycoris" if save_format == "comfy" and kind != "lora" else save_format]
+    """Return the row that is written: other kinds than LoRA have keys of their own in ComfyUI and musubi-tuner."""
+    return LAYOUTS[save_format if kind == "lora" else _OF_OTHER_KINDS.get(save_format, save_format)]
 
 
 def key_stem(name: str, targets: LoraTargets, layout: Layout, plain: bool) -> str:

@@ -25,7 +25,8 @@ says; nobody else reads those.
 layer itself, that is the same update.
 
 *Layers.* A program that knows a form of keys may still not know every layer in it (``Keys.only``): diffusers puts
-FLUX's input layers, converted from kohya's names, where its own loader does not look for them.
+FLUX's input layers, converted from kohya's names, where its own loader does not look for them; musubi-tuner's network
+(``--network_weights``, ``merge_lora.py``) has blocks alone, its ``*_generate_image.py`` every layer.
 
 *Kinds.* A DoRA's norms have two names and meanings. diffusers and peft take ``lora_magnitude_vector`` (m, V's rows
 become that long); ComfyUI takes ``dora_scale`` and divides it by the norms of the *base's* rows. Each reads the other's
@@ -55,7 +56,7 @@ _DOWN_UP = {"lora_down.weight": "down", "lora_up.weight": "up", "alpha": "alpha"
 _MAGNITUDE = {"lora_magnitude_vector": "magnitude"}
 _LOHA = {name: name for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")}
 _LOKR = {name: name for name in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")}
-_LOKR_PLAIN_W1 = {name: name for name in ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")}
+_OF_MUSUBI = _DOWN_UP | _LOHA | {name: name for name in ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")}
 _OF_COMFYUI = _AB | _DOWN_UP | _LOHA | _LOKR | {"dora_scale": "dora_scale", "oft_blocks": "oft_blocks"}
 
 
@@ -216,8 +217,9 @@ READERS = (
     Reader(
         "musubi-tuner",
         "musubi-tuner",
-        _each("flux_kontext", Keys("lora_unet_", "original", True, _DOWN_UP | _LOHA | _LOKR_PLAIN_W1, _FLUX_BLOCKS))
-        | _each(f"{_QWEN} z_image", Keys("lora_unet_", "diffusers", True, _DOWN_UP | _LOHA | _LOKR_PLAIN_W1)),
+        _each("flux_kontext", Keys("lora_unet_", "original", True, _OF_MUSUBI, _FLUX_BLOCKS))
+        | _each(_QWEN, Keys("lora_unet_", "diffusers", True, _OF_MUSUBI, r"transformer_blocks\..*"))
+        | _each("z_image", Keys("lora_unet_", "diffusers", True, _OF_MUSUBI, r"(layers|(noise|context)_refiner)\..*")),
     ),
     Reader(
         "peft",

@@ -23,7 +23,7 @@ from library.safetensors_io import read_entries, read_tensor
 from networks.files.adapters import PRECISIONS, load_adapter
 from networks.files.metadata import read_alphas, weight_file
 from networks.files.readers import READERS, Reader, Reading, read_as, readable, remedy
-from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
+from networks.files.weights import AdapterWeights, LokrWeights, LoraWeights, names_in_short
 from networks.merging.low_rank import relative_difference, update_norm
 from networks.network import AdapterNetwork
 
@@ -176,6 +176,8 @@ class _File:
 
 def distance(one: AdapterWeights, other: AdapterWeights) -> float:
     """Return how far a file's ``one`` is from a layer's ``other``, relative to it; NaN where one is not finite."""
+    if isinstance(one, LokrWeights) and isinstance(other, LokrWeights):  # a scale of 1 has several forms
+        one, other = one.with_plain_w1(), other.with_plain_w1()
     if one.kind != other.kind or not one.tensors.keys() <= other.tensors.keys():  # a DoRA's lengths have two forms
         return math.inf
     apart = [_apart(one.tensors[name], other.tensors[name]) for name in one.tensors if name not in ("down", "up")]

@@ -167,6 +167,17 @@ class LokrWeights(AddedWeights):
         picked = self.tensors.get("rows")
         return LokrWeights({**self.tensors, "rows": rows if picked is None else picked[rows]}, self.alpha)
 
+    def with_plain_w1(self) -> LokrWeights:
+        """Return the same change with the scale in ``lokr_w1``, multiplied out, and an alpha by which nobody scales.
+
+        musubi-tuner's ``networks/lokr.py`` knows no other w1. Its network takes an alpha for alpha / rank or for
+        nothing by the layer's size, whatever ``factor`` cut it, and the larger side of a plain w2 for the rank.
+        """
+        parts = {name: tensor.detach().cpu() for name, tensor in self.tensors.items() if name.startswith("lokr_w1")}
+        w1 = LokrWeights(parts, self.alpha)._side("lokr_w1", torch.float64) * self.scale
+        others = {name: tensor for name, tensor in self.tensors.items() if name not in parts}
+        return LokrWeights({"lokr_w1": w1, **others}, float(rank_of(others) or max(others["lokr_w2"].shape)))
+
     def _side(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return w1 or w2, multiplied out."""
         t = self.tensors

@@ -152,7 +152,6 @@ def test_a_plain_lora_is_no_other_kind_and_the_reverse(mixed_lora, tmp_path: Pat
     ("changes", "message"),
     [
         ({"network_dim": 4}, "network_dim as in the file"),
-        ({"network_alpha": 1.0}, "has the scale 0.5, here 0.166667 and 39 more; set network_alpha as in the file"),
         ({"network_type": "lokr"}, "is a LoHa, here it is a LoKr and 39 more; set network_type"),
         ({"network_args": ["train_single_block_indices=0"]}, "not trained here: single_transformer_blocks.1"),
     ],
@@ -164,6 +163,21 @@ def test_going_on_from_another_network_is_refused(changes: dict[str, object], me
     network = inject_adapter(make_flux(), options, FLUX_TARGETS, seed=0)
     with pytest.raises(UserError, match=message):
         network.load_file(path)
+
+
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+@pytest.mark.parametrize("save_format", ["comfy", "kohya"])
+def test_going_on_with_another_alpha_keeps_the_update_and_the_configs_alpha(
+    kind: str, save_format: str, tmp_path: Path
+) -> None:
+    model, network = trained(kind)
+    path = save(network, tmp_path / "a.safetensors", save_format)
+    options = parse_network_args(NetworkConfig(network_type=kind, network_dim=6, network_alpha=1.0), FLUX_TARGETS)
+    other = make_flux()
+    fresh = inject_adapter(other, options, FLUX_TARGETS, seed=0)
+    assert fresh.load_file(path).endswith("of them rescaled to this run's alpha / rank")
+    assert {layer.alpha for layer in fresh.modules.values()} == {1.0}
+    torch.testing.assert_close(run_flux(other), run_flux(model), rtol=1e-5, atol=1e-6)
 
 
 def test_only_layouts_that_can_be_asked_for_are_offered() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImagePipeline, ZImagePipeline
+from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -176,11 +177,14 @@ LOADS = {
     ("qwen_image", "lora", "kohya"): {"diffusers", "ComfyUI", "musubi-tuner"},
     ("qwen_image", "lora", "comfy"): {"diffusers", "ComfyUI"},
     ("qwen_image", "dora", "comfy"): {"ComfyUI"},
+    ("qwen_image", "lokr", "kohya"): {"ComfyUI", "musubi-tuner"},
+    ("qwen_image", "loha", "kohya"): {"ComfyUI", "musubi-tuner"},
     ("z_image", "lora", "diffusers"): {"diffusers", "ComfyUI"},
     ("z_image", "lora", "kohya"): {"diffusers", "musubi-tuner"},
     ("z_image", "lora", "comfy"): {"diffusers", "ComfyUI"},
     ("z_image", "dora", "diffusers"): {"diffusers"},
     ("z_image", "loha", "comfy"): {"ComfyUI"},
+    ("z_image", "lokr", "kohya"): {"musubi-tuner"},
 }
 
 
@@ -304,6 +308,8 @@ REFUSED = [
     (FLUX_TARGETS, "comfy", "dora", "diffusers", "set save_format = diffusers"),
     (FLUX_TARGETS, "comfy", "lokr", "diffusers", "takes no LoKr of ours; set network_type = lora"),
     (FLUX_KONTEXT_TARGETS, "comfy", "loha", "musubi-tuner", "takes no LoHa of ours"),
+    (FLUX_KONTEXT_TARGETS, "kohya", "lokr", "comfyui", "ComfyUI reads no LoKr of .*set save_format = comfy"),
+    (QWEN_TARGETS, "comfy", "lokr", "musubi-tuner", "set save_format = kohya"),
 ]
 
 
@@ -321,6 +327,42 @@ def test_layers_that_a_program_loses_count_too() -> None:
     check_readers(["diffusers", "comfyui"], names, FLUX_FILL_TARGETS, "diffusers", "lora")
     with pytest.raises(UserError, match="diffusers reads no LoRA of x_embedder from save_format kohya; set"):
         check_readers(["diffusers"], names, FLUX_FILL_TARGETS, "kohya", "lora")
+
+
+@pytest.mark.parametrize(
+    ("targets", "arg", "layer"),
+    [(QWEN_TARGETS, "txt_in_dim=2", "txt_in"), (Z_IMAGE_TARGETS, "img_in_dim=2", "all_x_embedder.2-1")],
+)
+def test_musubi_tuners_network_has_blocks_alone(targets: LoraTargets, arg: str, layer: str) -> None:
+    check_readers(["musubi-tuner"], layers(targets), targets, "kohya", "lora")
+    # its lora_qwen_image.py and lora_zimage.py look for linear layers in the blocks' classes
+    with pytest.raises(UserError, match=f"musubi-tuner reads no LoRA of {layer} from .*leave these layers out"):
+        check_readers(["musubi-tuner"], layers(targets, arg), targets, "kohya", "lora")
+
+
+@pytest.mark.parametrize("args", [(), ("factor=4",), ("factor=16",), ("factor=2", "decompose_both=True")], ids=str)
+@pytest.mark.parametrize("rank", [3, 8, 16])
+def test_musubi_tuners_two_readings_of_a_lokr_are_the_trained_update(
+    args: tuple[str, ...], rank: int, tmp_path: Path
+) -> None:
+    model, network = trained("qwen_image", "lokr", *args, network_dim=rank, network_alpha=1.5)
+    network.save(tmp_path / "a.safetensors", "kohya", "fp32", {})
+    model.double()
+    tensors = {key: tensor.double() for key, tensor in load_file(tmp_path / "a.safetensors").items()}
+    for name, layer in network.modules.items():
+        stem = f"lora_unet_{name.replace('.', '_')}"
+        here = {key.removeprefix(f"{stem}."): t for key, t in tensors.items() if key.startswith(f"{stem}.")}
+        w2 = here["lokr_w2"] if "lokr_w2" in here else here["lokr_w2_a"] @ here["lokr_w2_b"]
+        product = torch.kron(here["lokr_w1"], w2)
+        alpha, dim = float(here["alpha"]), here["lokr_w2_a"].shape[1] if "lokr_w2_a" in here else None
+        with torch.no_grad():
+            expected = (layer(torch.eye(layer.in_features).double()) - layer.bias).t() - layer.weight
+        # lokr.py, merge_weights_to_tensor: *_generate_image.py
+        assert apart(product * (alpha / dim if dim else 1.0), expected) < 1e-6
+        # lokr.py, LoKrInfModule: the layer's own cut decides, not the file's
+        dim = dim or max(here["lokr_w2"].shape)
+        largest = max(max(factorization(size, -1)) for size in expected.shape)
+        assert apart(product * (alpha / dim if dim < largest / 2 else 1.0), expected) < 1e-6
 
 
 def test_a_format_from_which_nobody_reads_a_layer_is_told() -> None:
