@@ -188,7 +188,7 @@ def save_adapter(
         weights: diffusers module name -> weights of one kind, on any device.
         targets: the family's row.
         save_format: one of :data:`SAVE_FORMATS`; of language models "peft".
-        precision: "fp32", "fp16" or "bf16" for the weights; alphas are always fp32.
+        precision: "fp32", "fp16" or "bf16" for the weights; alphas and a DoRA's norms are always fp32.
         metadata: strings to add, from :func:`networks.files.metadata.build_metadata`; hashes are added here.
 
     Raises:
@@ -213,7 +213,8 @@ def save_adapter(
             module = module.with_plain_w1()
         for name, tensor in module.tensors.items():
             if (written := layout.names.get(name, name)) is not None:
-                tensors[f"{stem}.{written}"] = _for_file(path, f"{stem}.{written}", tensor, precision)
+                dtype = "fp32" if name in NORMS else precision  # 2^-9 of a weight is much of its change
+                tensors[f"{stem}.{written}"] = _for_file(path, f"{stem}.{written}", tensor, dtype)
         if layout.alpha == "tensor":
             tensors[f"{stem}.alpha"] = torch.tensor(float(module.alpha))
     strings = {"format": "pt", **(metadata or {})}

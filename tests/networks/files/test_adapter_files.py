@@ -165,6 +165,25 @@ def test_going_on_from_another_network_is_refused(changes: dict[str, object], me
         network.load_file(path)
 
 
+@pytest.mark.parametrize("save_format", ["diffusers", "comfy"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_dora_in_16_bits_changes_what_was_trained(save_format: str, precision: str, tmp_path: Path) -> None:
+    model, network = trained("dora")
+    with torch.no_grad():
+        for layer in network.modules.values():
+            layer.lora_B.weight.mul_(0.05)  # a change of about 1 % of the weight, as after a usual run
+            layer.magnitude.copy_(layer.row_norms() * 1.005)
+    network.save(tmp_path / "dora.safetensors", save_format, precision, {})
+    read = load_adapter(tmp_path / "dora.safetensors", FLUX_TARGETS).weights
+    model.double()
+    for name, layer in network.modules.items():
+        base = layer.weight.double()
+        with torch.no_grad():
+            expected = (layer(torch.eye(layer.in_features).double()) - layer.bias).t() - base
+        change = read[name].apply(base.float(), 1.0).double() - base
+        assert float((change - expected).norm() / expected.norm()) < 2.0**-7
+
+
 @pytest.mark.parametrize("kind", ["lokr", "loha"])
 @pytest.mark.parametrize("save_format", ["comfy", "kohya"])
 def test_going_on_with_another_alpha_keeps_the_update_and_the_configs_alpha(
