@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.table import Table
 
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, counted, exit_on_user_error
 from library.training.report.progress import loads_in_table, plain_table
 from tools.command import add_lora_output, check_lora_output, tool_console, tool_parser
 
@@ -93,7 +93,7 @@ def summary(path: Path, read: LoraFile) -> str:
 
     tensors = len(read_safetensors_header(weight_file(path)).keys() - {"__metadata__"})
     precision = widest_precision(read.weights)
-    return f"{path}: {read.layout}, {precision}, {len(read.weights)} layers in {tensors} tensors"
+    return f"{path}: {read.layout}, {precision}, {counted(len(read.weights), 'layer')} in {counted(tensors, 'tensor')}"
 
 
 @exit_on_user_error

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, counted, exit_on_user_error
 from tools.command import add_lora_output, check_lora_output, finite, tool_parser
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     for path, share in average(options):
         print(f"{share:7.2%}  {path}")
-    print(f"{options.save_to}: average of {len(options.lora)} LoRAs")
+    print(f"{options.save_to}: average of {counted(len(options.lora), 'LoRA')}")
 
 
 if __name__ == "__main__":

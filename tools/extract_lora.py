@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.table import Table
 
 from library import __version__
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, counted, exit_on_user_error
 from library.files import weights_fingerprint
 from library.models.hub import find_model
 from library.training.report.progress import plain_table
@@ -129,7 +129,7 @@ def main() -> None:
     console.print(layer_table(found.layers, targets))
     for note in found.notes:
         console.print(f"note: {note}")
-    console.print(f"{options.save_to}: {len(found.layers)} layers, {found.equal} equal ones left out")
+    console.print(f"{options.save_to}: {counted(len(found.layers), 'layer')}, equal ones left out: {found.equal}")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from rich.table import Table
 from rich.text import Text
 
 from library.console import Console
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, counted, exit_on_user_error
 from library.files import atomic_path
 from library.training.report.progress import loads_in_table, plain_table
 from tools.command import answer_early, tool_parser, value_range
@@ -155,7 +155,9 @@ def dtypes(counts: Mapping[str, int]) -> str:
 def weight_set_head(weights: WeightSet, fp8: str | None) -> RenderableType:
     """Return the lines about the files: names, size, quantisation, what is wrong."""
     names = str(weights.files[0]) + (f" and {len(weights.files) - 1} more shards" if len(weights.files) > 1 else "")
-    lines = [Text.assemble((names, "bold cyan"), f"  {decimal(weights.bytes)}, {len(weights.tensors)} tensors")]
+    lines = [
+        Text.assemble((names, "bold cyan"), f"  {decimal(weights.bytes)}, {counted(len(weights.tensors), 'tensor')}")
+    ]
     lines += [Text(f"  {fp8}", "magenta")] if fp8 else []
     lines += [Text(f"  {note}", "bold red") for note in weights.notes]
     return Group(*lines)
@@ -227,7 +229,7 @@ def lora_view(report: LoraReport) -> RenderableType:
     """Return a LoRA's layers by part, with the root mean square of the update, over all and over the blocks."""
     kind = report.kind + (f" for {' or '.join(report.families)}" if report.families else "")
     kind += f", {report.layout}" if report.layout else ""
-    heads = [Text.assemble((kind, "bold green"), f"  {report.count} layers")] if report.count else []
+    heads = [Text.assemble((kind, "bold green"), f"  {counted(report.count, 'layer')}")] if report.count else []
     table = plain_table("layer", "×", "rank", "alpha", "rms", "over the blocks", left=("over the blocks",))
     most = max((layer.rms for layer in report.layers), default=0.0)
     for part, members in _by_part(report.layers).items():
@@ -329,7 +331,7 @@ def _colour_scale(values: Sequence[float]) -> LogNorm:
 
 def _headline(layers: Sequence[LoraLayer], title: str) -> str:
     norm = math.hypot(*(layer.norm for layer in layers))
-    return f"{title}   {len(layers)} layers, {_rank_and_alpha(layers)}, norm {norm:.3g}"
+    return f"{title}   {counted(len(layers), 'layer')}, {_rank_and_alpha(layers)}, norm {norm:.3g}"
 
 
 def _rank_and_alpha(layers: Sequence[LoraLayer]) -> str:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config.schema import SavingConfig
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, counted, exit_on_user_error
 from library.models.hub import find_model
 from library.precision.names import FP8_PRECISIONS
 from tools.command import (
@@ -89,7 +89,8 @@ def merge_into_lora(options: argparse.Namespace) -> str:
     save_derived_lora(options.save_to, weights, targets, metadata, comment, files, *format_and_precision)
     ranks = value_range(layer.after for layer in layers)
     kept = f"; at least {min(layer.kept for layer in layers):.2%} of each layer's sum kept" if by_svd else ""
-    return f"{options.save_to}: {len(layers)} layers of {len(options.lora)} LoRAs, rank {ranks}{kept}"
+    sizes = f"{counted(len(layers), 'layer')} of {counted(len(options.lora), 'LoRA')}, rank {ranks}"
+    return f"{options.save_to}: {sizes}{kept}"
 
 
 def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
@@ -116,7 +117,8 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
     if template in BUILT_IN and options.save_to.is_dir():
         file = write_jinja_template(template, options.save_to)
         print(f"note: it was taught in the template {template}, which {file} tells other programs")
-    return f"{options.save_to}: {report.changed} of {report.written} tensors changed by {len(options.lora)} LoRA(s)"
+    changed = f"{report.changed} of {counted(report.written, 'tensor')} changed"
+    return f"{options.save_to}: {changed} by {counted(len(options.lora), 'LoRA')}"
 
 
 def goes_into_fp8(options: argparse.Namespace) -> bool:
@@ -238,7 +240,9 @@ def merge(options: argparse.Namespace) -> None:
 def _with_ratios(sources: list[LoraSource], ratios: list[float]) -> list[LoraSource]:
     """Return the LoRAs with the strengths of --ratios."""
     if len(ratios) != len(sources) or any(source.ratio != 1 for source in sources):
-        raise UserError(f"--ratios: {len(ratios)} for {len(sources)} LoRAs; give one for each, or write FILE:STRENGTH")
+        raise UserError(
+            f"--ratios: {len(ratios)} for {counted(len(sources), 'LoRA')}; give one for each, or write FILE:STRENGTH"
+        )
     return [replace(source, ratio=ratio) for source, ratio in zip(sources, ratios, strict=True)]
 
 

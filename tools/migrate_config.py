@@ -23,7 +23,7 @@ from library.config.kohya.command import SCRIPT_SUFFIXES, Command, read_command,
 from library.config.kohya.translate import Note, Translation, find_tool, translate
 from library.config.load import fields, read_arguments, sections, validated
 from library.config.schema import TrainConfig
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, counted, exit_on_user_error
 from library.files import read_toml, write_text
 from tools.command import answer_early, tool_parser
 
@@ -197,7 +197,10 @@ def main() -> None:
     notes = migrate(command, args.save_to, called, args.overwrite)
     print(table(notes))
     refused = sum(note.outcome == "refused" for note in notes)
-    print(f"\n{args.save_to}: written" + (f"; {refused} settings are not taken over, see above" if refused else ""))
+    print(
+        f"\n{args.save_to}: written"
+        + (f"; not taken over: {counted(refused, 'setting')}, see above" if refused else "")
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from rich.progress import (
 )
 
 from library.config.markers import MOST_WORKERS
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, counted, exit_on_user_error
 from library.llm.documents import find_files, load_by_name, read_dataset, read_documents
 from library.llm.tokenizers import load_tokenizer, train_bpe
 from tools.command import answer_early, count, number, seed_number, tool_console, tool_parser, whole
@@ -139,7 +139,8 @@ def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
         share, seed, workers = options.validation_share, options.seed, options.workers
         written = write_corpus(documents(), folder, folder, share, seed, workers, options.shard_tokens)
     for name, split in written.items():
-        console.print(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {len(split.shards)} shards")
+        size = f"{split.tokens:,} tokens, {counted(len(split.shards), 'shard')}"
+        console.print(f"{name}: {counted(split.documents, 'document')}, {size}")
     console.print(f"{folder / INDEX}")
     return written
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, counted, exit_on_user_error
 from networks.merging import RANK_RULES
 from tools.command import add_lora_output, check_lora_output, count, finite, tool_parser, value_range
 
@@ -80,7 +80,7 @@ def main() -> None:
     for layer in layers if options.verbose else ():
         print(f"{layer.name}: rank {layer.before} -> {layer.after}, {layer.kept:.2%} kept, ratio {layer.ratio:.3g}")
     ranks, least = value_range(layer.after for layer in layers), min(layer.kept for layer in layers)
-    print(f"{options.save_to}: {len(layers)} layers, rank {ranks}; at least {least:.2%} of each update kept")
+    print(f"{options.save_to}: {counted(len(layers), 'layer')}, rank {ranks}; at least {least:.2%} of each update kept")
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ class DatasetArguments(Section):
     )
     strict_dataset: Annotated[bool, SAME_RESULT] = Field(
         False,
-        description="look every image over before caching and refuse to start at any finding (docs/reliability.md)",
+        description="look every image over before caching and refuse to start at any finding (docs/dataset.md)",
     )
 
 

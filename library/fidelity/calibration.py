@@ -20,7 +20,7 @@ from library.config.schema import DatasetArguments, ModelConfig
 from library.console import Console
 from library.data.batches import Batch, collate
 from library.data.dataset import TrainingData, build_dataset
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.models.family import Family, model_family
 from library.precision.fake_quantize import round_timesteps
 from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
@@ -98,7 +98,9 @@ class CalibrationPlan:
         held_out = len(batches) // 4
         kept = len(batches) - held_out
         fit = f"{kept} to fit to, {held_out} to judge by" if held_out else f"{kept}, judged by themselves"
-        console.print(f"calibration: {len(batches)} images ({fit}) at {len(options.sigmas)} noise levels")
+        console.print(
+            f"calibration: {counted(len(batches), 'image')} ({fit}) at {counted(len(options.sigmas), 'noise level')}"
+        )
         return Calibration(self, family, batches[:kept], batches[kept:])
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 from rich.table import Table
 
 from library.console import Console
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.fidelity.calibration import CalibrationPlan
 from library.files import weights_fingerprint
 from library.models.layer_names import LoraTargets
@@ -213,7 +213,7 @@ def _write(merge: Fp8Merge, save_to: Path, sources: Sequence[LoraSource], consol
         written = write_fp8_checkpoint(
             base.weights, target, merge.kind, merge.recipe, merge=merge, metadata={"tandem.merged_loras": merged}
         )
-    console.print(f"{save_to}: {len(merge.updates)} tensors changed; {written.quantized} in fp8")
+    console.print(f"{save_to}: {counted(len(merge.updates), 'tensor')} changed; {written.quantized} in fp8")
 
 
 def _write_correction(
@@ -227,4 +227,4 @@ def _write_correction(
         "tandem.refitted": '{"correction_of": "a merge"}',
     }
     save_adapter(path, weights, targets, "diffusers", "bf16", metadata)
-    console.print(f"{path}: what rounding lost of {len(weights)} layers, rank {rank}; use it at 1.0")
+    console.print(f"{path}: what rounding lost of {counted(len(weights), 'layer')}, rank {rank}; use it at 1.0")

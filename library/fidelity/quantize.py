@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from library.console import Console
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.fidelity.calibration import IMAGES, CalibrationPlan
 from library.files import atomic_path, read_json
 from library.precision.checkpoint_layouts import WeightFiles
@@ -137,7 +137,7 @@ def _calibrated(
             candidates = [Candidate(name.removesuffix(".weight"), share, size) for name, share, size in measured]
             kept = choose_kept(candidates, int(budget_mb * 2**20))
             console.print(_budget_table(candidates, {one.name for one in kept}))
-            console.print(f"kept: {len(kept)} of {len(candidates)} weights within {budget_mb:g} MiB")
+            console.print(f"kept: {len(kept)} of {counted(len(candidates), 'weight')} within {budget_mb:g} MiB")
             kept_patterns = (f"^{re.escape(one.name)}$" for one in kept)
             recipe = replace(recipe, exclude_patterns=(*recipe.exclude_patterns, *kept_patterns))
             modules = {

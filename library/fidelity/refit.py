@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 
 from library.console import Console
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployments import Models, base_layer, numbers
 from library.models.layer_names import LoraTargets
@@ -91,11 +91,11 @@ def refit_lora(
             fits[" + ".join(unit)] = done
             if done.weights is not None:
                 fitted |= _split(done.weights, {name: places[name].shape[0] for name in unit})
-        console.print(f"{len(fits)} of {len(units)} layers fitted")
+        console.print(f"{len(fits)} of {counted(len(units), 'layer')} fitted")
     console.print(refit_table(fits, shown))
     metadata, comment = _metadata(lora, source, models, correction_rank, options, fits), f"refitted to {deployed.name}"
     save_derived_lora(save_to, source.weights | fitted, targets, metadata, comment, [source], layout, precision)
-    console.print(f"{save_to}: {len(fitted)} layers fitted to {deployed.name}")
+    console.print(f"{save_to}: {counted(len(fitted), 'layer')} fitted to {deployed.name}")
     return fits
 
 

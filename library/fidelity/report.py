@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from library.console import Console
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.causes import Attribution, Differences, Verdict, compare, judge
 from library.fidelity.deployments import (
@@ -175,8 +175,8 @@ def _settings(models: Models, causes: Mapping[str, Any], options: CalibrationOpt
         "reference": f"{models.family.name}, fingerprint {models.family.fingerprint()}",
         "deployment": models.deployed.describe(),
         "causes": ", ".join(f"{name} = {value}" for name, value in changes.items()),
-        "LoRA": f"{len(models.transformer_lora)} layers of the transformer",
-        "eval_set": f"{options.images} images, sigmas {', '.join(f'{s:g}' for s in options.sigmas)}, "
-        f"{steps} sampling steps, guidance {options.guidance_scale:g}, seed {options.seed}",
+        "LoRA": f"{counted(len(models.transformer_lora), 'layer')} of the transformer",
+        "eval_set": f"{counted(options.images, 'image')}, sigmas {', '.join(f'{s:g}' for s in options.sigmas)}, "
+        f"{counted(steps, 'sampling step')}, guidance {options.guidance_scale:g}, seed {options.seed}",
         "products": str(models.dtype).removeprefix("torch."),
     }

@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from library.errors import UserError, nearest_of, reason_of
+from library.errors import UserError, counted, nearest_of, reason_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".toml", ".index")
@@ -150,8 +150,8 @@ def _folder_patterns(name: str, files: Collection[str], option: str) -> tuple[st
         if fnmatch.filter(own, weights):
             return patterns
     raise UserError(
-        f"{option}: {name} has no model in safetensors ({len(files)} files: {', '.join(sorted(files)[:4])} ...); give "
-        "the repository of a diffusers pipeline or of a transformers model"
+        f"{option}: {name} has no model in safetensors (it has {', '.join(sorted(files)[:4])}, ...); "
+        "give the repository of a diffusers pipeline or of a transformers model"
     )
 
 
@@ -182,7 +182,11 @@ def _download(name: str, allowed: tuple[str, ...], option: str) -> Path:
         )
     shows = bool(missing) and os.environ.get("LOCAL_RANK", "0") == "0"
     if shows:
-        print(f"downloading {name} to {folder}: {len(missing)} files, {_in_gb(size)}", file=sys.stderr, flush=True)
+        print(
+            f"downloading {name} to {folder}: {counted(len(missing), 'file')}, {_in_gb(size)}",
+            file=sys.stderr,
+            flush=True,
+        )
     with nullcontext() if shows else _without_bars():
         return _snapshot(name, allowed)
 

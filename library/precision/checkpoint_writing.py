@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.names import Granularity, LayoutKind
 from library.precision.quantize import E4M3FN, Quantized, block_size, fitting_granularity
@@ -60,10 +60,8 @@ class WrittenFp8:
 
     def describe(self) -> str:
         """Return the outcome as a line."""
-        before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
-        return (
-            f"{self.path}: {self.quantized} weights in fp8, {self.excluded} excluded; {before:.1f} -> {after:.1f} MiB"
-        )
+        in_mib = f"{self.bytes_before / 2**20:.1f} -> {self.bytes_after / 2**20:.1f} MiB"
+        return f"{self.path}: {counted(self.quantized, 'weight')} in fp8, {self.excluded} excluded; {in_mib}"
 
 
 _Planned = tuple[torch.dtype, tuple[int, ...], Callable[[], Tensor]]  # a tensor to be written, and how it is made

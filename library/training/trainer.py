@@ -18,7 +18,7 @@ from torch import Tensor
 
 from library.accelerator import has_whole_model
 from library.data.batches import MicroStep
-from library.errors import UserError, reason_of
+from library.errors import UserError, counted, reason_of
 from library.processes import watched
 from library.randomness import derive_seed
 from library.training.checkpoint.hub import HubUpload, build_upload
@@ -120,7 +120,7 @@ class Trainer:
         self.step_sizes = StepSizeMonitor(task.total_steps, distance_starts(task.optimizer, position.step == 0))
         if position.skipped_samples:
             task.exclude(position.skipped_samples)
-            self.progress.note(f"{len(position.skipped_samples)} images stay left out, as in the state")
+            self.progress.note(f"left out, as in the state: {counted(len(position.skipped_samples), 'image')}")
         for model in task.models:
             model.train()
         while position.step < task.total_steps and not self.events.stopped:

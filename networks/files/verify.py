@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import read_entries, read_tensor
 from networks.files.adapters import PRECISIONS, load_adapter
@@ -78,7 +78,7 @@ class ExportCheck:
     def __str__(self) -> str:
         right = [each.program for each in self.programs if each.is_right]
         read = f", read rightly by {', '.join(right)}" if right else ""
-        return f"{self.layers} layers, largest difference {self.largest:.1g} ({self.dtype}){read}"
+        return f"{counted(self.layers, 'layer')}, largest difference {self.largest:.1g} ({self.dtype}){read}"
 
 
 def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportCheck:

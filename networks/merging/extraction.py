@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.models.layer_names import KeyNames, LoraTargets
 from library.precision.checkpoint_layouts import WeightFiles
 from library.randomness import generator
@@ -156,4 +156,4 @@ def _other_differences(pair: _Pair) -> list[str]:
     if not differing:
         return []
     where, shown = pair.weights[1].path, names_in_short(differing, 3)
-    return [f"{where}: {len(differing)} tensors that no LoRA holds differ as well ({shown}); they are left out"]
+    return [f"{where}: also different, but held by no LoRA: {counted(len(differing), 'tensor')} ({shown}); left out"]

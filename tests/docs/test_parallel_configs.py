@@ -24,7 +24,7 @@ SLURM = ROOT / "configs" / "parallel" / "slurm.sh"
 def commands(text: str) -> list[list[str]]:
     """Return the launchers' commands of a text, each as a list of words."""
     joined = re.sub(r"\\\n#?\s*", "", text)
-    found = re.findall(r"^[# ]*((?:torchrun|accelerate launch|sbatch) .*)$", joined, re.MULTILINE)
+    found = re.findall(r"^[# ]*(?:\.venv/bin/)?((?:torchrun|accelerate launch|sbatch) .*)$", joined, re.MULTILINE)
     return [shlex.split(line) for line in found]
 
 

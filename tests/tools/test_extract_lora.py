@@ -118,7 +118,7 @@ def test_equal_layers_are_left_out_and_what_no_lora_holds_is_named(files: dict[s
     assert list(found.weights) == ["transformer_blocks.0.attn.to_k"]
     torch.testing.assert_close(found.weights["transformer_blocks.0.attn.to_k"].delta(), torch.full((32, 32), 0.5))
     assert len(found.notes) == 1
-    assert f"1 tensors that no LoRA holds differ as well ({key}.bias)" in found.notes[0]
+    assert f"also different, but held by no LoRA: 1 tensor ({key}.bias)" in found.notes[0]
 
 
 def test_a_scaled_fp8_model_counts_as_the_numbers_it_stands_for(files: dict[str, Path], tmp_path: Path) -> None:

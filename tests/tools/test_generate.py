@@ -179,7 +179,7 @@ def test_a_lora_of_another_base_is_remarked_on(
     save_adapter(other, weights, FLUX_TARGETS, metadata={"tandem.base_fingerprint": "0123456789abcdef"})
     drawn("--model", str(base), "--prompt", "x", *SMALL, "--save_to", str(tmp_path), "--lora", str(other))
     said = capsys.readouterr().out
-    assert f"{other}: diffusers, 1 layers, strength 1" in said
+    assert f"{other}: diffusers, 1 layer, strength 1" in said
     assert f"note: {other}: trained on base 0123456789abcdef, this one is" in said
 
 

@@ -155,7 +155,7 @@ def test_flags_that_would_be_ignored_are_refused(
         (merge_lora, ["--lora", a, "--model", a, "--new_rank", 4], "--new_rank: has no effect on a model"),
         (merge_lora, ["--lora", f"{a}:0"], "--lora: every strength is 0"),
         (merge_lora, ["--lora", a, a, "--ratios", 0.5], "--ratios: 1 for 2 LoRAs; give one for each"),
-        (merge_lora, ["--lora", f"{a}:0.5", "--ratios", 0.5], "--ratios: 1 for 1 LoRAs; give one for each, or write"),
+        (merge_lora, ["--lora", f"{a}:0.5", "--ratios", 0.5], "--ratios: 1 for 1 LoRA; give one for each, or write"),
         (resize_lora, ["--lora", a], "give --new_rank"),
         (resize_lora, ["--model", a], "give --new_rank"),  # as sd-scripts says
         (resize_lora, ["--model", a, "--dynamic_param", 0.5, "--new_rank", 2], "--dynamic_method and --dynamic_param"),

@@ -31,7 +31,7 @@ def test_two_loras_are_merged_at_their_strengths(tmp_path: Path) -> None:
     words += ["--save_to", "m.safetensors", "--save_precision", "bf16"]
     done = run_command([sys.executable, str(SCRIPT), *words], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "m.safetensors: 1 of 1 tensors changed by 2 LoRA(s)\n"
+    assert done.stdout == "m.safetensors: 1 of 1 tensor changed by 2 LoRAs\n"
     merged = load_file(tmp_path / "m.safetensors")["double_blocks.0.img_attn.qkv.weight"]
     assert merged.dtype == torch.bfloat16
     # k is rows 2 and 3; alpha 2 at rank 1 doubles, and a counts half

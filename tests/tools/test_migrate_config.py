@@ -56,7 +56,7 @@ def test_a_pasted_command_becomes_a_toml_that_means_the_same(tmp_path: Path) -> 
     assert rows["full_fp16"] == "refused"
     assert rows["guidance_scale"] == "default"
     assert "start with accelerate launch --num_processes 2 train_lora.py" in done.stdout
-    assert done.stdout.endswith("my.toml: written; 1 settings are not taken over, see above\n")
+    assert done.stdout.endswith("my.toml: written; not taken over: 1 setting, see above\n")
 
     text = (tmp_path / "my.toml").read_text()
     assert "learning_rate = 0.001  # from unet_lr\n" in text

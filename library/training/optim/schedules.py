@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from library.config.pretrain_schema import LLMTrainingConfig
 from library.config.schema import OptimizerConfig, TrainingConfig
 from library.data.batches import Share
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.training.checkpoint.state import Position
 
 
@@ -154,5 +154,5 @@ def describe_steps(per_epoch: int, share: Share, per_step: int, unit: str = "bat
     last = f", {'of' if steps == 1 else 'the last of'} {left} {unit if left == 1 else several}" if left else ""
     return (
         f"{per_epoch:,} {several} an epoch, {per_step:,} in a step{f' ({of})' if of else ''}: "
-        f"{steps:,} step{'' if steps == 1 else 's'} an epoch{last}"
+        f"{counted(steps, 'step')} an epoch{last}"
     )

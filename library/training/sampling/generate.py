@@ -15,6 +15,7 @@ from PIL.Image import Image
 from library.console import Console
 from library.data.buckets import ControlSizing
 from library.data.cache import TextJob, encode_text_batch
+from library.errors import counted
 from library.models.family import Family
 from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
@@ -82,7 +83,7 @@ def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) ->
     read = [(source, load_lora(source.path, targets)) for source in loras]
     here = family.fingerprint() if any("tandem.base_fingerprint" in lora.metadata for _, lora in read) else None
     for source, lora in read:
-        console.print(f"{source.path}: {lora.layout}, {len(lora.weights)} layers, strength {source.ratio:g}")
+        console.print(f"{source.path}: {lora.layout}, {counted(len(lora.weights), 'layer')}, strength {source.ratio:g}")
         if here and (remark := base_mismatch(lora.metadata, here)):
             console.print(f"note: {source.path}: {remark}")
     return targets.by_component(combine_loras([(lora.weights, source.ratio) for source, lora in read]))

@@ -20,7 +20,7 @@ from library.config.chat_schema import ChatDataConfig, ChatSamplingConfig, ChatT
 from library.config.markers import resume_keys
 from library.console import Console
 from library.data.batches import Share
-from library.errors import UserError, error_prefix
+from library.errors import UserError, counted, error_prefix
 from library.files import weights_fingerprint
 from library.llm.chat_batches import (
     Chat,
@@ -209,7 +209,7 @@ def prepare_chats(
         windows = pack_examples(read.examples, max_length)
     remarks = _describe(read, windows, template, max_length, config.packing)
     if held:
-        remarks.append(f"{len(held):,} conversations to validate on")
+        remarks.append(f"{counted(len(held), 'conversation')} to validate on")
     console.print(*remarks, sep="\n", soft_wrap=True)
     return windows, held
 
@@ -220,7 +220,7 @@ def _describe(
     """Return what was read, a line each."""
     tokens = sum(len(example.tokens) for example in read.examples)
     targets = sum(example.target_count for example in read.examples)
-    count = f"{len(read.examples):,} conversations in the template {template.name}"
+    count = f"{counted(len(read.examples), 'conversation')} in the template {template.name}"
     remarks = [f"{count}: {tokens:,} tokens, {targets / tokens:.0%} of them trained on"]
     if packing:
         remarks.append(f"packed into {len(windows):,} windows, {tokens / (len(windows) * max_length):.0%} full")
