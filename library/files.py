@@ -24,6 +24,7 @@ import ctypes
 import errno
 import functools
 import hashlib
+import io
 import json
 import os
 import platform
@@ -93,7 +94,16 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     except WriteError as error:  # a file in it, by a name that nobody has seen
         raise WriteError(target, error.reason) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
+
+
+def _remove(path: Path) -> None:
+    """Delete a file, link or folder, if it is there and can be; ``shutil.rmtree`` keeps links and waits at pipes."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def rename(source: Path, target: Path) -> None:
@@ -142,10 +152,8 @@ def clear_leftovers(folder: str | Path) -> list[Path]:
             if match["kind"] == "old" and not final.exists():
                 rename(leftover, final)
                 restored.append(final)
-            elif leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
             else:
-                leftover.unlink(missing_ok=True)
+                _remove(leftover)
     return restored
 
 
@@ -222,7 +230,7 @@ def _replace_folder(new: Path, folder: Path) -> None:
         except OSError:
             rename(old, folder)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -266,7 +274,13 @@ MOST_TOML_BYTES = 4 * 2**20  # the parser takes a second a MiB
 MOST_DATA_BYTES = 16 * 2**30  # of a list of images or of conversations, which is held in memory
 _MOST_LINE_BYTES = 64 * 2**20  # of a jsonl file, which is read line by line
 _MOST_DEPTH = 64  # of tables within tables
-_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 @contextmanager
@@ -289,13 +303,28 @@ def reading(path: str | Path, remedy: str = "check the path") -> Iterator[None]:
 
 def _refuse_irregular(path: str | Path, remedy: str) -> None:
     try:
-        kind = stat.S_IFMT(Path(path).stat().st_mode)
+        kind = _irregular(path)
     except ValueError as error:  # a NUL, or half of a surrogate pair
         raise UserError(f"{path}: can be no file's name ({error}); {remedy}") from None
-    if kind == stat.S_IFDIR:
-        raise UserError(f"{path}: is a folder, where a file is wanted; {remedy}")
-    if kind != stat.S_IFREG:
-        raise UserError(f"{path}: is {_KINDS.get(kind, 'something else')}, where a file is wanted; {remedy}")
+    if kind is not None:
+        raise UserError(f"{path}: is {kind}, where a file is wanted; {remedy}")
+
+
+def _irregular(path: str | Path) -> str | None:
+    """Return in words what is in the place of a regular file."""
+    kind = stat.S_IFMT(Path(path).stat().st_mode)
+    return None if kind == stat.S_IFREG else _KINDS.get(kind, "something else")
+
+
+def open_own(path: str | Path) -> io.BufferedReader:
+    """Open a file that Tandem wrote, to read it.
+
+    Raises:
+        OSError: it cannot be read, or something else has come in its place: a pipe would wait, a device never end.
+    """
+    if (kind := _irregular(path)) is not None:
+        raise OSError(errno.EINVAL, f"{kind}, where a file is wanted", str(path))
+    return open(path, "rb")
 
 
 def read_bytes(path: str | Path, remedy: str = "check the path", most: int = MOST_DATA_BYTES) -> bytes:
@@ -499,7 +528,8 @@ def read_checked_json(path: str | Path) -> Any:
         OSError: it cannot be read.
         ValueError: not a byte of it can be relied on.
     """
-    return unseal_json(Path(path).read_bytes())
+    with open_own(path) as file:
+        return unseal_json(file.read())
 
 
 def unseal_json(data: bytes) -> Any:
@@ -513,7 +543,7 @@ def unseal_json(data: bytes) -> Any:
 def checksum(path: str | Path) -> str:
     """Return the CRC-32 of a file's content, eight hex digits."""
     crc = 0
-    with open(path, "rb", buffering=0) as file:
+    with open_own(path) as file:
         while block := file.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return f"{crc:08x}"

@@ -19,8 +19,9 @@ no cast follows; with one, the mapped pages stay resident beside the copies (`be
 Mapped rows of a fused qkv would also keep all of it alive, and a file that is overwritten during training would take
 the weights with it.
 
-*Checksums.* Files that Tandem alone reads again, its caches, carry a CRC-32 of themselves in their metadata: of all
-bytes, header included, with zeros in its own place. :func:`read_checked` reads nothing that does not fit it. A CRC-32
+*Checksums.* Files that Tandem alone reads again, its caches, carry a CRC-32 of themselves in their metadata: of their
+name, which says what they hold, and of all bytes, header included, with zeros in its own place. :func:`read_checked`
+reads nothing that does not fit it, nor a whole file in the place of another. A CRC-32
 finds every change of up to 32 neighbouring bits and all but one in 2^32 of the others, at several GB/s.
 
 *Writing.* ``safetensors.torch.save_file`` wants all tensors at once; a 24 GB model then needs 24 GB of memory. The
@@ -33,12 +34,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import RawIOBase
+from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,7 +48,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import atomic_path, read_json, reading
+from library.files import atomic_path, open_own, read_json, reading
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64  # of a tensor in PyTorch
@@ -73,8 +75,8 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_CHECKSUM = "crc32"  # in the metadata, eight hex digits
-_CHECKSUM_PLACE = re.compile(rb'"crc32":"([0-9a-f]{8})"')  # a quote within a string would be escaped
+_CHECKSUM = "crc32_with_name"  # in the metadata, eight hex digits
+_CHECKSUM_PLACE = re.compile(rb'"crc32_with_name":"([0-9a-f]{8})"')  # a quote within a string would be escaped
 TensorSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> (dtype, shape)
 
 
@@ -171,7 +173,7 @@ def read_tensor(entries: Mapping[str, TensorEntry], name: str) -> Tensor:
     return read_rows(entries, [RowRange(name)])
 
 
-def _read_exactly(file: RawIOBase, view: memoryview) -> None:
+def _read_exactly(file: RawIOBase | BufferedReader, view: memoryview) -> None:
     """Fill ``view`` from ``file``; a single read gives at most 2 GiB on Linux."""
     done = 0
     while done < len(view):
@@ -357,7 +359,7 @@ def stream_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     text = struct.pack("<Q", len(text)) + text
-    checksum = zlib.crc32(text)
+    checksum = zlib.crc32(text, _of_name(path))
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
         file.write(text)
         for name in names:
@@ -390,6 +392,10 @@ def write_safetensors(
     stream_safetensors(path, layout, lambda name: tensors[name], metadata, checked)
 
 
+def _of_name(path: str | Path) -> int:
+    return zlib.crc32(os.fsencode(Path(path).name))
+
+
 def is_checked(header: Mapping[str, Any]) -> bool:
     """Return whether the file of a header was written ``checked``."""
     return _CHECKSUM in header.get("__metadata__", {})
@@ -402,7 +408,7 @@ def read_checked(path: str | Path) -> dict[str, Tensor]:
         DamagedFile: it is missing, cannot be read, has no checksum, or another one than its content.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_own(path) as file:
             whole = torch.empty(file.seek(0, 2), dtype=torch.uint8)
             content = memoryview(whole.numpy())  # type: ignore[arg-type]  # it is one
             file.seek(0)
@@ -416,7 +422,7 @@ def read_checked(path: str | Path) -> dict[str, Tensor]:
     if place is None:
         raise DamagedFile(path, "damaged (no checksum in it)")
     begin, stored = place.start(1), bytes(place[1])
-    crc = zlib.crc32(content[begin + 8 :], zlib.crc32(b"0" * 8, zlib.crc32(content[:begin])))
+    crc = zlib.crc32(content[begin + 8 :], zlib.crc32(b"0" * 8, zlib.crc32(content[:begin], _of_name(path))))
     if b"%08x" % crc != stored:
         raise DamagedFile(path, "damaged (its checksum does not fit)")
     tensors = {}

@@ -27,9 +27,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -288,7 +290,10 @@ def readable_files(folder: Path) -> set[str]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.endswith(".safetensors") and not entry.name.startswith("."):
-                    by_size[entry.stat().st_size].append(entry.name)
+                    with suppress(OSError):  # a link that leads nowhere
+                        found = entry.stat()
+                        if stat.S_ISREG(found.st_mode):
+                            by_size[found.st_size].append(entry.name)
     except FileNotFoundError:
         return set()
     complete: set[str] = set()
@@ -323,7 +328,7 @@ def encode_latents(
             _check_latents(latents, pixels, encoder, batch)
             for job, latent, more in zip(batch, latents, besides, strict=True):
                 tensors, source = {job.tensor_name: latent, **more}, {"image": Path(job.source).name}
-                write_safetensors(job.path, tensors, source, checked=True)
+                _write(job.path, tensors, source)
             advance(len(batch))
 
 
@@ -340,6 +345,16 @@ def _batches_by_size(jobs: Sequence[EncodeJob], batch_size: int) -> Iterator[lis
 def _load_batch(batch: list[EncodeJob], latent_factor: int) -> tuple[list[EncodeJob], Tensor, list[dict[str, Tensor]]]:
     loaded = [job.load(latent_factor) for job in batch]
     return batch, torch.stack([pixels for pixels, _ in loaded]), [more for _, more in loaded]
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a cache file, also where a folder that is empty, a pipe or a link has come in its place."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        elif not path.is_file():
+            path.unlink(missing_ok=True)
+    write_safetensors(path, tensors, metadata, checked=True)
 
 
 def _check_latents(latents: Tensor, pixels: Tensor, encoder: ImageEncoder, batch: list[EncodeJob]) -> None:
@@ -371,7 +386,8 @@ def discard_damaged(paths: Iterable[Path]) -> list[DamagedFile]:
             read_cached(path)
         except DamagedFile as damage:
             found.append(damage)
-            path.unlink(missing_ok=True)
+            if path.is_file() or path.is_symlink():
+                path.unlink(missing_ok=True)
     return found
 
 
@@ -439,7 +455,7 @@ def encode_texts(
             for name, tensor in tensors.items():
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                     raise UserError(f"caption {job.caption!r}: {name} is not finite; encode text in bf16 or fp32")
-            write_safetensors(job.path(folder, encoder.fingerprint), tensors, checked=True)
+            _write(job.path(folder, encoder.fingerprint), tensors)
         advance(len(batch))
 
 

@@ -158,6 +158,52 @@ def test_any_changed_byte_of_a_cache_file_is_noticed_and_the_file_encoded_again(
             assert not said
 
 
+def test_a_whole_cache_file_in_the_place_of_another_is_not_used(tmp_path: Path) -> None:
+    for i in range(2):
+        add_image(tmp_path / "img", f"{i}.png", seed=i, caption=f"caption {i}")
+    data, said = build(write_toml(tmp_path)), list[str]()
+    data.say = said.append
+    cache_all(data)
+    before = [data.train[(0, i)] for i in range(2)]
+    assert not torch.equal(before[0].latents, before[1].latents)
+    for folder in ("latents", "text"):  # as a sync that mixes up its files leaves them
+        one, other = sorted((tmp_path / "img" / ".tandem_cache" / folder).iterdir())
+        shutil.copyfile(one, other)
+        for i, item in enumerate(before):
+            again = data.train[(0, i)]
+            assert torch.equal(again.latents, item.latents)
+            assert torch.equal(again.text["prompt_embeds"], item.text["prompt_embeds"])
+        assert said.pop().startswith(f"{other}: damaged (its checksum does not fit)")
+        assert not said
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("what", ["folder", "pipe", "link to itself", "link to nothing", "device"])
+def test_what_is_no_file_in_the_place_of_a_cache_file_gives_way_to_it(what: str, tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    data = build(write_toml(tmp_path))
+    cache_all(data)
+    before = data.train[(0, 0)]
+    for path in _cached(tmp_path):
+        for at_the_start in (False, True):
+            path.unlink()
+            match what:
+                case "folder":
+                    path.mkdir()
+                case "pipe":
+                    os.mkfifo(path)
+                case _:
+                    path.symlink_to({"link to itself": path.name, "link to nothing": "x", "device": "/dev/zero"}[what])
+            if at_the_start:
+                data = build(write_toml(tmp_path))
+                cache_all(data)
+            again = data.train[(0, 0)]
+            assert torch.equal(again.latents, before.latents)
+            assert torch.equal(again.text["prompt_embeds"], before.text["prompt_embeds"])
+            assert path.is_file()
+            assert not path.is_symlink()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_vanishes_while_training_is_encoded_again_from_images_and_captions(workers: int, tmp_path: Path) -> None:
     for i in range(3):

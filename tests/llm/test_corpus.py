@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 
@@ -194,6 +195,26 @@ def test_any_changed_byte_of_a_corpus_is_noticed_when_it_is_read(tmp_path: Path)
             read_all()
         path.write_bytes(whole)
     read_all()
+
+
+def test_a_corpus_that_changes_while_it_is_read_ends_in_an_error_and_not_in_other_tokens(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("|".join(DOCUMENTS))
+    shards = TokenShards(run(tmp_path, "--separator", "|"), "train")
+    shards.read(5, 17)  # its block has been looked at
+    path = shards.folder / "train_00000.bin"
+    whole = path.read_bytes()
+    with open(path, "r+b") as file:
+        file.seek(20)
+        file.write(bytes([whole[20] ^ 1]))
+    with pytest.raises(UserError, match=r"train_00000\.bin: damaged"):
+        shards.read(5, 17)
+    os.truncate(path, 8)  # a process that has the file mapped would be killed by SIGBUS
+    with pytest.raises(UserError, match=r"train_00000\.bin: damaged"):
+        shards.read(5, 17)
+    path.unlink()
+    with pytest.raises(UserError, match=r"train_00000\.bin: cannot be read"):
+        shards.read(5, 17)
 
 
 def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from library.config.schema import SavingConfig
 from library.errors import UserError
-from library.files import MANIFEST, atomic_folder, clear_leftovers, find_change, write_manifest, write_text
+from library.files import MANIFEST, atomic_folder, clear_leftovers, find_change, open_own, write_manifest, write_text
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.saving import fallback_folder
 
@@ -304,19 +304,27 @@ def newest_state(
 def _is_of(state: Path, folder: Path) -> bool:
     """Whether a state in a fallback folder is of a run that writes into ``folder``."""
     try:
-        return bool(json.loads((state / POSITION).read_text(encoding="utf-8"))["home"] == _home(folder))
+        with open_own(state / POSITION) as file:
+            return bool(json.loads(file.read())["home"] == _home(folder))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def find_damage(state: Path, files: Collection[str] | None = None) -> str | None:
     """Return in words what is missing or damaged in a state folder, of ``files`` or of all; None if it is whole."""
-    return _find_lacking(state) or find_change(state, files)
+    try:
+        return _find_lacking(state) or find_change(state, files)
+    except OSError as error:  # a folder that may not be looked into
+        return f"{state} cannot be read ({error.strerror})"
 
 
 def check_whole(state: Path, files: Collection[str] | None = None) -> None:
     """Raise a UserError where :func:`find_damage` finds something."""
-    if lacking := _find_lacking(state):
+    try:
+        lacking = _find_lacking(state)
+    except OSError as error:
+        raise UserError(f"resume: {state} cannot be read ({error.strerror}); check its permissions") from None
+    if lacking:
         raise UserError(f"resume: {lacking}")
     if change := find_change(state, files):
         raise UserError(f"resume: {change}; resume from another state, or with --resume auto, which passes it over")
