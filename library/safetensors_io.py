@@ -234,13 +234,22 @@ def read_safetensors_header(path: str | Path, may_be_cut: bool = False) -> dict[
     return _read_header(path, may_be_cut)[0]
 
 
+_NOT_SAFETENSORS = {  # how files begin that people take for one, what they are, and the remedy
+    b"GGUF": "but GGUF, which is not read; give the safetensors file that it was made from",
+    b"PK\x03\x04": "but a pickled PyTorch file, which is not opened; convert it to safetensors",
+    b"version ": "but the pointer that git-lfs leaves; fetch the file itself (git lfs pull)",
+    b"<!": "but a web page, as a download that needs a login leaves; download it again",
+}
+
+
 def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, dict], int]:
     """Return the header and where the data begins."""
     try:
         with reading(path), open(path, "rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
-            (length,) = struct.unpack("<Q", file.read(8))
+            beginning = file.read(8)
+            (length,) = struct.unpack("<Q", beginning)
             if length > size - 8:
                 raise ValueError("header longer than the file")
             if length > MAX_HEADER_BYTES:
@@ -250,7 +259,9 @@ def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, 
     except UserError:
         raise
     except (ValueError, struct.error, RecursionError) as error:
-        raise UserError(f"{path}: not a safetensors file ({error}); download or convert it again") from None
+        known = (what for begins, what in _NOT_SAFETENSORS.items() if beginning.startswith(begins))
+        why = next(known, f"({error}); download or convert it again")
+        raise UserError(f"{path}: not a safetensors file {why}") from None
     _check_header(path, header, None if may_be_cut else size - 8 - length)
     return header, 8 + length
 

@@ -84,6 +84,29 @@ def test_headers_of_absurd_length_are_not_read(tmp_path: Path) -> None:
         read_safetensors_header(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"GGUF\x03\x00\x00\x00" + bytes(16), "not a safetensors file but GGUF, which is not read; give"),
+        (b"PK\x03\x04\x00\x00\x08\x08" + bytes(16), "but a pickled PyTorch file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "the pointer that git-lfs leaves"),
+        (b"<!doctype html><html></html>", "but a web page"),
+    ],
+)
+def test_what_is_often_taken_for_a_safetensors_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_safetensors_header(tmp_path / "a.safetensors")
+
+
+def test_a_header_as_long_as_a_web_page_begins_is_no_web_page(tmp_path: Path) -> None:
+    length = int.from_bytes(b"<!", "little")
+    text = json.dumps({"__metadata__": {"x": ""}})
+    text = json.dumps({"__metadata__": {"x": "a" * (length - len(text))}})
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", length) + text.encode())
+    assert read_safetensors_header(tmp_path / "a.safetensors")["__metadata__"]["x"].startswith("aaa")
+
+
 def test_headers_that_safetensors_writes_are_taken(tmp_path: Path) -> None:
     tensors = {
         "none": torch.zeros(0, 3),

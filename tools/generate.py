@@ -10,9 +10,9 @@
     python tools/generate.py image --model FLUX.1-Fill-dev --prompt "a red door" --ci house.png --mi door_mask.png
 
 Prompts are those of training samples: lines with --n --w --h --d --s --g --l --ci --mi, or a .txt, .toml or .json file
-of them. The same flags on the command line hold for every prompt that says nothing itself. An image is never written
-over another one; each carries its prompt, model and LoRAs as PNG text. Several texts are one batch; a single one is
-shown while it is written.
+of them. The same flags on the command line hold for every prompt that says nothing itself. An image is written over
+another one with --overwrite only; each carries its prompt, model and LoRAs as PNG text. Several texts are one batch; a
+single one is shown while it is written.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--no_resize_control", action="store_true", help="reference images are only trimmed")
     sub.add_argument("--save_to", type=Path, default=Path("output/generated"),
                      help="folder, or of one image a .png file (default: %(default)s)")  # fmt: skip
+    sub.add_argument("--overwrite", action="store_true", help="replace the .png file if it exists")
     caption = "write each prompt beside its image with this ending (.txt): regularisation images, ready to train on"
     sub.add_argument("--caption_extension", type=caption_extension, metavar="EXT", help=caption)
     _add_text_command(commands)
@@ -167,9 +168,7 @@ def image(options: argparse.Namespace) -> list[Path]:
     console = tool_console()
     multiple = family.load_image_encoder(dtype, device).pixel_multiple
     prompts = read_image_prompts(options, multiple, family.sample_guidance)
-    one_file = options.save_to.suffix.lower() == ".png"
-    if one_file and len(prompts) > 1:
-        raise UserError(f"--save_to {options.save_to}: one file for {len(prompts)} images; give a folder")
+    one_file = names_one_image(options.save_to, len(prompts), options.overwrite)
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
         console.print(f"note: {remark}")
     sources = [lora_source(text) for text in options.lora]
@@ -196,6 +195,26 @@ def _both(sides: Sequence[int] | None) -> tuple[int, int] | None:
     if len(sides) > 2 or min(sides) < 1:
         raise UserError("--control_resolution: takes one number of pixels, or width and height")
     return sides[0], sides[-1]
+
+
+def names_one_image(save_to: Path, images: int, overwrite: bool) -> bool:
+    """Return whether ``save_to`` is the path of one image instead of a folder; refuse it before any work is done.
+
+    Raises:
+        UserError: one path for several images, another format, or something that lies there.
+    """
+    from library.data.images import IMAGE_SUFFIXES
+
+    suffix = save_to.suffix.lower()
+    if save_to.is_dir() or (suffix not in IMAGE_SUFFIXES and not save_to.exists()):
+        return False
+    if suffix != ".png":
+        raise UserError(f"--save_to {save_to}: images are written as PNG; give a folder, or a name that ends in .png")
+    if images > 1:
+        raise UserError(f"--save_to {save_to}: one file for {images} images; give a folder")
+    if save_to.exists() and not overwrite:
+        raise UserError(f"--save_to {save_to}: exists; choose another name or give --overwrite")
+    return True
 
 
 def free_path(folder: Path, prompt: SamplePrompt) -> Path:

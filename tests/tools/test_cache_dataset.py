@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from accelerate.state import AcceleratorState
 from library.config import load_config
 from library.models.flux.text import FluxTextEncoder
 from library.models.flux.vae import FluxImageEncoder
-from tests.runs import arguments, run, write_dataset
+from tests.processes import LIMIT
+from tests.runs import ROOT, arguments, run, write_dataset
 from tests.tiny import tiny_flux_pipeline
 from tools.cache_dataset import cache_dataset
 
@@ -35,3 +38,19 @@ def test_training_after_it_encodes_nothing(tmp_path: Path, monkeypatch: pytest.M
     run(base, dataset, tmp_path / "run", **settings)
     assert sorted(cache.rglob("*.safetensors")) == files
     assert len(list((tmp_path / "run" / "samples").glob("*.png"))) == 1
+
+
+def test_ctrl_c_is_answered_before_what_runs_is_waited_for() -> None:
+    code = (
+        "import os, signal, sys, time\n"
+        "from tools import cache_dataset as tool\n"
+        "def work(config):\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT); time.sleep(9)\n"
+        "    finally: print('threads end', file=sys.stderr)\n"
+        "tool.cache_dataset = work\n"
+        "sys.argv = ['x', '--pretrained_model_name_or_path', 'm', '--dataset_config', 'd']\n"
+        "tool.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stderr == "interrupted: what is cached is kept, and the same command goes on from it\nthreads end\n"
+    assert done.returncode == 130

@@ -16,7 +16,7 @@ from library.errors import UserError
 from library.models.family import model_family
 from tests.data.folders import make_image
 from tests.tiny import tiny_flux_pipeline
-from tools.generate import image, parser
+from tools.generate import image, names_one_image, parser
 
 SMALL = ["--w", "64", "--h", "48", "--s", "2", "--g", "3", "--d", "5"]
 
@@ -75,8 +75,34 @@ def test_an_image_goes_into_the_file_that_is_named(folder: Path) -> None:
     picture = drawn(*flags, "--prompt", "a door")
     with Image.open(folder / "new" / "x.png") as image:  # and no folder of that name
         assert np.array_equal(np.asarray(image), picture)
-    with pytest.raises(UserError, match="x.png: one file for 2 images; give a folder"):
-        drawn(*flags, "--prompt", "a door", "a wall")
+    with pytest.raises(UserError, match="x.png: exists; choose another name or give --overwrite"):
+        drawn(*flags, "--prompt", "a door --d 6")
+    drawn(*flags, "--prompt", "a wall", "--overwrite")
+    with Image.open(folder / "new" / "x.png") as image:
+        assert image.info["prompt"].startswith("a wall")
+
+
+@pytest.mark.parametrize(
+    ("name", "images", "said"),
+    [
+        ("new.png", 2, "new.png: one file for 2 images; give a folder"),
+        ("new.jpg", 1, "new.jpg: images are written as PNG; give a folder, or a name that ends in .png"),
+        ("list", 1, "list: images are written as PNG"),
+        ("new.PNG", 1, True),
+        ("folder.png", 2, False),
+        ("new.v2", 2, False),
+    ],
+)
+def test_where_images_go_is_clear_before_any_work_is_done(
+    tmp_path: Path, name: str, images: int, said: str | bool
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "list").write_text("x")
+    if isinstance(said, bool):
+        assert names_one_image(tmp_path / name, images, False) is said
+        return
+    with pytest.raises(UserError, match=said):
+        names_one_image(tmp_path / name, images, False)
 
 
 def test_references_are_taken_at_the_size_asked_for(folder: Path) -> None:
