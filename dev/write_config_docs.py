@@ -54,15 +54,16 @@ def options_page(script: Script = LORA) -> str:
         "",
         "Every option is a key of the training TOML and a flag of the same name (`--learning_rate 1e-3`); flags win.",
         "Table headings are for the reader: a key may stand under any heading or none. `make docs` writes this page.",
-        "The last column says what an option has no effect without, and ⟳ that a resumed state must have been trained",
-        "with the same value.",
+        "Where no default stands, an option is unset. The last column says what an option has no effect without, and ⟳",
+        "that a resumed state must have been trained with the same value.",
     ]
     for name, section in sections(script).items():
         lines += ["", f"## {name}", "", (section.__doc__ or "").strip().split("\n")[0], ""]
         lines += ["| key | type | default | what it does | goes with |", "|---|---|---|---|---|"]
         keys = section.model_json_schema()["properties"]
         for key, field in section_fields(script, section).items():
-            default = "required" if field.is_required() else f"`{json.dumps(field.get_default())}`"
+            value = field.get_default()
+            default = "required" if field.is_required() else "" if value is None else f"`{json.dumps(value)}`"
             lines.append(
                 f"| `{key}` | {_type(keys[key])} | {default} | {field.description} | {_goes_with(key, field)} |"
             )
