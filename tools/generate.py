@@ -168,7 +168,7 @@ def image(options: argparse.Namespace) -> list[Path]:
     console = tool_console()
     multiple = family.load_image_encoder(dtype, device).pixel_multiple
     prompts = read_image_prompts(options, multiple, family.sample_guidance)
-    one_file = names_one_image(options.save_to, len(prompts), options.overwrite)
+    one_file = names_one_image(options.save_to, len(prompts), options.overwrite, options.caption_extension)
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
         console.print(f"note: {remark}")
     sources = [lora_source(text) for text in options.lora]
@@ -197,7 +197,7 @@ def _both(sides: Sequence[int] | None) -> tuple[int, int] | None:
     return sides[0], sides[-1]
 
 
-def names_one_image(save_to: Path, images: int, overwrite: bool) -> bool:
+def names_one_image(save_to: Path, images: int, overwrite: bool, caption_extension: str | None = None) -> bool:
     """Return whether ``save_to`` is the path of one image instead of a folder; refuse it before any work is done.
 
     Raises:
@@ -212,15 +212,16 @@ def names_one_image(save_to: Path, images: int, overwrite: bool) -> bool:
         raise UserError(f"--save_to {save_to}: images are written as PNG; give a folder, or a name that ends in .png")
     if images > 1:
         raise UserError(f"--save_to {save_to}: one file for {images} images; give a folder")
-    if save_to.exists() and not overwrite:
-        raise UserError(f"--save_to {save_to}: exists; choose another name or give --overwrite")
+    for path in (save_to, save_to.with_suffix(caption_extension or save_to.suffix)):
+        if path.exists() and not overwrite:
+            raise UserError(f"--save_to {path}: exists; choose another name or give --overwrite")
     return True
 
 
 def free_path(folder: Path, prompt: SamplePrompt) -> Path:
     """Return a path in ``folder`` for the image; its number is one more than the largest there."""
     words = re.sub(r"[^a-z0-9]+", "-", prompt.prompt.lower())[:40].strip("-") or "image"
-    numbers = [int(match[1]) for path in folder.glob("*.png") if (match := re.match(r"(\d{4,})_", path.name))]
+    numbers = [int(match[1]) for path in folder.glob("*") if (match := re.match(r"(\d{4,})_", path.name))]
     return folder / f"{max(numbers, default=-1) + 1:04d}_{words}_seed{prompt.seed}.png"
 
 

@@ -88,6 +88,7 @@ def test_an_image_goes_into_the_file_that_is_named(folder: Path) -> None:
         ("new.png", 2, "new.png: one file for 2 images; give a folder"),
         ("new.jpg", 1, "new.jpg: images are written as PNG; give a folder, or a name that ends in .png"),
         ("list", 1, "list: images are written as PNG"),
+        ("captioned.png", 1, "captioned.txt: exists; choose another name or give --overwrite"),
         ("new.PNG", 1, True),
         ("folder.png", 2, False),
         ("new.v2", 2, False),
@@ -98,11 +99,12 @@ def test_where_images_go_is_clear_before_any_work_is_done(
 ) -> None:
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "list").write_text("x")
+    (tmp_path / "captioned.txt").write_text("mine")
     if isinstance(said, bool):
         assert names_one_image(tmp_path / name, images, False) is said
         return
     with pytest.raises(UserError, match=said):
-        names_one_image(tmp_path / name, images, False)
+        names_one_image(tmp_path / name, images, False, ".txt")
 
 
 def test_references_are_taken_at_the_size_asked_for(folder: Path) -> None:
