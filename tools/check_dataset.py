@@ -26,7 +26,7 @@ from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error, printable, reason_of
 from library.files import read_toml, write_text
 from library.training.report.progress import counting
-from tools.command import answer_early, tool_console, tool_parser, whole
+from tools.command import answer_early, seed_number, tool_console, tool_parser, whole
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         "--images", type=whole(least=0), default=500, metavar="N", help="on the page at most (default: %(default)s)"
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="diffusers folder, to count captions in its tokens")
-    parser.add_argument("--seed", type=int, default=0, help="the training's: masks and held-out images follow from it")
+    parser.add_argument("--seed", type=seed_number, default=0, help="the training's: masks and held-out images follow")
     parser.add_argument("--strict", action="store_true", help="exit code 2 if anything is found")
     parser.add_argument("--cache_directory", help="as in training; default .tandem_cache beside the images")
     parser.add_argument(
@@ -162,6 +162,8 @@ def _thumbnail(path: str) -> str | None:
 def main() -> None:
     """Check one dataset from the command line."""
     options = parser().parse_args()
+    if options.report is not None and options.report.suffix not in (".html", ".htm"):
+        raise UserError(f"--report {options.report}: the page is HTML; give it a name that ends in .html")
     arguments = DatasetArguments(dataset_config=str(options.dataset), cache_directory=options.cache_directory)
     conditioning = options.conditioning or conditioning_of(options.dataset)
     config = load_dataset_config(options.dataset, arguments, conditioning)

@@ -245,3 +245,6 @@ def test_the_command_writes_a_page_with_its_images_inside(folder: Path) -> None:
     strict = run_script(script, [*words, "--strict"], folder)
     assert strict.returncode == 2
     assert strict.stderr.splitlines()[-1].startswith("error: dataset.toml: 2 findings")
+    mistaken = run_script(script, ["dataset.toml", "--report", "dataset.toml"], folder)
+    assert "dataset.toml: the page is HTML" in mistaken.stderr
+    assert "[[datasets]]" in (folder / "dataset.toml").read_text()
