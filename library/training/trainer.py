@@ -103,7 +103,11 @@ class Trainer:
         if not hasattr(self, "guard") or not has_whole_model(self.task.accelerator):
             return None
         try:
-            intact = self.guard.rollback(self.position)
+            intact, undone = self.guard.rollback(self.position)
+            if undone is not None:
+                self.record.go_back(undone.loss_ema)
+            if self.record.ema is not None and self.task.accelerator.num_processes == 1:  # others may not come by
+                self.record.read_average()
             weights = [parameter.detach() for parameter in self.task.parameters()]
             if not intact or self.position.step <= self.first_step or not bool(all_finite(weights)):
                 return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from accelerate import Accelerator
 
 from library.errors import UserError
 from library.training.checkpoint.state import find_damage
+from library.training.guard import update_guard
 from library.training.sampling.images import Sampler
 from library.training.tasks.image_lora import ImageLora
+from library.training.trainer import _Record
 from tests.runs import lora, run, write_dataset
 
 Patch = pytest.MonkeyPatch
@@ -39,6 +42,12 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def averages(output: Path) -> dict[int, float]:
+    """Return the average loss by step."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss_ema"] for line in lines if "loss_ema" in line}
+
+
 # what raises, and how many steps are whole then
 FAULTS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "an optimizer's own error": (
@@ -59,6 +68,16 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], int]] = {
         ),
         2,  # the first call is made when it is built
     ),
+    "behind the optimizer's step, where its numbers are looked at": (
+        lambda patch: patch.setattr(
+            update_guard, "_take_unless", fail_at(3, update_guard._take_unless, ArithmeticError("x"))
+        ),
+        2,
+    ),
+    "before a step that is taken is counted": (
+        lambda patch: patch.setattr(_Record, "add", fail_at(3, _Record.add, KeyboardInterrupt("x"))),
+        2,
+    ),
     "while validating": (
         lambda patch: patch.setattr(ImageLora, "validate", fail_at(2, ImageLora.validate, OSError("Stale handle"))),
         3,
@@ -76,6 +95,7 @@ def test_an_error_amid_the_steps_leaves_lora_and_state_of_the_last_good_one(
 ) -> None:
     data = write_dataset(tmp_path / "data", text="batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1")
     settings = {"max_train_steps": 5, "validate_every_n_steps": 3, "ema_decay": 0.9, "lr_scheduler": "cosine"}
+    settings |= {"log_every_n_steps": 4}
     run(base, data, tmp_path / "whole", **settings, save_every_n_steps=1)
     break_it, steps = FAULTS[fault]
     with pytest.MonkeyPatch.context() as patch:
@@ -88,6 +108,7 @@ def test_an_error_amid_the_steps_leaves_lora_and_state_of_the_last_good_one(
     assert find_damage(tmp_path / f"out/lora-step{steps:08d}-state") is None
     run(base, data, tmp_path / "out", **settings, resume="auto")
     assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
+    assert averages(tmp_path / "out") == averages(tmp_path / "whole")
 
 
 def test_samples_and_trackers_that_fail_end_no_run(

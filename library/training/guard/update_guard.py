@@ -76,7 +76,8 @@ class UpdateGuard:
         self.task = task
         self._device = task.parameters()[0].device
         self._snapshots: list[StepSnapshot] = []
-        self._half_updated = False  # an optimizer step that is not undone has begun
+        self._half_updated = False  # a step has begun that cannot be undone, and is not over
+        self._undo: list[tuple[Tensor, Tensor]] = []  # what a step that is not over changes, and how it was
         self._on_gpu = self._device.type == "cuda"
         self._told = torch.ones((), dtype=torch.bool, pin_memory=self._on_gpu)  # the last answer that has arrived
         self._arrived: torch.cuda.Event | None = None
@@ -132,14 +133,10 @@ class UpdateGuard:
         """Take the step; put the copies back where gradients or new weights are not finite."""
         before = self._tensors()
         copies = {key: tensor.detach().clone() for key, tensor in before.items()}
+        self._undo = [(before[key], old) for key, old in copies.items()]
         gradients = [to_local(p.grad) for p in self.task.parameters() if p.grad is not None]
         _zero_unless(self._good, gradients)
-        try:
-            take_step(None)
-        except BaseException:  # out of memory half-way: nothing of the step stays
-            for key, old in copies.items():
-                before[key].copy_(old)
-            raise
+        take_step(None)
         after = self._tensors()
         weights = self.task.parameters()
         finite = all_finite([to_local(p) for p in weights])
@@ -160,11 +157,11 @@ class UpdateGuard:
         optimizer.found_inf = (~self._good).float() if looks else None
         take_step(self._good)
         del optimizer.found_inf
-        self._half_updated = False
 
     def end(self, position: Position) -> None:
         """Note that the step is over and how far the run is; ``found`` if it, or on a GPU the one before, was bad."""
         self._snapshots[-1].end, self._open = _copied(position), False
+        self._undo, self._half_updated = [], False
         self._listen()
         if self._on_gpu:
             self._told.copy_(self._good, non_blocking=True)
@@ -203,17 +200,21 @@ class UpdateGuard:
         self._snapshots, self._open = opened, bool(opened)
         return None
 
-    def rollback(self, position: Position) -> bool:
+    def rollback(self, position: Position) -> tuple[bool, StepSnapshot | None]:
         """Put run and ``position`` back to the beginning of a step that cannot be finished, or of a bad one before.
 
-        Return whether the weights are those from before it.
+        Return whether the weights are those from before it, and the step's beginning, None if all steps are over.
         """
-        opened = self._snapshots[-1] if self._open else None
-        if self.commit(position) is None and opened is not None:
+        opened, undo, self._undo = self._snapshots[-1] if self._open else None, self._undo, []
+        with torch.no_grad():
+            for tensor, old in undo if opened is not None else ():  # the step may be half taken, or wholly
+                tensor.copy_(old)
+        bad = self.commit(position)
+        if bad is None and opened is not None:
             self._put_back(opened)
             vars(position).update(vars(_copied(opened.position)))
         self._reset()
-        return not self._half_updated
+        return not self._half_updated, bad or opened
 
     def _has_finite_weights(self) -> bool:
         local = [tensor for p in self.task.parameters() if (tensor := to_local(p)).numel()]
@@ -293,6 +294,9 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([value.float().to(largest[0].device) for value in largest]).isfinite().all()
 
 
+_TOGETHER = 64  # tensors put back by one kernel
+
+
 def _copied(position: Position) -> Position:
     return replace(position, skipped_samples=list(position.skipped_samples))
 
@@ -318,12 +322,12 @@ def _zero_unless(flag: Tensor, tensors: Sequence[Tensor]) -> None:
 def _take_unless(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Write each pair's second tensor over the first where ``flag`` is not set."""
     for indices in _by_bits([new for new, _ in pairs]):
-        new = [_bits(pairs[i][0]) for i in indices]
-        old = [_bits(pairs[i][1]) for i in indices]
-        keep = flag.to(new[0])
-        torch._foreach_mul_(new, keep)
-        torch._foreach_mul_(old, 1 - keep)
-        torch._foreach_add_(new, old)
+        keep = flag.to(_bits(pairs[indices[0]][0]))
+        for first in range(0, len(indices), _TOGETHER):  # the old ones stay as they are, and a product takes memory
+            part = indices[first : first + _TOGETHER]
+            new = [_bits(pairs[i][0]) for i in part]
+            torch._foreach_mul_(new, keep)
+            torch._foreach_add_(new, torch._foreach_mul([_bits(pairs[i][1]) for i in part], 1 - keep))
 
 
 def _bits(tensor: Tensor) -> Tensor:
