@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -11,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from library.errors import UserError
-from library.files import parse_json, read_bytes, read_json, read_json_lines, read_text, read_toml
+from library.files import (
+    fingerprint,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_json_lines,
+    read_text,
+    read_toml,
+    weights_fingerprint,
+)
 from library.safetensors_io import read_safetensors_header
 
 READERS: list[Callable[[Path], object]] = [
@@ -140,3 +151,32 @@ def test_a_windows_path_in_toml_gets_the_remedy(tmp_path: Path) -> None:
     path.write_text('image_dir = "C:\\Users\\me"\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"line 1: not valid TOML .*; in Windows paths write '/', or single quotes"):
         read_toml(path)
+
+
+def test_a_fingerprint_takes_any_file_name_and_tells_names_contents_and_sizes_apart(tmp_path: Path) -> None:
+    contents = {  # name -> bytes, as the system gives them: the first two are no UTF-8, and alike once spelt with "?"
+        "latin": {b"caf\xe9.safetensors": b"1"},
+        "other name": {b"caf\xe8.safetensors": b"1"},
+        "other content": {b"caf\xe9.safetensors": b"2"},
+        "other size": {b"caf\xe9.safetensors": b"11"},
+        "in a folder": {b"\xff/caf\xe9.safetensors": b"1"},
+        "with a config": {b"caf\xe9.safetensors": b"1", b"caf\xe9.json": b"{}"},
+        "UTF-8": {"caf\u00e9.safetensors".encode(): b"1"},
+        "line break": {b"caf\n.safetensors": b"1"},
+    }
+    for folder, files in contents.items():
+        for name, data in files.items():
+            path = Path(os.fsdecode(os.fsencode(tmp_path / folder) + b"/" + name))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            except OSError:
+                pytest.skip("this file system takes names in UTF-8 only")
+    found = {folder: fingerprint(tmp_path / folder) for folder in contents}
+    assert len(set(found.values())) == len(contents), found
+    assert all(re.fullmatch("[0-9a-f]{16}", each) for each in found.values())
+    shutil.move(tmp_path / "latin", tmp_path / os.fsdecode(b"moved \xfc"))
+    assert fingerprint(tmp_path / os.fsdecode(b"moved \xfc")) == found["latin"]
+    assert weights_fingerprint(tmp_path / "other size") == weights_fingerprint(
+        tmp_path / "other size" / os.fsdecode(b"caf\xe9.safetensors")
+    )

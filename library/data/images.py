@@ -26,6 +26,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -143,13 +144,26 @@ def to_latent_mask(mask: Image.Image, latent_factor: int) -> Tensor:
 
 
 def _read_jxl_size(path: str) -> Size:
+    with reading(path), open(path, "rb") as file:
+        return _size_of_jxl(file.read(HEADER_BYTES), path)
+
+
+def _size_of_jxl(start: bytes, name: str) -> Size:
     try:
-        with reading(path), open(path, "rb") as file:
-            size = read_jxl_size(file.read(HEADER_BYTES))
+        size = read_jxl_size(start)
     except ValueError as error:
-        raise UserError(f"{path}: not an image that can be read ({error}); replace or remove it") from None
-    _refuse_bomb(size, path)
+        raise UserError(f"{name}: not an image that can be read ({error}); replace or remove it") from None
+    _refuse_bomb(size, name)
     return size
+
+
+def _refuse_jxl_bomb(source: str | io.BytesIO, name: str) -> None:
+    """Refuse by its header what Pillow's plugin would decode in opening it, whatever the file is called."""
+    with open(source, "rb") if isinstance(source, str) else nullcontext(source) as file:
+        start = file.read(len(_CONTAINER))
+        if start.startswith((_CODESTREAM, _CONTAINER)):
+            _size_of_jxl(start + file.read(HEADER_BYTES), name)
+        file.seek(0)
 
 
 def _refuse_bomb(size: Size, name: str) -> None:
@@ -165,6 +179,7 @@ def _open(source: str | io.BytesIO, name: str) -> OpenImage:
 
 
 def _identified(source: str | io.BytesIO, name: str) -> OpenImage:
+    _refuse_jxl_bomb(source, name)
     try:
         image = Image.open(source)
     except Image.DecompressionBombError:
@@ -240,6 +255,7 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     return image.convert("RGB")
 
 
+_CODESTREAM = b"\xff\x0a"
 _CONTAINER = b"\x00\x00\x00\x0cJXL \x0d\x0a\x87\x0a"
 _RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # width : height for ratio codes 1..7
 HEADER_BYTES = 1 << 16  # enough unless large metadata boxes stand in front of the image
@@ -265,7 +281,7 @@ def read_jxl_size(data: bytes) -> tuple[int, int]:
         ValueError: not JPEG XL, or the image does not begin within ``data``.
     """
     stream = _codestream(data)
-    if not stream.startswith(b"\xff\x0a"):
+    if not stream.startswith(_CODESTREAM):
         raise ValueError("no JPEG XL signature")
     bits = _Bits(stream[2:])
     small = bits.take(1) == 1

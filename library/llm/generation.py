@@ -17,6 +17,7 @@ device for the new tokens only where somebody reads them: each step, when stream
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from library.errors import UserError
+from library.errors import NotFiniteError, UserError
 from library.models.llm.model import TransformerLM
 from library.nn.kv_cache import KVCache
 from library.randomness import generator
@@ -56,11 +57,15 @@ class SamplingSettings:
         """Refuse what has no meaning."""
         for name, fits, limit in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 or more"),
+            (
+                "temperature",
+                self.temperature == 0 or 1e-4 <= self.temperature < math.inf,
+                "0 (greedy), or 0.0001 or more",
+            ),
             ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100"),
         ):
             if not fits:
                 raise UserError(f"{name}: {getattr(self, name)} does not fit; it must be {limit}")
@@ -83,12 +88,12 @@ def adjusted_logits(logits: Tensor, seen: Tensor | None, settings: SamplingSetti
         settings: greedy ones leave out all but the penalty.
     """
     logits = logits.float()
+    if not bool(logits.amax(dim=-1).isfinite().all()):  # NaN or infinity somewhere, or -infinity everywhere
+        raise NotFiniteError("the model computes NaN or infinity; lower the LoRA's strength, or give sound weights")
     if settings.repetition_penalty != 1.0:
         assert seen is not None
         penalised = torch.where(logits > 0, logits / settings.repetition_penalty, logits * settings.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
-    if not bool((logits < float("inf")).all()):
-        raise UserError("the model computes NaN or infinity; lower the LoRA's strength, or give sound weights")
     if settings.greedy:
         return logits
     if settings.temperature != 1.0:

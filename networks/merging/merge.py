@@ -272,7 +272,8 @@ def merge_tensor(where: str, tensor: Tensor, updates: Sequence[Update], dtype: t
         tensor, updates, dtype: of the base; what is to be added; of the result.
 
     Raises:
-        UserError: what was finite is not so any more: a number leaves the range of ``dtype``.
+        UserError: NaN or infinity would be written: it is in the base, comes of the updates, or ``dtype`` is too small.
+            Infinity in a tensor without updates is kept: masks hold it.
     """
     total = tensor.float() if updates else tensor
     total = total.clone() if total is tensor and updates else total
@@ -283,6 +284,8 @@ def merge_tensor(where: str, tensor: Tensor, updates: Sequence[Update], dtype: t
         if not bool(torch.isfinite(total.float()).all()):
             if updates and bool(torch.isfinite(tensor.float()).all()):
                 raise UserError(f"{where} is not finite with the LoRAs in it; lower their strengths, or leave one out")
+            if updates or bool(tensor.float().isnan().any()):
+                raise UserError(f"{where} holds NaN or infinity in the base already; download or make the base again")
         else:
             kind = next(name for name, known in PRECISIONS.items() if known is dtype)
             raise UserError(f"{where} leaves the range of {kind}; use --save_precision bf16")

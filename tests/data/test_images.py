@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import zlib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from PIL import Image, ImageCms
 
 from library.data.buckets import Fit
+from library.data.image_stats import measure_image
 from library.data.images import (
     decode,
     decode_mask,
@@ -25,6 +27,8 @@ from library.data.images import (
 )
 from library.errors import UserError
 from tests.data.folders import make_image
+from tests.forked import ROOT
+from tests.processes import run_command
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -311,9 +315,68 @@ def test_files_that_are_no_usable_images_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def jxl_of_declared_size(width: int, height: int) -> bytes:
+    """A bare codestream: no small size, the sides in 30 bits each, no ratio, the rest by default."""
+    return b"\xff\x0a" + (3 << 1 | (height - 1) << 3 | 3 << 36 | (width - 1) << 38 | 1 << 68).to_bytes(20, "little")
+
+
+@pytest.mark.parametrize("name", ["a.jxl", "a.png"])
+@pytest.mark.parametrize("boxed", [False, True], ids=["bare", "in boxes"])
+def test_a_jpeg_xl_bomb_is_not_decoded_whatever_it_is_called(
+    name: str, boxed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = jxl_of_declared_size(30000, 20000)
+    if boxed:
+        data = b"\x00\x00\x00\x0cJXL \x0d\x0a\x87\x0a" + (8 + len(data)).to_bytes(4, "big") + b"jxlc" + data
+    assert read_jxl_size(data) == (30000, 20000)
+    (tmp_path / name).write_bytes(data)
+    path = str(tmp_path / name)
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "open", lambda _: pytest.fail("the plugin decodes what it opens"))
+        for look in (lambda: read_header(path), lambda: decode(data, path)):
+            with pytest.raises(UserError, match=rf"{name}: more than 178956970 pixels; make it smaller or remove it$"):
+                look()
+        assert measure_image(path).problem == "more than 178956970 pixels; make it smaller or remove it"
+
+
+def test_damaged_jpeg_xl_is_refused_in_one_line_whatever_it_is_called(tmp_path: Path) -> None:
+    whole = saved(make_image(64, 64), "JXL")
+    for name in ("a.jxl", "a.png"):
+        for data in (
+            whole[:3],
+            whole[: len(whole) // 2],
+            whole[:40] + bytes(40) + whole[80:],
+            jxl_of_declared_size(9, 9),
+        ):
+            (tmp_path / name).write_bytes(data)
+            with pytest.raises(UserError, match=r"^[^\n]*a\.(jxl|png): [^\n]*; replace or remove it$"):
+                decode(data, str(tmp_path / name))
+            problem = measure_image(str(tmp_path / name)).problem
+            assert problem is not None
+            assert problem.endswith("; replace or remove it")
+
+
+@pytest.mark.parametrize(
+    ("sides", "code", "said"), [((12000, 8000), 0, ""), ((20000, 20000), 2, "more than 178956970")]
+)
+def test_a_huge_picture_is_taken_without_a_word_or_refused_in_one_line(
+    sides: tuple[int, int], code: int, said: str, tmp_path: Path
+) -> None:
+    # Pillow warns on stderr of the first and raises at the second, and names neither's file
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "huge.png").write_bytes(png_of_declared_size(*sides))
+    script = "import sys; from library.data.images import read_size; from library.errors import exit_on_user_error; "
+    script += "exit_on_user_error(lambda: print(*read_size(sys.argv[1])))()"
+    done = run_command([sys.executable, "-c", script, str(tmp_path / "images" / "huge.png")], ROOT)
+    assert done.returncode == code
+    assert done.stdout.split() == ([] if code else [str(side) for side in sides])
+    assert done.stderr.count("\n") == bool(code)
+    assert (said in done.stderr and "huge.png" in done.stderr) if code else not done.stderr
+
+
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_truncated_image_is_refused_in_one_line() -> None:
-    for kind in ("PNG", "JPEG", "WEBP", "AVIF"):
+    for kind in ("PNG", "JPEG", "WEBP", "AVIF", "JXL"):
         data = saved(make_image(64, 64), kind)
         with pytest.raises(UserError, match=r"^cut: .*; replace or remove it$"):
             decode(data[: len(data) // 2], "cut")

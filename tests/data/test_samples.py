@@ -394,6 +394,17 @@ def test_subsets_of_no_repeats_are_left_out(tmp_path: Path) -> None:
     assert data.warnings[0].endswith("subset 2: num_repeats = 0, left out")
 
 
+def test_an_epoch_beyond_ten_million_images_is_refused_in_one_line(tmp_path: Path) -> None:
+    fill(tmp_path / "img", 6)
+    six = "image_dir = 'img'\nnum_repeats = 1000000"  # they fit once, and not twice
+    toml = write_toml(tmp_path, subset=f"{six}\n[[datasets.subsets]]\n{six}")
+    assert refused(tmp_path, toml) == (
+        "/dataset.toml: an epoch of 12,000,000 images, each as often as num_repeats says; at most 10,000,000 can be "
+        "kept in order: lower num_repeats, and train more epochs"
+    )
+    assert sum(sample.repeats for sample in build(write_toml(tmp_path, subset=six)).train.samples) == 6_000_000
+
+
 def test_exif_orientation_decides_the_bucket(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from library.errors import UserError
+from library.errors import NotFiniteError, UserError
 from library.llm.generation import SamplingSettings, adjusted_logits, choose, generate_tokens, stream_tokens
 from library.models.llm.files import load_lm
 from library.models.llm.model import TransformerLM
@@ -153,12 +153,38 @@ def test_padding_rows_are_never_generated(tmp_path: Path) -> None:
     [
         ({"top_p": 0.0}, "top_p: 0.0 does not fit; it must be above 0 and at most 1"),
         ({"temperature": -1.0}, "temperature: -1.0 does not fit"),
+        ({"temperature": 1e-45}, r"temperature: 1e-45 does not fit; it must be 0 \(greedy\), or 0.0001 or more"),
+        ({"temperature": float("inf")}, "temperature: inf does not fit"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty: 1e-40 does not fit; it must be from 0.01 to 100"),
         ({"temperature": 0.0, "top_k": 3}, "top_k: has no effect at temperature 0"),
     ],
 )
 def test_settings_without_meaning_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         SamplingSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    "row", [[1.0, float("nan"), 2.0], [1.0, float("inf"), 2.0], [float("-inf")] * 3], ids=["NaN", "inf", "-inf"]
+)
+@pytest.mark.parametrize(
+    "chosen", [{"temperature": 0.0}, {}, {"top_k": 1}, {"top_p": 0.5}, {"repetition_penalty": 2.0}]
+)
+def test_no_token_is_drawn_from_logits_that_are_no_numbers(row: list[float], chosen: dict[str, float]) -> None:
+    seen = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(
+        NotFiniteError, match=r"^the model computes NaN or infinity; lower the LoRA's strength, or give"
+    ):
+        adjusted_logits(torch.tensor([[0.0, 1.0, 2.0], row]), seen, SamplingSettings(**chosen))
+    excluded = torch.tensor([[0.0, float("-inf"), 2.0]])  # a token that a model rules out is no fault
+    assert choose(adjusted_logits(excluded, seen[:1], SamplingSettings(**chosen)), torch.tensor([[0.999]])).item() == 2
+
+
+def test_the_coldest_temperature_and_the_hardest_penalty_still_draw_the_most_likely_token() -> None:
+    logits = torch.tensor([[-3e4, 2e4, 3e4, float("-inf")]])
+    cold = adjusted_logits(logits, None, SamplingSettings(temperature=1e-4))
+    hard = adjusted_logits(logits, torch.ones(1, 4, dtype=torch.bool), SamplingSettings(repetition_penalty=0.01))
+    assert choose(cold, torch.tensor([[0.999]])).item() == choose(hard, torch.tensor([[0.0]])).item() == 2
 
 
 def test_prompts_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from library.conditions import Conditions
 from library.config.schema import ModelConfig
-from library.errors import UserError
+from library.errors import NotFiniteError, UserError
 from library.models.family import model_family
 from tests.data.folders import make_image
 from tests.tiny import tiny_flux_pipeline
@@ -118,3 +119,17 @@ def test_references_are_taken_at_the_size_asked_for(folder: Path) -> None:
     assert abs(drawn(*flags, "--prompt", line, "--no_resize_control") - expected).max() <= 1
     resized = drawn(*flags, "--prompt", line)  # to the picture's size
     assert abs(resized - expected).max() > 1
+
+
+def test_a_picture_of_numbers_that_are_not_finite_is_not_written(folder: Path) -> None:
+    base = tiny_flux_pipeline(folder / "base")
+    file = base / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["decoder.conv_out.bias"][1] = float("inf")
+    save_file(weights, file, {"format": "pt"})
+    for out in ("out", "out.png"):
+        with pytest.raises(
+            NotFiniteError, match=r"^image of seed 5: NaN or infinity instead of pixels; lower the LoRA"
+        ):
+            drawn("--model", str(base), "--save_to", str(folder / out), *SMALL, "--prompt", "a door")
+    assert not [path for path in folder.rglob("*") if path.name.startswith("out") and path.is_file()]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from library.llm.generation import SamplingSettings, generate_tokens
@@ -14,6 +16,7 @@ from library.llm.tokenizers import HuggingFaceTokenizer, load_tokenizer, train_b
 from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import llama
+from tests.forked import ROOT, run_script
 from tools.generate import generate, parser
 
 MARKS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -102,3 +105,20 @@ def test_mistakes_are_named(
     Path("latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
     with pytest.raises(UserError, match=message):
         run(folder, *words)
+
+
+def test_a_model_that_computes_nan_writes_nothing(folder: Path, tmp_path: Path) -> None:
+    broken, out = tmp_path / "broken", tmp_path / "out.jsonl"
+    shutil.copytree(folder, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    done = run_script(
+        ROOT / "tools/generate.py",
+        ["text", "--model", str(broken), "--prompt", "the", "a", "--save_to", str(out)],
+        tmp_path,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: the model computes NaN or infinity; ")
+    assert "Traceback" not in done.stderr
+    assert not out.exists()

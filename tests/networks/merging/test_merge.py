@@ -250,6 +250,25 @@ def test_a_merge_that_is_not_finite_is_refused_and_nothing_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "base.safetensors", "lora.safetensors"]
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("name", ["single_transformer_blocks.0.attn.to_q.weight", "proj_out.bias"])
+def test_a_base_that_is_not_finite_is_refused_and_nothing_is_written(
+    tmp_path: Path, lora, value: str, name: str
+) -> None:
+    model = make_flux()
+    model.get_parameter(name).data.view(-1)[3] = float(value)
+    model.save_pretrained(tmp_path / "base")
+    changed = name in {f"{each}.weight" for each in lora[1]}
+    assert changed == ("to_q" in name)
+    merge = lambda: merge_loras(tmp_path / "base", [LoraSource(lora[0], 1.0)], tmp_path / "out", FLUX_TARGETS)  # noqa: E731
+    if value == "inf" and not changed:  # a mask may hold it
+        merge()
+        return
+    with pytest.raises(UserError, match=f"{name} holds NaN or infinity in the base already; download or make"):
+        merge()
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_weight_beyond_the_range_of_what_is_written_is_refused_also_without_an_update(tmp_path: Path, lora) -> None:
     model = make_flux()
     torch.nn.init.constant_(model.proj_out.weight, 1e6)

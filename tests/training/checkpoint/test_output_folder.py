@@ -265,5 +265,8 @@ def test_a_folder_without_room_for_a_name_or_a_byte_is_refused(base: Path, datas
         subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
         with pytest.raises(UserError, match=rf"output_dir: {folder} cannot be written to \(Read-only file system\)"):
             run(base, dataset, folder)
+        with pytest.raises(UserError, match=rf"logging_dir: {folder}/x: .*cannot be written \(Read-only file system\)"):
+            run(base, dataset, tmp_path / "out", log_with="tensorboard", logging_dir=folder / "x")
+        assert list((tmp_path / "out").iterdir()) == []  # nor is a lock left
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)

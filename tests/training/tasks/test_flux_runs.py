@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from library.errors import UserError
@@ -57,6 +59,23 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
     again = run(base, dataset, tmp_path / "again", config_file=out / "config.toml", output_dir=tmp_path / "again")
     assert events.task.total_steps == again.task.total_steps
     assert all(torch.equal(a, b) for a, b in zip(lora(out).values(), lora(tmp_path / "again").values(), strict=True))
+
+
+def test_a_sample_that_is_not_finite_is_left_out_and_the_run_goes_on(
+    base: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    file = tmp_path / "base" / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["decoder.conv_out.bias"][1] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    (tmp_path / "prompts.txt").write_text("a disc --w 64 --h 64 --s 2 --d 9\n")
+    sampling = {"sample_prompts": tmp_path / "prompts.txt", "sample_every_n_steps": 2}
+    run(tmp_path / "base", dataset, tmp_path / "out", **sampling, max_train_steps=4)
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert said.count("warning: image of seed 9: NaN or infinity instead of pixels; ") == 2
+    assert not list((tmp_path / "out").rglob("*.png"))
+    assert all(bool(tensor.isfinite().all()) for tensor in lora(tmp_path / "out").values())
 
 
 def test_the_saved_lora_gives_diffusers_the_output_of_the_running_network(
