@@ -79,24 +79,6 @@ class AdapterNetwork:
         return {f"{name}.{part}": t for name, layer in self.modules.items() for part, t in layer.state().items()}
 
     @torch.no_grad()
-    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy what :meth:`state_dict` gave back into the layers, bit for bit.
-
-        Raises:
-            UserError: names or shapes differ: the state belongs to another network.
-        """
-        own = self.state_dict()
-        if wrong := sorted(own.keys() ^ tensors.keys()):
-            names = names_in_short(wrong)
-            raise UserError(f"LoRA state: tensors differ from this network's ({names}); use the config it had")
-        for name, tensor in own.items():
-            if tensor.shape != tensors[name].shape:
-                shapes = f"{tuple(tensors[name].shape)}, here {tuple(tensor.shape)}"
-                raise UserError(f"LoRA state: {name} has shape {shapes}; use the config it was saved with")
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
-
-    @torch.no_grad()
     def weights(self, save_format: str | None = None) -> dict[str, AdapterWeights]:
         """Return module name -> weights, as :func:`networks.files.adapters.save_adapter` takes them for a format."""
         comfy = save_format is None or LAYOUTS[save_format].names.get("dora_scale", "dora_scale") is not None

@@ -26,6 +26,7 @@ from library.config.schema import (
 )
 
 _ADAM_BETAS = "betas=0.9,0.95"  # of GPT-3 (arXiv 2005.14165) and Llama; torch's 0.999 is slow to forget early steps
+_OfPreset = Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)]
 
 
 class LLMModelConfig(Section):
@@ -40,21 +41,11 @@ class LLMModelConfig(Section):
     context: Annotated[Size | None, MUST_MATCH] = Field(
         None, description="tokens a training window holds; default: the model's"
     )
-    width: Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
-        None, description="of the residual stream, instead of the preset's"
-    )
-    layers: Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
-        None, description="blocks, instead of the preset's"
-    )
-    heads: Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
-        None, description="heads of queries, instead of the preset's"
-    )
-    kv_heads: Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
-        None, description="heads of keys and values, instead of the preset's"
-    )
-    hidden: Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)] = Field(
-        None, description="width of the feed-forward's middle, instead of the preset's"
-    )
+    width: _OfPreset = Field(None, description="of the residual stream, instead of the preset's")
+    layers: _OfPreset = Field(None, description="blocks, instead of the preset's")
+    heads: _OfPreset = Field(None, description="heads of queries, instead of the preset's")
+    kv_heads: _OfPreset = Field(None, description="heads of keys and values, instead of the preset's")
+    hidden: _OfPreset = Field(None, description="width of the feed-forward's middle, instead of the preset's")
     pad_vocabulary_to: Size = Field(64, description="embedding and head are padded to a multiple of so many rows")
 
 

@@ -165,13 +165,13 @@ class CachedDataset(Dataset[Item]):
         self._owner = torch.repeat_interleave(torch.arange(len(samples)), repeats)  # item -> sample
         self._first = repeats.cumsum(0) - repeats  # sample -> its first item
         self._has_masks = any(has_mask(sample) for sample in samples)
-        keys: list[Bucket] = [
+        self.sample_buckets: list[Bucket] = [
             (sample.group.dataset, sample.fit.bucket, *(control.fit.encoded for control in sample.control_images))
             for sample in samples
         ]
-        self.buckets: list[Bucket] = [keys[owner] for owner in self._owner.tolist()]
+        self.buckets: list[Bucket] = [self.sample_buckets[owner] for owner in self._owner.tolist()]
         self.batch_sizes: dict[Bucket, int] = {
-            key: sample.group.batch_size for key, sample in zip(keys, samples, strict=True)
+            bucket: sample.group.batch_size for bucket, sample in zip(self.sample_buckets, samples, strict=True)
         }
 
     def __len__(self) -> int:

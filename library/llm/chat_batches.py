@@ -36,7 +36,7 @@ from library.data.batches import ALL, PlannedBatchSampler, Share, TensorBatch
 from library.errors import UserError
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text
 from library.llm.chat_templates import ChatTemplate, Message
-from library.llm.documents import read_parquet, require_pyarrow
+from library.llm.documents import named_files, read_parquet, require_pyarrow
 from library.nn.cross_entropy import IGNORED
 from library.randomness import derive_seed
 
@@ -80,7 +80,7 @@ class Chat:
 def read_chats(paths: Sequence[str | Path]) -> list[Chat]:
     """Return the chats in files, or in all files of folders, in order."""
     chats: list[Chat] = []
-    for file in _files(paths):
+    for file in named_files(paths, SUFFIXES, _files_inside):
         chats += [parse_chat(record, where) for where, record in _records(file)]
     if not chats:
         raise UserError(f"{paths[0]}: holds no chat; name a file with some")
@@ -153,21 +153,11 @@ def _message(turn: Any, where: str) -> tuple[Message, bool]:
     return Message(role, content), role == "assistant" and bool(content.strip()) and turn.get("weight", 1) != 0
 
 
-def _files(paths: Iterable[str | Path]) -> list[Path]:
-    files: list[Path] = []
-    for path in (Path(path).expanduser() for path in paths):
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-            if not found:
-                raise UserError(f"{path}: no {', '.join(SUFFIXES)} file in it; name the folder the chats lie in")
-            files += found
-        elif not path.is_file():
-            raise UserError(f"{path}: no such file or folder; check the path")
-        elif path.suffix not in SUFFIXES:
-            raise UserError(f"{path}: not one of {', '.join(SUFFIXES)}; rename or convert it")
-        else:
-            files.append(path)
-    return files
+def _files_inside(folder: Path) -> list[Path]:
+    found = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not found:
+        raise UserError(f"{folder}: no {', '.join(SUFFIXES)} file in it; name the folder the chats lie in")
+    return found
 
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,27 @@ def find_files(paths: Sequence[str | Path], split: str | None = None) -> list[Pa
     """Return the files that ``paths`` name or hold, in order; with ``split``, those of folders that belong to it."""
     if split is not None and not any(Path(path).is_dir() for path in paths):
         raise UserError("--split: has no effect on files; give the folder of a dataset, or remove it")
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            files += dataset_files(path, SUFFIXES, split)
-        elif not path.exists():
-            raise UserError(f"{path}: no such file or folder; check the path")
-        elif path.suffix not in SUFFIXES:
-            raise UserError(f"{path}: not one of {', '.join(SUFFIXES)}; rename or convert it")
-        else:
-            files.append(path)
+    files = named_files(paths, SUFFIXES, lambda folder: dataset_files(folder, SUFFIXES, split))
     if not files:
         raise UserError(f"{paths[0]}: no {', '.join(SUFFIXES)} file in it; name the folder the texts lie in")
     require_pyarrow(files)
+    return files
+
+
+def named_files(
+    paths: Iterable[str | Path], suffixes: tuple[str, ...], inside: Callable[[Path], list[Path]]
+) -> list[Path]:
+    """Return the files that ``paths`` name, in order, and of folders what ``inside`` finds in them."""
+    files: list[Path] = []
+    for path in (Path(path).expanduser() for path in paths):
+        if path.is_dir():
+            files += inside(path)
+        elif not path.exists():
+            raise UserError(f"{path}: no such file or folder; check the path")
+        elif path.suffix not in suffixes:
+            raise UserError(f"{path}: not one of {', '.join(suffixes)}; rename or convert it")
+        else:
+            files.append(path)
     return files
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -65,6 +65,14 @@ def train_a_little(network: AdapterNetwork, scale: float = 0.3) -> None:
     with torch.no_grad():
         for layer in network.modules.values():
             layer.lora_B.weight.normal_(0, scale, generator=rng)
+
+
+def put_back(network: AdapterNetwork, state: Mapping[str, Tensor]) -> None:
+    """Copy a state into the network's tensors, as a resumed run does."""
+    own = network.state_dict()
+    assert own.keys() == state.keys()
+    for name, tensor in own.items():
+        tensor.copy_(state[name])
 
 
 @pytest.fixture

@@ -352,12 +352,7 @@ def largest(data: TrainingData) -> tuple[Sample, int]:
     """Return a sample of the bucket whose batches have most tokens, and the batch size."""
     sizes = {bucket: min(size, data.train.buckets.count(bucket)) for bucket, size in data.train.batch_sizes.items()}
     bucket = max(sizes, key=lambda bucket: sizes[bucket] * sum(width * height for width, height in bucket[1:]))
-    sample = next(
-        one
-        for one in data.train.samples
-        if (one.group.dataset, one.fit.bucket, *(c.fit.encoded for c in one.control_images)) == bucket
-    )
-    return sample, sizes[bucket]
+    return data.train.samples[data.train.sample_buckets.index(bucket)], sizes[bucket]
 
 
 def _steps(task: Task, batch: Batch) -> MemoryEstimate:

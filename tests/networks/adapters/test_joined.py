@@ -28,7 +28,7 @@ from networks.injection import attach_lora
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
-from tests.networks.conftest import inject, make_flux, run_flux
+from tests.networks.conftest import inject, make_flux, put_back, run_flux
 from tests.tiny import bfl_state_dict
 
 JOINED = "split_qkv=False"
@@ -146,10 +146,8 @@ def test_every_layout_holds_the_update_and_gives_the_network_back(save_format: s
 def test_a_state_gives_the_network_back_bit_for_bit() -> None:
     model, network = trained(JOINED)
     other = make_flux()
-    inject(other, JOINED).load_state_dict(network.state_dict())
+    put_back(inject(other, JOINED), network.state_dict())
     assert torch.equal(run_flux(other), run_flux(model))
-    with pytest.raises(UserError, match="tensors differ from this network's"):
-        inject(make_flux()).load_state_dict(network.state_dict())
 
 
 def test_loras_of_their_own_do_not_fit_a_joined_network_but_the_reverse(tmp_path: Path) -> None:
