@@ -380,13 +380,13 @@ def read_toml(path: str | Path, remedy: str = "check the path") -> tuple[dict[st
     return tables, text
 
 
-def read_json(path: str | Path, remedy: str = "download it again", most: int = MOST_TEXT_BYTES) -> dict[str, Any]:
+def read_json(path: str | Path, remedy: str = "download it again") -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     Raises:
         UserError: it cannot be read, is no JSON, or holds something else than an object.
     """
-    found = parse_json(read_text(path, remedy, most), str(path), remedy)
+    found = parse_json(read_text(path, remedy), str(path), remedy)
     if not isinstance(found, dict):
         raise UserError(f"{path}: holds no JSON object but {_named(found)}; {remedy}")
     return found

@@ -12,6 +12,7 @@ import pytest
 from library.config import load_config
 from library.config.load import load_for
 from library.config.scripts import LANGUAGE_LORA
+from tests.runs import largest_difference, lora
 from train_lora import train
 
 # A LoRA's run that clips, saves a state in the middle and samples there.
@@ -52,3 +53,19 @@ def chat_one(flags: list[str]) -> None:
 
 def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_runs(runs: Path, rel: float, within: float) -> None:
+    """Compare the runs ``one`` and ``two`` in a folder: metrics to ``rel``, LoRAs to ``within``, which samples."""
+    assert_same_metrics(lines(runs / "one"), lines(runs / "two"), ("loss", "val_loss", "grad_norm"), rel)
+    assert largest_difference(lora(runs / "two"), lora(runs / "one")) < within
+    one, two = (sorted(path.name for path in (runs / name / "samples").iterdir()) for name in ("one", "two"))
+    assert one == two
+
+
+def assert_goes_on_either_way(runs: Path, within: float) -> None:
+    """Compare runs that went ``there`` and ``back`` between layouts at step 2 with the one that did not."""
+    expected = lora(runs / "one")
+    assert largest_difference(lora(runs / "there"), expected) < within
+    assert largest_difference(lora(runs / "back"), expected) < within
+    assert largest_difference(lora(runs / "one", "lora-step00000002"), expected) > 10 * within

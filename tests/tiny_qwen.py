@@ -64,13 +64,13 @@ def tiny_qwen_transformer(
     return transformer
 
 
-def tiny_qwen_inputs(batch: int = 2, side: int = 8, tokens: int = 12, seed: int = 0) -> dict[str, Tensor]:
+def tiny_qwen_inputs(batch: int = 2, side: int = 8, tokens: int = 12, width: int = TEXT_WIDTH) -> dict[str, Tensor]:
     """Return random ``latents`` [B, 16, side, side], ``sigmas`` [B] and text embeddings with a full mask."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     return {
         "latents": torch.randn(batch, 16, side, side, generator=random),
         "sigmas": torch.rand(batch, generator=random) * 0.9 + 0.05,
-        "prompt_embeds": torch.randn(batch, tokens, TEXT_WIDTH, generator=random),
+        "prompt_embeds": torch.randn(batch, tokens, width, generator=random),
         "prompt_embeds_mask": torch.ones(batch, tokens, dtype=torch.bool),
     }
 
@@ -230,6 +230,7 @@ def tiny_qwen_pipeline(
 class SplitFiles:
     """Files as ComfyUI publishes them, and a local tokenizer folder."""
 
+    model_type: str
     transformer: Path
     vae: Path
     text_encoder: Path
@@ -238,7 +239,7 @@ class SplitFiles:
     def model_config(self, **changes: object) -> ModelConfig:
         """Return the ``[model]`` section that reads these files."""
         settings: dict[str, object] = {
-            "model_type": "qwen_image",
+            "model_type": self.model_type,
             "pretrained_model_name_or_path": str(self.transformer),
             "vae": str(self.vae),
             "text_encoder": str(self.text_encoder),
@@ -258,6 +259,7 @@ def save_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") -> S
     text = {published_text_name(name): tensor for name, tensor in text.items()}
     save_file(text, folder / "qwen_2.5_vl_7b.safetensors")
     return SplitFiles(
+        "qwen_image",
         folder / "qwen_image.safetensors",
         folder / "qwen_image_vae.safetensors",
         folder / "qwen_2.5_vl_7b.safetensors",

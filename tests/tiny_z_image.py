@@ -7,7 +7,6 @@ every input.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
-from library.config.schema import ModelConfig
 from tests.tiny import TEXT_WIDTH, _enliven, _seeded, bfl_vae_state_dict, tiny_vae
-from tests.tiny_qwen import tiny_qwen_tokenizer
+from tests.tiny_qwen import SplitFiles, tiny_qwen_inputs, tiny_qwen_tokenizer
 
 # What Qwen3's published template makes of one user's message.
 _CHAT = (
@@ -50,15 +48,9 @@ def tiny_z_transformer(layers: int = 2, seed: int = 0) -> ZImageTransformer2DMod
     return transformer
 
 
-def tiny_z_inputs(batch: int = 2, side: int = 8, tokens: int = 12, seed: int = 0) -> dict[str, Tensor]:
-    """Return random ``latents`` [B, 16, side, side], ``sigmas`` [B] and text embeddings with a full mask."""
-    random = torch.Generator().manual_seed(seed)
-    return {
-        "latents": torch.randn(batch, 16, side, side, generator=random),
-        "sigmas": torch.rand(batch, generator=random) * 0.9 + 0.05,
-        "prompt_embeds": torch.randn(batch, tokens, TEXT_WIDTH, generator=random),
-        "prompt_embeds_mask": torch.ones(batch, tokens, dtype=torch.bool),
-    }
+def tiny_z_inputs(batch: int = 2, side: int = 8, tokens: int = 12) -> dict[str, Tensor]:
+    """Return :func:`tests.tiny_qwen.tiny_qwen_inputs` with text as wide as here."""
+    return tiny_qwen_inputs(batch, side, tokens, TEXT_WIDTH)
 
 
 def tiny_z_tokenizer() -> Qwen2Tokenizer:
@@ -103,28 +95,7 @@ def tiny_z_pipeline(folder: str | Path, seed: int = 0, layers: int = 2) -> Path:
     return Path(folder)
 
 
-@dataclass(frozen=True)
-class ZSplitFiles:
-    """Files as ComfyUI publishes them, and a local tokenizer folder."""
-
-    transformer: Path
-    vae: Path
-    text_encoder: Path
-    tokenizer: Path
-
-    def model_config(self, **changes: object) -> ModelConfig:
-        """Return the ``[model]`` section that reads these files."""
-        settings: dict[str, object] = {
-            "model_type": "z_image",
-            "pretrained_model_name_or_path": str(self.transformer),
-            "vae": str(self.vae),
-            "text_encoder": str(self.text_encoder),
-            "qwen_tokenizer": str(self.tokenizer),
-        }
-        return ModelConfig(**(settings | changes))  # type: ignore[arg-type]
-
-
-def save_z_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") -> ZSplitFiles:
+def save_z_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") -> SplitFiles:
     """Write the weights of a tiny pipeline folder in ComfyUI's layout."""
     folder.mkdir(parents=True, exist_ok=True)
     transformer = load_file(pipeline_folder / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -134,7 +105,8 @@ def save_z_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") ->
     save_file(bfl_vae_state_dict(vae), folder / "ae.safetensors")
     text = load_file(pipeline_folder / "text_encoder" / "model.safetensors")
     save_file({f"model.{name}": tensor for name, tensor in text.items()}, folder / "qwen_3_4b.safetensors")
-    return ZSplitFiles(
+    return SplitFiles(
+        "z_image",
         folder / "z_image.safetensors",
         folder / "ae.safetensors",
         folder / "qwen_3_4b.safetensors",

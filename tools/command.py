@@ -96,9 +96,9 @@ count, finite, seed_number = whole(), number(), whole(least=0, most=MOST_SEED)
 guidance, strength = number(least=0, most=MOST_GUIDANCE), number(-MOST_STRENGTH, MOST_STRENGTH)
 
 
-def tool_console(quiet: bool = False) -> Console:
+def tool_console() -> Console:
     """Return a console that prints paths and names as they are, on one line each."""
-    return Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+    return Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def show_progress(done: int, total: int) -> None:

@@ -13,6 +13,7 @@ was saved.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import textwrap
 from collections.abc import Sequence
@@ -167,6 +168,10 @@ def save_pipeline(pipeline: DiffusionPipeline, folder: Path) -> int:
             part.bfloat16()
     with atomic_folder(folder) as temporary:
         pipeline.save_pretrained(temporary)
+        for file in temporary.glob("*/config.json"):
+            config = json.loads(file.read_text(encoding="utf-8"))
+            if config.pop("_name_or_path", None):  # a folder of whoever made it
+                file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -417,9 +417,9 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         """Start the next pass in ``epoch`` (from 0) at ``first_batch``, counted over all processes."""
         self.epoch, self.first_batch = epoch, first_batch
 
-    def batches_per_epoch(self, epoch: int | None = None) -> int:
+    def batches_per_epoch(self) -> int:
         """Batches of a whole epoch over all processes, the same in every epoch."""
-        return len(self.planned(self.epoch if epoch is None else epoch))
+        return len(self.planned(self.epoch))
 
     def __len__(self) -> int:
         """Batches of this process in the next pass."""

@@ -28,7 +28,7 @@ import multiprocessing
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -135,7 +135,6 @@ def write_corpus(
     seed: int,
     workers: int,
     shard_tokens: int,
-    progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> dict[Split, SplitIndex]:
     """Tokenise ``documents`` and write shards and index into ``folder``; return what was written.
 
@@ -147,7 +146,6 @@ def write_corpus(
         seed: of the choice.
         workers: processes; 0 tokenises in this one.
         shard_tokens: a shard's limit.
-        progress: called with (documents, tokens) that were added.
     """
     tokenizer = load_tokenizer(tokenizer_folder)
     if tokenizer.eos is None:
@@ -164,7 +162,6 @@ def write_corpus(
         for tokens in chunk:
             writers[_split_of(number, validation_share, seed)].add(np.concatenate([before, tokens, after]))
             number += 1
-        progress(len(chunk), sum(map(len, chunk)))
     for writer in writers.values():
         writer.close()
     _check(number, writers, validation_share)
@@ -349,7 +346,7 @@ class TokenBatches:
         """Start the next pass in ``epoch`` (from 0) behind ``first_batch`` windows, counted over all processes."""
         self._epoch, self._first = epoch, first_batch
 
-    def batches_per_epoch(self, epoch: int | None = None) -> int:
+    def batches_per_epoch(self) -> int:
         """Windows of an epoch, as :meth:`set_position` counts them."""
         return self.windows
 

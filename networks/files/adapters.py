@@ -454,13 +454,13 @@ def _settle_norms(
     )
 
 
-def load_lora(path: str | Path, targets: LoraTargets, left_out: list[str] | None = None) -> LoraFile:
+def load_lora(path: str | Path, targets: LoraTargets) -> LoraFile:
     """Read a file of LoRAs, and refuse other kinds; see :func:`load_adapter`."""
     path = weight_file(Path(path))
     for key in sorted(read_safetensors_header(path)):
         if kind := non_lora_kind([key]):
             raise UserError(f"{path}: is a {TITLES[kind]} ({key}), no LoRA; merge it into a model with merge_lora.py")
-    file = load_adapter(path, targets, left_out)
+    file = load_adapter(path, targets)
     return LoraFile({n: w for n, w in file.weights.items() if isinstance(w, LoraWeights)}, file.layout, file.metadata)
 
 

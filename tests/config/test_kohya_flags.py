@@ -10,12 +10,9 @@ import pytest
 from dev.write_config_docs import kohya_page
 from library.config.kohya.flags import DEFAULTS, FLAGS, Fate
 from library.config.scripts import fields
+from tests.config.test_kohya import _words
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def _words(text: str) -> list[str]:
-    return text.split()
 
 
 # every flag that sd-scripts 48d368f's flux_train_network.py adds to its parser, in the parser's order

@@ -15,6 +15,7 @@ from library.config.kohya.translate import Note, summary
 from library.config.load import load_for
 from library.config.scripts import LLM, LORA, Script, fields, sections
 from library.errors import UserError
+from tests.config.test_kohya import _problem
 
 REQUIRED = ["--pretrained_model_name_or_path", "base", "--dataset_config", "data.toml"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,12 +25,6 @@ def _toml(tmp_path: Path, text: str) -> str:
     path = tmp_path / "run.toml"
     path.write_text(text, encoding="utf-8")
     return str(path)
-
-
-def _problem(argv: list[str]) -> str:
-    with pytest.raises(UserError) as caught:
-        load_config(argv)
-    return str(caught.value)
 
 
 def test_a_key_is_read_under_any_heading_or_none(tmp_path: Path) -> None:

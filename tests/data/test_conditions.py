@@ -14,19 +14,23 @@ from torch.utils.data import DataLoader
 from library.data.batches import Batch, Item, collate
 from library.data.dataset import TrainingData
 from library.data.masks import MASK_KINDS, generated_mask
-from tests.data.folders import AverageEncoder, add_image, build, cache_all, make_image, make_old, silent, write_toml
+from tests.data.folders import (
+    AverageEncoder,
+    add_image,
+    averaged,
+    build,
+    cache_all,
+    make_image,
+    make_old,
+    silent,
+    write_toml,
+)
 
 BUCKETS = "enable_bucket = true\nbucket_reso_steps = 16\nmin_bucket_reso = 16"
 
 
 def pixels_of(path: Path) -> torch.Tensor:
     return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1).float() / 127.5 - 1
-
-
-def averaged(pixels: torch.Tensor) -> torch.Tensor:
-    """[C, H, W] -> [C, H/8, W/8], by reshaping: independent of the encoder's pooling."""
-    channels, height, width = pixels.shape
-    return pixels.reshape(channels, height // 8, 8, width // 8, 8).mean(dim=(2, 4))
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
+from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.tiny_qwen import Kind, tiny_qwen_inputs, tiny_qwen_pipeline
 
 RANK, ALPHA = 4, 3.0
@@ -42,9 +43,7 @@ def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(kind: str, tmp_pa
     network_args = ["img_mod_dim=2", "txt_mod_dim=2"]
     config = NetworkConfig(network_dim=RANK, network_alpha=ALPHA, network_args=network_args)
     network = inject_adapter(transformer, parse_network_args(config, targets), targets, seed=0, dtype=torch.float32)
-    random = torch.Generator().manual_seed(1)
-    for layer in network.modules.values():  # so that lora_A gets a gradient too
-        layer.lora_B.weight.data.normal_(std=0.05, generator=random)
+    fill_up(network)
     flow = FlowConfig(timestep_sampling="qwen_shift")
     loss, _ = FlowStep(family, flow, seed=9).loss(transformer.train(), batch, step)
     loss.backward()
@@ -61,8 +60,7 @@ def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(kind: str, tmp_pa
         )
     )
     named = dict(theirs.named_parameters())
-    for name, tensor in network.state_dict().items():
-        named[name.replace(".weight", ".default.weight")].data.copy_(tensor)
+    copy_to_peft(network, named)
     noise = noise_for(batch.latents, ids, 9, step)
     sigmas = sample_sigmas(flow, ids, 16, 9, step)
     noisy = torch.lerp(batch.latents, noise, sigmas.view(-1, 1, 1, 1))
@@ -82,10 +80,4 @@ def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(kind: str, tmp_pa
     assert len(get_peft_model_state_dict(theirs)) == len(network.state_dict())
     # fp32, the same operations with the down-projections of q, k, v stacked: rounding of sums, 1e-5 of the largest
     torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
-    for name, layer in network.modules.items():
-        for part in ("lora_A", "lora_B"):
-            ours = getattr(layer, part).weight.grad
-            peft = named[f"{name}.{part}.default.weight"].grad
-            assert ours is not None
-            assert peft is not None
-            assert (ours - peft).abs().max() <= 1e-5 * peft.abs().max(), f"{name}.{part}"
+    assert_gradients_are_pefts(network, named, 1e-5)

@@ -16,8 +16,8 @@ from library.models.flux.files import FLUX_TARGETS
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_adapter
-from networks.network import AdapterNetwork
 from networks.options import parse_network_args
+from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 
@@ -35,14 +35,6 @@ def _batch() -> Batch:
     )
 
 
-def _filled(network: AdapterNetwork) -> AdapterNetwork:
-    """Give lora_B values, so that lora_A gets a gradient too."""
-    random = torch.Generator().manual_seed(1)
-    for layer in network.modules.values():
-        layer.lora_B.weight.data.normal_(std=0.05, generator=random)
-    return network
-
-
 def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(tmp_path: Path) -> None:
     base = tiny_flux_pipeline(tmp_path / "base")
     batch, step = _batch(), 11
@@ -50,7 +42,7 @@ def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(tmp_path: Path) -
     family = model_family(ModelConfig(pretrained_model_name_or_path=str(base)))
     transformer = family.load_transformer(torch.float32)
     options = parse_network_args(NetworkConfig(network_dim=RANK, network_alpha=ALPHA), FLUX_TARGETS)
-    network = _filled(inject_adapter(transformer, options, FLUX_TARGETS, seed=0, dtype=torch.float32))
+    network = fill_up(inject_adapter(transformer, options, FLUX_TARGETS, seed=0, dtype=torch.float32))
     flow = FlowConfig(timestep_sampling="flux_shift", guidance_scale=3.5)
     loss, _ = FlowStep(family, flow, seed=9).loss(transformer.train(), batch, step)
     loss.backward()
@@ -58,8 +50,7 @@ def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(tmp_path: Path) -
     theirs = FluxTransformer2DModel.from_pretrained(base, subfolder="transformer").requires_grad_(False)
     theirs.add_adapter(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(network.modules)))
     named = dict(theirs.named_parameters())
-    for name, tensor in network.state_dict().items():
-        named[name.replace(".weight", ".default.weight")].data.copy_(tensor)
+    copy_to_peft(network, named)
     noise = noise_for(batch.latents, batch.sample_ids, 9, step)
     sigmas = sample_sigmas(flow, batch.sample_ids, 16, 9, step)
     noisy = torch.lerp(batch.latents, noise, sigmas.view(-1, 1, 1, 1))
@@ -70,13 +61,7 @@ def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(tmp_path: Path) -
     assert len(get_peft_model_state_dict(theirs)) == len(network.state_dict())
     # fp32, the same operations with the down-projections of q, k, v stacked: rounding of sums, 1e-5 of the largest
     torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
-    for name, layer in network.modules.items():
-        for part in ("lora_A", "lora_B"):
-            ours = getattr(layer, part).weight.grad
-            peft = named[f"{name}.{part}.default.weight"].grad
-            assert ours is not None
-            assert peft is not None
-            assert (ours - peft).abs().max() <= 1e-5 * peft.abs().max(), f"{name}.{part}"
+    assert_gradients_are_pefts(network, named, 1e-5)
 
 
 def test_a_frozen_base_gets_no_gradient_and_no_loss_weight_goes_unused(tmp_path: Path) -> None:
@@ -84,7 +69,7 @@ def test_a_frozen_base_gets_no_gradient_and_no_loss_weight_goes_unused(tmp_path:
     family = model_family(ModelConfig(pretrained_model_name_or_path=str(base)))
     transformer = family.load_transformer(torch.float32)
     options = parse_network_args(NetworkConfig(network_dim=RANK), FLUX_TARGETS)
-    network = _filled(inject_adapter(transformer, options, FLUX_TARGETS, seed=0, dtype=torch.float32))
+    network = fill_up(inject_adapter(transformer, options, FLUX_TARGETS, seed=0, dtype=torch.float32))
     trained = {id(p) for p in network.parameters()}
     batch = _batch()
     flow = FlowStep(family, FlowConfig(), seed=9)

@@ -15,6 +15,7 @@ from library.data.batches import Batch
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_lora import ImageLora
 from library.training.tasks.image_step import FlowStep
+from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.runs import arguments, pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 
@@ -30,9 +31,7 @@ def _prepared(base: Path, checkpointing: bool) -> tuple[FlowStep, ImageLora]:
     task = ImageLora(load_config(flags))
     task.open()
     task.load_networks()
-    random = torch.Generator().manual_seed(1)
-    for layer in task.network.modules.values():  # so that lora_A gets a gradient too
-        layer.lora_B.weight.data.normal_(std=0.05, generator=random)  # type: ignore[attr-defined]
+    fill_up(task.network)
     return FlowStep(
         task.family, FlowConfig(timestep_sampling="flux_shift", guidance_scale=3.5), 9, task.text_encoders
     ), task
@@ -68,8 +67,7 @@ def test_gradients_of_text_encoder_loras_equal_peft(tmp_path: Path, checkpointin
         for component, module in theirs.items()
         for name, parameter in module.named_parameters()
     }
-    for name, tensor in task.network.state_dict().items():
-        named[name.replace(".weight", ".default.weight")].data.copy_(tensor)
+    copy_to_peft(task.network, named)
     clip_ids, t5_ids = (
         tokenizer(
             CAPTIONS, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
@@ -88,10 +86,6 @@ def test_gradients_of_text_encoder_loras_equal_peft(tmp_path: Path, checkpointin
     their_loss.backward()
 
     torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
-    for name, layer in task.network.modules.items():
-        for part in ("lora_A", "lora_B"):
-            ours = getattr(layer, part).weight.grad
-            peft = named[f"{name}.{part}.default.weight"].grad
-            # fp32, the same operations in another order: rounding of sums, 1e-5 of the largest; T5's first layers are
-            # reached through all others
-            assert (ours - peft).abs().max() <= 5e-5 * peft.abs().max(), f"{name}.{part}"
+    # fp32, the same operations in another order: rounding of sums, 1e-5 of the largest; T5's first layers are
+    # reached through all others
+    assert_gradients_are_pefts(task.network, named, 5e-5)

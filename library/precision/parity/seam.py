@@ -62,7 +62,7 @@ def border_distance(mask: Tensor, most: int) -> Tensor:
     return distance
 
 
-def regions(mask: Tensor, widths: tuple[int, ...] = RING_WIDTHS) -> Regions:
+def regions(mask: Tensor) -> Regions:
     """Sort the cells of ``mask`` [H, W] (true or over one half: to be filled) by their distance from its border.
 
     Raises:
@@ -71,14 +71,14 @@ def regions(mask: Tensor, widths: tuple[int, ...] = RING_WIDTHS) -> Regions:
     filled = mask > 0.5 if mask.is_floating_point() else mask.bool()
     if not filled.any() or filled.all():
         raise ValueError("a mask without a border: everything is to be filled, or nothing")
-    distance = border_distance(filled, max(widths))
-    interior = filled & (distance > max(widths))
+    distance = border_distance(filled, max(RING_WIDTHS))
+    interior = filled & (distance > max(RING_WIDTHS))
     if not interior.any():
         far = border_distance(filled, max(filled.shape))
         deeper = filled & (far > far[filled].median())
         interior = deeper if deeper.any() else filled
-    inside = {width: filled & (distance <= width) for width in widths}
-    outside = {width: ~filled & (distance <= width) for width in widths}
+    inside = {width: filled & (distance <= width) for width in RING_WIDTHS}
+    outside = {width: ~filled & (distance <= width) for width in RING_WIDTHS}
     return Regions(filled, ~filled, inside, outside, interior)
 
 

@@ -214,19 +214,18 @@ _ONE_VALUE_KEYS = (  # of subsets; said of the whole where all of them agree
 )
 
 
-def dataset_facts(data: TrainingData, batches_at_once: int, tag_bytes: int = TAG_BYTES) -> dict[str, object]:
+def dataset_facts(data: TrainingData, batches_at_once: int) -> dict[str, object]:
     """Return what is known of the images, under sd-scripts' names without ``ss_``.
 
     Args:
         data: the datasets with their samples.
         batches_at_once: processes times accumulated batches, for ``total_batch_size``.
-        tag_bytes: the most that ``tag_frequency`` may take, as JSON.
     """
     datasets = data.config.datasets
     listed = [[s for s in data.listed if s.group.dataset == number] for number in range(len(datasets))]
     used = [[s for s in data.train.samples if s.group.dataset == number] for number in range(len(datasets))]
     described = [
-        _describe(dataset, data.pixel_multiple, found, trained, tag_bytes // len(datasets))
+        _describe(dataset, data.pixel_multiple, found, trained, TAG_BYTES // len(datasets))
         for dataset, found, trained in zip(datasets, listed, used, strict=True)
     ]
     tags: dict[str, dict[str, int]] = {}

@@ -168,7 +168,11 @@ def test_all_in_one_checkpoint_is_read_for_its_transformer(files: SingleFiles, t
     others = {"vae.encoder.conv_in.weight": torch.ones(1), "text_encoders.clip_l.scaled_fp8": torch.ones(1)}
     save_file(load_file(files.comfy_transformer) | others, tmp_path / "all.safetensors")
     family = model_family(files.model_config(pretrained_model_name_or_path=str(tmp_path / "all.safetensors")))
-    family.load_transformer(torch.float32)
+    loaded, alone = (
+        f.load_transformer(torch.float32).state_dict() for f in (family, model_family(files.model_config()))
+    )
+    assert loaded.keys() == alone.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in alone.items())
 
 
 def test_transformer_file_in_diffusers_layout_is_read(files: SingleFiles, folder: Path) -> None:

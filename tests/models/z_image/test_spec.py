@@ -26,6 +26,7 @@ from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
+from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline, tiny_z_transformer
 
@@ -128,9 +129,7 @@ def test_a_training_step_is_that_of_diffusers_and_peft(folder: Path) -> None:
     kinds = [f"{kind.name}_dim=2" for kind in Z_IMAGE_TARGETS.layer_groups if not kind.default]
     options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3, network_args=kinds), Z_IMAGE_TARGETS)
     network = inject_adapter(transformer, options, Z_IMAGE_TARGETS, seed=0, dtype=torch.float32)
-    random = torch.Generator().manual_seed(1)
-    for layer in network.modules.values():  # so that lora_A gets a gradient too
-        layer.lora_B.weight.data.normal_(std=0.05, generator=random)
+    fill_up(network)
     loss, _ = FlowStep(family, FLOW, seed=9).loss(transformer.train(), batch, step)
     loss.backward()
 
@@ -139,8 +138,7 @@ def test_a_training_step_is_that_of_diffusers_and_peft(folder: Path) -> None:
     alphas = dict.fromkeys(ranks, 3.0)
     theirs.add_adapter(LoraConfig(r=4, target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=alphas))
     named = dict(theirs.named_parameters())
-    for name, tensor in network.state_dict().items():
-        named[name.replace(".weight", ".default.weight")].data.copy_(tensor)
+    copy_to_peft(network, named)
     noise = noise_for(batch.latents, ids, 9, step)
     sigmas = sample_sigmas(FLOW, ids, 16, 9, step)
     noisy = torch.lerp(batch.latents, noise, sigmas.view(-1, 1, 1, 1))
@@ -152,10 +150,7 @@ def test_a_training_step_is_that_of_diffusers_and_peft(folder: Path) -> None:
     assert linears - set(network.modules) == {n for n in linears if n.startswith("all_final_layer")}
     # fp32, the same operations with the down-projections of q, k, v stacked: rounding of sums, 1e-5 of the largest
     torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
-    for name, layer in network.modules.items():
-        for part in ("lora_A", "lora_B"):
-            ours, peft = getattr(layer, part).weight.grad, named[f"{name}.{part}.default.weight"].grad
-            assert (ours - peft).abs().max() <= 1e-5 * peft.abs().max(), f"{name}.{part}"
+    assert_gradients_are_pefts(network, named, 1e-5)
 
 
 @pytest.mark.parametrize("captions", [CAPTIONS, [""], ["a {brace} and <|im_end|>"], ["plain " * 600]])

@@ -64,7 +64,7 @@ def heavy_tailed(std: float) -> Tensor:
 
 @pytest.mark.parametrize(("std", "left", "within"), [(0.08, 0.47, 0.05), (0.04, 0.19, 0.06), (0.02, 0.00, 0.002)])
 def test_an_update_of_one_percent_falls_off_the_cliff_of_the_plain_cast(std: float, left: float, within: float) -> None:
-    # shared/findings/fp8.md, "The cliff". How heavy the tails were is not recorded there and moves the first two: 3 to
+    # Measured on FLUX-like weights. How heavy their tails were is not recorded and moves the first two: 3 to
     # 5 degrees of freedom give .40 to .52 and .13 to .19, normal weights .34 and .11. The last is .00 for all.
     base = quantize(heavy_tailed(std), "cast").dequantize(torch.float32)
     found = retention_of_rounding(base, isotropic(base), "cast")

@@ -12,7 +12,7 @@ from PIL import Image
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
-from tests.layouts import assert_same_metrics, chat_one, lines, train_one
+from tests.layouts import assert_goes_on_either_way, assert_same_metrics, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.training.guard.test_nonfinite import BAD, spoilt
@@ -21,7 +21,7 @@ from tests.training.tasks.test_chat_lora_runs import flags as chat_flags
 from tests.training.tasks.test_chat_lora_runs import run as chat_run
 from tests.worker_group import run_in_group
 
-# Gradients are sums over microbatches; shared/findings has 2.5e-5 after three steps of another tiny model.
+# Gradients are sums over microbatches; 2.5e-5 was measured after three steps of another tiny model.
 SAME_IN_FP32 = 1e-4
 SETTINGS: dict[str, object] = LAYOUT_SETTINGS | {
     "gradient_accumulation_steps": 2,
@@ -92,10 +92,7 @@ def test_samples_go_through_the_stages(runs: Path) -> None:
 
 
 def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
-    expected = lora(runs / "one")
-    assert largest_difference(lora(runs / "there"), expected) < SAME_IN_FP32
-    assert largest_difference(lora(runs / "back"), expected) < SAME_IN_FP32
-    assert largest_difference(lora(runs / "one", "lora-step00000002"), expected) > 10 * SAME_IN_FP32
+    assert_goes_on_either_way(runs, SAME_IN_FP32)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "qwen"])

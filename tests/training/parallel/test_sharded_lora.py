@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from library.config.rules import find_conflicts
-from tests.layouts import SETTINGS, assert_same_metrics, chat_one, lines, train_one
+from tests.layouts import SETTINGS, assert_goes_on_either_way, assert_same_runs, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.tasks.test_chat_lora_runs import flags as chat_flags
@@ -56,11 +56,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_two_processes_that_split_the_base_equal_one(runs: Path) -> None:
-    one, two = lines(runs / "one"), lines(runs / "two")
-    assert_same_metrics(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-4)
-    assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
-    names = sorted(path.name for path in (runs / "one/samples").iterdir())
-    assert sorted(path.name for path in (runs / "two/samples").iterdir()) == names
+    assert_same_runs(runs, rel=1e-4, within=SAME_IN_FP32)
 
 
 def test_the_metrics_have_each_processs_own_speed_and_memory(runs: Path) -> None:
@@ -81,10 +77,7 @@ def test_the_metrics_have_each_processs_own_speed_and_memory(runs: Path) -> None
 
 
 def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
-    expected = lora(runs / "one")
-    assert largest_difference(lora(runs / "there"), expected) < SAME_IN_FP32
-    assert largest_difference(lora(runs / "back"), expected) < SAME_IN_FP32
-    assert largest_difference(lora(runs / "one", "lora-step00000002"), expected) > 10 * SAME_IN_FP32
+    assert_goes_on_either_way(runs, SAME_IN_FP32)
 
 
 def test_an_fp8_base_is_split_and_any_optimizer_trains(runs: Path) -> None:

@@ -14,7 +14,7 @@ from library.config.rules import find_conflicts
 from tests.chat_runs import adapter, write_place
 from tests.chat_runs import flags as chat_flags
 from tests.chat_runs import run as chat_run
-from tests.layouts import GRADIENTS, SETTINGS, assert_same_metrics, chat_one, lines, train_one
+from tests.layouts import GRADIENTS, SETTINGS, assert_goes_on_either_way, assert_same_runs, chat_one, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.guard.test_nonfinite import clean, spoilt  # noqa: F401  # the fixture
 from tests.training.parallel.test_sharded_lora import CHAT
@@ -73,11 +73,7 @@ def runs(base: Path, clean: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_two_processes_equal_one(runs: Path) -> None:
-    one, two = lines(runs / "one"), lines(runs / "two")
-    assert_same_metrics(one, two, ("loss", "val_loss", "grad_norm"), rel=1e-4)
-    assert largest_difference(lora(runs / "two"), lora(runs / "one")) < SAME_IN_FP32
-    names = sorted(path.name for path in (runs / "one/samples").iterdir())
-    assert sorted(path.name for path in (runs / "two/samples").iterdir()) == names
+    assert_same_runs(runs, rel=1e-4, within=SAME_IN_FP32)
 
 
 def test_a_process_has_half_of_the_lora_and_of_its_optimizer(runs: Path) -> None:
@@ -94,10 +90,7 @@ def test_gradients_of_the_first_step_are_one_processs(runs: Path) -> None:
 
 
 def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
-    expected = lora(runs / "one")
-    assert largest_difference(lora(runs / "there"), expected) < SAME_IN_FP32
-    assert largest_difference(lora(runs / "back"), expected) < SAME_IN_FP32
-    assert largest_difference(lora(runs / "one", "lora-step00000002"), expected) > 10 * SAME_IN_FP32
+    assert_goes_on_either_way(runs, SAME_IN_FP32)
 
 
 def test_an_fp8_base_and_a_language_model_too(runs: Path) -> None:

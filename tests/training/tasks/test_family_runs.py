@@ -1,0 +1,212 @@
+"""Whole runs on tiny random models of Qwen-Image and Z-Image: what is equal must be equal, what is written readable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline, ZImagePipeline
+from PIL import Image
+from safetensors import safe_open
+
+from library.conditions import Conditions
+from library.config import load_config
+from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
+from library.data.batches import Batch
+from library.errors import UserError
+from library.models.family import model_family
+from library.models.latents import pack_latents
+from library.models.registry import lora_targets
+from library.training.flow import noise_for
+from library.training.tasks.image_step import FlowStep
+from networks.injection import inject_adapter
+from networks.options import parse_network_args
+from tests.runs import arguments, largest_difference, learn_by_heart, lora, losses_of, run, write_dataset
+from tests.tiny_qwen import Kind, SplitFiles, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
+from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline
+from tests.training.test_host_waits import asked_by_more_steps
+
+SAME_IN_FP32 = 2e-4  # see test_flux_runs.py
+
+
+def _qwen_output(transformer: torch.nn.Module) -> torch.Tensor:
+    inputs = tiny_qwen_inputs()
+    return transformer(
+        hidden_states=pack_latents(inputs["latents"]),
+        timestep=inputs["sigmas"],
+        encoder_hidden_states=inputs["prompt_embeds"],
+        img_shapes=[[(1, 4, 4)]] * 2,
+        return_dict=False,
+    )[0]
+
+
+def _z_output(transformer: torch.nn.Module) -> torch.Tensor:
+    inputs = tiny_z_inputs()
+    given = list(inputs["latents"].unsqueeze(2)), inputs["sigmas"], list(inputs["prompt_embeds"])
+    return torch.stack(transformer(*given, return_dict=False)[0])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family: options of its runs, its tiny model, diffusers' class, and what its LoRA's metadata say."""
+
+    options: dict[str, str]
+    write: Callable[[Path], Path]
+    split: Callable[[Path, Path, str], SplitFiles]
+    pipeline: type[QwenImagePipeline | ZImagePipeline]
+    output: Callable[[torch.nn.Module], torch.Tensor]
+    metadata: dict[str, str]
+
+
+CASES = {
+    "qwen_image": Case(
+        {"model_type": "qwen_image", "timestep_sampling": "qwen_shift"},
+        lambda folder: tiny_qwen_pipeline(folder, blocks=4),
+        save_split_files,
+        QwenImagePipeline,
+        _qwen_output,
+        {
+            "ss_network_module": "networks.lora_qwen_image",
+            "ss_base_model_version": "qwen_image",
+            "modelspec.architecture": "Qwen-Image/lora",
+            "modelspec.implementation": "https://github.com/QwenLM/Qwen-Image",
+        },
+    ),
+    "z_image": Case(
+        {"model_type": "z_image", "timestep_sampling": "shift"},
+        lambda folder: tiny_z_pipeline(folder, layers=4),
+        save_z_split_files,
+        ZImagePipeline,
+        _z_output,
+        {
+            "ss_network_module": "networks.lora_zimage",
+            "ss_base_model_version": "z_image",
+            "modelspec.architecture": "Z-Image/lora",
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def base(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return case.write(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    dataset = write_dataset(folder, images=4, text="batch_size = 2")
+    for i in range(4):  # captions of different lengths, past Z-Image's 32 tokens: batches are padded
+        (folder / "images" / f"{i}.txt").write_text("a disc, " + "plain, " * (6 * i) + "red")
+    return dataset
+
+
+@pytest.fixture(scope="module")
+def plain(case: Case, base: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without anything special."""
+    folder = tmp_path_factory.mktemp("plain")
+    run(base, dataset, folder, **case.options)
+    return folder
+
+
+def test_steps_read_nothing_back_from_the_device(tmp_path: Path) -> None:
+    case = CASES["qwen_image"]
+    base = case.write(tmp_path / "base")
+
+    def train(folder: Path, steps: int) -> None:
+        given = {"max_train_steps": steps, "log_every_n_steps": 100, "save_every_n_epochs": 9, **case.options}
+        run(base, write_dataset(tmp_path), folder, **given)
+
+    more = asked_by_more_steps(tmp_path, train)
+    assert not more, more
+
+
+@torch.no_grad()
+def test_a_run_leaves_a_lora_that_gives_diffusers_the_output_of_the_running_network(
+    case: Case, base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a disc --w 64 --h 64 --s 2\na disc --w 96 --h 64 --s 2 --l 3 --n plain disc\n")
+    out = tmp_path / "out"
+    settings = {"network_alpha": 3, "learning_rate": 1e-2, "sample_prompts": prompts, "sample_at_first": True}
+    with torch.enable_grad():
+        events = run(base, dataset, out, **case.options, **settings)
+    with Image.open(out / "samples" / "step000004_01.png") as image:
+        assert image.size == (96, 64)
+    pipeline = case.pipeline.from_pretrained(base)
+    ours, plain = case.output(events.task.transformer.eval()), case.output(pipeline.transformer)
+    pipeline.load_lora_weights(out / "lora.safetensors")
+    torch.testing.assert_close(case.output(pipeline.transformer), ours, rtol=1e-4, atol=1e-5)
+    assert (ours - plain).abs().max() > 1e-3
+    with safe_open(out / "lora.safetensors", framework="pt") as file:
+        assert case.metadata.items() <= file.metadata().items()
+
+
+@pytest.mark.parametrize("option", [{"gradient_checkpointing": True}, {"blocks_to_swap": 2}], ids=str)
+def test_checkpointing_and_swapped_blocks_change_nothing(
+    case: Case, base: Path, dataset: Path, plain: Path, tmp_path: Path, option: dict[str, object]
+) -> None:
+    run(base, dataset, tmp_path, **case.options, **option)
+    assert largest_difference(lora(tmp_path), lora(plain)) < SAME_IN_FP32
+
+
+def test_split_files_and_an_fp8_base_train(case: Case, base: Path, dataset: Path, plain: Path, tmp_path: Path) -> None:
+    files = case.split(base, tmp_path / "files", "model.diffusion_model.")
+    parts = {"vae": files.vae, "text_encoder": files.text_encoder, "qwen_tokenizer": files.tokenizer, **case.options}
+    run(files.transformer, dataset, tmp_path / "single", **parts)
+    assert all(torch.equal(a, b) for a, b in zip(lora(tmp_path / "single").values(), lora(plain).values(), strict=True))
+    run(files.transformer, dataset, tmp_path / "fp8", **parts, fp8_scaled=True, fp8_text_encoder=True)
+    whole, small = losses_of(plain), losses_of(tmp_path / "fp8")
+    # fp8 text and weights: a tenth off in the velocity, so a hundredth in the loss, and twice that for luck
+    assert all(0 < abs(a - b) < 0.02 * a for a, b in zip(whole, small, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"guidance_scale": 3.5}, 'guidance_scale: has no effect with model_type = "z_image", which takes no guidance'),
+        ({"t5xxl": "t5.safetensors"}, 't5xxl: has no effect with model_type = "z_image"'),
+        ({"zero_cond_t": "true"}, 'zero_cond_t: has no effect with model_type = "z_image"'),
+    ],
+)
+def test_options_of_other_models_are_refused(option: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(arguments(tmp_path, tmp_path, tmp_path, model_type="z_image", **option))
+
+
+QWEN_KINDS: tuple[Kind, ...] = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
+
+
+@pytest.mark.parametrize("kind", [*QWEN_KINDS, "z_image"])
+def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
+    """A tenth of what predicting nothing would cost, for one image at one noise; the output layer is frozen."""
+    if kind == "z_image":
+        folder = tiny_z_pipeline(tmp_path / "base", layers=1)
+        # attention and MLP alone stop at 0.4 of it: behind the last norm, whose scale they cannot change, it is frozen
+        output, arguments, sampling = "all_final_layer.2-1.linear.weight", ["mod_dim=32"], "shift"
+    else:
+        folder = tiny_qwen_pipeline(tmp_path / "base", kind, blocks=1)  # type: ignore[arg-type]
+        output, arguments, sampling = "proj_out.weight", [], "qwen_shift"
+    family = model_family(ModelConfig(model_type=kind, pretrained_model_name_or_path=str(folder)))
+    transformer = family.load_transformer(torch.float32)
+    transformer.get_parameter(output).mul_(5)  # a random one cannot reach a velocity's size
+    targets = lora_targets()[kind]
+    config = NetworkConfig(network_dim=32, network_alpha=32, network_args=arguments)
+    network = inject_adapter(transformer, parse_network_args(config, targets), targets, seed=0)
+    inputs = (tiny_z_inputs if kind == "z_image" else tiny_qwen_inputs)(1, side=6)
+    text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
+    references = (inputs["latents"].flip(-1),) if "edit" in kind else ()
+    conditions = Conditions(references=references)
+    batch = Batch(inputs["latents"], text, torch.ones(1), None, torch.tensor([3]), conditions=conditions)
+    step = FlowStep(family, FlowConfig(timestep_sampling=sampling), seed=9)
+    losses = learn_by_heart(step, transformer, network, batch)
+    nothing = (noise_for(batch.latents, batch.sample_ids, 9, 0) - batch.latents).square().mean().item()
+    assert losses[-1] < 0.1 * min(nothing, losses[0])
