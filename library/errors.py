@@ -18,7 +18,7 @@ import io
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import wraps
 from typing import TextIO, cast
@@ -102,6 +102,12 @@ def _spelt(character: str) -> str:
     if "\udc80" <= character <= "\udcff":  # a byte that is not UTF-8, as os.fsdecode gives it
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode("ascii")
+
+
+def names_in_short(names: Sequence[object], shown: int = 5) -> str:
+    """Return the first few names, :func:`printable`, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(printable(str(name)) for name in names[:shown]) + more
 
 
 class PrintableStream:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from library.errors import UserError
+from library.errors import UserError, names_in_short
 from library.models.layer_names import LoraTargets
 from library.randomness import generator
 from networks.adapters.base import AdapterLinear
@@ -25,7 +25,7 @@ from networks.adapters.lora import DoRALinear, LoRALinear, init_from_weights, jo
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
 from networks.adapters.orthogonal import BOFTLinear, OFTLinear
 from networks.files.metadata import AlphaTable
-from networks.files.weights import AdapterWeights, names_in_short, same_down
+from networks.files.weights import AdapterWeights, same_down
 from networks.network import AdapterNetwork
 from networks.options import NetworkOptions
 

@@ -14,12 +14,12 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from library.errors import UserError
+from library.errors import UserError, names_in_short
 from library.models.layer_names import LoraTargets
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import LoRALinear
 from networks.files.adapters import LAYOUTS, PartialFit, load_adapter, save_adapter
-from networks.files.weights import TITLES, AdapterWeights, check_strength, names_in_short, same_down
+from networks.files.weights import TITLES, AdapterWeights, check_strength, same_down
 from networks.options import NetworkOptions
 
 

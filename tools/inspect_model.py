@@ -37,7 +37,7 @@ from rich.table import Table
 from rich.text import Text
 
 from library.console import Console
-from library.errors import UserError, counted, exit_on_user_error
+from library.errors import UserError, counted, exit_on_user_error, names_in_short
 from library.files import atomic_path
 from library.training.report.progress import loads_in_table, plain_table
 from tools.command import answer_early, tool_parser, value_range
@@ -66,7 +66,6 @@ from library.models.inspection import Component, ModuleGroup, WeightSet, compone
 from library.precision.checkpoint_layouts import WeightFiles
 from library.training.report.plots import STYLE
 from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
-from networks.files.weights import names_in_short
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.image_stats import ImageStats, ImageStatsIndex
 from library.data.samples import FindSources, Sample, cache_folder
 from library.data.sources import Source, find_sources, is_image, note_frames, stem
-from library.errors import UserError, counted
+from library.errors import UserError, counted, names_in_short
 
 Advance = Callable[[int], None]
 
@@ -282,6 +282,4 @@ def _captions(captions: Iterable[tuple[str, str, bool]]) -> list[Finding]:
 
 
 def _names(paths: Sequence[str]) -> str:
-    names = [Path(path).name for path in paths[:3]]
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(names) + more
+    return names_in_short([Path(path).name for path in paths], 3)

@@ -30,7 +30,7 @@ from library.conditions import ConditionKind
 from library.data.config import Subset, refused_condition_keys
 from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder
 from library.data.images import IMAGE_SUFFIXES
-from library.errors import UserError, counted, did_you_mean
+from library.errors import UserError, counted, did_you_mean, names_in_short
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text, written_path
 
 _NUMBERED = re.compile(r"(.+)_(\d+)")
@@ -194,8 +194,8 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
         )
     if inside:
         warnings.append(
-            f"{subset.where}: {counted(len(inside), 'image')} in folders inside {folder} left out ({_some(inside)}); "
-            "set recursive = true to train on them"
+            f"{subset.where}: {counted(len(inside), 'image')} in folders inside {folder} left out "
+            f"({names_in_short(inside, _MOST_NAMED)}); set recursive = true to train on them"
         )
     if left_out := _left_out(files, names, dangling):
         warnings.append(f"{subset.where}: {left_out}")
@@ -365,19 +365,13 @@ def _left_out(files: dict[str, Stats], images: list[str], dangling: list[str]) -
     if dangling:
         reasons["pipes, devices, or links that lead nowhere"] = sorted(dangling)
     count = sum(map(len, reasons.values()))
-    parts = [f"{_some(names)} ({why})" for why, names in reasons.items()]
+    parts = [f"{names_in_short(names, _MOST_NAMED)} ({why})" for why, names in reasons.items()]
     return f"{counted(count, 'file')} left out: {'; '.join(parts)}" if count else ""
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first few of many names."""
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _some_of(names: Sequence[str], total: int) -> str:
     """Return "2 of 9 images (a.png, b.png)"."""
-    return f"{len(names)} of {counted(total, 'image')} ({_some(names)})"
+    return f"{len(names)} of {counted(total, 'image')} ({names_in_short(names, _MOST_NAMED)})"
 
 
 def note_frames(where: str, frames: Mapping[str, int]) -> list[str]:

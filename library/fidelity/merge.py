@@ -17,7 +17,7 @@ from typing import Literal
 from rich.table import Table
 
 from library.console import Console
-from library.errors import UserError, counted
+from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationPlan
 from library.files import weights_fingerprint
 from library.models.layer_names import LoraTargets
@@ -28,7 +28,7 @@ from library.precision.recipe import Fp8Recipe
 from library.training.report.progress import plain_table
 from networks.files.adapters import AdapterFile, save_adapter
 from networks.files.base import Base, check_target, folder_copy, open_base
-from networks.files.weights import AdapterWeights, LoraWeights, names_in_short
+from networks.files.weights import AdapterWeights, LoraWeights
 from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource, base_notes, partial_notes, plan_updates, read_sources

@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 
 from library.console import Console
-from library.errors import UserError, counted
+from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployments import Models, base_layer, numbers
 from library.models.layer_names import LoraTargets
@@ -25,7 +25,7 @@ from library.training.report.progress import plain_table
 from networks.files.adapters import PRECISIONS, LoraFile, load_lora, save_derived_lora, widest_precision
 from networks.files.base import BaseModule, find_modules, open_base
 from networks.files.metadata import base_mismatch
-from networks.files.weights import LoraWeights, names_in_short
+from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 from networks.merging.refit import Refit, refit_layer
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from library.errors import UserError
+from library.errors import UserError, names_in_short
 from library.files import read_json
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.recipe import Fp8Loader
@@ -108,9 +108,8 @@ def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_ma
 
 def _some(names: Sequence[str]) -> str:
     """Return up to three names as text, and how many more."""
-    shown = ", ".join(repr(name) for name in names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"tensor{'s' if len(names) > 1 else ''} {shown}{more} {'are' if len(names) > 1 else 'is'}"
+    shown = names_in_short([repr(name) for name in names], 3)
+    return f"tensor{'s' if len(names) > 1 else ''} {shown} {'are' if len(names) > 1 else 'is'}"
 
 
 def _assign(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -44,7 +44,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from library.errors import UserError, did_you_mean
+from library.errors import UserError, did_you_mean, names_in_short
 from library.models.layer_names import KeyPlace, KeyRow, LoraTargets, TextEncoderTargets
 from library.models.registry import lora_namings
 from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor, write_safetensors
@@ -70,7 +70,6 @@ from networks.files.weights import (
     OftWeights,
     RowsDependError,
     fold_scale,
-    names_in_short,
     non_lora_kind,
     rank_of,
     same_down,

@@ -45,11 +45,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from library.errors import UserError
+from library.errors import UserError, names_in_short
 from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
 from networks.files.adapters import SAVE_FORMATS, key_stem, layout_of
 from networks.files.metadata import AlphaTable
-from networks.files.weights import KINDS, TITLES, AdapterWeights, LoraWeights, names_in_short, rank_of
+from networks.files.weights import KINDS, TITLES, AdapterWeights, LoraWeights, rank_of
 
 _AB = {"lora_A.weight": "down", "lora_B.weight": "up"}
 _DOWN_UP = {"lora_down.weight": "down", "lora_up.weight": "up", "alpha": "alpha"}

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from library.errors import UserError, counted
+from library.errors import UserError, counted, names_in_short
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import read_entries, read_tensor
 from networks.files.adapters import PRECISIONS, load_adapter
 from networks.files.metadata import read_alphas, weight_file
 from networks.files.readers import READERS, Reader, Reading, read_as, readable, remedy
-from networks.files.weights import AdapterWeights, LokrWeights, LoraWeights, names_in_short
+from networks.files.weights import AdapterWeights, LokrWeights, LoraWeights
 from networks.merging.low_rank import relative_difference, update_norm
 from networks.network import AdapterNetwork
 

@@ -16,7 +16,7 @@ The formulas are ComfyUI's (``comfy/weight_adapter``), whose names the tensors h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from library.config.markers import MOST_STRENGTH
-from library.errors import UserError, printable
+from library.errors import UserError
 
 
 class RowsDependError(ValueError):
@@ -348,12 +348,6 @@ def same_down(a: AdapterWeights, b: AdapterWeights) -> bool:
     if not isinstance(a, LoraWeights) or not isinstance(b, LoraWeights):
         return False
     return a.alpha == b.alpha and a.down.shape == b.down.shape and torch.equal(a.down, b.down)
-
-
-def names_in_short(names: Sequence[str], shown: int = 5) -> str:
-    """Return the first few names and how many more there are."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(map(printable, names[:shown])) + more
 
 
 def check_strength(where: str, strength: float) -> None:

@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from library.errors import UserError
+from library.errors import UserError, names_in_short
 from networks.files.adapters import LoraFile
-from networks.files.weights import LoraWeights, names_in_short
+from networks.files.weights import LoraWeights
 
 _STEP = re.compile(r"-step(\d+)(-|\.|$)")
 _EPOCH = re.compile(r"-(\d{6})(\.|$)")

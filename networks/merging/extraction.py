@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import torch
 
-from library.errors import UserError, counted
+from library.errors import UserError, counted, names_in_short
 from library.models.layer_names import KeyNames, LoraTargets
 from library.precision.checkpoint_layouts import WeightFiles
 from library.randomness import generator
 from library.safetensors_io import read_tensor
 from networks.files.base import Base, BaseModule, find_modules
-from networks.files.weights import LoraWeights, names_in_short
+from networks.files.weights import LoraWeights
 from networks.merging.low_rank import Spectrum, decompose, decompose_to_energy
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from library.errors import UserError
+from library.errors import UserError, names_in_short
 from library.files import weights_fingerprint
 from library.models.layer_names import KeyNames, LoraTargets
 from library.precision.checkpoint_layouts import WeightFiles
@@ -37,7 +37,7 @@ from library.safetensors_io import read_tensor, stream_safetensors
 from networks.files.adapters import PRECISIONS, AdapterFile, PartialFit, load_adapter
 from networks.files.base import Base, BaseModule, check_target, find_modules, folder_copy, open_base, saved_specs
 from networks.files.metadata import base_mismatch
-from networks.files.weights import AdapterWeights, check_strength, names_in_short
+from networks.files.weights import AdapterWeights, check_strength
 
 Updates = Mapping[str, AdapterWeights]  # by module name
 Fits = Mapping[Path, PartialFit]  # by LoRA file; empty where all of each has to fit

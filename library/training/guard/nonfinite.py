@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from library.accelerator import is_sharded, model_parallel_rank_and_size, zero_stage
 from library.data.batches import MicroStep
-from library.errors import UserError
+from library.errors import UserError, names_in_short
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Position
 from library.training.parallel.gather import to_local
@@ -67,8 +67,7 @@ class Diagnosis:
         if self.weights:
             return f"step {self.step}: the {self.trained}'s {self.weights[0]} is not finite before the step begins"
         if self.bad:
-            more = f" and {len(self.bad) - _NAMED} more" if len(self.bad) > _NAMED else ""
-            return f"step {self.step} is not finite: {', '.join(map(str, self.bad[:_NAMED]))}{more}"
+            return f"step {self.step} is not finite: {names_in_short(self.bad, _NAMED)}"
         names = ", ".join(f"{s.name} ({s.metric})" for s in self.suspects[:_NAMED])
         return f"step {self.step} is not finite, though each of its samples by itself is: {names}"
 
