@@ -30,8 +30,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from library.config.markers import split_pairs
 from library.config.schema import NetworkConfig
@@ -51,15 +52,6 @@ _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
     "ggpo_sigma": "gradient-guided perturbation is not available; remove it",
 }
 _INDEX = r"\d{1,9}"
-_PLAIN_KEYS = (
-    "rank_dropout",
-    "module_dropout",
-    "loraplus_lr_ratio",
-    "include_patterns",
-    "exclude_patterns",
-    "split_qkv",
-    "dora_norm",
-)
 _LOKR_KEYS = ("factor", "decompose_both")
 _TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
 _OF_TRANSFORMER = ("dims", "dim_sources", "blocks", "include_patterns", "exclude_patterns", "train_t5xxl", "split_qkv")
@@ -158,8 +150,8 @@ def _blocks_of(template: str) -> list[str]:
 def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:
     """Check the network section against a family's options, before any model is loaded."""
     dim_options = targets.dim_options()
-    text_keys = _TEXT_KEYS if targets.text_encoders else ()
-    known = (*_PLAIN_KEYS, *_LOKR_KEYS, *text_keys, *dim_options, *targets.dim_lists, *targets.block_options)
+    own = [key for key in _PARSERS if targets.text_encoders or key not in _TEXT_KEYS]
+    known = (*own, *dim_options, *targets.dim_lists, *targets.block_options)
     values = _known_pairs(config.network_args, known)
     _check_kind(config, values)
     dims: dict[str, int] = {}
@@ -176,30 +168,23 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
                 sources.update(dict.fromkeys(ranks, option))
             elif option in targets.block_options:
                 blocks[option] = _block_ranges(option, text)
-        ratio = values.get("loraplus_lr_ratio")
-        transformer_ratio = values.get("loraplus_unet_lr_ratio", ratio)
-        text_ratio = values.get("loraplus_text_encoder_lr_ratio", ratio)
+        parsed = {option: _PARSERS[option](option, text) for option, text in values.items() if option in _PARSERS}
+        if not parsed.get("split_qkv", True):
+            _check_joined(config, targets)
+        ratio = parsed.pop("loraplus_lr_ratio", None)
         return NetworkOptions(
             dim=config.network_dim,
             alpha=config.network_alpha,
             dropout=_probability("network_dropout", str(config.network_dropout)),
-            rank_dropout=_probability("rank_dropout", values.get("rank_dropout", "0")),
-            module_dropout=_probability("module_dropout", values.get("module_dropout", "0")),
             dims=dims,
             dim_sources=sources,
             blocks=blocks,
-            include_patterns=_patterns("include_patterns", values.get("include_patterns")),
-            exclude_patterns=_patterns("exclude_patterns", values.get("exclude_patterns")),
-            loraplus_lr_ratio=_ratio("loraplus_lr_ratio", transformer_ratio),
-            loraplus_text_encoder_lr_ratio=_ratio("loraplus_text_encoder_lr_ratio", text_ratio),
-            train_t5xxl=_flag("train_t5xxl", values.get("train_t5xxl", "False")),
+            loraplus_lr_ratio=parsed.pop("loraplus_unet_lr_ratio", ratio),
+            loraplus_text_encoder_lr_ratio=parsed.pop("loraplus_text_encoder_lr_ratio", ratio),
             kind=config.network_type,
             rank_stabilised=config.use_rslora,
             start=config.init_lora_weights,
-            split_qkv=_split_qkv(values.get("split_qkv", "True"), config, targets),
-            dora_norm=_dora_norm(values.get("dora_norm", "auto")),
-            factor=_factor(values.get("factor", "-1")),
-            decompose_both=_flag("decompose_both", values.get("decompose_both", "False")),
+            **parsed,
         )
 
 
@@ -259,9 +244,7 @@ def _flag(option: str, text: str) -> bool:
     return text.lower() == "true"
 
 
-def _ratio(option: str, text: str | None) -> float | None:
-    if text is None:
-        return None
+def _ratio(option: str, text: str) -> float:
     value = _number(option, text)
     if not 0 < value < float("inf"):
         raise UserError(f"{option}={text}: must be above 0; 16 is usual")
@@ -275,26 +258,25 @@ def _number(option: str, text: str) -> float:
         raise UserError(f"{option}={text}: must be a number") from None
 
 
-def _split_qkv(text: str, config: NetworkConfig, targets: LoraTargets) -> bool:
-    split = _flag("split_qkv", text)
-    if not split and (targets.own_names or not any(len(row.parts) > 1 for row in targets.keys.rows)):
+def _check_joined(config: NetworkConfig, targets: LoraTargets) -> None:
+    """Refuse ``split_qkv=False`` where there are no joined layers, or no LoRA on them."""
+    if targets.own_names or not any(len(row.parts) > 1 for row in targets.keys.rows):
         raise UserError(f"split_qkv=False: {targets.family}'s q, k and v are layers of their own; remove it")
-    if not split and config.network_type != "lora":
+    if config.network_type != "lora":
         raise UserError(f"split_qkv=False: network_type {config.network_type} cannot be trained so; remove it")
-    if not split and config.init_lora_weights != "default":
+    if config.init_lora_weights != "default":
         raise UserError(f"split_qkv=False: init_lora_weights {config.init_lora_weights} begins at layers; remove one")
-    return split
 
 
-def _dora_norm(text: str) -> str:
+def _dora_norm(option: str, text: str) -> str:
     if text not in DORA_NORMS:
-        raise UserError(f"dora_norm={text}: must be one of {', '.join(DORA_NORMS)}")
+        raise UserError(f"{option}={text}: must be one of {', '.join(DORA_NORMS)}")
     return text
 
 
-def _factor(text: str) -> int:
+def _factor(option: str, text: str) -> int:
     if not re.fullmatch(r"-1|[1-9]\d{0,8}", text):
-        raise UserError(f"factor={text}: must be a whole number of at least 1, or -1 for one near the square root")
+        raise UserError(f"{option}={text}: must be a whole number of at least 1, or -1 for one near the square root")
     return int(text)
 
 
@@ -327,10 +309,8 @@ def _block_ranges(option: str, text: str) -> tuple[range, ...] | None:
     return tuple(ranges)
 
 
-def _patterns(option: str, text: str | None) -> tuple[str, ...]:
+def _patterns(option: str, text: str) -> tuple[str, ...]:
     """Parse one regular expression, or a Python list of quoted ones."""
-    if text is None:
-        return ()
     found: object = [text]
     if text[:1] in ("[", "'", '"') or text[:2] in ("r'", 'r"'):
         try:
@@ -348,3 +328,17 @@ def _patterns(option: str, text: str | None) -> tuple[str, ...]:
         except re.error as error:
             raise UserError(f"{option}: {pattern!r} is no regular expression ({error}); escape it or fix it") from None
     return tuple(found)
+
+
+_PARSERS: Mapping[str, Callable[[str, str], Any]] = {  # of the options that every family has, or every one with text
+    "rank_dropout": _probability,
+    "module_dropout": _probability,
+    **dict.fromkeys(("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"), _ratio),
+    "include_patterns": _patterns,
+    "exclude_patterns": _patterns,
+    "train_t5xxl": _flag,
+    "split_qkv": _flag,
+    "dora_norm": _dora_norm,
+    "factor": _factor,
+    "decompose_both": _flag,
+}

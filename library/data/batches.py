@@ -110,21 +110,13 @@ class Batch(TensorBatch):
 
 
 @dataclass
-class UnreadBatch:
+class UnreadBatch(TensorBatch):
     """What a data loader's worker gives for a batch of which a cache file is damaged or gone: where its items are.
 
     A worker cannot encode it again: encoders belong to the main process, and their device may too.
     """
 
     items: list[tuple[int, int]]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return itself: nothing lies on a device."""
-        return self
-
-    def pin_memory(self) -> Self:
-        """Return itself (asked for by the data loader)."""
-        return self
 
 
 class CachedDataset(Dataset[Item]):

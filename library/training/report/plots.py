@@ -70,9 +70,9 @@ def plot_runs(runs: Sequence[Path], save_to: Path, log: LogAxes = "auto") -> lis
     the SVG.
 
     Args:
-        runs: one or several; colours repeat after seven. save_to: where the image goes; ``.png`` and
-        ``.svg`` take the place of its suffix. log: logarithmic axes where values span more than a factor of
-        ten ("auto"), for all ("on") or none ("off").
+        runs: one or several; colours repeat after seven.
+        save_to: where the image goes; ``.png`` and ``.svg`` take the place of its suffix.
+        log: logarithmic axes where values span more than a factor of ten ("auto"), for all ("on") or none ("off").
 
     Raises:
         UserError: no run, a run without metrics, or a folder that cannot be written to.
