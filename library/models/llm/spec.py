@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 from library.errors import UserError, did_you_mean
@@ -293,26 +293,20 @@ def config_to_hf(config: LMConfig) -> dict[str, Any]:
     return values
 
 
+_SCALING_FIELDS: dict[type[RopeScaling], tuple[str, tuple[str, ...]]] = {  # transformers' rope_type and names, in order
+    LinearScaling: ("linear", ("factor",)),
+    DynamicNTKScaling: ("dynamic", ("factor",)),  # its original context is max_position_embeddings
+    YarnScaling: (
+        "yarn",
+        ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    ),
+    Llama31Scaling: (
+        "llama3",
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    ),
+}
+
+
 def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    match scaling:
-        case LinearScaling():
-            return {"rope_type": "linear", "factor": scaling.factor}
-        case DynamicNTKScaling():  # its original context is max_position_embeddings
-            return {"rope_type": "dynamic", "factor": scaling.factor}
-        case YarnScaling():
-            return {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_context,
-                "attention_factor": scaling.attention_factor,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-                "truncate": scaling.truncate,
-            }
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_frequency_factor,
-        "high_freq_factor": scaling.high_frequency_factor,
-        "original_max_position_embeddings": scaling.original_context,
-    }
+    kind, names = _SCALING_FIELDS[type(scaling)]
+    return {"rope_type": kind, **dict(zip(names, astuple(scaling), strict=False))}
