@@ -228,7 +228,7 @@ def load_training_state(
 def resolve_resume(resume: str | None, saving: SavingConfig, say: Callable[[str], None]) -> str | None:
     """Tidy the output folder, and return the state to ``resume``: the newest where that is "auto".
 
-    The state is read in full here, once a run and before any model, to see that it is whole.
+    The state is read in full here, before any model and by the main process alone, to see that it is whole.
 
     Args:
         resume: as the configuration has it.

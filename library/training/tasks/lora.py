@@ -218,10 +218,8 @@ class LoraTask(Task):
     def save(self, path: Path, position: Position) -> None:
         saving, now = self.config.saving, time.time()
         facts = {**self.facts, **save_facts(position, self.total_steps, now)}
-        comment, config = (
-            saving.training_comment,
-            json.dumps(without_folders(self.config.model_dump(exclude_none=True))),
-        )
+        comment = saving.training_comment
+        config = json.dumps(without_folders(self.config.model_dump(exclude_none=True)))
         if saving.no_metadata:
             facts, comment, config = {key: facts[key] for key in facts.keys() & LEAST_FACTS}, None, ""
         metadata = build_metadata(

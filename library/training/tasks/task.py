@@ -35,6 +35,7 @@ from library.training.checkpoint.state import (
     Position,
     Stateful,
     begun_position,
+    check_whole,
     read_position,
     refuse_finished,
     resolve_resume,
@@ -346,8 +347,10 @@ class Task(ABC):
         """Put a saved state back; return where training goes on.
 
         Raises:
-            UserError: it is no state, or one of another model, or has nothing left to train.
+            UserError: it is no state, a damaged one, or one of another model, or has nothing left to train.
         """
+        if self.accelerator.is_local_main_process and not self.accelerator.is_main_process:
+            check_whole(Path(folder))  # on another machine than :meth:`own_folder` saw it, which may have a copy
         saved, per_epoch = self.restore(folder), self.batches.batches_per_epoch()
         position = saved.in_epoch_of(per_epoch)
         if saved.batches and saved.epoch_batches not in (None, per_epoch):

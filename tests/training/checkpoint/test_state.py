@@ -6,6 +6,8 @@ import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from library.training.checkpoint.state import (
     resolve_resume,
     save_training_state,
 )
+from library.training.tasks.task import Task
 
 
 def _parts() -> dict[str, torch.optim.Optimizer]:
@@ -181,6 +184,16 @@ def test_a_damaged_state_is_refused_by_name(tmp_path: Path) -> None:
     saved()
     two = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(2)])
     assert "the saved optimizer does not fit this run" in refusal({"optimizer": two})
+
+
+def test_a_copy_of_a_state_on_another_machine_is_looked_at_there(tmp_path: Path) -> None:
+    folder = tmp_path / "x-state"
+    save_training_state(folder, {"a": torch.ones(1)}, _states(), Position(), "base")
+    whole = (folder / "weights.safetensors").read_bytes()
+    (folder / "weights.safetensors").write_bytes(whole[:-1] + b"!")
+    task: Any = SimpleNamespace(accelerator=SimpleNamespace(is_local_main_process=True, is_main_process=False))
+    with pytest.raises(UserError, match=r"weights.safetensors is damaged"):
+        Task.resume(task, str(folder))
 
 
 def test_names_follow_kohyas_pattern(tmp_path: Path) -> None:
