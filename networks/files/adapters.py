@@ -127,6 +127,8 @@ SAVE_FORMATS = ("diffusers", "kohya", "comfy")  # of image models; language mode
 _ROLES = {  # suffix -> the tensor in memory; PEFT may put the adapter's name before ".weight"
     ".lora_A.default.weight": "down",
     ".lora.down.weight": "down",
+    ".lora_A": "down",  # ComfyUI reads it of every model
+    ".lora_B": "up",
     ".lora_linear_layer.down.weight": "down",  # text encoders by diffusers before PEFT
     ".lora_B.default.weight": "up",
     ".lora.up.weight": "up",
@@ -531,6 +533,8 @@ def _modules_of(
 ) -> dict[str, AdapterWeights]:
     """Check one module's tensors and return them under its diffusers names, split if it is fused."""
     alpha = tensors.pop("alpha", None)
+    if {"lokr_w1", "lokr_w2"} <= tensors.keys():
+        alpha = None  # scales nothing; ai-toolkit's of full rank, 9999999999, is infinite in fp16
     kind = KINDS[_kind_of(tensors)]
     _check_tensors(where, kind, tensors, alpha)
     place, rank = module.place, rank_of(tensors)

@@ -17,9 +17,10 @@ musubi-tuner    kohya-ss/musubi-tuner 30c658c            ``utils/lora_utils.py``
 peft            huggingface/peft 0.21.2                  ``utils/save_and_load.py``, ``tuners/lora/``
 ==============  =======================================  ============================================================
 
-*Scale.* alpha / rank, alpha being ``<module>.alpha`` in the file, without one the rank. sd-scripts stops without one.
-diffusers also multiplies by what the header says (``lora_adapter_metadata``), peft by what its ``adapter_config.json``
-says; nobody else reads those.
+*Scale.* alpha / rank, alpha being ``<module>.alpha`` in the file, without one the rank. sd-scripts and musubi-tuner's
+network stop without one. diffusers takes a file with one for a converted one, and then finds no layer of Qwen-Image or
+Z-Image below ``transformer.``. diffusers also multiplies by what the header says (``lora_adapter_metadata``), peft by
+what its ``adapter_config.json`` says; nobody else reads those.
 
 *Fused layers.* A LoRA on the original ``qkv`` is one of q, k and v with their rows of B. Where a program has the fused
 layer itself, that is the same update.
@@ -47,7 +48,7 @@ from torch import Tensor
 
 from library.errors import UserError, names_in_short
 from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
-from networks.files.adapters import SAVE_FORMATS, key_stem, layout_of
+from networks.files.adapters import SAVE_FORMATS, key_stem, layout_of, split_rows
 from networks.files.metadata import AlphaTable
 from networks.files.weights import KINDS, TITLES, AdapterWeights, LoraWeights, rank_of
 
@@ -57,7 +58,12 @@ _MAGNITUDE = {"lora_magnitude_vector": "magnitude"}
 _LOHA = {name: name for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")}
 _LOKR = {name: name for name in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")}
 _OF_MUSUBI = _DOWN_UP | _LOHA | {name: name for name in ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")}
-_OF_COMFYUI = _AB | _DOWN_UP | _LOHA | _LOKR | {"dora_scale": "dora_scale", "oft_blocks": "oft_blocks"}
+_OLD = {"lora.down.weight": "down", "lora.up.weight": "up"}
+_DEFAULT = {"lora_A.default.weight": "down", "lora_B.default.weight": "up"}
+_CONVERTED = _AB | _DEFAULT | _DOWN_UP  # diffusers, of Qwen-Image and Z-Image
+_RARE = {"lora_linear_layer.down.weight": "down", "lora_linear_layer.up.weight": "up", "lora_A": "down", "lora_B": "up"}
+_PAIRS = _AB | _OLD | _DEFAULT | _RARE | _DOWN_UP  # comfy/weight_adapter/lora.py
+_OF_COMFYUI = _PAIRS | _LOHA | _LOKR | {"dora_scale": "dora_scale", "oft_blocks": "oft_blocks"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Keys:
         underscores: dots in the module's name are underscores.
         tensors: what may follow -> the tensor in memory.
         only: regular expression of the modules (diffusers' names) that are known in this form.
+        needs_alpha: without ``.alpha`` it fails, or does not recognise the form.
     """
 
     prefix: str
@@ -77,6 +84,7 @@ class Keys:
     underscores: bool
     tensors: Mapping[str, str]
     only: str = ".*"
+    needs_alpha: bool = False
 
     def place(self, name: str, keys: KeyNames) -> KeyPlace | None:
         """Return the place of a module's name as it stands in a key."""
@@ -101,7 +109,6 @@ class Reader:
         families: model family -> the keys it knows for the transformer; a family that is missing it does not have.
         text: text encoder's component -> the keys it knows for it.
         header: it reads ranks and alphas from the header, or PEFT's config beside the file.
-        needs_alpha: it fails without ``.alpha``.
     """
 
     name: str
@@ -109,7 +116,6 @@ class Reader:
     families: Mapping[str, tuple[Keys, ...]]
     text: Mapping[str, tuple[Keys, ...]] = field(default_factory=dict)
     header: bool = False
-    needs_alpha: bool = False
 
     def place(self, stem: str, targets: LoraTargets) -> Iterable[tuple[Keys, str, KeyPlace]]:
         """Yield each form in which ``stem`` is a module, the component's prefix ("" or "text_encoder."), its place."""
@@ -126,8 +132,9 @@ def _each(names: str, *forms: Keys) -> dict[str, tuple[Keys, ...]]:
 
 
 _FLUX, _QWEN = "flux flux_fill flux_kontext", "qwen_image qwen_image_edit qwen_image_edit_plus"
-_FLUX_BLOCKS = r"(single_)?transformer_blocks\..*"
-_PEFT_KEYS = Keys("transformer.", "diffusers", False, _AB | _MAGNITUDE)
+_FLUX_BLOCKS, _Z_BLOCKS = r"(single_)?transformer_blocks\..*", r"(layers|(noise|context)_refiner)\..*"
+_ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's, and finds no layer of it"}
+_PEFT_KEYS = Keys("transformer.", "diffusers", False, _ALONE)
 _OF_ALL_IN_COMFYUI = (
     Keys("transformer.", "diffusers", False, _OF_COMFYUI),
     Keys("lycoris_", "diffusers", True, _OF_COMFYUI),
@@ -140,23 +147,27 @@ READERS = (
         "diffusers",
         _each(
             _FLUX,
-            _PEFT_KEYS,
+            Keys("transformer.", "diffusers", False, _AB | _OLD | _MAGNITUDE | {"alpha": "alpha"}),
             Keys("lora_unet_", "original", True, _DOWN_UP, _FLUX_BLOCKS),
             Keys("diffusion_model.", "original", False, _DOWN_UP, _FLUX_BLOCKS),
-            Keys("lora_transformer_", "diffusers", True, _DOWN_UP),
+            Keys("lora_transformer_", "diffusers", True, _DOWN_UP, r".*(\.attn\.|embed).*|proj_out|norm_out.*", True),
         )
         | _each(
             _QWEN,
             _PEFT_KEYS,
-            Keys("lora_unet_", "diffusers", True, _DOWN_UP),
-            Keys("diffusion_model.", "diffusers", False, _AB | _DOWN_UP),
+            Keys("lora_unet_", "diffusers", True, _CONVERTED),
+            Keys("diffusion_model.", "diffusers", False, _CONVERTED),
+            Keys("", "diffusers", False, _DEFAULT),
+            Keys("", "diffusers", False, _CONVERTED, needs_alpha=True),
         )
         | _each(
             "z_image",
             _PEFT_KEYS,
-            Keys("lora_unet_", "diffusers", True, _DOWN_UP),
+            Keys("lora_unet_", "diffusers", True, _DOWN_UP | _OLD),
             Keys("lora_unet_", "original", True, _DOWN_UP, r".*attention.*"),
-            Keys("diffusion_model.", "diffusers", False, _AB | _DOWN_UP),
+            Keys("diffusion_model.", "diffusers", False, _CONVERTED | _OLD),
+            Keys("", "diffusers", False, _DEFAULT),
+            Keys("", "diffusers", False, _CONVERTED | _OLD, needs_alpha=True),
         ),
         text={
             "text_encoder": (
@@ -207,19 +218,18 @@ READERS = (
     Reader(
         "sd-scripts",
         "sd-scripts",
-        _each(_FLUX, Keys("lora_unet_", "original", True, _DOWN_UP)),
+        _each(_FLUX, Keys("lora_unet_", "original", True, _DOWN_UP, needs_alpha=True)),
         text={
-            "text_encoder": (Keys("lora_te1_", "original", True, _DOWN_UP),),
-            "text_encoder_2": (Keys("lora_te3_", "original", True, _DOWN_UP),),
+            "text_encoder": (Keys("lora_te1_", "original", True, _DOWN_UP, needs_alpha=True),),
+            "text_encoder_2": (Keys("lora_te3_", "original", True, _DOWN_UP, needs_alpha=True),),
         },
-        needs_alpha=True,
     ),
     Reader(
         "musubi-tuner",
         "musubi-tuner",
-        _each("flux_kontext", Keys("lora_unet_", "original", True, _OF_MUSUBI, _FLUX_BLOCKS))
-        | _each(_QWEN, Keys("lora_unet_", "diffusers", True, _OF_MUSUBI, r"transformer_blocks\..*"))
-        | _each("z_image", Keys("lora_unet_", "diffusers", True, _OF_MUSUBI, r"(layers|(noise|context)_refiner)\..*")),
+        _each("flux_kontext", Keys("lora_unet_", "original", True, _OF_MUSUBI, _FLUX_BLOCKS, True))
+        | _each(_QWEN, Keys("lora_unet_", "diffusers", True, _OF_MUSUBI, r"transformer_blocks\..*", True))
+        | _each("z_image", Keys("lora_unet_", "diffusers", True, _OF_MUSUBI, _Z_BLOCKS, True)),
     ),
     Reader(
         "peft",
@@ -338,17 +348,17 @@ def read_as(
         alphas: component -> what the header, or PEFT's config, says.
         targets: the family's row.
     """
-    modules: dict[tuple[str, str], tuple[KeyPlace, dict[str, str]]] = {}  # component, stem -> place, name -> key
+    modules: dict[tuple[str, str], tuple[Keys, KeyPlace, dict[str, str]]] = {}  # component, stem -> ..., name -> key
     passed_over = []
     for key in tensors:
         if (found := _recognise(reader, key, targets)) is None:
             passed_over.append(key)
             continue
-        component, stem, place, name = found
-        modules.setdefault((component, stem), (place, {}))[1][name] = key
+        form, component, stem, place, name = found
+        modules.setdefault((component, stem), (form, place, {}))[2][name] = key
     reading = Reading({}, {}, passed_over)
-    for (component, _), (place, keys) in modules.items():
-        parts = _read_module(reader, place, {name: tensors[key] for name, key in keys.items()})
+    for (component, _), (form, place, keys) in modules.items():
+        parts = _read_module(form, place, {name: tensors[key] for name, key in keys.items()})
         if parts is None:
             passed_over += keys.values()
             continue
@@ -362,26 +372,26 @@ def read_as(
     return reading
 
 
-def _recognise(reader: Reader, key: str, targets: LoraTargets) -> tuple[str, str, KeyPlace, str] | None:
-    """Return component, stem, place and the tensor's name in memory of a key that the program knows."""
+def _recognise(reader: Reader, key: str, targets: LoraTargets) -> tuple[Keys, str, str, KeyPlace, str] | None:
+    """Return the form, component, stem, place and the tensor's name in memory of a key that the program knows."""
     for dot in (match.start() for match in re.finditer(r"\.", key)):
         stem, tensor = key[:dot], key[dot + 1 :]
         if tensor not in _KNOWN:
             continue
         for form, component, place in reader.place(stem, targets):
             if tensor in form.tensors:
-                return component, stem, place, form.tensors[tensor]
+                return form, component, stem, place, form.tensors[tensor]
     return None
 
 
 _KNOWN = {name for reader in READERS for forms in reader.families.values() for keys in forms for name in keys.tensors}
 
 
-def _read_module(reader: Reader, place: KeyPlace, tensors: dict[str, Tensor]) -> dict[str, AdapterWeights] | None:
+def _read_module(form: Keys, place: KeyPlace, tensors: dict[str, Tensor]) -> dict[str, AdapterWeights] | None:
     """Return a module's weights under diffusers' names, None if the program can do nothing with them."""
     alpha = tensors.pop("alpha", None)
     kind = next((each for each in KINDS.values() if set(tensors) in each.complete), None)
-    if kind is None or (reader.needs_alpha and alpha is None):
+    if kind is None or (form.needs_alpha and alpha is None):
         return None
     if kind.kind == "oft" and tensors["oft_blocks"].ndim == 4:
         kind = KINDS["boft"]
@@ -389,9 +399,9 @@ def _read_module(reader: Reader, place: KeyPlace, tensors: dict[str, Tensor]) ->
     weights = kind.of(tensors, float(rank if alpha is None else alpha))
     if place.part is not None:
         return {place.modules[place.part]: weights}
-    if not isinstance(weights, LoraWeights):
-        return {place.modules[0]: weights} if len(place.modules) == 1 else None
     try:
+        if not isinstance(weights, LoraWeights):
+            return {place.modules[part]: of_rows for part, of_rows in split_rows(place.row, weights).items()}
         rows = place.row.part_rows(weights.up.shape[0], weights.down.shape[1])
     except ValueError:
         return None

@@ -59,6 +59,14 @@ def write(path: Path, stem: str, tensors: dict[str, Tensor], metadata: dict[str,
     return path
 
 
+def test_ai_toolkits_lokr_of_full_rank_has_an_alpha_that_means_nothing(tmp_path: Path) -> None:
+    w1, w2 = torch.randn(4, 4), torch.randn(8, 8)
+    alpha = torch.tensor(9999999999).half()  # its lokr_full_rank, saved in fp16: infinity
+    tensors = {"lokr_w1": w1, "lokr_w2": w2, "alpha": alpha}
+    (module,) = load_adapter(write(tmp_path / "a.safetensors", STEM, tensors), FLUX_TARGETS).weights.values()
+    close(module.apply(base(), 1.0), base().double() + torch.kron(w1.double(), w2.double()))
+
+
 def decomposed(kind: str, axis: int) -> tuple[dict[str, Tensor], Tensor]:
     """Return tensors with a ``dora_scale`` of rows (axis 1 is summed) or columns (axis 0), and m V / |V|."""
     weight = base().double()

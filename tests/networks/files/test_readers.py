@@ -6,12 +6,14 @@ file's tensors is a few lines here, from the same sources as ``networks.files.re
 
 from __future__ import annotations
 
+import inspect
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, ZImagePipeline
+from diffusers import FluxPipeline, QwenImagePipeline, ZImagePipeline
 from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
@@ -147,6 +149,76 @@ def test_diffusers_own_loader_does_what_the_rules_say(family: str, save_format: 
     assert loaded.keys() == readable(diffusers, network.modules, network.targets, save_format)
     for name, delta in updates(network).items():
         assert apart(loaded[name].get_delta_weight("x").double(), delta) < 1e-6
+
+
+# What precedes a module's name in published files -> whether dots are underscores in it.
+PREFIXES = {"transformer.": False, "diffusion_model.": False, "": False, "lora_unet_": True, "lora_transformer_": True}
+PAIRS = [
+    ("lora_A.weight", "lora_B.weight"),
+    ("lora_A.default.weight", "lora_B.default.weight"),
+    ("lora_down.weight", "lora_up.weight"),
+    ("lora.down.weight", "lora.up.weight"),
+]
+FOREIGN = [
+    *[(family, prefix) for family in ("qwen_image", "z_image") for prefix in PREFIXES if prefix != "lora_transformer_"],
+    ("flux", "transformer."),
+    ("flux", "lora_transformer_"),
+]
+
+
+@pytest.mark.parametrize(("family", "prefix"), FOREIGN)
+def test_of_foreign_files_too_the_rules_say_what_diffusers_own_loader_does(
+    family: str, prefix: str, tmp_path: Path
+) -> None:
+    make, targets = MODELS[family]
+    pipeline = {"flux": FluxPipeline, "qwen_image": QwenImagePipeline, "z_image": ZImagePipeline}[family]
+    layer = next(name for name, module in make().named_modules() if name.endswith("attn.to_q") or "to_k" in name)
+    mlp = next(name for name, module in make().named_modules() if name.endswith(("ff.net.2", "img_mlp.net.2", "w1")))
+    for (down, up), alpha, name in product(PAIRS, (True, False), (layer, mlp)):
+        if (prefix, down) == ("transformer.", "lora_down.weight") and family == "flux":
+            continue  # read without its alpha: not claimed
+        model, stem = make(), prefix + (name.replace(".", "_") if PREFIXES[prefix] else name)
+        linear, random = model.get_submodule(name), torch.Generator().manual_seed(0)
+        a = torch.randn(4, linear.in_features, generator=random)
+        b = torch.randn(linear.out_features, 4, generator=random)
+        tensors = {f"{stem}.{down}": a, f"{stem}.{up}": b} | ({f"{stem}.alpha": torch.tensor(2.0)} if alpha else {})
+        save_file(tensors, tmp_path / "a.safetensors")
+        expected = b.double() @ a.double() * (0.5 if alpha else 1.0)
+        pipe = pipeline(**(dict.fromkeys(inspect.signature(pipeline).parameters) | {"transformer": model}))
+        try:
+            pipe.load_lora_weights(str(tmp_path / "a.safetensors"), adapter_name="x")
+            found = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+            real = found.keys() == {name} and apart(found[name].get_delta_weight("x").double(), expected) < 1e-5
+        except Exception:  # any refusal, and tensors that were never filled
+            real = False
+        meant = {name: LoraWeights(a, b, 2.0 if alpha else 4.0)}
+        ours = next(
+            each for each in loads_in(tmp_path / "a.safetensors", meant, targets) if each.program == "diffusers"
+        )
+        assert ours.is_right == real, (down, alpha, name)
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, ("lora_A", "lora_B")])
+def test_comfyui_and_we_read_every_spelling_of_a_pair(pair: tuple[str, str], tmp_path: Path) -> None:
+    name = "transformer_blocks.0.attn.to_q"
+    tensors = {f"{name}.{pair[0]}": torch.randn(4, 32), f"{name}.{pair[1]}": torch.randn(32, 4)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    meant = load_adapter(tmp_path / "a.safetensors", FLUX_TARGETS).weights
+    assert meant.keys() == {name}
+    found = {each.program: each for each in loads_in(tmp_path / "a.safetensors", meant, FLUX_TARGETS)}
+    assert found["ComfyUI"].is_right
+
+
+def test_a_loha_that_was_trained_on_the_joined_layer_is_read_by_rows(tmp_path: Path) -> None:
+    stem = "lora_unet_double_blocks_0_img_attn_qkv"
+    shapes = {"hada_w1_a": (96, 2), "hada_w1_b": (2, 32), "hada_w2_a": (96, 2), "hada_w2_b": (2, 32)}
+    tensors = {f"{stem}.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    save_file(tensors | {f"{stem}.alpha": torch.tensor(1.0)}, tmp_path / "a.safetensors")
+    meant = load_adapter(tmp_path / "a.safetensors", FLUX_KONTEXT_TARGETS).weights
+    found = {each.program: each for each in loads_in(tmp_path / "a.safetensors", meant, FLUX_KONTEXT_TARGETS)}
+    # ComfyUI and musubi-tuner have the joined layer itself
+    assert {program for program, each in found.items() if each.is_right} == {"ComfyUI", "musubi-tuner"}
+    assert found["ComfyUI"].layers == 3
 
 
 def test_z_images_kohya_files_have_the_names_of_musubi_tuners_layers(tmp_path: Path) -> None:
@@ -353,16 +425,16 @@ def test_musubi_tuners_two_readings_of_a_lokr_are_the_trained_update(
         stem = f"lora_unet_{name.replace('.', '_')}"
         here = {key.removeprefix(f"{stem}."): t for key, t in tensors.items() if key.startswith(f"{stem}.")}
         w2 = here["lokr_w2"] if "lokr_w2" in here else here["lokr_w2_a"] @ here["lokr_w2_b"]
-        product = torch.kron(here["lokr_w1"], w2)
+        kron = torch.kron(here["lokr_w1"], w2)
         alpha, dim = float(here["alpha"]), here["lokr_w2_a"].shape[1] if "lokr_w2_a" in here else None
         with torch.no_grad():
             expected = (layer(torch.eye(layer.in_features).double()) - layer.bias).t() - layer.weight
         # lokr.py, merge_weights_to_tensor: *_generate_image.py
-        assert apart(product * (alpha / dim if dim else 1.0), expected) < 1e-6
+        assert apart(kron * (alpha / dim if dim else 1.0), expected) < 1e-6
         # lokr.py, LoKrInfModule: the layer's own cut decides, not the file's
         dim = dim or max(here["lokr_w2"].shape)
         largest = max(max(factorization(size, -1)) for size in expected.shape)
-        assert apart(product * (alpha / dim if dim < largest / 2 else 1.0), expected) < 1e-6
+        assert apart(kron * (alpha / dim if dim < largest / 2 else 1.0), expected) < 1e-6
 
 
 def test_a_format_from_which_nobody_reads_a_layer_is_told() -> None:
