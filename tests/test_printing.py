@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import os
@@ -82,6 +83,19 @@ def test_a_string_is_one_line_and_a_text_or_several_strings_are_several() -> Non
     assert out.getvalue().startswith("b\\nfake line")
     console.print(Text("two\nlines"))
     assert out.getvalue().endswith("two\nlines\n")
+
+
+def test_no_code_prints_a_string_of_several_lines_on_the_console() -> None:
+    """It would be shown as one, with the line's end spelt: several strings or a Text are meant."""
+    found = []
+    for path in [p for folder in ("library", "networks", "tools", "dev") for p in (ROOT / folder).rglob("*.py")]:
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func).endswith(("console.print", "progress.note", "self.note", "say")):
+                texts = [arg for arg in call.args if not ast.unparse(arg).startswith("Text(")]
+                parts = [part.value for arg in texts for part in ast.walk(arg) if isinstance(part, ast.Constant)]
+                if any(isinstance(part, str) and "\n" in part for part in parts):
+                    found.append(f"{path.name}:{call.lineno}")
+    assert found == []
 
 
 @pytest.mark.parametrize("tool", ["inspect_model", "convert_lora", "merge_lora", "check_dataset"])
