@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -81,6 +82,14 @@ class Script:
 
     def has_ended(self) -> bool:
         return self._process.exitcode is not None
+
+    def state(self) -> str:
+        """Return what each thread of the process is doing, where Linux tells it: running, or what it waits for."""
+        found = []
+        for task in Path(f"/proc/{self.pid}/task").glob("*"):
+            with suppress(OSError):
+                found.append((task / "stat").read_text().rpartition(")")[2].split()[0] + (task / "wchan").read_text())
+        return f"threads: {', '.join(found) or 'none'}"
 
     def wait(self, limit: float = LIMIT) -> subprocess.CompletedProcess[str]:
         """Return exit code, output and errors once it has ended.

@@ -53,6 +53,8 @@ def main() -> None:
     own, rest = parser.parse_known_args(sys.argv[1:])
     if not 0 < own.lr_from < own.lr_to or own.range_steps < 2:
         raise UserError("lr_from: a sweep needs 0 < lr_from < lr_to and at least 2 range_steps; change them")
+    if own.save_to is not None and not own.save_to.name:
+        raise UserError(f"--save_to {own.save_to}: a folder; name what is to be written in it, without ending")
     config = load_config(rest)
     from library.training.optim.lr_range import as_lines, draw
 

@@ -70,6 +70,8 @@ def migrate(command: Command, save_to: Path, source: str, overwrite: bool = Fals
         values.setdefault("mixed_precision", command.launcher["mixed_precision"])
     translation = translate(values, origins, fields(), tool)
     translation.notes += given.notes
+    if save_to.suffix != ".toml":
+        raise UserError(f"--save_to {save_to}: the configuration is TOML; give it a name that ends in .toml")
     described = _move_dataset_keys(translation, save_to)
     config = _without_refused_args(translation, validated(translation.values, translation.origins))
     try:

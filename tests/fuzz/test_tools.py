@@ -23,10 +23,11 @@ from PIL import Image
 from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
+from tests import fuzz
 from tests.forked import ROOT, Script
 from tests.fuzz import CASES, SEED, outcomes
+from tests.networks.conftest import make_flux
 
-CPU_SECONDS, WALL_SECONDS, MEBIBYTES = 10.0, 120.0, 1024
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 WORDS = [
     "", "nan", "inf", "-inf", "1e400", "-1", "0", "1" * 30, "1" * 5000, "a" * 5000, "~nobody-of-this-name/x", "/",
@@ -69,17 +70,42 @@ def make_files(folder: Path) -> None:
     (folder / "llm.toml").write_text(
         'data_dir = "nowhere"\npreset = "llama-tiny"\nmax_train_steps = 3\n', encoding="utf-8"
     )
-    (folder / "text.jsonl").write_text('{"text": "one two"}\n{"text": "three"}\n' * 5, encoding="utf-8")
+    (folder / "text.jsonl").write_text('{"text": "one two"}\n{"text": "three"}\n' * 300, encoding="utf-8")
+    shutil.copytree(folder / "images", folder / "sets" / "2_cat")
+    model = make_flux()
+    model.save_pretrained(folder / "base")
+    model.proj_out.weight.data += torch.ones_like(model.proj_out.weight)
+    model.save_pretrained(folder / "tuned")
+    kohya: dict[str, object] = {
+        "network_dim": 4,
+        "unet_lr": 1e-4,
+        "max_train_epochs": 3,
+        "optimizer_type": "AdamW8bit",
+        "seed": 1,
+    }
+    words = {"pretrained_model_name_or_path": "flux1-dev.safetensors", "output_name": "cat", "train_data_dir": "sets"}
+    kohya |= words
+    toml = "".join(f"{key} = {value!r}\n" for key, value in kohya.items())
+    (folder / "kohya.toml").write_text(toml, encoding="utf-8")
+    flags = " \\\n ".join(f"--{key}={value}" for key, value in kohya.items())
+    (folder / "train.sh").write_text(f"accelerate launch flux_train_network.py {flags} --sdpa\n", encoding="utf-8")
     (folder / "folder").mkdir()
     (folder / "loop").symlink_to("loop")
     os.mkfifo(folder / "pipe")
 
 
+NEEDS_LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="measures by what Linux tells")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
 # the script, its words, and the files among them that are damaged
 COMMANDS = [
     ("tools/inspect_model.py", ["a.safetensors", "--modules"], ["a.safetensors"]),
     ("tools/inspect_model.py", ["a.safetensors", "--save_to", "o.png"], ["a.safetensors"]),
-    ("tools/convert_lora.py", ["a.safetensors", "o.safetensors", "--save_format", "kohya"], ["a.safetensors"]),
+    (
+        "tools/convert_lora.py",
+        ["--lora", "a.safetensors", "--save_to", "o.safetensors", "--save_format", "kohya"],
+        ["a.safetensors"],
+    ),
     (
         "tools/merge_lora.py",
         ["--lora", "a.safetensors:0.5", "b.safetensors", "--save_to", "o.safetensors"],
@@ -92,9 +118,26 @@ COMMANDS = [
     ),
     (
         "tools/ema_lora.py",
-        ["a.safetensors", "b.safetensors", "--save_to", "o.safetensors", "--beta", "0.9"],
+        ["--lora", "a.safetensors", "b.safetensors", "--save_to", "o.safetensors", "--beta", "0.9"],
         ["a.safetensors"],
     ),
+    (
+        "tools/merge_lora.py",
+        ["--model", "base", "--lora", "a.safetensors", "--save_to", "o", "--save_precision", "bf16"],
+        ["base/config.json", f"base/{WEIGHTS}", "a.safetensors"],
+    ),
+    (
+        "tools/quantize_model.py",
+        ["--model", "base", "--save_to", "o.safetensors", "--layout", "plain"],
+        ["base/config.json", f"base/{WEIGHTS}"],
+    ),
+    (
+        "tools/extract_lora.py",
+        ["--model_org", "base", "--model_tuned", "tuned", "--save_to", "o.safetensors", "--dim", "2"],
+        ["tuned/config.json", f"tuned/{WEIGHTS}"],
+    ),
+    ("tools/migrate_config.py", ["kohya.toml", "--save_to", "o.toml"], ["kohya.toml"]),
+    ("tools/migrate_config.py", ["train.sh", "--save_to", "o.toml"], ["train.sh"]),
     ("tools/plot_lr.py", ["metrics.jsonl", "--save_to", "o.png"], ["metrics.jsonl"]),
     ("tools/check_dataset.py", ["d.toml", "--report", "o.html"], ["d.toml", "images/0.png", "images/1.caption"]),
     ("tools/check_dataset.py", ["l.toml"], ["l.toml", "listed.jsonl"]),
@@ -152,19 +195,30 @@ def run_case(number: int, folder: Path) -> None:
         file = folder / draw.choice(files)
         file.write_bytes(damage(file.read_bytes(), draw))
     else:
-        words[draw.randrange(len(words))] = draw.choice(WORDS)
-    case = f"FUZZ_SEED={SEED} case {number}: {script} {[word[:60] for word in words]}"
-    begun, used = time.monotonic(), 0.0
-    running = Script(ROOT / script, words, folder)
-    first = last = None
-    while not running.has_ended():
+        at, word = draw.randrange(len(words)), draw.choice(WORDS)
+        writes = word == "/" and words[at - 1] in ("--save_to", "--report")
+        words[at] = "/proc" if writes else word  # root may write into "/", but nobody puts a file there
+    check(f"FUZZ_SEED={SEED} case {number}: {script} {[word[:60] for word in words]}", ROOT / script, words, folder)
+
+
+def check(case: str, script: Path, words: list[str], folder: Path) -> int:
+    """Run a script in ``folder``, hold it to all that is asked of a tool, and return its exit code."""
+    beside = sorted(folder.parent.iterdir())
+    begun, used, more = time.monotonic(), 0.0, 0.0
+    running = Script(script, words, folder)
+    first = None
+    while not running.has_ended() and time.monotonic() - begun < fuzz.WALL_SECONDS:
         if (now := peak_of(running.pid)) is not None:
-            first, last = first or now, now
-            used = now[1]
-        if used > CPU_SECONDS or time.monotonic() - begun > WALL_SECONDS:
+            first = first or now
+            more, used = (now[0] - first[0]) / 1024, now[1]
+        if used > fuzz.CPU_SECONDS or more > fuzz.MEBIBYTES:
             break
         time.sleep(0.01)
-    done = running.wait(limit=0.01 if used > CPU_SECONDS else 1.0)
+    state = running.state()
+    try:
+        done = running.wait(limit=1.0)
+    except AssertionError as late:
+        raise AssertionError(f"{case}: {used:.1f} s of computing, {more:.0f} MiB; {state}\n{late}") from None
     said = f"{case}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     assert done.returncode in (0, 2), said
     assert "Traceback" not in done.stderr, said
@@ -172,21 +226,43 @@ def run_case(number: int, folder: Path) -> None:
     if done.returncode == 2:
         _, error, lines = done.stderr.rpartition("error: ")
         assert error, said
-        assert script.startswith("train") or "\n" not in lines.strip(), said  # a configuration: a line a mistake
-    if first is not None and last is not None:
-        assert last[0] - first[0] < MEBIBYTES * 1024, f"{said}\n{(last[0] - first[0]) / 1024:.0f} MiB"
+        assert script.name.startswith("train") or "\n" not in lines.strip(), said  # a configuration: a line a mistake
+    assert used <= fuzz.CPU_SECONDS, f"{said}\n{used:.0f} s of computing"
+    assert more <= fuzz.MEBIBYTES, f"{said}\n{more:.0f} MiB"
+    assert sorted(folder.parent.iterdir()) == beside, f"{said}\nwrote beside its folder"
+    assert (folder / "pipe").is_fifo(), f"{said}\nput a file in the pipe's place"
+    assert all(Path(device).is_char_device() for device in ("/dev/null", "/dev/zero")), f"{said}\nhit a device"
     outcomes["taken" if done.returncode == 0 else "refused"] += 1
+    return done.returncode
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="measures by what Linux tells of a process")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands read, undamaged."""
+    folder = tmp_path_factory.mktemp("whole")
+    make_files(folder)
+    return folder
+
+
+def copy_of(whole: Path, folder: Path) -> Path:
+    """Copy what the commands read into ``folder``."""
+    shutil.copytree(whole, folder, symlinks=True, ignore=shutil.ignore_patterns("pipe"))
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+@NEEDS_LINUX
+@pytest.mark.parametrize(("script", "words"), [command[:2] for command in COMMANDS], ids=range(len(COMMANDS)))
+def test_every_command_works_before_it_is_damaged(whole: Path, tmp_path: Path, script: str, words: list[str]) -> None:
+    expected = 2 if script.startswith("train") else 0  # these have no model: what is tried is their configuration
+    assert check(script, ROOT / script, words, copy_of(whole, tmp_path / "x")) == expected
+
+
+@NEEDS_LINUX
 @pytest.mark.parametrize("part", range(4))
-def test_any_damage_to_a_tools_files_and_words_ends_in_a_line(tmp_path: Path, part: int) -> None:
-    (tmp_path / "w").mkdir()
-    make_files(tmp_path / "w")
+def test_any_damage_to_a_tools_files_and_words_ends_in_a_line(whole: Path, tmp_path: Path, part: int) -> None:
     each = max(2, CASES // 200)
     for number in range(part * each, (part + 1) * each):
-        folder = tmp_path / str(number)
-        shutil.copytree(tmp_path / "w", folder, symlinks=True, ignore=shutil.ignore_patterns("pipe"))
-        os.mkfifo(folder / "pipe")
+        folder = copy_of(whole, tmp_path / str(number))
         run_case(number, folder)
         shutil.rmtree(folder)

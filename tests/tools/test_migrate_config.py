@@ -284,3 +284,22 @@ def test_a_file_that_is_there_is_replaced_only_when_asked(
     monkeypatch.setattr(sys, "argv", [*command, "--overwrite"])
     main()
     assert "networks.lora_flux" not in (tmp_path / "my.toml").read_text()
+
+
+@pytest.mark.parametrize("target", ["/", "", ".", "..", "my", "/dev/null", "/.toml"])
+def test_what_is_no_name_of_a_toml_is_refused(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sets" / "1_cat").mkdir(parents=True)
+    (tmp_path / "kohya.toml").write_text('pretrained_model_name_or_path = "x"\ntrain_data_dir = "sets"\n')
+    monkeypatch.setattr(sys, "argv", ["migrate_config.py", "--save_to", target, "kohya.toml"])
+    from tools.migrate_config import main
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kohya.toml", "sets"]
