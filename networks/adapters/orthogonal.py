@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from library.errors import UserError
 from networks.adapters.base import AdapterLinear, fill, new_parameter
-from networks.files.weights import cayley, rotate
+from networks.files.weights import AdapterWeights, OftWeights, cayley, rotate
 
 
 class OFTLinear(AdapterLinear):
@@ -44,6 +44,11 @@ class OFTLinear(AdapterLinear):
     def initialise(self, generator: torch.Generator) -> None:
         """Set the blocks to zero, R to the identity."""
         fill(self.oft_blocks, torch.zeros(self.oft_blocks.shape))
+
+    def load_weights(self, weights: AdapterWeights) -> bool:
+        """Copy P, less what the file's limit takes off: there is none here, and the rotation is the file's."""
+        assert isinstance(weights, OftWeights)
+        return super().load_weights(weights.without_limit())
 
     def changed(self, out: Tensor, x: Tensor) -> Tensor:
         """Rotate ``out``, but for the bias."""

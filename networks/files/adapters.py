@@ -538,8 +538,11 @@ def _modules_of(
     kind = KINDS[_kind_of(tensors)]
     _check_tensors(where, kind, tensors, alpha)
     place, rank = module.place, rank_of(tensors)
+    if kind.kind == "lokr" and not rank and stated is not None:
+        why = "which PEFT scales by its config's alpha / r"
+        raise UserError(f"{where}: is a LoKr without low rank, {why}; merge it with peft (merge_and_unload)")
     name = place.original if place.part is None or module.encoder else place.modules[place.part]
-    value = float(rank) if stated is None or "down" not in tensors else stated.alpha_of(name, rank)
+    value = float(rank) if stated is None or not rank else stated.alpha_of(name, rank)
     value = float(alpha) if alpha is not None else value
     component = f"{module.encoder.name}." if module.encoder else ""
     if "down" in tensors:

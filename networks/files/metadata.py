@@ -166,7 +166,7 @@ class AlphaTable:
     """The alphas a PEFT config states.
 
     Attributes:
-        alpha: ``lora_alpha``; None: each module's rank.
+        alpha: ``lora_alpha``, LoHa's and LoKr's ``alpha``; None: each module's rank.
         patterns: ``alpha_pattern``, regular expression -> alpha; the first that matches counts.
         rank_stabilised: ``use_rslora``: the scale is alpha / sqrt(rank).
     """
@@ -211,7 +211,7 @@ def _alpha_table(source: str, text: str, prefix: str, dora: bool = False) -> Alp
         raise UserError(f"{source}: not a JSON object ({error}); save the LoRA again") from None
     if config.get("use_dora") and not dora:
         raise UserError(f"{source}: this is a DoRA, which is more than a LoRA; it cannot be read")
-    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
+    alpha, patterns = config.get("lora_alpha", config.get("alpha")), config.get("alpha_pattern") or {}
     try:
         numbers = [*patterns.values()] if alpha is None else [alpha, *patterns.values()]
         sound = all(math.isfinite(number) for number in numbers) and all(re.compile(pattern) for pattern in patterns)

@@ -281,11 +281,16 @@ class OftWeights(AdapterWeights):
 
     def apply(self, weight: Tensor, strength: float) -> Tensor:
         """W + strength * (R W - W)."""
+        blocks = self.without_limit().tensors["oft_blocks"]
+        return weight + strength * (rotate(weight.t(), cayley(blocks)).t() - weight)
+
+    def without_limit(self) -> Self:
+        """Return the same rotation in fp32 with what its limit takes off |Q| taken off P."""
         blocks = self.tensors["oft_blocks"].float()
         if self.alpha > 0:
             size = (blocks - blocks.transpose(-1, -2)).norm() + 1e-8
             blocks = blocks * min(1.0, self.alpha / float(size))
-        return weight + strength * (rotate(weight.t(), cayley(blocks)).t() - weight)
+        return self.of({"oft_blocks": blocks}, 0.0)
 
     def of_rows(self, rows: Tensor) -> OftWeights:
         """See the base class."""

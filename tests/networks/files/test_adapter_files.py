@@ -199,6 +199,22 @@ def test_going_on_with_another_alpha_keeps_the_update_and_the_configs_alpha(
     torch.testing.assert_close(run_flux(other), run_flux(model), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["oft", "boft"])
+def test_going_on_from_a_limited_rotation_begins_with_the_files(kind: str, tmp_path: Path) -> None:
+    path = save(trained(kind)[1], tmp_path / "a.safetensors")
+    tensors = load_file(path)
+    limits = {key: torch.tensor(0.001) for key in tensors if key.endswith(".alpha")}  # 0.032 for 32 outputs
+    save_file(tensors | limits, path)
+    model, fresh = trained(kind)
+    fresh.load_file(path)
+    for name, module in load_adapter(path, FLUX_TARGETS).weights.items():
+        layer = fresh.modules[name]
+        with torch.no_grad():
+            found = (layer(torch.eye(layer.in_features)) - layer.bias).t()
+        torch.testing.assert_close(found, module.apply(layer.weight, 1.0), rtol=1e-4, atol=1e-5)
+    assert not torch.equal(run_flux(model), run_flux(make_flux()))
+
+
 def test_only_layouts_that_can_be_asked_for_are_offered() -> None:
     with pytest.raises(UserError, match="set save_format = diffusers or comfy$"):
         check_save_format("dora", "kohya")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoHaConfig, LoKrConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -65,6 +67,28 @@ def test_ai_toolkits_lokr_of_full_rank_has_an_alpha_that_means_nothing(tmp_path:
     tensors = {"lokr_w1": w1, "lokr_w2": w2, "alpha": alpha}
     (module,) = load_adapter(write(tmp_path / "a.safetensors", STEM, tensors), FLUX_TARGETS).weights.values()
     close(module.apply(base(), 1.0), base().double() + torch.kron(w1.double(), w2.double()))
+
+
+@pytest.mark.parametrize(
+    "config", [LoHaConfig(r=4, alpha=9), LoKrConfig(r=2, alpha=9, alpha_pattern={"to_q": 5})], ids=str
+)
+def test_a_folder_of_pefts_has_the_alpha_of_its_config(config: LoHaConfig | LoKrConfig, tmp_path: Path) -> None:
+    config.target_modules, config.init_weights = {"to_q", "to_k"}, False
+    model = get_peft_model(make_flux(), config)
+    model.save_pretrained(tmp_path)
+    read = load_adapter(tmp_path, FLUX_TARGETS).weights
+    layers = {n.removeprefix("base_model.model."): m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    assert read.keys() == layers.keys()
+    for name, layer in layers.items():
+        weight = layer.get_base_layer().weight.detach()
+        close(read[name].apply(weight, 1.0), weight.double() + layer.get_delta_weight("default").detach().double())
+
+
+def test_a_lokr_of_pefts_without_low_rank_is_refused(tmp_path: Path) -> None:
+    config = LoKrConfig(r=64, alpha=9, target_modules=["to_q"])
+    get_peft_model(make_flux(), config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"is a LoKr without low rank, .*; merge it with peft"):
+        load_adapter(tmp_path, FLUX_TARGETS)
 
 
 def decomposed(kind: str, axis: int) -> tuple[dict[str, Tensor], Tensor]:
