@@ -57,6 +57,9 @@ class NotFiniteError(UserError):
     """Numbers that are not finite where a picture should be made of them."""
 
 
+_MOST_SHOWN = 2000  # characters of a line
+
+
 def reason_of(error: BaseException) -> str:
     """Return the first line of what another package's exception says, or its name if it says nothing."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -135,7 +138,12 @@ def one_line(error: UserError) -> str:
 
     A configuration with several problems keeps a line for each of them; no other message has more than one.
     """
-    return "\n".join(map(_without_traceback, map(str, error.args)))
+    return "\n".join(_shortened(_without_traceback(str(line))) for line in error.args)
+
+
+def _shortened(line: str) -> str:
+    """Return ``line`` without its middle where somebody's value of thousands of characters stands in it."""
+    return line if len(line) <= _MOST_SHOWN else f"{line[: _MOST_SHOWN - 400]} [...] {line[-400:]}"
 
 
 def _without_traceback(text: str) -> str:

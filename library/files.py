@@ -34,7 +34,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -378,6 +378,18 @@ def read_toml(path: str | Path, remedy: str = "check the path") -> tuple[dict[st
         raise UserError(f"{path}: not valid TOML ({error}); correct it") from None
     _refuse_depth(tables, str(path))
     return tables, text
+
+
+def toml_text(tables: Mapping[str, Any]) -> str:
+    """Return ``tables`` as TOML; toml's own encoder fails on control characters, and on backslashes before an x."""
+    encoder: Any = toml.TomlEncoder()
+    encoder.dump_funcs[str] = toml_string
+    return str(toml.dumps(tables, encoder))
+
+
+def toml_string(text: str) -> str:
+    """Return ``text`` as a string of TOML, whose escapes are JSON's."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_json(path: str | Path, remedy: str = "download it again") -> dict[str, Any]:

@@ -50,6 +50,13 @@ def test_an_error_is_one_line_whatever_is_in_it_and_several_problems_are_several
     assert one_line(UserError("one\n", "two")).splitlines() == ["one", "two"]
 
 
+def test_a_value_of_a_book_is_cut_in_an_error_that_keeps_its_place_and_its_remedy() -> None:
+    shown = one_line(UserError(f"run.toml:3: seed: '{'a' * 70_000}' does not fit; should be a number"))
+    assert len(shown) < 2100
+    assert shown.startswith("run.toml:3: seed: 'aaa")
+    assert shown.endswith("aaa' does not fit; should be a number")
+
+
 def test_print_goes_through_the_filter_and_richs_own_colours_past_it() -> None:
     out = io.StringIO()
     stream = PrintableStream(out)

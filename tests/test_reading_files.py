@@ -7,10 +7,12 @@ import re
 import shutil
 import socket
 import threading
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import toml
 
 from library.errors import UserError
 from library.files import (
@@ -21,6 +23,7 @@ from library.files import (
     read_json_lines,
     read_text,
     read_toml,
+    toml_text,
     weights_fingerprint,
 )
 from library.safetensors_io import read_safetensors_header
@@ -135,6 +138,16 @@ def test_a_configuration_in_json_is_an_object(tmp_path: Path, text: str) -> None
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match="config.json: holds no JSON object but .*; download it again"):
         read_json(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["\x1b[31m", "C:\\x\\xylophone", "a\nb\t\x7f", "\\x1b", '\'"""', "Grüße 日本 𝕏", "\\", ""]
+)
+def test_any_text_of_a_configuration_is_written_as_toml_that_says_it(text: str) -> None:
+    written = toml_text({"section": {"key": text, "list": [text, "b"], "number": 1e-4, "switch": True}})
+    expected = {"key": text, "list": [text, "b"], "number": 1e-4, "switch": True}
+    assert tomllib.loads(written) == {"section": expected}
+    assert toml.loads(written) == {"section": expected}  # by which a run reads it
 
 
 def test_toml_that_is_deeper_than_a_person_writes(tmp_path: Path) -> None:

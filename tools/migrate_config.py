@@ -24,7 +24,7 @@ from library.config.kohya.translate import Note, Translation, find_tool, transla
 from library.config.load import fields, read_arguments, sections, validated
 from library.config.schema import TrainConfig
 from library.errors import UserError, counted, exit_on_user_error
-from library.files import read_toml, write_text
+from library.files import read_toml, toml_string, toml_text, write_text
 from tools.command import answer_early, tool_parser
 
 
@@ -123,7 +123,7 @@ def training_toml(translation: Translation, config: TrainConfig, source: str) ->
 def _toml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"
-    return str(toml.TomlEncoder().dump_value(value))
+    return toml_string(value) if isinstance(value, str) else str(toml.TomlEncoder().dump_value(value))
 
 
 def _without_refused_args(translation: Translation, config: TrainConfig) -> TrainConfig:
@@ -165,7 +165,7 @@ def _move_dataset_keys(translation: Translation, save_to: Path) -> tuple[Path, s
     translation.notes[:] = [note for note in translation.notes if note.outcome != "dataset"]
     for key in translation.dataset:
         translation.note(key, "dataset", f"in {path.name}")
-    return path, toml.dumps(general) + "\n" + toml.dumps(tables)
+    return path, toml_text(general) + "\n" + toml_text(tables)
 
 
 def _converted(given: dict[str, Any]) -> dict[str, Any]:

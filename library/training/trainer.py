@@ -84,7 +84,7 @@ class Trainer:
                 self.events.at_start(self.position)
                 self.train()
                 self.events.at_end(self.position)
-        except BaseException:
+        except BaseException as error:
             known = self.events.state_saved_at == self.position.step  # and told, by who raised this
             if (saved := self._keep_good_steps()) and not known:
                 line = f"what was learnt up to step {self.position.step} is in {saved}: go on with --resume auto"
@@ -92,6 +92,11 @@ class Trainer:
                     self.progress.note(line)
                 else:
                     print(line, flush=True)
+            if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):  # as torch says it
+                raise UserError(
+                    f"a process that reads caches was ended from outside ({reason_of(error)}), most likely as memory "
+                    "ran out; lower max_data_loader_n_workers"
+                ) from error
             raise
 
     def _keep_good_steps(self) -> str | None:

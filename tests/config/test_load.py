@@ -81,6 +81,12 @@ def test_a_wrong_type_names_file_line_and_what_was_expected(tmp_path: Path) -> N
     assert message.startswith(f"{path}:2: network_dim: 'many' does not fit: should be a valid integer")
 
 
+@pytest.mark.parametrize("value", ["0.5", "true", '"resolution=64"', "{a = 1}", "1979-05-27"])
+def test_arguments_of_the_dataset_that_are_no_list_are_told_as_any_wrong_type(value: str, tmp_path: Path) -> None:
+    path = _toml(tmp_path, f"dataset_args = {value}\n")
+    assert _problem(["--config_file", path, *REQUIRED]).startswith(f"{path}:1: dataset_args: ")
+
+
 def test_a_wrong_choice_names_the_nearest_one() -> None:
     assert _problem(["--lr_scheduler", "cosin", *REQUIRED]).endswith("did you mean 'cosine'?")
 

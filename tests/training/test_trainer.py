@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +113,25 @@ def test_an_error_amid_the_steps_leaves_lora_and_state_of_the_last_good_one(
     run(base, data, tmp_path / "out", **settings, resume="auto")
     assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
     assert averages(tmp_path / "out") == averages(tmp_path / "whole")
+
+
+def test_a_killed_worker_is_told_in_a_line_and_costs_nothing(base: Path, dataset: Path, tmp_path: Path) -> None:
+    settings = {"max_train_steps": 6, "max_data_loader_n_workers": 1}
+    run(base, dataset, tmp_path / "whole", **settings)
+    step = torch.optim.AdamW.step
+
+    def killing(*arguments: Any, **more: Any) -> Any:
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid or 0, signal.SIGKILL)
+            time.sleep(0.2)
+        return step(*arguments, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", killing)
+        with pytest.raises(UserError, match=r"ended from outside .*; lower max_data_loader_n_workers$"):
+            run(base, dataset, tmp_path / "out", **settings)
+    run(base, dataset, tmp_path / "out", **settings, resume="auto")
+    assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
 
 
 def test_samples_and_trackers_that_fail_end_no_run(

@@ -95,7 +95,8 @@ class Translation:
         folder = self.dataset.get("train_data_dir")
         if "dataset_config" not in self.values and folder is None:
             return
-        pairs, beside = list(self.values.get("dataset_args", [])), "dataset_config" in self.values
+        given, beside = self.values.get("dataset_args", []), "dataset_config" in self.values
+        pairs = list(given) if isinstance(given, list) else []
         self.notes[:] = [note for note in self.notes if note.outcome != "dataset"]
         for key, value in self.dataset.items():
             if beside and key in _IMAGE_SOURCES:
@@ -113,7 +114,7 @@ class Translation:
                 else:
                     self.note(key, "accepted", f"describes {folder}")
         self.dataset.clear()
-        if pairs:
+        if pairs and isinstance(given, list):  # what is none, the schema refuses
             self.place("dataset_args", pairs, "dataset_args")
 
     def problems(self) -> list[str]:

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import toml
 import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
@@ -33,7 +32,7 @@ from library import __version__
 from library.config.markers import MOST
 from library.config.schema import LoggingConfig
 from library.errors import UserError, reason_of
-from library.files import read_bytes, write_text
+from library.files import read_bytes, toml_text, write_text
 
 _LARGEST = 1e30  # of what is drawn: axes in logarithms of fp32 numbers
 
@@ -117,7 +116,7 @@ def write_config(folder: Path, config: BaseModel, accelerator: Accelerator) -> N
     """Write the configuration beside what it makes, as TOML that runs again (main process only)."""
     if accelerator.is_main_process:
         sections = config.model_dump(exclude_unset=True, exclude_none=True)
-        text = toml.dumps({name: keys for name, keys in sections.items() if keys})
+        text = toml_text({name: keys for name, keys in sections.items() if keys})
         write_text(folder / "config.toml", f"# Tandem {__version__}: the settings of this run\n\n{text}")
 
 
