@@ -94,13 +94,15 @@ class FolderLock:
         """
         try:
             seen = self._read()
-            holder = unseal_json(seen) if seen else None
-        except FileNotFoundError:
-            return  # given back meanwhile
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.path} cannot be read ({error}); if no run writes there, delete it") from None
-        if holder is not None and (reason := _holds(holder)):
-            since = datetime.fromtimestamp(holder["since"]).strftime("%Y-%m-%d %H:%M")
+            holder: Any = unseal_json(seen) if seen else None
+            reason = _holds(holder) if holder is not None else None
+            since = datetime.fromtimestamp(holder["since"]).strftime("%Y-%m-%d %H:%M") if reason else ""
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # a later version's has other keys
+            if isinstance(error, FileNotFoundError) and not self.path.is_symlink():
+                return  # given back meanwhile
+            why = getattr(error, "strerror", None) or repr(error)
+            raise UserError(f"{self.path} cannot be read ({why}); if no run writes there, delete it") from None
+        if reason:
             raise UserError(
                 f"output_dir: the run {holder['run']} writes into {self.path.parent} since {since} (process "
                 f"{holder['pid']} on {holder['host']}); {reason}"
@@ -167,6 +169,11 @@ def try_writing(folder: Path, names: OutputNames, nbytes: int, option: str = "ou
     Raises:
         UserError: it cannot be written, or there is less room on the disk.
     """
+    weights = folder / names.weights(names.stem()).name
+    if names.suffix and weights.exists() and not weights.is_file():
+        raise UserError(
+            f"{option}: {weights} is no file, so none can be written there; move it away, or choose another"
+        )
     longest = folder / f".{names.state(names.stem(step=1)).name}.{'0' * 40}.gone"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -88,6 +89,37 @@ def test_a_damaged_lock_is_refused_and_not_guessed_at(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_bytes(content)
     with pytest.raises(UserError, match=r"\.lock cannot be read \(.*\); if no run writes there, delete it"):
         lock(tmp_path).acquire()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("what", ["{}", "[1]", '{"pid": 1}', "late", "link", "pipe", "folder"])
+def test_what_is_no_lock_of_ours_in_its_place_is_refused_and_neither_waited_for_nor_removed(
+    what: str, tmp_path: Path
+) -> None:
+    lock = tmp_path / ".lock"
+    match what:
+        case "link":
+            lock.symlink_to("nowhere")
+        case "pipe":
+            os.mkfifo(lock)
+        case "folder":
+            lock.mkdir()
+        case "late":
+            held_by(tmp_path, since=1e300, machine="0", host="other")
+        case _:
+            lock.write_bytes(seal_json(json.loads(what)))
+    with pytest.raises(UserError, match=r"\.lock cannot be read \(.*\); if no run writes there, delete it"):
+        FolderLock(tmp_path, "cat", print).acquire()
+    assert os.path.lexists(lock)
+
+
+def test_a_folder_or_pipe_in_the_place_of_the_lora_is_told_before_the_first_step(
+    base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "lora.safetensors").mkdir()
+    with pytest.raises(UserError, match=r"lora\.safetensors is no file, so none can be written there; move it away"):
+        run(base, dataset, tmp_path, overwrite=True)
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["hard links", "none, as on exFAT"])
