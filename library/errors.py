@@ -178,6 +178,11 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
             place = printable(str(error.filename))
             print(f"error: {place}: cannot be used ({error.strerror}); correct the path", file=sys.stderr)
             raise SystemExit(2) from None
+        except RuntimeError as error:
+            if "home directory" not in str(error):  # as pathlib says of a "~" that it cannot resolve
+                raise
+            print("error: a path begins with '~' and no home is known for it; write the path out", file=sys.stderr)
+            raise SystemExit(2) from None
         except KeyboardInterrupt as interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one does not wait for threads to end
             if not interrupt.args:  # else it has been said, see ``library.training.guard.signals.interruptible``

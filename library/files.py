@@ -343,7 +343,10 @@ def read_text(path: str | Path, remedy: str = "check the path", most: int = MOST
         remedy: ends the message where it cannot be read.
         most: bytes that are read.
     """
-    path = Path(path).expanduser()
+    try:
+        path = Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path}: nobody of this name has a home here; {remedy}") from None
     return decoded(read_bytes(path, remedy, most), path)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import toml
 
-from library.errors import UserError
+from library.errors import UserError, exit_on_user_error
 from library.files import (
     fingerprint,
     parse_json,
@@ -193,3 +193,17 @@ def test_a_fingerprint_takes_any_file_name_and_tells_names_contents_and_sizes_ap
     assert weights_fingerprint(tmp_path / "other size") == weights_fingerprint(
         tmp_path / "other size" / os.fsdecode(b"caf\xe9.safetensors")
     )
+
+
+def test_the_home_of_nobody_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for read in (read_text, read_toml):
+        with pytest.raises(
+            UserError, match="^~nobody-of-this-name/x: nobody of this name has a home here; check the path$"
+        ):
+            read(Path("~nobody-of-this-name/x"))
+    with pytest.raises(SystemExit) as ended:  # wherever else a path is resolved
+        exit_on_user_error(lambda: print(Path("~nobody-of-this-name/x").expanduser()))()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: a path begins with '~' and no home is known for it; write the path out\n"
+    with pytest.raises(RuntimeError, match="another"):
+        exit_on_user_error(lambda: (_ for _ in ()).throw(RuntimeError("another")))()
