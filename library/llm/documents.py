@@ -18,6 +18,7 @@ what lies in the folder                               what is read
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -132,7 +133,8 @@ def dataset_files(folder: Path, suffixes: tuple[str, ...], split: str | None) ->
         return _saved_files(folder)
     hub = (folder / "snapshots").is_dir()
     root = _snapshot(folder) if hub else folder
-    files = sorted(file for file in root.rglob("*") if file.suffix in suffixes and file.is_file())
+    found = (Path(top, name) for top, _, names in os.walk(root) for name in names)  # a folder may vanish meanwhile
+    files = sorted(file for file in found if file.suffix in suffixes and file.is_file())
     files = [file for file in files if not (file.suffix == ".arrow" and file.name.startswith("cache-"))]
     files = [file for file in files if not (hub and file.suffix == ".md")]  # the dataset's card
     if split is None:
