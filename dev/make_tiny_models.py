@@ -11,7 +11,8 @@ The stages, in order:
     dit      train transformer, T5 and CLIP together on them                 → <state>/dit.pt
     distill  teach the transformer guidance, as FLUX.1-dev was               → <state>/distill.pt
     export   write the pipeline and a sheet from the last states             → <out>
-    demo     paint the demo dataset (a subject that the model never saw)     → <demo_out>
+    demo     paint the demo dataset (a subject that the model never saw) and
+             let the model paint regularisation images                       → <demo_out>
     fill_encode  blank a region of freshly painted scenes and encode them    → <state>/fill_pool.pt
     fill     go on from <out>'s transformer with blanked image and mask    → <state>/fill.pt, <fill_out>
 `dit`, `distill` and `fill` write their pipeline and a sheet of samples to <state>/sheets at every snapshot.
@@ -24,6 +25,7 @@ of known shapes too: it was still learning, and `--stage fill --resume --steps 6
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -67,6 +69,8 @@ from dev.tiny_models.transformer import (
     write_samples,
 )
 from library.files import atomic_folder
+from tools.generate import generate
+from tools.generate import parser as command_line
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 STATE = ASSETS.parent / "output/tiny-flux-training"
@@ -204,6 +208,9 @@ def export(options: argparse.Namespace, plan: Plan) -> None:
 def make_demo(options: argparse.Namespace, plan: Plan) -> None:
     with atomic_folder(options.demo_out) as temporary:
         count = write_demo_dataset(temporary)
+        prompts, painted = temporary / "regularisation.txt", temporary / "regularisation"
+        command = ["image", f"--model={os.path.relpath(options.out)}", f"--from_file={prompts}", f"--save_to={painted}"]
+        count += len(generate(command_line().parse_args([*command, "--caption_extension=.txt"])))
     print(f"demo: {count} images in {options.demo_out}", flush=True)
 
 

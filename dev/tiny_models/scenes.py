@@ -300,6 +300,12 @@ validation_seed = 1
   num_repeats = 10
 """
 
+REGULARISED_TOML = f"""\
+{DATASET_TOML}
+  [[datasets.subsets]]
+  image_dir = "regularisation" # the base model's own pictures of other things: they keep what it can already do
+  is_reg = true
+"""
 
 SAMPLED = "--s 20 --g 3.5"
 PROMPTS_TXT = f"""\
@@ -312,9 +318,27 @@ a red house on green grass under a night sky with stars and a moon --w 128 --h 1
 a yellow house and a tree on white snow under a sunset sky with a sun --w 128 --h 128 --d 6 {SAMPLED}
 """
 
+REGULARISATION = (  # subjects of the base's own domain, none of them among the prompts above
+    "a yellow circle on a blue background",
+    "a big green square on a striped pink background",
+    "a red heart on the left on a white background",
+    "a white star on a checkered green background",
+    "a red circle above a blue square on a gray background",
+    "three cyan diamonds on a black background",
+    "a big smiling orange circle on a cyan background",
+    "a purple hexagon on the right on a yellow background",
+    "a blue house on green grass under a night sky with stars",
+    "a white house and a tree on yellow sand under a blue sky with a sun",
+    "an orange house on white snow under a night sky with a moon",
+    "a tree and a red car on green grass under a sunset sky with a sun",
+)
+REGULARISATION_TXT = "".join(
+    f"{prompt} --w 128 --h 128 --d {seed} {SAMPLED}\n" for seed, prompt in enumerate(REGULARISATION, start=101)
+)
+
 
 def write_demo_dataset(folder: Path, seed: int = 11) -> int:
-    """Write `images/*.png` with a caption beside each, `dataset.toml` and `prompts.txt`; returns the image count."""
+    """Write `images/*.png` with a caption beside each, the TOMLs and the prompts; returns the image count."""
     rng = np.random.default_rng(seed)
     images = folder / "images"
     sizes = [(128, 128)] * 14 + [(160, 96), (96, 160)]
@@ -327,5 +351,7 @@ def write_demo_dataset(folder: Path, seed: int = 11) -> int:
             to_image(scene.image).save(temporary, "PNG", optimize=True)
         write_text(images / f"{TRIGGER}_{number:02d}.txt", scene.caption + "\n")
     write_text(folder / "dataset.toml", DATASET_TOML)
+    write_text(folder / "regularised.toml", REGULARISED_TOML)
     write_text(folder / "prompts.txt", PROMPTS_TXT)
+    write_text(folder / "regularisation.txt", REGULARISATION_TXT)
     return len(sizes)

@@ -163,6 +163,19 @@ def test_every_demo_image_has_a_caption_with_the_trigger_word(source: str, smoke
     assert 2 <= math.floor(len(images) * dataset["validation_split"]) <= 4
 
 
+@pytest.mark.parametrize("source", ["smoke", "committed"])
+def test_the_demos_regularisation_images_are_of_what_the_base_knows(source: str, smoke_run: Path) -> None:
+    folder = DEMO if source == "committed" else smoke_run / "demo"
+    _, added = tomllib.loads((folder / "regularised.toml").read_text())["datasets"][0]["subsets"]
+    images = sorted((folder / added["image_dir"]).glob("*.png"))
+    captions = [path.with_suffix(".txt").read_text().strip() for path in images]
+    assert added["is_reg"]
+    assert len(captions) == 12
+    assert captions == [known_part(caption) for caption in captions]
+    shown = [line.split(" --")[0] for line in (folder / "prompts.txt").read_text().splitlines()]
+    assert not set(captions) & set(shown)  # what the demo shows of the base's subjects was not trained on
+
+
 @pytest.fixture(scope="module")
 def tiny_flux() -> FluxPipeline:
     if not TINY_FLUX.exists():
