@@ -19,15 +19,15 @@ def test_odd_captions_and_sizes_are_told_at_the_start(
         (tmp_path / "images" / f"{name}.txt").write_text("the same")
     run(base, data, tmp_path / "out", max_train_steps=1)
     told = capsys.readouterr().out
-    assert "note: captions: 1 (1.png, 2.png share the caption 'the same')" in told
-    assert "note: smaller than their bucket: 8 (0.png: 48x48 is enlarged 1.33 times)" in told
+    assert "note: captions: 2 images (1.png, 2.png share the caption 'the same')" in told
+    assert "note: smaller than their bucket: 8 images (0.png: 48x48 is enlarged 1.33 times)" in told
 
 
 def test_a_strict_run_refuses_before_anything_is_cached(base: Path, tmp_path: Path) -> None:
     data = write_dataset(tmp_path)
     shutil.copy(tmp_path / "images" / "3.png", tmp_path / "images" / "copy.png")
     (tmp_path / "images" / "copy.txt").write_text("another caption")
-    with pytest.raises(UserError, match=r"strict_dataset: .*the same file twice: 1 \(3.png, copy.png") as caught:
+    with pytest.raises(UserError, match=r"strict_dataset: .*the same file twice: 2 images \(3.png, copy.png") as caught:
         run(base, data, tmp_path / "out", strict_dataset=True)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.rglob("*.safetensors")) == []
