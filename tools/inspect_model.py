@@ -64,7 +64,7 @@ from matplotlib.figure import Figure
 
 from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_known, is_lora, weight_sets
 from library.precision.checkpoint_layouts import WeightFiles
-from library.training.report.plots import STYLE
+from library.training.report.plots import STYLE, as_written
 from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
 
 
@@ -303,7 +303,7 @@ def _figure(layers: Sequence[LoraLayer], title: str) -> Figure:
     width = min(24.0, 3.0 + 1.9 * len(parts) + 0.2 * sum(columns))
     figure = Figure(figsize=(width, 3.1 + 0.27 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(_headline(layers, title), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.suptitle(as_written(_headline(layers, title)), x=0.01, ha="left", fontsize=12, fontweight="bold")
     ratios = [max(count, 6) for count in columns]
     grid = figure.add_gridspec(2, len(parts), width_ratios=ratios, height_ratios=[1.5, max(1.5, 0.27 * rows)])
     scale = _colour_scale([layer.rms for layer in layers])
@@ -311,7 +311,7 @@ def _figure(layers: Sequence[LoraLayer], title: str) -> Figure:
     bars: Axes | None = None
     for column, (part, members) in enumerate(parts.items()):
         bars = figure.add_subplot(grid[0, column], sharey=bars)
-        _draw_bars(bars, members, _plot_title(part, members, layers), _COLOURS[column % len(_COLOURS)])
+        _draw_bars(bars, members, as_written(_plot_title(part, members, layers)), _COLOURS[column % len(_COLOURS)])
         bars.tick_params(labelleft=column == 0)
         if column == 0:
             bars.set_ylabel("norm of the update")
@@ -370,7 +370,7 @@ def _draw_cells(axes: Axes, members: Sequence[LoraLayer], scale: LogNorm, most_r
     for layer in members:
         values[rows.index(layer.layer), blocks.index(layer.block or 0)] = max(layer.rms, float(scale.vmin or 0.0))
     image = axes.imshow(values, aspect="auto", norm=scale, cmap="viridis", interpolation="nearest")
-    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.set_yticks(range(len(rows)), list(map(as_written, rows)), fontsize=8)
     axes.set_xticks([])
     axes.set_ylim(most_rows - 0.5, -0.5)  # rows of all parts are of one height
     axes.spines[["left", "bottom"]].set_visible(False)

@@ -46,7 +46,6 @@ _DASH = 7.0  # line widths, of a run's turn
 _LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
-    "text.parse_math": False,  # a folder's name may hold dollars
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -95,6 +94,11 @@ def save_figure(figure: Figure, save_to: Path) -> list[Path]:
     return written
 
 
+def as_written(text: str) -> str:
+    """Return a name for Matplotlib, which reads what stands between dollars as TeX (numbers of its axes are that)."""
+    return text.replace("$", r"\$")
+
+
 @matplotlib.rc_context(STYLE)
 def draw_runs(runs: Sequence[Run], log: LogAxes = "auto", subject: str = "") -> Figure:
     """Draw the figure: the loss at the left, the other quantities one below the other at the right.
@@ -137,14 +141,14 @@ def draw_runs(runs: Sequence[Run], log: LogAxes = "auto", subject: str = "") -> 
 def _head(figure: Figure, runs: Sequence[Run], subject: str) -> None:
     """Put the run's name and subject, or a legend of all runs, above the panels."""
     if len(runs) == 1:
-        title = "   ".join(filter(None, (runs[0].name, subject)))
+        title = as_written("   ".join(filter(None, (runs[0].name, subject))))
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         return
     labels = [
         next((f"{run.name} (same as {other.name})" for other in runs[:i] if _alike(run, other)), run.name)
         for i, run in enumerate(runs)
     ]
-    handles = [Line2D([], [], color=_colour(i), linewidth=2.5, label=label) for i, label in enumerate(labels)]
+    handles = [Line2D([], [], color=_colour(i), linewidth=2.5, label=as_written(each)) for i, each in enumerate(labels)]
     across = min(len(runs), max(1, 100 // max(map(len, labels))))
     figure.legend(handles=handles, loc="outside upper left", ncols=across, fontsize=10.5)
 
@@ -263,7 +267,9 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str, log: L
     if prefix in ("lr/", "d/"):
         _mark(axes, runs, prefix)
     if prefix == "lr/" and any(len(run.groups(key)) > 1 for run in runs for key in ("lr/", "d/")):
-        handles = [Line2D([], [], color=_GREY, linestyle=_style(j), label=name) for j, name in enumerate(names)]
+        handles = [
+            Line2D([], [], color=_GREY, linestyle=_style(j), label=as_written(name)) for j, name in enumerate(names)
+        ]
         axes.legend(handles=handles, ncols=4, handlelength=2.6, **_BESIDE_TITLE)
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from library.errors import UserError
 from library.training.report.metrics import Run, read_run
-from library.training.report.plots import draw_runs, plot_runs
+from library.training.report.plots import LogAxes, draw_runs, plot_runs
 from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -155,6 +155,18 @@ def test_axes_are_logarithmic_where_values_span_more_than_a_decade(tmp_path: Pat
     assert scales["Gradient norm"] == "linear"
     assert {axes.get_yscale() for axes in draw_runs([run], log="off").axes} == {"linear"}
     assert {axes.get_yscale() for axes in draw_runs([run], log="on").axes} == {"log"}
+
+
+@pytest.mark.parametrize("log", ["auto", "on", "off"])
+def test_names_are_shown_as_they_are_written_and_numbers_as_numbers(tmp_path: Path, log: LogAxes) -> None:
+    one = write_run(tmp_path / r"a$\frac$ 5$")
+    two = write_run(tmp_path / "costs $x_1$")
+    for runs in ([one], [one, two]):
+        _, svg = plot_runs(runs, tmp_path / "lr.png", log)
+        shown = texts(svg)
+        assert all(run.name in shown for run in runs)
+        assert "mathdefault" not in shown  # TeX as text, where TeX is not read
+        assert "$" not in shown.replace(one.name, "").replace(two.name, "")
 
 
 def test_panels_without_data_are_left_out(tmp_path: Path) -> None:
