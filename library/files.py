@@ -327,6 +327,12 @@ def open_own(path: str | Path) -> io.BufferedReader:
     return open(path, "rb")
 
 
+def read_own(path: str | Path) -> bytes:
+    """Return the content of a file that Tandem wrote; see :func:`open_own`."""
+    with open_own(path) as file:
+        return file.read()
+
+
 def read_bytes(path: str | Path, remedy: str = "check the path", most: int = MOST_DATA_BYTES) -> bytes:
     """Return a file's content; one of more than ``most`` bytes is refused."""
     with reading(path, remedy), open(path, "rb") as file:
@@ -543,8 +549,7 @@ def read_checked_json(path: str | Path) -> Any:
         OSError: it cannot be read.
         ValueError: not a byte of it can be relied on.
     """
-    with open_own(path) as file:
-        return unseal_json(file.read())
+    return unseal_json(read_own(path))
 
 
 def unseal_json(data: bytes) -> Any:

@@ -24,12 +24,13 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from library.config.schema import ModelConfig
+from library.models.latents import pack_latents
 from tests.tiny import _enliven, _seeded
 
 Kind = Literal["qwen_image", "qwen_image_edit", "qwen_image_edit_plus"]
@@ -73,6 +74,18 @@ def tiny_qwen_inputs(batch: int = 2, side: int = 8, tokens: int = 12, width: int
         "prompt_embeds": torch.randn(batch, tokens, width, generator=random),
         "prompt_embeds_mask": torch.ones(batch, tokens, dtype=torch.bool),
     }
+
+
+def run_qwen(model: nn.Module) -> Tensor:
+    """Run a transformer, ours or diffusers', on :func:`tiny_qwen_inputs`."""
+    inputs = tiny_qwen_inputs()
+    return model(
+        hidden_states=pack_latents(inputs["latents"]),
+        timestep=inputs["sigmas"],
+        encoder_hidden_states=inputs["prompt_embeds"],
+        img_shapes=[[(1, 4, 4)]] * 2,
+        return_dict=False,
+    )[0]
 
 
 def tiny_qwen_vae(seed: int = 0) -> AutoencoderKLQwenImage:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
 from tests.tiny import TEXT_WIDTH, _enliven, _seeded, bfl_vae_state_dict, tiny_vae
@@ -51,6 +51,14 @@ def tiny_z_transformer(layers: int = 2, seed: int = 0) -> ZImageTransformer2DMod
 def tiny_z_inputs(batch: int = 2, side: int = 8, tokens: int = 12) -> dict[str, Tensor]:
     """Return :func:`tests.tiny_qwen.tiny_qwen_inputs` with text as wide as here."""
     return tiny_qwen_inputs(batch, side, tokens, TEXT_WIDTH)
+
+
+@torch.no_grad()
+def run_z(model: nn.Module) -> Tensor:
+    """Run a transformer, ours or diffusers', on :func:`tiny_z_inputs`."""
+    inputs = tiny_z_inputs()
+    given = list(inputs["latents"].unsqueeze(2)), inputs["sigmas"], list(inputs["prompt_embeds"])
+    return torch.stack(model(*given, return_dict=False)[0])
 
 
 def tiny_z_tokenizer() -> Qwen2Tokenizer:

@@ -71,7 +71,7 @@ def list_folder(
 def files_inside(folder: str | Path, besides: Iterable[Path] = ()) -> list[str]:
     """Return the names ("sub/name") of the files in the folders inside ``folder``, sorted; they are not looked at.
 
-    None where one of these folders cannot be read.
+    An empty list where one of these folders cannot be read.
     """
     try:
         return sorted(name for name, entry in _walk(folder, True, besides) if "/" in name and _is_file(entry))

@@ -210,7 +210,7 @@ def save_adapter(
     for stem, module in _by_stem(weights, targets, layout, plain=save_format in targets.plain_layouts).items():
         if layout.alpha == "folded":
             module = fold_scale(module, evenly=precision == "fp16")
-        elif isinstance(module, LokrWeights) and layout.names is _PLAIN_W1:
+        elif isinstance(module, LokrWeights) and layout.names.get("lokr_w1_a", "lokr_w1_a") is None:
             module = module.with_plain_w1()
         for name, tensor in module.tensors.items():
             if (written := layout.names.get(name, name)) is not None:

@@ -31,7 +31,7 @@ from pydantic import BaseModel
 
 from library.config.markers import SAME_RESULT, options
 from library.errors import UserError
-from library.files import machine_name, open_own, process_began, rename, seal_json, unseal_json
+from library.files import machine_name, process_began, read_own, rename, seal_json, unseal_json
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import without_folders
 from library.training.checkpoint.state import OutputNames
@@ -116,14 +116,10 @@ class FolderLock:
                 aside.unlink()
                 self._say(f"note: {self.path}: left behind by a run that was killed; taken over")
 
-    def _content(self) -> bytes:
-        with open_own(self.path) as file:
-            return file.read()
-
     def _read(self) -> bytes:
         """Return the lock's content; nothing if it stays empty, as its process was killed while it made it."""
         end = time.monotonic() + _EMPTY_SECONDS
-        while not (content := self._content()):
+        while not (content := read_own(self.path)):
             if time.monotonic() > end:
                 break
             time.sleep(0.05)

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from library.config.schema import SavingConfig
 from library.errors import UserError
-from library.files import MANIFEST, atomic_folder, clear_leftovers, find_change, open_own, write_manifest, write_text
+from library.files import MANIFEST, atomic_folder, clear_leftovers, find_change, read_own, write_manifest, write_text
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.saving import fallback_folder
 
@@ -157,15 +157,16 @@ def begun_position(resume: str | None, batches: int) -> Position:
 
 def _find_lacking(folder: Path) -> str | None:
     """Return in words, with the remedy, which file of every state ``folder`` lacks; None if it has them."""
-    if not folder.is_dir():
-        return f"{folder} is not a training state (no such folder); give a folder that save_state wrote"
-    if not (folder / POSITION).is_file():
-        return f"{folder} is not a training state of Tandem (it has no {POSITION}); give a folder that save_state wrote"
-    if not (folder / WEIGHTS).is_file():
-        return f"{folder} {_OF_ANOTHER_VERSION.format(f'it has no {WEIGHTS}')}"
-    if not (folder / MANIFEST).is_file():
-        return f"{folder} {_OF_ANOTHER_VERSION.format(f'it has no {MANIFEST}')}"
-    return None
+    try:
+        if not folder.is_dir():
+            return f"{folder} is not a training state (no such folder); give a folder that save_state wrote"
+        if not (folder / POSITION).is_file():
+            why = f"it has no {POSITION}"
+            return f"{folder} is not a training state of Tandem ({why}); give a folder that save_state wrote"
+        absent = next((name for name in (WEIGHTS, MANIFEST) if not (folder / name).is_file()), None)
+    except OSError as error:  # a folder that may not be looked into
+        return f"{folder} cannot be read ({error.strerror}); check its permissions"
+    return f"{folder} {_OF_ANOTHER_VERSION.format(f'it has no {absent}')}" if absent else None
 
 
 def refuse_finished(folder: str | Path, position: Position, total_steps: int, finished_too: bool = False) -> None:
@@ -304,27 +305,19 @@ def newest_state(
 def _is_of(state: Path, folder: Path) -> bool:
     """Whether a state in a fallback folder is of a run that writes into ``folder``."""
     try:
-        with open_own(state / POSITION) as file:
-            return bool(json.loads(file.read())["home"] == _home(folder))
+        return bool(json.loads(read_own(state / POSITION))["home"] == _home(folder))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def find_damage(state: Path, files: Collection[str] | None = None) -> str | None:
     """Return in words what is missing or damaged in a state folder, of ``files`` or of all; None if it is whole."""
-    try:
-        return _find_lacking(state) or find_change(state, files)
-    except OSError as error:  # a folder that may not be looked into
-        return f"{state} cannot be read ({error.strerror})"
+    return _find_lacking(state) or find_change(state, files)
 
 
 def check_whole(state: Path, files: Collection[str] | None = None) -> None:
     """Raise a UserError where :func:`find_damage` finds something."""
-    try:
-        lacking = _find_lacking(state)
-    except OSError as error:
-        raise UserError(f"resume: {state} cannot be read ({error.strerror}); check its permissions") from None
-    if lacking:
+    if lacking := _find_lacking(state):
         raise UserError(f"resume: {lacking}")
     if change := find_change(state, files):
         raise UserError(f"resume: {change}; resume from another state, or with --resume auto, which passes it over")

@@ -10,13 +10,12 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import tools.merge_lora as merge_lora
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from library.models.latents import pack_latents
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.models.registry import lora_targets
 from networks.files.adapters import load_lora, save_adapter
@@ -26,7 +25,7 @@ from networks.injection import inject_adapter
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 from tests.networks.files.read_back import assert_read_as_written
-from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
+from tests.tiny_qwen import run_qwen, tiny_qwen_transformer
 
 EVERYTHING = ("img_mod_dim=3", "txt_mod_dim=2", "img_in_dim=2", "txt_in_dim=2", "time_in_dim=2", "img_mlp_dim=6")
 
@@ -39,18 +38,6 @@ def inject(model: nn.Module, *network_args: str) -> AdapterNetwork:
     for layer in network.modules.values():
         layer.lora_B.weight.data.normal_(std=0.1, generator=random)
     return network
-
-
-def run_qwen(model: nn.Module) -> Tensor:
-    """Run a transformer on fixed inputs."""
-    inputs = tiny_qwen_inputs()
-    return model(
-        hidden_states=pack_latents(inputs["latents"]),
-        timestep=inputs["sigmas"],
-        encoder_hidden_states=inputs["prompt_embeds"],
-        img_shapes=[[(1, 4, 4)]] * 2,
-        return_dict=False,
-    )[0]
 
 
 def reloaded(path: Path) -> QwenImageTransformer2DModel:

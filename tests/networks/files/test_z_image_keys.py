@@ -10,7 +10,7 @@ import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import tools.merge_lora as merge_lora
 from library.config.schema import NetworkConfig
@@ -21,7 +21,7 @@ from networks.injection import inject_adapter
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 from tests.networks.files.read_back import assert_read_as_written
-from tests.tiny_z_image import comfy_state_dict, tiny_z_inputs, tiny_z_transformer
+from tests.tiny_z_image import comfy_state_dict, run_z, tiny_z_transformer
 
 BLOCKS = ("mod_dim=3", "refiner_dim=2", "refiner_mod_dim=2", "mlp_dim=6")
 INPUTS = ("img_in_dim=2", "txt_in_dim=2", "time_in_dim=2")
@@ -35,17 +35,6 @@ def inject(model: nn.Module, *network_args: str) -> AdapterNetwork:
     for layer in network.modules.values():
         layer.lora_B.weight.data.normal_(std=0.1, generator=random)
     return network
-
-
-@torch.no_grad()
-def run_z(model: nn.Module) -> Tensor:
-    """Run a transformer on fixed inputs."""
-    inputs = tiny_z_inputs()
-    return torch.stack(
-        model(list(inputs["latents"].unsqueeze(2)), inputs["sigmas"], list(inputs["prompt_embeds"]), return_dict=False)[
-            0
-        ]
-    )
 
 
 def reloaded(path: Path) -> ZImageTransformer2DModel:

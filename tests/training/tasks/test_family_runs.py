@@ -18,35 +18,17 @@ from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.errors import UserError
 from library.models.family import model_family
-from library.models.latents import pack_latents
 from library.models.registry import lora_targets
 from library.training.flow import noise_for
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import arguments, largest_difference, learn_by_heart, lora, losses_of, run, write_dataset
-from tests.tiny_qwen import Kind, SplitFiles, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
-from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline
+from tests.tiny_qwen import Kind, SplitFiles, run_qwen, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
+from tests.tiny_z_image import run_z, save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 from tests.training.test_host_waits import asked_by_more_steps
 
 SAME_IN_FP32 = 2e-4  # see test_flux_runs.py
-
-
-def _qwen_output(transformer: torch.nn.Module) -> torch.Tensor:
-    inputs = tiny_qwen_inputs()
-    return transformer(
-        hidden_states=pack_latents(inputs["latents"]),
-        timestep=inputs["sigmas"],
-        encoder_hidden_states=inputs["prompt_embeds"],
-        img_shapes=[[(1, 4, 4)]] * 2,
-        return_dict=False,
-    )[0]
-
-
-def _z_output(transformer: torch.nn.Module) -> torch.Tensor:
-    inputs = tiny_z_inputs()
-    given = list(inputs["latents"].unsqueeze(2)), inputs["sigmas"], list(inputs["prompt_embeds"])
-    return torch.stack(transformer(*given, return_dict=False)[0])
 
 
 @dataclass(frozen=True)
@@ -67,7 +49,7 @@ CASES = {
         lambda folder: tiny_qwen_pipeline(folder, blocks=4),
         save_split_files,
         QwenImagePipeline,
-        _qwen_output,
+        run_qwen,
         {
             "ss_network_module": "networks.lora_qwen_image",
             "ss_base_model_version": "qwen_image",
@@ -80,7 +62,7 @@ CASES = {
         lambda folder: tiny_z_pipeline(folder, layers=4),
         save_z_split_files,
         ZImagePipeline,
-        _z_output,
+        run_z,
         {
             "ss_network_module": "networks.lora_zimage",
             "ss_base_model_version": "z_image",
