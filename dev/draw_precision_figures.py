@@ -36,17 +36,10 @@ from dev.precision_numbers import heavy_tailed_weight
 from library.config.schema import ModelConfig
 from library.errors import exit_on_user_error
 from library.fidelity.calibration import CalibrationOptions
-from library.fidelity.causes import Differences, compare
-from library.fidelity.deployments import (
-    REFERENCE,
-    EvalSet,
-    Models,
-    Outcome,
-    Variant,
-    parse_deployment,
-    run_variant,
-)
+from library.fidelity.differences import Differences, compare
 from library.fidelity.page import draw_border, draw_rings, show_error, show_image
+from library.fidelity.runs import EvalSet, Outcome, run_variant
+from library.fidelity.serving import REFERENCE, Models, Variant, parse_deployment
 from library.files import atomic_path
 from library.precision.quantize import E4M3FN
 from library.training.sampling.generate import read_loras

@@ -103,10 +103,10 @@ answer_early(__name__, lambda: parser().parse_args())
 
 import torch
 
-from library.fidelity.deployments import Models, Variant, parse_deployment
 from library.fidelity.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
 from library.fidelity.page import verdict_lines, write_report
 from library.fidelity.report import measure
+from library.fidelity.serving import Models, Variant, parse_deployment
 from library.training.sampling.generate import read_loras
 from train_lora import train
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 def refit(options: argparse.Namespace, console: Console) -> dict[str, Refit]:
     """Run the tool; return the fits under their layers' names."""
-    from library.fidelity.deployments import Models, parse_deployment
     from library.fidelity.refit import refit_lora
+    from library.fidelity.serving import Models, parse_deployment
 
     check_lora_output(options.save_to, options.overwrite)
     plan = calibration_plan(options, options.model)

@@ -39,19 +39,12 @@ from library.console import Console
 from library.errors import UserError
 from library.fidelity import FIXES
 from library.fidelity.calibration import CalibrationOptions
-from library.fidelity.causes import Differences, compare
-from library.fidelity.deployments import (
-    REFERENCE,
-    DeployedWeights,
-    EvalSet,
-    Models,
-    Outcome,
-    Variant,
-    run_variant,
-)
+from library.fidelity.differences import Differences, compare
 from library.fidelity.layers import LayerRow
 from library.fidelity.quantize import quantize_checkpoint
 from library.fidelity.refit import refit_lora
+from library.fidelity.runs import EvalSet, Outcome, run_variant
+from library.fidelity.serving import REFERENCE, DeployedWeights, Models, Variant
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.names import LayoutKind
 from library.precision.quantize import E4M3FN

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from library.fidelity.calibration import Calibration
-from library.fidelity.deployments import EvalSet, numbers, round_like
+from library.fidelity.runs import EvalSet
+from library.fidelity.serving import numbers, round_like
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.parity.activations import LayerInputs, watched
 from library.precision.parity.layer_errors import FLAGGED, relative_output_error, update_retention

@@ -17,11 +17,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from library.fidelity.causes import CAUSES, Attribution, Differences, mask_in_pixels
-from library.fidelity.deployments import EvalSet, Outcome
+from library.fidelity.causes import CAUSES
+from library.fidelity.differences import Differences, mask_in_pixels
 from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
 from library.fidelity.layers import LayerRow
 from library.fidelity.report import Report
+from library.fidelity.runs import EvalSet, Outcome
+from library.fidelity.verdict import Attribution
 from library.files import atomic_path, write_text
 from library.precision.parity.seam import SeamMetrics
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from library.console import Console
 from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationOptions
-from library.fidelity.deployments import Models, base_layer, numbers
+from library.fidelity.serving import Models, base_layer, numbers
 from library.models.layer_names import LoraTargets
 from library.precision.checkpoint_layouts import WeightFiles
 from library.training.report.progress import plain_table

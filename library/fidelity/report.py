@@ -11,18 +11,11 @@ from torch import Tensor, nn
 from library.console import Console
 from library.errors import UserError, counted
 from library.fidelity.calibration import Calibration, CalibrationOptions
-from library.fidelity.causes import Attribution, Differences, Verdict, compare, judge
-from library.fidelity.deployments import (
-    REFERENCE,
-    EvalSet,
-    Models,
-    Outcome,
-    Variant,
-    base_layer,
-    numbers,
-    run_variant,
-)
+from library.fidelity.differences import Differences, compare
 from library.fidelity.layers import LayerRow, layer_row, sizes_by_region
+from library.fidelity.runs import EvalSet, Outcome, run_variant
+from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
+from library.fidelity.verdict import Attribution, Verdict, judge
 from library.precision.parity.layer_errors import measure_contributions
 from library.precision.recipe import Fp8Recipe
 from library.training.report.progress import counting
