@@ -20,7 +20,7 @@ class Conditions:
     """Conditions of a batch, or without the batch axis of one sample.
 
     Attributes:
-        masked_latents: [B, C, h, w], the encoder's latents of the image with the region to fill blanked to mid-grey
+        masked_latents: [B, C, h, w], the encoder's latents of the image with the region to fill blanked
             (0 in [-1, 1]), as FLUX.1 Fill was trained on them.
         mask: [B, 1, H, W] fp32 in pixels, 1 where the image is to be filled, 0 where it is known.
         references: latents of reference images in their order, each [B, C, h_i, w_i].

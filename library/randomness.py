@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import random
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -21,6 +23,8 @@ def derive_seed(*parts: int | str) -> int:
 
 def generator(*parts: int | str) -> torch.Generator:
     """Return a CPU ``torch.Generator`` seeded from ``parts``."""
+    import torch  # the masks' settings are read where nothing is computed yet, for --help
+
     return torch.Generator().manual_seed(derive_seed(*parts))
 
 

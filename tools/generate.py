@@ -32,6 +32,7 @@ from library.config.markers import MOST_SIDE, MOST_STEPS
 from library.config.model_types import IMAGE_MODELS
 from library.config.rules import model_conflicts
 from library.config.schema import ModelConfig, PrecisionConfig
+from library.data.masks import BLANKS
 from library.errors import UserError, error_prefix, exit_on_user_error
 from library.files import read_text, write_text
 from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTemplate, load_chat_template
@@ -109,6 +110,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--l", type=finite, default=1.0, metavar="X", help="classifier-free guidance (default: off, 1)")
     what.add_argument("--ci", nargs="+", default=[], metavar="FILE", help="image to fill, or reference images")
     what.add_argument("--mi", metavar="FILE", help="mask of the image to fill, white where to fill")
+    blank = "what is under the mask before it is filled (default: as the LoRA was trained, else grey)"
+    what.add_argument("--inpaint_blank", choices=BLANKS, help=blank)
     what.add_argument(
         "--control_resolution", type=whole(most=MOST_SIDE), nargs="+", metavar="PIXELS", help="area of reference images"
     )
@@ -179,7 +182,9 @@ def image(options: argparse.Namespace) -> list[Path]:
     sizing = ControlSizing(_both(options.control_resolution), options.no_resize_control)
     record = {"model": options.model, "loras": " ".join(options.lora)}
     written: list[Path] = []
-    for prompt, made in generate_images(family, prompts, sources, dtype, device, console, fp8, sizing):
+    for prompt, made in generate_images(
+        family, prompts, sources, dtype, device, console, fp8, sizing, options.inpaint_blank
+    ):
         path = options.save_to if one_file else free_path(options.save_to, prompt)
         save_image(made, path, {"prompt": prompt.line(), **record})
         if options.caption_extension:

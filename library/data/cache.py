@@ -4,9 +4,9 @@
                                    and a loss mask ``mask`` [1, h, w] fp32 where there is one (a VAE's latents of the
                                    mirrored image are not the mirrored latents)
     conditions/<key>.safetensors   of a fill model, for one sample, orientation and inpainting mask: ``masked_latents``
-                                   [C, h, w], the latents of pixels * (1 - mask) in [-1, 1], and ``mask`` [1, H, W / 8]
-                                   uint8, eight pixels a byte; of an edit model, for one control image at one size and
-                                   orientation: ``latents`` [C, h, w], shared among samples
+                                   [C, h, w], the latents of the pixels with the masked region blanked, and ``mask``
+                                   [1, H, W / 8] uint8, eight pixels a byte; of an edit model, for one control image at
+                                   one size and orientation: ``latents`` [C, h, w], shared among samples
     text/<key>.safetensors         what the text encoder returned for one caption; the encoders of edit models see the
                                    control images too, whose contents and sizes then belong to the key
 
@@ -48,6 +48,7 @@ from library.data.file_index import checked_bytes
 from library.data.images import (
     DEFAULT_INTERPOLATION,
     PIXELS_VERSION,
+    blanked,
     decode,
     decode_mask,
     fit_image,
@@ -57,7 +58,7 @@ from library.data.images import (
 from library.data.masks import MASKS_VERSION, Mask, generated_mask
 from library.data.samples import ControlImage, Sample
 from library.errors import UserError
-from library.randomness import python_random
+from library.randomness import generator, python_random
 from library.safetensors_io import DamagedFile, is_checked, read_checked, read_safetensors_header, write_safetensors
 
 _DECODERS = 4  # threads that decode and resize ahead while the encoder works
@@ -176,12 +177,14 @@ def _load_masked(
     sample: Sample, flipped: bool, variant: int, seed: int, latent_factor: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     image, alpha = _decode_sample(sample)
-    mask = _inpaint_mask(sample, alpha, variant, seed)
+    masks, mask = sample.group.subset.inpainting, _inpaint_mask(sample, alpha, variant, seed)
+    assert masks is not None
+    pixels = to_pixels(_fitted(image, sample, flipped=False))
+    rng = generator("inpaint blank", seed, sample.identity, variant)
+    pixels = blanked(pixels, torch.from_numpy(mask).float(), masks.blank, rng)
     if flipped:
-        mask = np.ascontiguousarray(mask[:, ::-1])
-    pixels = to_pixels(_fitted(image, sample, flipped))
-    packed = torch.from_numpy(np.packbits(mask, axis=-1))[None]
-    return pixels * (1 - torch.from_numpy(mask).float()), {"mask": packed}
+        pixels, mask = pixels.flip(-1), mask[:, ::-1]
+    return pixels, {"mask": torch.from_numpy(np.packbits(mask, axis=-1))[None]}
 
 
 def _load_control(control: ControlImage, flipped: bool, latent_factor: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -271,7 +274,10 @@ def _masked_name(sample: Sample, flipped: bool, variant: int, seed: int, fingerp
         mask = sample.inpaint_mask.content
         assert mask is not None, "contents are hashed first"
     latents = _latent_name(sample, flipped, fingerprint)  # names content, size and settings
-    return _file_name("fill", latents, mask)
+    blank: tuple[object, ...] = () if masks.blank == "grey" else (masks.blank,)  # grey's name is that of old caches
+    if masks.blank == "noise":
+        blank += (seed, sample.identity, variant)
+    return _file_name("fill", latents, mask, *blank)
 
 
 def _control_name(control: ControlImage, flipped: bool, fingerprint: str) -> str:

@@ -28,12 +28,13 @@ from library.conditions import ConditionKind
 from library.config.kohya.flags import FLAGS
 from library.config.markers import MOST, MOST_SIDE, Batch, Fraction, Seed, split_pairs
 from library.config.schema import DatasetArguments
-from library.data.masks import MASK_KINDS, MaskKind
+from library.data.masks import MASK_KINDS, Blank, MaskKind
 from library.errors import UserError, did_you_mean
 from library.files import read_toml, written_path
 
 DEFAULT_VARIANTS = 4  # generated masks of an image: each costs as much cache and encoding as the image itself
-INPAINT_KEYS = ("inpaint_mask_directory", "inpaint_alpha_mask", "inpaint_masks", "inpaint_mask_variants")
+_MASK_SOURCES = ("inpaint_mask_directory", "inpaint_alpha_mask", "inpaint_masks")
+INPAINT_KEYS = (*_MASK_SOURCES, "inpaint_mask_variants", "inpaint_blank")
 REFERENCE_KEYS = ("control_directory", "control_resolution", "no_resize_control")
 
 _NOT_TAKEN: dict[ConditionKind, str] = {
@@ -54,19 +55,23 @@ def refused_condition_keys(conditioning: ConditionKind) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class InpaintMasks:
-    """Where the masks of a subset's images come from, for a fill model."""
+    """Where the masks of a subset's images come from, for a fill model, and what the masked region is blanked with."""
 
     source: Literal["files", "alpha", "generated"]
     kinds: tuple[MaskKind, ...] = ()  # of generated masks
     variants: int = 1  # masks of an image; each is cached
     by_default: bool = False
+    blank: Blank = "grey"
 
     def describe(self) -> str:
         """Return what the summary says of them."""
-        if self.source != "generated":
-            return {"files": "inpainting masks", "alpha": "inpainting masks from alpha"}[self.source]
         default = " by default" if self.by_default else ""
-        return f"generated masks{default} ({', '.join(self.kinds)}; {self.variants} an image)"
+        said = {
+            "files": "inpainting masks",
+            "alpha": "inpainting masks from alpha",
+            "generated": f"generated masks{default} ({', '.join(self.kinds)}; {self.variants} an image)",
+        }[self.source]
+        return said if self.blank == "grey" else f"{said}, blanked with {self.blank}"
 
 
 Interpolation = Literal["lanczos", "area", "box", "bicubic", "cubic", "bilinear", "linear", "nearest"]
@@ -91,6 +96,7 @@ class SubsetSettings(_Table):
     inpaint_alpha_mask: bool = False
     inpaint_masks: Annotated[tuple[MaskKind, ...], _AsTuple] | None = None
     inpaint_mask_variants: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    inpaint_blank: Blank = "grey"
     is_reg: bool = False
     class_tokens: str | None = None
     num_repeats: Annotated[int, Field(ge=0, le=1_000_000)] = 1
@@ -431,15 +437,16 @@ def _inpaint_masks(where: str, settings: SubsetSettings) -> InpaintMasks:
     if kinds == ():
         known = ", ".join(MASK_KINDS)
         raise UserError(f"{where}: inpaint_masks = []: names no kind; name some of {known}, or remove it")
-    asked = {key: getattr(settings, key) for key in INPAINT_KEYS[:3]}
+    asked = {key: getattr(settings, key) for key in _MASK_SOURCES}
     named = [key for key, value in asked.items() if value not in (None, False)]
     if len(named) > 1:
         raise UserError(f"{where}: {' and '.join(named)} each say which region to fill; keep one of them")
     if variants is not None and named and not kinds:
         raise UserError(f"{where}: inpaint_mask_variants has no effect with {named[0]}; remove it")
     if named and not kinds:
-        return InpaintMasks("alpha" if settings.inpaint_alpha_mask else "files")
-    return InpaintMasks("generated", kinds or MASK_KINDS, variants or DEFAULT_VARIANTS, by_default=not kinds)
+        return InpaintMasks("alpha" if settings.inpaint_alpha_mask else "files", blank=settings.inpaint_blank)
+    drawn, number = kinds or MASK_KINDS, variants or DEFAULT_VARIANTS
+    return InpaintMasks("generated", drawn, number, by_default=not kinds, blank=settings.inpaint_blank)
 
 
 def _checked(file: _File, name: str, table: Mapping[str, Any], place: Place = (), flat: bool = False) -> dict[str, Any]:

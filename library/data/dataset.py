@@ -49,6 +49,7 @@ from library.data.cache import (
 )
 from library.data.captions import can_drop
 from library.data.config import DatasetConfig, load_dataset_config
+from library.data.masks import Blank
 from library.data.samples import Sample, Scan, control_sizing, scan
 from library.errors import UserError, counted
 from library.safetensors_io import DamagedFile
@@ -175,6 +176,12 @@ class TrainingData:
     def control_sizing(self) -> ControlSizing:
         """How control images are sized; of several datasets as in the first."""
         return control_sizing(self.config.datasets[0])
+
+    @property
+    def inpaint_blanks(self) -> tuple[Blank, ...]:
+        """What a fill model's regions are blanked with, in the order of the subsets, each once; else empty."""
+        subsets = (subset for dataset in self.config.datasets for subset in dataset.subsets)
+        return tuple(dict.fromkeys(subset.inpainting.blank for subset in subsets if subset.inpainting is not None))
 
     @property
     def has_regions(self) -> bool:

@@ -35,6 +35,7 @@ from PIL import ExifTags, Image, ImageCms
 from torch import Tensor
 
 from library.data.buckets import Fit, Size
+from library.data.masks import Blank
 from library.errors import UserError, reason_of
 from library.files import reading
 
@@ -135,6 +136,24 @@ def to_pixels(image: Image.Image) -> Tensor:
     """RGB image -> [3, H, W] fp32 in [-1, 1]."""
     array = torch.from_numpy(np.array(image, dtype=np.uint8))
     return array.permute(2, 0, 1).float().div_(127.5).sub_(1.0)
+
+
+def blanked(pixels: Tensor, mask: Tensor, blank: Blank, rng: torch.Generator) -> Tensor:
+    """Return ``pixels`` with the region to fill blanked, as the image encoder of a fill model is shown them.
+
+    Args:
+        pixels: [..., 3, H, W] in [-1, 1].
+        mask: 1 where to fill, of a shape that broadcasts to the pixels'; between 0 and 1 the two are blended.
+        blank: mid-grey (0 of [-1, 1]), which FLUX Fill was trained on, black, white, or "noise": every channel of every
+            pixel drawn evenly from black to white.
+        rng: what noise is drawn from, on the CPU; unused by the others.
+    """
+    colour: Tensor | float
+    if blank == "noise":
+        colour = torch.rand(pixels.shape, generator=rng).to(pixels) * 2 - 1
+    else:
+        colour = {"grey": 0.0, "black": -1.0, "white": 1.0}[blank]
+    return pixels * (1 - mask) + colour * mask
 
 
 def to_latent_mask(mask: Image.Image, latent_factor: int) -> Tensor:

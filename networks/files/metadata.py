@@ -5,8 +5,8 @@
   SHA-256 of the tensor data; and the first 8 digits of SHA-256 over 64 KiB at offset 1 MiB of the file with
   ``ss_*`` alone.
 * ``modelspec.*``: Stability AI's ModelSpec 1.0.1 (https://github.com/Stability-AI/ModelSpec).
-* ``tandem.*``: version, the base's fingerprint and precision, that of text encoders that were trained, the
-  run's config as JSON.
+* ``tandem.*``: version, the base's fingerprint and precision, that of text encoders that were trained, what
+  a fill model's regions were blanked with (``inpaint_blank``), the run's config as JSON.
 * ``lora_adapter_metadata``: diffusers keeps alpha in no tensor but in the fields of a PEFT ``LoraConfig``, as JSON,
   each field prefixed with the model's name (``transformer.r``, ``text_encoder.r``). Nothing but diffusers reads it, so
   in files for image models alpha is the rank there, and the scale in B.

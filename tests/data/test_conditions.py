@@ -12,8 +12,10 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from library.data.batches import Batch, Item, collate
+from library.data.cache import previews
 from library.data.dataset import TrainingData
 from library.data.masks import MASK_KINDS, generated_mask
+from library.errors import UserError
 from tests.data.folders import (
     AverageEncoder,
     add_image,
@@ -359,3 +361,72 @@ def test_an_image_encoder_that_fails_on_conditions_is_told(tmp_path: Path) -> No
     data = build(write_toml(tmp_path), conditioning="fill")
     with pytest.raises(ValueError, match=r"a\.png: its latents are not finite; encode images in bf16 or fp32$"):
         data.cache_latents(Broken(), 1, silent)
+
+
+# --- what is under the mask
+
+
+def blank_of(name: str) -> np.ndarray:
+    """The value under a mask in [-1, 1], from 8-bit colours."""
+    return np.array({"grey": 127.5, "black": 0, "white": 255}[name] / 127.5 - 1, dtype=np.float32)
+
+
+@pytest.mark.parametrize("blank", ["grey", "black", "white"])
+def test_the_region_is_blanked_with_the_colour_asked_for_and_nothing_else_changes(tmp_path: Path, blank: str) -> None:
+    path = add_image(tmp_path / "img", "a.png")
+    save_mask(tmp_path / "masks" / "a.png", half())
+    data = filling(tmp_path, f"inpaint_mask_directory = 'masks'\ninpaint_blank = '{blank}'\nflip_aug = true")
+    pixels, mask = pixels_of(path).numpy(), half()
+    expected = torch.from_numpy(np.where(mask == 1, blank_of(blank), pixels))
+    seen = set()
+    for epoch in range(8):
+        (item,) = items(data, epoch)
+        assert item.conditions.mask is not None
+        assert item.conditions.masked_latents is not None
+        flipped = not torch.equal(item.conditions.mask[0], torch.from_numpy(mask).float())
+        seen.add(flipped)
+        assert close(item.conditions.masked_latents, averaged(expected.flip(-1) if flipped else expected))
+    assert seen == {False, True}
+    said = "" if blank == "grey" else f", blanked with {blank}"
+    assert data.describe()[1].endswith(f"inpainting masks{said}")
+
+
+def test_caches_of_grey_keep_their_names_and_other_colours_have_their_own(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    save_mask(tmp_path / "masks" / "a.png", half())
+    keys = "inpaint_mask_directory = 'masks'\n"
+    filling(tmp_path, keys)
+    for blank, missing in (("grey", 0), ("black", 1), ("white", 1), ("noise", 1)):
+        toml = write_toml(tmp_path, subset=f"image_dir = 'img'\n{keys}inpaint_blank = '{blank}'")
+        assert build(toml, conditioning="fill").missing_latents("vae-1") == missing
+
+
+def test_noise_is_a_function_of_seed_sample_and_mask_and_even_from_black_to_white(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        add_image(tmp_path / "img", name)
+    keys = "inpaint_masks = ['halves']\ninpaint_mask_variants = 2\ninpaint_blank = 'noise'"
+    shown = {}
+    for seed in (1, 2):
+        data = build(write_toml(tmp_path, subset=f"image_dir = 'img'\n{keys}"), conditioning="fill", seed=seed)
+        data.missing_latents("vae-1")  # hashes the contents
+        for sample in data.train.samples:
+            for variant, (_, image) in enumerate(previews(sample, seed)):
+                mask = generated_mask(("halves",), 64, 64, seed, sample.identity, variant) == 1
+                array = np.asarray(image)
+                assert np.array_equal(array[~mask], np.asarray(Image.open(sample.image.path))[~mask])
+                under = array[mask].astype(float) / 255
+                assert abs(under.mean() - 1 / 2) < 0.02  # 3 000 values and more: the mean's deviation is 0.005
+                assert abs(under.std() - 12**-0.5) < 0.02  # of an even distribution from 0 to 1
+                shown[seed, sample.identity, variant] = under[:500].tobytes()
+        once, again = (previews(data.train.samples[0], seed) for _ in range(2))
+        assert once == again
+    assert len(set(shown.values())) == len(shown) == 8
+
+
+def test_another_colour_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    with pytest.raises(UserError, match=r"inpaint_blank = 'red'.*grey.*black.*white.*noise"):
+        filling(tmp_path, "inpaint_blank = 'red'")
+    toml = write_toml(tmp_path, subset="image_dir = 'img'\ninpaint_blank = 'black'")
+    with pytest.raises(UserError, match="'inpaint_blank' is not taken: this model generates images from text alone"):
+        build(toml)

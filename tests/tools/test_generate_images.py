@@ -15,6 +15,9 @@ from library.conditions import Conditions
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError
 from library.models.family import model_family
+from library.models.registry import lora_targets
+from networks.files.adapters import save_adapter
+from networks.files.weights import LoraWeights
 from tests.data.folders import make_image
 from tests.tiny import tiny_flux_pipeline
 from tools.generate import image, names_one_image, parser
@@ -68,6 +71,22 @@ def test_a_picture_is_filled_where_its_mask_is_white(folder: Path) -> None:
     assert abs(drawn(*flags, "--prompt", "a door", *pictures) - expected).max() <= 1
     with pytest.raises(UserError, match="prompt 'a door': no mask; write --ci image.png --mi mask.png"):
         drawn(*flags, "--prompt", f"a door --ci {folder / 'a.png'}")
+
+
+def test_the_region_is_blanked_as_the_lora_was_trained_unless_a_flag_says_otherwise(folder: Path) -> None:
+    base = tiny_flux_pipeline(folder / "base", model_type="flux_fill")
+    targets = lora_targets()["flux_fill"]
+    nothing = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(2, 64), torch.zeros(64, 2), 2.0)}
+    save_adapter(folder / "l.safetensors", nothing, targets, metadata={"tandem.inpaint_blank": "black grey"})
+    flags = ["--model", str(base), "--model_type", "flux_fill", "--save_to", str(folder / "out"), *SMALL]
+    flags += ["--prompt", f"a door --ci {folder / 'a.png'} --mi {folder / 'm.png'}"]
+    mask = torch.from_numpy(np.array(Image.open(folder / "m.png")) // 255).float()
+    pixels = to_pixels(make_image(64, 48, seed=1)) * (1 - mask)
+    lora = ["--lora", str(folder / "l.safetensors")]
+    for given, colour in ((lora, -1.0), ([*lora, "--inpaint_blank", "white"], 1.0), (["--inpaint_blank", "grey"], 0.0)):
+        blanked = latents_of(base, pixels + colour * mask)
+        expected = painted(base, "flux_fill", Conditions(blanked, mask[None, None]))
+        assert abs(drawn(*flags, *given) - expected).max() <= 1
 
 
 def test_an_image_goes_into_the_file_that_is_named(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The images that sample prompts name: the image and mask of a fill model, the references of an edit model.
 
 They are read, resized and encoded as those of the dataset are: a fill model's image covers the prompt's width and
-height, an edit model's references get the dataset's control resolution.
+height, and its region is blanked as the dataset's are; an edit model's references get the dataset's control resolution.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from library.data.buckets import ControlSizing, cover
 from library.data.cache import TextJob, binary_mask
 from library.data.dataset import TrainingData
 from library.data.file_index import SourceFile, content_hash
-from library.data.images import decode, decode_mask, fit_image, read_size, to_pixels
+from library.data.images import blanked, decode, decode_mask, fit_image, read_size, to_pixels
+from library.data.masks import Blank
 from library.data.samples import ControlImage, check_mask_shape
 from library.errors import UserError
 from library.files import read_bytes
 from library.models.family import Family
 from library.models.vae import ImageEncoder
+from library.randomness import generator
 from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
 
 
@@ -37,16 +39,19 @@ class PromptImageRules:
         conditioning: what it is given.
         sizing: of references.
         pixel_multiple: their sides are multiples of it.
+        blank: what the region to fill is blanked with.
     """
 
     conditioning: ConditionKind = "none"
     sizing: ControlSizing = field(default_factory=ControlSizing)
     pixel_multiple: int = 1
+    blank: Blank = "grey"
 
     @classmethod
     def of(cls, data: TrainingData) -> PromptImageRules:
-        """Return the rules of a training run."""
-        return cls(data.conditioning, data.control_sizing, data.pixel_multiple)
+        """Return the rules of a training run; where subsets are blanked differently, the first one's."""
+        blanks: tuple[Blank, ...] = (*data.inpaint_blanks, "grey")
+        return cls(data.conditioning, data.control_sizing, data.pixel_multiple, blanks[0])
 
 
 def check_prompt_images(
@@ -118,7 +123,7 @@ def encode_prompt_images(prompt: SamplePrompt, encoder: ImageEncoder, rules: Pro
         UserError: an image cannot be read.
     """
     if rules.conditioning == "fill":
-        masked, mask = _masked_image(prompt)
+        masked, mask = _masked_image(prompt, rules.blank)
         return Conditions(_encoded(masked, encoder), mask[None])
     if rules.conditioning == "references":
         loaded = (to_pixels(control.load()) for control in _controls(prompt, rules))
@@ -133,15 +138,15 @@ def show_prompt_images(prompt: SamplePrompt, rules: PromptImageRules) -> Image.I
         UserError: an image cannot be read.
     """
     if rules.conditioning == "fill":
-        pixels = (_masked_image(prompt)[0] + 1) * 127.5  # [3, H, W], mid-grey where to fill
+        pixels = (_masked_image(prompt, rules.blank)[0] + 1) * 127.5  # [3, H, W]
         return Image.fromarray(pixels.round().byte().permute(1, 2, 0).contiguous().numpy())
     if rules.conditioning == "references":
         return _in_a_row(control.load() for control in _controls(prompt, rules))
     return None
 
 
-def _masked_image(prompt: SamplePrompt) -> tuple[Tensor, Tensor]:
-    """The prompt's image [3, H, W] with the region to fill at 0, mid-grey, and that region [1, H, W]."""
+def _masked_image(prompt: SamplePrompt, blank: Blank) -> tuple[Tensor, Tensor]:
+    """The prompt's image [3, H, W] with the region to fill blanked, and that region [1, H, W]."""
     (path,), mask_path = prompt.control_images, prompt.mask_image
     assert mask_path is not None, "check_prompt_images comes first"
     target = (prompt.width, prompt.height)
@@ -149,7 +154,8 @@ def _masked_image(prompt: SamplePrompt) -> tuple[Tensor, Tensor]:
     mask = decode_mask(read_bytes(mask_path), mask_path)
     fitted = fit_image(mask, cover(mask.size, target), "area")
     region = torch.from_numpy(binary_mask(fitted)).float()[None]
-    return to_pixels(fit_image(image, cover(image.size, target), None)) * (1 - region), region
+    pixels = to_pixels(fit_image(image, cover(image.size, target), None))
+    return blanked(pixels, region, blank, generator("inpaint blank", prompt.seed)), region
 
 
 def _controls(prompt: SamplePrompt, rules: PromptImageRules) -> tuple[ControlImage, ...]:

@@ -15,17 +15,19 @@ from PIL.Image import Image
 from library.console import Console
 from library.data.buckets import ControlSizing
 from library.data.cache import TextJob, encode_text_batch
+from library.data.masks import BLANKS, Blank
 from library.errors import counted
 from library.models.family import Family
 from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
 from library.precision.recipe import Fp8Loader
+from library.safetensors_io import read_entries
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
 from library.training.sampling.images import generate_image
 from library.training.sampling.prompts import SamplePrompt
 from library.training.tasks.lora_plan import describe_base
 from networks.files.adapters import load_lora
-from networks.files.metadata import base_mismatch
+from networks.files.metadata import base_mismatch, weight_file
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
@@ -41,6 +43,7 @@ def generate_images(
     console: Console,
     fp8: Fp8Loader | None = None,
     sizing: ControlSizing | None = None,
+    blank: Blank | None = None,
 ) -> Iterator[tuple[SamplePrompt, Image]]:
     """Yield each prompt with its image.
 
@@ -53,6 +56,7 @@ def generate_images(
         console: for what is to be known about model and LoRAs.
         fp8: which weights of the transformer become fp8; what its file has in fp8 stays so.
         sizing: of reference images; by default they get the prompt's width and height.
+        blank: what the region to fill is blanked with; by default as the LoRAs' files say, else grey.
     """
     check_prompt_images(prompts, family.conditioning, family.most_references)
     weights = read_loras(loras, family, console)  # before anything that takes time
@@ -60,7 +64,10 @@ def generate_images(
     targets = family.targets
     image_encoder = family.load_image_encoder(dtype, device)
     text_encoder = family.load_text_encoder(dtype, device)
-    rules = PromptImageRules(family.conditioning, sizing or ControlSizing(), image_encoder.pixel_multiple)
+    multiple, blank = image_encoder.pixel_multiple, blank or trained_blank(loras)
+    rules = PromptImageRules(family.conditioning, sizing or ControlSizing(), multiple, blank)
+    if family.conditioning == "fill" and blank != "grey":
+        console.print(f"regions to fill are blanked with {blank}")
     texts: dict[str, TextJob] = {}
     for prompt in prompts:
         texts |= text_jobs(prompt, text_encoder.sees_references, rules)
@@ -87,6 +94,16 @@ def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) ->
         if here and (remark := base_mismatch(lora.metadata, here)):
             console.print(f"note: {source.path}: {remark}")
     return targets.by_component(combine_loras([(lora.weights, source.ratio) for source, lora in read]))
+
+
+def trained_blank(loras: Sequence[LoraSource]) -> Blank:
+    """Return what the LoRAs were trained on in place of the region to fill: the first file's that says so, else grey.
+
+    Files of other programs do not say it.
+    """
+    said = (read_entries([weight_file(lora.path)])[1].get("tandem.inpaint_blank", "") for lora in loras)
+    words = (word for text in said for word in text.split())
+    return next((blank for word in words for blank in BLANKS if blank == word), "grey")
 
 
 @torch.no_grad()

@@ -253,6 +253,7 @@ class ImageLora(LoraTask):
             "text_encoder_fingerprint": self.text_fingerprint,
             "attention": self.attention,
             "base_weights": self.base_weights.described(),
+            "inpaint_blank": " ".join(self.data.inpaint_blanks),
         }
 
     def memory_advice(self) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.data.buckets import ControlSizing
+from library.data.masks import Blank
 from library.errors import UserError
 from library.training.sampling.conditions import (
     PromptImageRules,
@@ -23,7 +24,7 @@ from library.training.sampling.conditions import (
 )
 from library.training.sampling.images import Sampler
 from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
-from tests.data.folders import AverageEncoder, make_image
+from tests.data.folders import AverageEncoder, add_image, build, make_image, write_toml
 
 
 @pytest.fixture
@@ -127,6 +128,30 @@ def test_an_image_to_fill_covers_the_prompts_size_with_its_region_blanked(folder
     shown = np.asarray(show_prompt_images(prompt, rules))
     assert np.array_equal(shown[:, :32], np.asarray(Image.open(folder / "a.png"))[16:48, :32])
     assert np.unique(shown[:, 32:]).tolist() == [128]  # mid-grey
+
+
+@pytest.mark.parametrize(("blank", "value"), [("black", -1.0), ("white", 1.0)])
+def test_a_prompts_region_is_blanked_as_the_datasets_are(folder: Path, blank: Blank, value: float) -> None:
+    add_image(folder / "img", "a.png")
+    toml = write_toml(folder, subset=f"image_dir = 'img'\ninpaint_blank = '{blank}'")
+    rules = PromptImageRules.of(build(toml, conditioning="fill"))
+    (prompt,) = read(folder, "x --ci a.png --mi m.png --w 64 --h 64")
+    conditions = encode_prompt_images(prompt, AverageEncoder(), rules)  # type: ignore[arg-type]
+    expected = averaged(folder / "a.png")
+    expected[:, :, 4:] = value
+    assert conditions.masked_latents is not None
+    torch.testing.assert_close(conditions.masked_latents, expected[None], atol=1e-6, rtol=0)
+    shown = np.asarray(show_prompt_images(prompt, rules))
+    assert np.unique(shown[:, 32:]).tolist() == [round((value + 1) * 127.5)]
+
+
+def test_noise_under_a_prompts_mask_follows_its_seed(folder: Path) -> None:
+    rules = PromptImageRules("fill", pixel_multiple=16, blank="noise")
+    one, again, other = read(folder, "\n".join(f"x --ci a.png --mi m.png --w 64 --h 64 --d {d}" for d in (1, 1, 2)))
+    first, second, third = (np.asarray(show_prompt_images(prompt, rules)) for prompt in (one, again, other))
+    assert np.array_equal(first, second)
+    assert np.array_equal(first[:, :32], third[:, :32])
+    assert (first[:, 32:] != third[:, 32:]).mean() > 0.9
 
 
 def test_references_are_encoded_at_the_control_resolution(folder: Path) -> None:
