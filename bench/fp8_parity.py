@@ -39,9 +39,8 @@ from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.differences import Differences, compare
 from library.fidelity.fixes import FixOptions, try_fixes
 from library.fidelity.report import prepare_eval_set
-from library.fidelity.runs import EvalSet, Outcome, run_variant
+from library.fidelity.runs import run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant, parse_deployment
-from library.models.vae import ImageEncoder
 from networks.files.adapters import load_lora
 from train_lora import train
 
@@ -96,10 +95,12 @@ def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, fold
     beside = Variant(weights=True)
     calibration = models.plan(options).prepare(console)
     eval_set = prepare_eval_set(models, calibration, beside, STEPS)
+    decode = models.image_encoder(REFERENCE).decode
     reference = run_variant(models, REFERENCE, eval_set, console, "reference")
 
     def errors(case: str, of: Models, variant: Variant) -> Differences:
-        return compare(reference, run_variant(of, variant, eval_set, console, f"seed {seed}: {case}"), eval_set)
+        outcome = run_variant(of, variant, eval_set, console, f"seed {seed}: {case}")
+        return compare(reference, outcome, eval_set, decode)
 
     found = {"plain cast, LoRA beside": errors("beside", models, beside)}
     for how in ("nearest", "stochastic"):
@@ -110,51 +111,32 @@ def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, fold
     fix_options = FixOptions(folder / "fixes", lora, fitted, train, minutes=60.0)
     fixes = try_fixes(models, beside, eval_set, reference, (), fix_options, console)
     found |= {fix.name: fix.differences for fix in fixes}
-    encoder = models.image_encoder(REFERENCE)
-    found["white noise of the last one's size"] = compare(
-        reference, white_noise(reference, fixes[-1].outcome, eval_set, encoder), eval_set
-    )
     return found
 
 
-@torch.no_grad()
-def white_noise(reference: Outcome, outcome: Outcome, eval_set: EvalSet, encoder: ImageEncoder) -> Outcome:
-    """Return what would have come out if ``outcome`` missed ``reference`` by white noise, as much in each region.
-
-    An error that knows nothing of the border: what the seam's numbers are for it is the images' doing and the
-    decoder's, since an error shows more detail in a detailed place.
-    """
-    noisy = Outcome(reference.velocities, [list(step) for step in reference.path])
-    for number, (wanted, found) in enumerate(zip(reference.latents, outcome.latents, strict=True)):
-        mask, random = eval_set.mask(number), torch.Generator().manual_seed(number)
-        noise = torch.randn(wanted.shape, generator=random)
-        for region in (torch.ones(wanted.shape[-2:], dtype=torch.bool),) if mask is None else (mask, ~mask):
-            noise[:, region] *= (found - wanted)[:, region].square().mean().sqrt()
-        noisy.path[-1][number] = wanted + noise
-        noisy.images.append(encoder.decode((wanted + noise)[None])[0].float())
-    return noisy
+def _figure(differences: Differences, name: str) -> float:
+    assert differences.border is not None, "the images have masks"
+    return next(each.times for each in differences.border.figures if each.name == name)
 
 
 def row_of(case: str, seeds: list[Differences]) -> dict[str, Any]:
     """Return a case's row: means over the seeds and half the range of the latents' error."""
     latents = [each.latents for each in seeds]
-    seams = [each.image_seam for each in seeds]
+    figures = {name: [_figure(each, name) for each in seeds] for name in ("ring inside", "grain inside", "step")}
     return {
         "case": case,
         "velocity": mean(each.velocity for each in seeds),
         "latents": mean(latents),
         "latents_spread": (max(latents) - min(latents)) / 2,
         "image": mean(each.image for each in seeds),
-        "ring_over_interior": mean(seam["inside"][8] for seam in seams),
-        "high_pass_ring_over_interior": mean(seam["high_pass"][8] for seam in seams),
-        "signed_ring_minus_interior": mean(seam["signed"][8] for seam in seams),
-        "step": mean(seam["step"] for seam in seams),
+        "ring_over_noise": mean(figures["ring inside"]),
+        "grain_over_noise": mean(figures["grain inside"]),
+        "step_over_noise": mean(figures["step"]),
     }
 
 
 COLUMNS = {"case": "<42", "velocity": "8.2%", "latents": "8.2%", "latents_spread": "14.2%", "image": "8.2%"}
-COLUMNS |= {"ring_over_interior": "18.2f", "high_pass_ring_over_interior": "28.2f"}
-COLUMNS |= {"signed_ring_minus_interior": "26.2%", "step": "6.2f"}
+COLUMNS |= {"ring_over_noise": "15.2f", "grain_over_noise": "16.2f", "step_over_noise": "15.2f"}
 
 
 def main() -> None:

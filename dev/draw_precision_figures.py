@@ -16,9 +16,6 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,22 +25,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
-from torch import Tensor
 
 import dev.precision_numbers as numbers
-import tools.quantize_model as quantize_model
 from dev.precision_numbers import heavy_tailed_weight
-from library.config.schema import ModelConfig
 from library.errors import exit_on_user_error
-from library.fidelity.calibration import CalibrationOptions
-from library.fidelity.differences import Differences, compare
-from library.fidelity.page import draw_border, draw_rings, show_error, show_image
-from library.fidelity.runs import EvalSet, Outcome, run_variant
-from library.fidelity.serving import REFERENCE, Models, Variant, parse_deployment
 from library.files import atomic_path
 from library.precision.quantize import E4M3FN
-from library.training.sampling.generate import read_loras
-from tools.command import lora_source
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "assets" / "tiny-flux-fill"
@@ -241,122 +228,12 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-_SERVED = replace(REFERENCE, weights=True)
-CASES: dict[str, Variant] = {
-    "fp8 weights, LoRA beside them": _SERVED,
-    "bf16 weights, LoRA at strength 0.65": replace(REFERENCE, strength=0.65),
-    "LoRA rounded into the fp8 file": replace(_SERVED, merge="nearest"),
-    "fp8 weights, known pixels pasted": replace(_SERVED, paste="end"),
-}
-_COLOURS = ("#1f77b4", "#9467bd", "#d62728", "#2ca02c")
-
-
-def run_cases(
-    lora: Path, images: int, steps: int, console: Console
-) -> tuple[EvalSet, dict[str, Outcome], dict[str, Outcome]]:
-    """Run the tiny fill model with ``lora``, its references and all cases on the same images, in fp32 on the CPU.
-
-    Returns:
-        The evaluation set; case -> its reference; case -> its outcome.
-
-    Raises:
-        UserError: the LoRA is not one for this model.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["--model", str(MODEL), "--layout", "plain", "--save_to", f"{folder}/cast"]
-        quantize_model.quantize(quantize_model.parser().parse_args(words), console)
-        config = ModelConfig(pretrained_model_name_or_path=str(MODEL), model_type="flux_fill")
-        models = Models(config, parse_deployment(f"{folder}/cast"), {}, torch.float32, torch.device("cpu"))
-        models.loras = read_loras([lora_source(str(lora))], models.family, console)
-        options = CalibrationOptions(str(DATASET), images=images, guidance_scale=1.0, cache_directory=folder)
-        calibration = models.plan(options).prepare(console)
-        batches = [*calibration.fit, *calibration.check]
-        eval_set = EvalSet(batches, [], (0.5,), steps, options.guidance_scale, options.seed)
-        plain = run_variant(models, REFERENCE, eval_set, console, "reference")
-        paste = replace(REFERENCE, paste="end")
-        pasted = run_variant(models, paste, eval_set, console, "reference, known pixels pasted")
-        outcomes = {name: run_variant(models, variant, eval_set, console, name) for name, variant in CASES.items()}
-    return eval_set, {name: pasted if variant.paste else plain for name, variant in CASES.items()}, outcomes
-
-
-def border_rings(found: Mapping[str, Differences]) -> Figure:
-    """Error of rings of pixels over the interior's, its signed difference, and its step across the border."""
-    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
-    draw_rings(left, {name: each.image_seam for name, each in found.items()}, "pixels", _COLOURS)
-    left.set_ylabel("error ÷ the interior's")
-    signed = [100 * each.image_seam["signed"][8] for each in found.values()]
-    steps = [each.image_seam["step"] for each in found.values()]
-    for axis, values, title, form in (
-        (middle, signed, "ring less interior,\nwith its sign, %", "%+.2f"),
-        (right, steps, "step of the error across the\nborder (1: as in the interior)", "%.1f"),
-    ):
-        bars = axis.bar(range(len(values)), values, color=_COLOURS)
-        axis.bar_label(bars, fmt=form, padding=2, fontsize=8.5)
-        axis.set_title(title, loc="left", fontsize=10)
-        axis.set_xticks([])
-        axis.margins(y=0.15)
-        axis.axhline(0 if axis is middle else 1, color="#999999", linewidth=0.8)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2)
-    return figure
-
-
-def border_images(eval_set: EvalSet, references: Mapping[str, Outcome], outcomes: Mapping[str, Outcome]) -> Figure:
-    """One image of the reference, and every case's error on it, each on a scale of its own."""
-    number, mask = _example(eval_set)
-    figure = Figure(figsize=(9.6, 2.6), layout="constrained")
-    axes = figure.subplots(1, 1 + len(outcomes))
-    show_image(axes[0], next(iter(references.values())).images[number])
-    axes[0].set_title("reference;\nfilled inside the line", fontsize=8)
-    for axis, (name, outcome) in zip(axes[1:], outcomes.items(), strict=True):
-        error = (outcome.images[number] - references[name].images[number]).abs().mean(0)
-        largest = float(error.quantile(0.995))
-        show_error(axis, error, largest)
-        axis.set_title(f"{name.replace(', ', chr(10))}\nwhite: {largest / 2:.0%} of the range", fontsize=8)
-    for axis in axes:
-        draw_border(axis, mask, error)
-    return figure
-
-
-def _example(eval_set: EvalSet) -> tuple[int, Tensor]:
-    """Return the sample, and its mask, that fills most of an image and leaves its rim alone."""
-
-    def filled(mask: Tensor) -> float:
-        rim = mask[0].any() or mask[-1].any() or mask[:, 0].any() or mask[:, -1].any()
-        return 0.0 if rim else float(mask.float().mean())
-
-    masks = [(i, mask) for i in range(len(eval_set.batches)) if (mask := eval_set.mask(i)) is not None]
-    return max(masks, key=lambda each: filled(each[1]))
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    top.add_argument("--only", nargs="+", choices=[*FIGURES, "border"], default=[*FIGURES, "border"], help="of these")
-    default = Path("output/demo_fp8/demo_fp8.safetensors")
-    top.add_argument("--lora", type=Path, default=default, help="for the tiny FLUX Fill (default: %(default)s)")
-    top.add_argument("--images", type=int, default=8, help="images for the border (default: %(default)s)")
-    top.add_argument("--steps", type=int, default=8, help="sampling steps for the border (default: %(default)s)")
+    top.add_argument("--only", nargs="+", choices=[*FIGURES], default=[*FIGURES], help="of these")
     top.add_argument("--save_to", type=Path, default=ROOT / "docs" / "images", help="folder (default: docs/images)")
     return top
-
-
-def draw_fill_figures(options: argparse.Namespace, console: Console) -> list[Path]:
-    """Run the tiny fill model and draw where it errs; return what was written."""
-    eval_set, references, outcomes = run_cases(options.lora, options.images, options.steps, console)
-    found = {name: compare(references[name], outcome, eval_set) for name, outcome in outcomes.items()}
-    for name, each in found.items():
-        seam = each.image_seam
-        console.print(
-            f"{name}: image {each.image:.2%} off; within 8 pixels: error over the interior's "
-            f"{seam['inside'][8]:.2f}, high-pass {seam['high_pass'][8]:.2f}, signed {seam['signed'][8]:+.2%}; "
-            f"step {seam['step']:.2f}; latents {each.latents:.2%}, ring {each.seam['inside'][2]:.2f}"
-        )
-    return [
-        save(border_rings(found), options.save_to / "precision_border.png"),
-        save(border_images(eval_set, references, outcomes), options.save_to / "precision_border_images.png"),
-    ]
 
 
 @exit_on_user_error
@@ -368,14 +245,6 @@ def main() -> None:
     for name, draw in FIGURES.items():
         if name in options.only:
             console.print(str(save(draw(), options.save_to / f"precision_{name}.png")))
-    if "border" not in options.only:
-        return
-    if not options.lora.exists():
-        console.print(
-            f"{options.lora}: no such LoRA, so the border's figures were not drawn; `make demo-fp8` trains it"
-        )
-        return
-    console.print(*map(str, draw_fill_figures(options, console)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ answer_early(__name__, lambda: parser().parse_args())
 import torch
 
 from library.fidelity.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
-from library.fidelity.page import verdict_lines, write_report
+from library.fidelity.page import write_report
 from library.fidelity.report import measure
 from library.fidelity.serving import Models, Variant, parse_deployment
 from library.training.sampling.generate import read_loras
@@ -188,7 +188,7 @@ def main() -> None:
         fixes = try_fixes(models, variant, report.eval_set, report.reference, report.layers, wanted, console)
     best = recommend(fixes, report.full, options.fix_target) if fixes else None
     paths = write_report(report, options.save_to, fixes, best)
-    console.print(*verdict_lines(report), sep="\n")
+    console.print(*report.verdict.lines(report.full), sep="\n")
     if fixes:
         console.print(fix_table(fixes, report.full))
         console.print(recommendation(best, report.full, options.fix_target))

@@ -20,7 +20,6 @@ keeps its layout. Files that a fix makes lie in ``fixes/`` beside the report, in
 from __future__ import annotations
 
 import functools
-import math
 import re
 import time
 from collections import Counter
@@ -52,7 +51,7 @@ from library.precision.recipe import Fp8Recipe
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
 
-FIX_COLUMNS = ("", "velocity", "latents", "image", "of before", "ring/interior", "step", "seconds", "cost")
+FIX_COLUMNS = ("", "velocity", "latents", "image", "of before", "border, times noise", "seconds", "cost")
 CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 200, 3e-4, 0.1
 
 
@@ -108,7 +107,8 @@ def fix_rows(fixes: Sequence[Fix], before: Differences) -> list[tuple[str, ...]]
     ]:
         errors = (f"{value:.2%}" for value in (each.velocity, each.latents, each.image))
         share = f"{each.latents / before.latents:.2f}" if before.latents else ""
-        seam = ("" if math.isnan(value) else f"{value:.2f}" for value in (each.border_ring, each.border_step))
+        worst = each.border.worst if each.border else None
+        seam = (f"{worst.name} {worst.times:.2f}" if worst else "",)
         rows.append((name, *errors, share, *seam, seconds, cost))
     return rows
 
@@ -148,7 +148,7 @@ def try_fixes(
             console.print(f"note: {name} not tried: {error}")
             return
         outcome = run_variant(changed, variant, eval_set, console, name)
-        differences = compare(reference, outcome, eval_set)
+        differences = compare(reference, outcome, eval_set, models.image_encoder(REFERENCE).decode)
         fixes.append(Fix(name, cost, time.monotonic() - started, files, differences, outcome))
 
     if set(deployment.changes()) != {"weights"} and not models.deployed.merged:

@@ -218,8 +218,8 @@ def _token_regions(mask: Tensor) -> dict[str, Tensor]:
     tokens = cells.float().unfold(0, 2, 2).unfold(1, 2, 2).mean((-1, -2)) >= 0.5
     if not tokens.any() or tokens.all():
         return {}
-    where = regions(tokens)
-    border = where.inside[1] | where.outside[1]
+    where = regions(tokens, 1)
+    border = where.inside | where.outside
     parts = {"filled": where.filled & ~border, "known": where.known & ~border, "border": border}
     return {name: part.flatten() for name, part in parts.items() if bool(part.any())}
 

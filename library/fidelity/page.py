@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from library.fidelity.border import LIMITS, Border
 from library.fidelity.causes import CAUSES
 from library.fidelity.differences import Differences, mask_in_pixels
 from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
@@ -25,7 +26,6 @@ from library.fidelity.report import Report
 from library.fidelity.runs import EvalSet, Outcome
 from library.fidelity.verdict import Attribution
 from library.files import atomic_path, write_text
-from library.precision.parity.seam import SeamMetrics
 
 _LAYERS_SHOWN, _IMAGES_SHOWN = 60, 4
 
@@ -51,24 +51,6 @@ def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = (), best: 
     return paths
 
 
-def verdict_lines(report: Report) -> list[str]:
-    """Return the verdict in words, a line a sentence: the cause, the border, the error, the layers to keep."""
-    verdict, full = report.verdict, report.full
-    lines = [f"Look here first: {CAUSES[verdict.cause]}."]
-    if verdict.border:
-        lines.append(f"On the border: {verdict.border.sentence()}")
-    elif full.seam:
-        lines.append(
-            f"The border is no worse than the interior: ring over interior {full.seam['inside'][2]:.2f}, "
-            f"step across it {full.seam['step']:.2f}."
-        )
-    lines += [f"{finding.share:.0%} of the error: {finding.sentence()}" for finding in verdict.findings[:4]]
-    sizes = f"velocity {full.velocity:.2%}"
-    sizes += f", finished latents {full.latents:.2%}" if math.isfinite(full.latents) else ""
-    sizes += f", decoded image {full.image:.2%}" if math.isfinite(full.image) else ""
-    return [*lines, f"Off by: {sizes}."]
-
-
 def _page(report: Report, fixes: Sequence[Fix], images: Figure | None) -> str:
     full = report.full
     named = {"deployment": full}
@@ -76,14 +58,12 @@ def _page(report: Report, fixes: Sequence[Fix], images: Figure | None) -> str:
     figures: list[tuple[str, Figure]] = []
     if report.attributions:
         figures.append(("Causes, one at a time", attribution_bars(full, report.attributions)))
-    if full.seam:
-        with_error = {name: each.seam for name, each in named.items() if each.seam and each.latents > 0}
-        figures.append(("Along the mask border", rings(with_error)))
+    with_border = {name: each.border for name, each in named.items() if each.border}
+    if with_border:
+        figures.append(("Along the mask border", border_figures(with_border)))
     figures.append(("By noise level", error_by_sigma(dict(list(named.items())[:3]))))
     if full.latents_by_step:
         figures.append(("Over a sampling run", error_over_steps(named)))
-        if any(each.spectrum[0] for each in named.values()):
-            figures.append(("Spectrum of the error", error_spectrum(named)))
     # the layers whose return to bf16 buys most per megabyte, or those that err most where that was not measured
     measured = any(row.benefit is not None for row in report.layers)
     worst = sorted(report.layers, key=lambda row: -(row.benefit_per_megabyte if measured else row.output_error))
@@ -91,7 +71,7 @@ def _page(report: Report, fixes: Sequence[Fix], images: Figure | None) -> str:
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
     return template.render(
         report=report,
-        verdict=verdict_lines(report),
+        verdict=report.verdict.lines(report.full),
         fix_headings=FIX_COLUMNS,
         fixes=fix_rows(fixes, full) if fixes else [],
         images=images,
@@ -111,9 +91,12 @@ def _measured(report: Report, fixes: Sequence[Fix]) -> dict[str, Any]:
         "settings": report.settings,
         "verdict": {
             "cause": verdict.cause,
-            "border": verdict.border and verdict.border.as_json(),
+            "alarm": verdict.alarm,
+            "border": verdict.border and asdict(verdict.border) | {"state": verdict.border.state},
+            "border_cause": verdict.border_cause and verdict.border_cause.as_json(),
+            "explained": verdict.explained,
             "findings": [finding.as_json() for finding in verdict.findings],
-            "words": verdict_lines(report),
+            "words": report.verdict.lines(report.full),
         },
         "deployment": report.full,
         "causes": {each.cause: {"alone": each.alone, "without": each.without} for each in report.attributions},
@@ -169,38 +152,21 @@ def error_over_steps(named: Mapping[str, Differences]) -> Figure:
     return figure
 
 
-def error_spectrum(named: Mapping[str, Differences]) -> Figure:
-    """Mean power of the finished latents' error against frequency; a flat line is white noise."""
-    figure, axis = _plot(5, "cycles per latent cell", "power of the error (1: mean)")
-    for title, differences in named.items():
-        if differences.spectrum[0]:
-            axis.semilogy(*differences.spectrum, label=title)
-    axis.axhline(1, color="#999999", linewidth=0.8)
-    axis.legend()
-    return figure
-
-
-def rings(named: Mapping[str, SeamMetrics]) -> Figure:
-    """rms error of rings inside and outside the border over the interior's; 1 is no seam."""
-    figure, axis = _plot(6.4, "", "error over the interior's")
-    draw_rings(axis, named, "latent cells", [f"C{number}" for number in range(len(named))])
-    axis.legend()
-    return figure
-
-
-def draw_rings(axis: Axes, named: Mapping[str, SeamMetrics], cells: str, colours: Sequence[str]) -> None:
-    """Draw error of rings over the interior's against their distance from the border, in ``cells``."""
-    outside: Mapping[int, float] = {}
-    for (title, seam), colour in zip(named.items(), colours, strict=True):
-        inside, outside = seam["inside"], seam["outside"]
-        places = [*(-width for width in sorted(outside, reverse=True)), *sorted(inside)]
-        values = [outside[-place] if place < 0 else inside[place] for place in places]
-        axis.plot(range(len(places)), values, "o-", color=colour, markersize=4, label=title)
-        axis.set_xticks(range(len(places)), [f"{abs(place)}" for place in places])
-    axis.axhline(1, color="#999999", linewidth=0.8, zorder=0)
-    axis.axvline(len(outside) - 0.5, color="#d62728", linewidth=1, linestyle="--")
-    axis.set_xlabel(f"known side  ←  within so many {cells} of the border  →  filled side")
+def border_figures(named: Mapping[str, Border]) -> Figure:
+    """Each figure over white noise's, with its interval over images; the line is the limit."""
+    figure, axis = _plot(8, "", "times white noise")
+    for number, (title, border) in enumerate(named.items()):
+        places = [place + 0.8 * (number + 0.5) / len(named) - 0.4 for place in range(len(LIMITS))]
+        times = [each.times for each in border.figures]
+        axis.plot(places, times, "o", label=title)
+        if border.images > 1:
+            ends = [each.low for each in border.figures], [each.high for each in border.figures]
+            axis.vlines(places, *ends, color=f"C{number}")
+    axis.plot(range(len(LIMITS)), [*LIMITS.values()], "_", color="#d62728", markersize=30, label="limit")
+    axis.set_xticks(range(len(LIMITS)), LIMITS)
     axis.set_ylim(bottom=0)
+    axis.legend()
+    return figure
 
 
 def attribution_bars(full: Differences, attributions: Sequence[Attribution]) -> Figure:
@@ -214,11 +180,11 @@ def attribution_bars(full: Differences, attributions: Sequence[Attribution]) -> 
     for name, shift, colour, of in (("alone", -0.18, "#1f77b4", alone), ("all without it", 0.18, "#bbbbbb", without)):
         heights = [place + shift for place in places]
         left.barh(heights, [math.nan if d is None else 100 * d.error for d in of], 0.34, color=colour, label=name)
-        right.barh(heights, [math.nan if d is None else d.border_step for d in of], 0.34, color=colour)
+        right.barh(heights, [d.border.worst.times if d and d.border else math.nan for d in of], 0.34, color=colour)
     left.set_yticks(places, labels)
     left.invert_yaxis()
     left.set_xlabel("error, %")
-    right.set(xlabel="error's step across the border", xscale="log")
+    right.set(xlabel="worst border figure, times white noise", xscale="log")
     right.axvline(1, color="#999999", linewidth=0.8)
     figure.legend(loc="outside upper center", ncols=2)
     return figure

@@ -68,10 +68,11 @@ def measure(
     if variant.paste and not any(eval_set.mask(i) is not None for i in range(len(eval_set.batches))):
         raise UserError("--paste: the dataset has no masks, so there is no known region; remove --paste")
     reference = run_variant(models, REFERENCE, eval_set, console, "reference")
+    decode = models.image_encoder(REFERENCE).decode
 
     def run(changed: Variant, title: str) -> tuple[Outcome, Differences]:
         outcome = run_variant(models, changed, eval_set, console, title)
-        return outcome, compare(reference, outcome, eval_set)
+        return outcome, compare(reference, outcome, eval_set, decode)
 
     deployed, full = run(variant, "deployment")
     rows = _layers(models, variant, calibration, eval_set, console, benefits)

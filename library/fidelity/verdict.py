@@ -1,8 +1,8 @@
 """What makes the difference between a deployment and the reference: one cause at a time, and rules that name it.
 
 Two questions are kept apart. *What makes the error?* is answered by size: each cause alone, and all without it. *What
-puts it on the border?* is answered by the step of the error across the mask's border and the ring's error over the
-interior's: a cause may change little in all and everything there.
+puts it on the border?* is answered by the figures of ``border``, of each cause alone: a cause may change little in all
+and everything there.
 
 Causes in the weights show in the layers. A format's own rounding error is known (``layers.LayerRow``), so a layer that
 errs more was damaged, scaled wrongly, merged at another strength, lost its update to rounding, or is another model's.
@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, pstdev
 
-from library.fidelity.causes import Finding
+from library.fidelity.border import Border, BorderFigure
+from library.fidelity.causes import CAUSES, Finding
 from library.fidelity.differences import Differences
 from library.fidelity.layers import LayerRow
 from library.fidelity.serving import Variant
@@ -28,7 +29,7 @@ _CHANGED_GAIN = 0.03
 _MOST = 0.5
 _ONE_LAYER = 0.65
 _WORTH_MENDING = 0.05
-_SHARP = 1.8  # times the interior's step: rounding alone gives 0.9 to 1.5 with an image's own edges at the border
+_EXPLAINED = 0.99
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,66 @@ class Attribution:
     without: Differences | None
 
 
+NORMAL = ("weights", "merge")  # rounding that is as it must be: the price of the format
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """What the numbers name: findings by their share, and what puts the error on the border (None: nothing does)."""
+    """What the numbers name.
+
+    Attributes:
+        findings: causes by their share of the error.
+        border: whether the error lies along the mask's border; None without masks or images.
+        border_cause: what puts it there; None where nothing does, or no single cause.
+        explained: share of the weights' squared velocity error that is gone with every compared tensor put back; None
+            where the reference's weights run.
+    """
 
     findings: tuple[Finding, ...]
-    border: Finding | None
+    border: Border | None
+    border_cause: Finding | None
+    explained: float | None = None
+
+    @property
+    def defects(self) -> tuple[Finding, ...]:
+        """What is no honest rounding."""
+        return tuple(each for each in self.findings if each.cause not in NORMAL)
+
+    @property
+    def alarm(self) -> bool:
+        """Whether there is anything to mend."""
+        return bool(self.defects) or (self.border is not None and self.border.state == "worse")
 
     @property
     def cause(self) -> str:
-        """The one cause to look at first: what is at the border, then what can be had for nothing.
+        """The one cause to look at first: what is at the border, then the defect with the largest share."""
+        if self.border_cause:
+            return self.border_cause.cause
+        large = [each for each in self.defects if not each.share < _WORTH_MENDING]
+        return (large or self.findings)[0].cause
 
-        Rounding that is as it must be is the price of the format. Anything else that makes a twentieth of the error is
-        a defect, and mended first.
-        """
+    def lines(self, full: Differences) -> list[str]:
+        """Return the verdict in words, a line a sentence: the cause, the border, every finding, the error."""
+        first = (
+            f"Look here first: {CAUSES[self.cause]}." if self.alarm else "No defect: the deployment errs as it must."
+        )
+        lines = [first]
         if self.border:
-            return self.border.cause
-        defects = (each for each in self.findings if each.cause != "weights" and each.share >= _WORTH_MENDING)
-        return next(defects, self.findings[0]).cause
+            lines.append(self.border.sentence())
+            if self.border_cause:
+                lines.append(f"It comes from {self.border_cause.sentence()}")
+            elif self.border.state == "worse":
+                lines.append("No single cause puts it there; --explain tries what servers do to masks, one at a time.")
+        lines += [f"{finding.share:.1%} of the error: {finding.sentence()}" for finding in self.findings]
+        if self.explained is not None and self.explained < _EXPLAINED:
+            lines.append(
+                f"Unexplained: {1 - self.explained:.0%} of the error stays with every tensor put back to the "
+                "reference's; it is not in the weights."
+            )
+        sizes = f"velocity {full.velocity:.2%}"
+        sizes += f", finished latents {full.latents:.2%}" if math.isfinite(full.latents) else ""
+        sizes += f", decoded image {full.image:.2%}" if math.isfinite(full.image) else ""
+        return [*lines, f"Off by: {sizes}."]
 
 
 def judge(
@@ -90,7 +133,7 @@ def judge(
         else:
             findings.append(Finding(each.cause, share, (), _alone(each)))
     findings.sort(key=lambda finding: -finding.share)
-    return Verdict(tuple(findings), _on_the_border(full, attributions))
+    return Verdict(tuple(findings), full.border, _on_the_border(full, attributions))
 
 
 def _own_sizes(attributions: Sequence[Attribution]) -> dict[str, float]:
@@ -194,24 +237,31 @@ def _in_activations(
 
 
 def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Finding | None:
-    """Return the cause without which the border is no longer worse than the interior, if it is."""
-    sharp = _border(full)
-    others = [(each, _border(each.without)) for each in attributions if each.without is not None and each.without.seam]
-    if not sharp > _SHARP or not others:
+    """Return the cause that alone puts the error on the border, or without which it is no longer there."""
+    if full.border is None or full.border.state != "worse":
         return None
-    best, left = min(others, key=lambda pair: pair[1])
-    if not left < 1 + _MOST * (sharp - 1):
+    alone = [(each.alone.border.worst, each) for each in attributions if each.alone.border and _worse(each.alone)]
+    if alone:
+        figure, best = max(alone, key=lambda pair: pair[0].times)
+        return Finding(best.cause, math.nan, (), f"alone it gives {figure.words()}")
+    name = full.border.worst.name
+    without = [
+        (_figure(each.without, name), each) for each in attributions if each.without and not _worse(each.without)
+    ]
+    found = [(figure, each) for figure, each in without if figure]
+    if not found:
         return None
-    text = f"the error's step across the border is {sharp:.1f} times the interior's, {left:.1f} without it"
-    return Finding(best.cause, 1.0, (), text)
+    figure, best = min(found, key=lambda pair: pair[0].times)
+    return Finding(best.cause, math.nan, (), f"without it there is {figure.words()}")
 
 
-def _border(differences: Differences) -> float:
-    """Return the step across the border, infinite beside an interior without an error; NaN without masks."""
-    step = differences.border_step
-    if not differences.seam or math.isfinite(step):
-        return step
-    return math.inf if differences.error else 1.0
+def _worse(differences: Differences) -> bool:
+    return differences.border is not None and differences.border.state == "worse"
+
+
+def _figure(differences: Differences, name: str) -> BorderFigure | None:
+    figures = differences.border.figures if differences.border else ()
+    return next((figure for figure in figures if figure.name == name), None)
 
 
 def _alone(each: Attribution) -> str:

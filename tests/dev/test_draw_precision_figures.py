@@ -99,13 +99,10 @@ def test_an_outlier_costs_others_only_beyond_the_range_of_the_format() -> None:
     assert lost["unit"][1] == pytest.approx(lost["row"][1], rel=0.1)
 
 
-def test_figures_are_written_small_and_the_border_is_skipped_without_a_lora(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--only", "number_lines", "steps", "activations", "border", "--save_to", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["tool", *words, "--lora", str(tmp_path / "none.safetensors")])
+def test_figures_are_written_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--only", "number_lines", "steps", "activations", "--save_to", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["tool", *words])
     draw_precision_figures.main()
     written = sorted(tmp_path.glob("*.png"))
     assert [path.stem for path in written] == [f"precision_{n}" for n in ("activations", "number_lines", "steps")]
     assert all(path.stat().st_size < 80 * 1024 and Image.open(path).width > 500 for path in written)
-    assert "border's figures were not drawn" in capsys.readouterr().out
