@@ -38,13 +38,16 @@ iteration, whose error is in directions that matter least: T C T^T is never form
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from library.nn.frozen_linear import FrozenLinear
+from library.precision.fp8_linear import Fp8Linear
 from library.precision.parity.activations import LayerInputs
 from library.precision.quantize import Quantized
 from library.randomness import generator
@@ -166,6 +169,36 @@ def choose_kept(candidates: Iterable[Candidate], budget_bytes: int) -> list[Cand
     return chosen
 
 
+@contextmanager
+def replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Run ``model`` with other ``tensors``, by the names of its parameters and buffers, inside the block.
+
+    A quantised weight [out, in] becomes one in the dtype it is given in; what a layer is wrapped in (a LoRA, rounding
+    of its inputs) stays around it.
+    """
+    layers: dict[str, nn.Module] = {}
+    values: list[tuple[Tensor, Tensor]] = []
+    try:
+        for name, tensor in tensors.items():
+            path, _, leaf = name.rpartition(".")
+            while isinstance(getattr(model.get_submodule(path), "base", None), nn.Module):
+                path += ".base"
+            owner: Any = model.get_submodule(path)
+            if leaf == "weight" and isinstance(owner, Fp8Linear):
+                layers[path] = owner
+                model.set_submodule(path, _with_weight(owner, tensor))
+            else:
+                old = getattr(owner, leaf)
+                values.append((old, old.data))
+                old.data = tensor.to(old.dtype).to(old.device)
+        yield
+    finally:
+        for old, data in values:
+            old.data = data
+        for path, layer in layers.items():
+            model.set_submodule(path, layer)
+
+
 @torch.no_grad()
 def measure_contributions(
     model: nn.Module,
@@ -184,14 +217,8 @@ def measure_contributions(
     before = outputs().double()
     energy = float(before.square().sum())
     for names in layers:
-        replaced = {name: model.get_submodule(name) for name in names}
-        try:
-            for name, layer in replaced.items():
-                model.set_submodule(name, _with_weight(layer, high_weight(name)))
+        with replaced(model, {f"{name}.weight": high_weight(name) for name in names}):
             change = outputs().double() - before
-        finally:
-            for name, layer in replaced.items():
-                model.set_submodule(name, layer)
         yield float(change.square().sum()) / energy if energy else 0.0
 
 

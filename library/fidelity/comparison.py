@@ -1,0 +1,173 @@
+"""The deployed transformer beside the reference's: every layer, every tensor, and what putting tensors back explains.
+
+The reference runs with its LoRA, the deployment's weights with the LoRA beside them (or inside, where the file has it),
+on the calibration's images and noise levels. A set of tensors *explains* the share of the squared velocity error that
+is gone once they are the reference's. With all of them put back nothing of the error may be left: what is left is not
+in the weights, and nothing here knows what it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor, nn
+
+from library.console import Console
+from library.fidelity.calibration import Calibration
+from library.fidelity.causes import Finding
+from library.fidelity.layers import LayerRow, layer_row, sizes_by_region
+from library.fidelity.runs import EvalSet
+from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
+from library.fidelity.tensors import TensorRow, compare_tensors, costly_kinds, model_tensors, tensor_findings
+from library.precision.parity.layer_errors import measure_contributions, replaced
+from library.precision.recipe import KINDS
+from library.training.report.progress import Advance, counting
+from networks.injection import attach_lora
+
+_IMAGES = 2  # that shares are measured on: tokens of one image differ more than images do
+_COSTLY = 0.1  # share from which a kind that most keep in high precision is worth naming
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The deployed transformer beside the reference's.
+
+    Attributes:
+        layers, tensors: in the model's order.
+        findings: what is wrong with tensors; shares are of the weights' squared velocity error.
+        explained: the share that every compared tensor together explains.
+        groups: kind of tensors, or block -> the share that it explains; empty where that was not asked for.
+    """
+
+    layers: Sequence[LayerRow]
+    tensors: Sequence[TensorRow]
+    findings: Sequence[Finding]
+    explained: float
+    groups: Mapping[str, float]
+
+
+def compare_models(
+    models: Models,
+    variant: Variant,
+    calibration: Calibration,
+    eval_set: EvalSet,
+    console: Console,
+    *,
+    explain: bool,
+) -> Comparison:
+    """Compare every tensor of the deployment with the reference's.
+
+    ``explain``: measure what each kind of tensors and each block explains, and each layer alone gives back, too.
+    """
+    merged: Literal["no", "here", "in the file"] = "no" if variant.merge is None else "here"
+    merged = "in the file" if models.deployed.merged else merged
+    inside, updates = merged == "in the file", models.transformer_lora
+    with models.transformer(REFERENCE) as reference:
+        with counting(console) as progress:
+            by_region = sizes_by_region(reference, calibration, eval_set, progress)
+        deployed = models.base(deployed=True)
+        tensors = compare_tensors(reference, deployed, updates, inside)
+        served = models.merged_weights(variant) if merged == "here" else deployed
+        rows: dict[str, LayerRow] = {}
+        for group in calibration.layer_inputs(reference, [*by_region]):
+            for name, inputs in group.items():
+                high = numbers(base_layer(reference, name))
+                layers = deployed.get_submodule(name), served.get_submodule(name)
+                rows[name] = layer_row(name, high, *layers, inputs, by_region[name], updates.get(name), merged)
+        layers_in_order = [rows[name] for name in by_region if name in rows]
+        batches = [*calibration.check, *calibration.fit][:_IMAGES]
+        if explain:
+            layers_in_order = _with_benefits(layers_in_order, models, calibration, reference, served, console)
+        del served
+        if updates and not inside:
+            attach_lora(deployed, updates, models.targets, "the LoRAs")
+        high_tensors = _targets(reference, updates if inside else {}, models)
+
+        def left(names: Iterable[str]) -> float:
+            with replaced(deployed, {name: high_tensors(name) for name in names}):
+                found = calibration.velocities(deployed, batches)
+            return float((found - wanted).double().square().sum())
+
+        wanted = calibration.velocities(reference, batches)
+        whole = left(())
+        names = [row.name for row in tensors]
+        findings = [*tensor_findings(tensors, inside), *costly_kinds(tensors)]
+        sets = [_tensors_of(finding.layers, names) for finding in findings]
+        groups = _groups(names) if explain else {}
+        with counting(console) as progress:
+            advance = progress("putting tensors back", 1 + len(sets) + len(groups))
+            shares = [_share(left, each, whole, advance) for each in (names, *sets, *groups.values())]
+    explained, of_findings, of_groups = shares[0], shares[1 : 1 + len(sets)], shares[1 + len(sets) :]
+    named = [replace(finding, share=share) for finding, share in zip(findings, of_findings, strict=True)]
+    chosen = {finding.cause for finding in costly_kinds(tensors)}
+    kept = [finding for finding in named if finding.cause not in chosen or finding.share >= _COSTLY]
+    return Comparison(layers_in_order, tensors, kept, explained, dict(zip(groups, of_groups, strict=True)))
+
+
+def _targets(reference: nn.Module, inside: Mapping[str, object], models: Models) -> Callable[[str], Tensor]:
+    """Return what gives a tensor as it should be served, in the dtype of the products."""
+    high = dict(model_tensors(reference))
+
+    def target(name: str) -> Tensor:
+        tensor, update = high[name], models.transformer_lora.get(name.removesuffix(".weight"))
+        if update is not None and name.endswith(".weight") and inside:
+            tensor = tensor.float() + update.delta().to(tensor.device)
+        return tensor.to(models.dtype) if tensor.is_floating_point() else tensor
+
+    return target
+
+
+def _share(left: Callable[[Iterable[str]], float], names: Sequence[str], whole: float, advance: Advance) -> float:
+    share = 1 - left(names) / whole if whole else 1.0
+    advance(1)
+    return share
+
+
+def _tensors_of(layers: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return the tensors called ``layers``, or inside of modules that are."""
+    wanted = set(layers)
+    return [name for name in names if name in wanted or any(name.startswith(f"{each}.") for each in wanted)]
+
+
+def _groups(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return kinds of tensors and blocks -> their tensors."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = name.rpartition(".")[0]
+        kind = next((kind for kind, pattern in KINDS.items() if re.fullmatch(pattern, layer)), None)
+        kind = kind or ("attention" if "attn" in layer or "attention" in layer else "feed-forward and the rest")
+        groups.setdefault("biases" if name.endswith(".bias") else kind, []).append(name)
+        if block := re.match(r"[\w.]*?\.\d+(?=\.)", name):
+            groups.setdefault(block[0], []).append(name)
+    return groups
+
+
+def _with_benefits(
+    rows: Sequence[LayerRow],
+    models: Models,
+    calibration: Calibration,
+    reference: nn.Module,
+    served: nn.Module,
+    console: Console,
+) -> list[LayerRow]:
+    """Measure on one image what each quantised layer alone, back in high precision, gives back."""
+    quantised = [row.name for row in rows if row.kind not in ("float32", "bfloat16", "float16")]
+    if not quantised:
+        return list(rows)
+    batches = [*calibration.check, *calibration.fit][:1]
+    shares = measure_contributions(
+        served,
+        [[name] for name in quantised],
+        lambda name: numbers(base_layer(reference, name)).to(models.dtype),
+        lambda: calibration.velocities(served, batches),
+    )
+    found = {}
+    with counting(console) as progress:
+        advance = progress("benefit of each layer", len(quantised))
+        for name, share in zip(quantised, shares, strict=True):
+            found[name] = share
+            advance(1)
+    return [replace(row, benefit=found.get(row.name)) for row in rows]
