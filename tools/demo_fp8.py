@@ -31,7 +31,7 @@ def commands(steps: int | None = None) -> list[list[str]]:
     report = ["tools/precision_report.py", "--model", MODEL, "--model_type", "flux_fill", "--deploy", str(served)]
     report += ["--lora", str(lora), "--deploy_lora", "stochastic", "--paste", "end", "--guidance_scale", "1"]
     report += ["--dataset_config", "assets/demo_dataset/dataset.toml", "--cache_directory", str(FOLDER / "cache")]
-    report += ["--images", "6", "--steps", "8", "--sigmas", "0.8", "0.5", "0.25", "--no_benefits"]
+    report += ["--images", "6", "--steps", "8", "--sigmas", "0.8", "0.5", "0.25"]
     report += ["--fix", "settings", "refit", "correction", "together", "--save_to", str(FOLDER / "report")]
     return [train, cast, report]
 

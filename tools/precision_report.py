@@ -84,7 +84,11 @@ def parser() -> argparse.ArgumentParser:
     eval_set.add_argument("--seed", type=seed_number, default=0, help="chooses images and noise (default: %(default)s)")
     eval_set.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
     eval_set.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
-    eval_set.add_argument("--no_benefits", action="store_true", help="skip measuring each layer's return to bf16")
+    eval_set.add_argument(
+        "--explain",
+        action="store_true",
+        help="also try what servers do to masks, one at a time, and put back layers, blocks and kinds of tensors",
+    )
     fix = top.add_argument_group("fixes")
     fix.add_argument("--fix", nargs="*", choices=FIXES, metavar="NAME",
                      help=f"try fixes and name the cheapest that does; all, or some of {', '.join(FIXES)}")  # fmt: skip
@@ -172,7 +176,7 @@ def main() -> None:
     _note_text(models, console)
     if options.fix is not None:
         _check_fix(options)
-    report = measure(models, variant, plan.options, console, steps=options.steps, benefits=not options.no_benefits)
+    report = measure(models, variant, plan.options, console, steps=options.steps, explain=options.explain)
     fixes: list[Fix] = []
     if options.fix is not None:
         dataset = options.fix_dataset_config or options.dataset_config
@@ -185,7 +189,7 @@ def main() -> None:
             minutes=options.fix_minutes,
             names=tuple(options.fix or FIXES),
         )
-        fixes = try_fixes(models, variant, report.eval_set, report.reference, report.layers, wanted, console)
+        fixes = try_fixes(models, variant, report.eval_set, report.reference, report.comparison.layers, wanted, console)
     best = recommend(fixes, report.full, options.fix_target) if fixes else None
     paths = write_report(report, options.save_to, fixes, best)
     console.print(*report.verdict.lines(report.full), sep="\n")

@@ -8,9 +8,11 @@ in the weights, and nothing here knows what it is.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Literal
 
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from networks.injection import attach_lora
 
 _IMAGES = 2  # that shares are measured on: tokens of one image differ more than images do
 _COSTLY = 0.1  # share from which a kind that most keep in high precision is worth naming
+_SENSITIVE, _ONE_LAYER = 4.0, 0.5  # times the median layer's output error, and the share of the whole that is its
 
 
 @dataclass(frozen=True)
@@ -94,17 +97,34 @@ def compare_models(
         wanted = calibration.velocities(reference, batches)
         whole = left(())
         names = [row.name for row in tensors]
-        findings = [*tensor_findings(tensors, inside), *costly_kinds(tensors)]
-        sets = [_tensors_of(finding.layers, names) for finding in findings]
+        faults = tensor_findings(tensors, inside)
+        choices = [*costly_kinds(tensors), *_sensitive(layers_in_order, faults)]
+        sets = [_tensors_of(finding.layers, names) for finding in (*faults, *choices)]
         groups = _groups(names) if explain else {}
         with counting(console) as progress:
             advance = progress("putting tensors back", 1 + len(sets) + len(groups))
             shares = [_share(left, each, whole, advance) for each in (names, *sets, *groups.values())]
-    explained, of_findings, of_groups = shares[0], shares[1 : 1 + len(sets)], shares[1 + len(sets) :]
-    named = [replace(finding, share=share) for finding, share in zip(findings, of_findings, strict=True)]
-    chosen = {finding.cause for finding in costly_kinds(tensors)}
-    kept = [finding for finding in named if finding.cause not in chosen or finding.share >= _COSTLY]
+    explained, of_groups = shares[0], shares[1 + len(sets) :]
+    named = [replace(finding, share=share) for finding, share in zip((*faults, *choices), shares[1:], strict=False)]
+    kept = named[: len(faults)] + [
+        choice
+        for choice in named[len(faults) :]
+        if choice.share >= (_ONE_LAYER if choice.cause == "sensitive_layer" else _COSTLY)
+    ]
     return Comparison(layers_in_order, tensors, kept, explained, dict(zip(groups, of_groups, strict=True)))
+
+
+def _sensitive(rows: Sequence[LayerRow], faults: Sequence[Finding]) -> list[Finding]:
+    """Return a finding for the layer that errs far more than the others, though nothing is wrong with its numbers."""
+    faulty = {name for finding in faults for name in finding.layers}
+    rounded = [row for row in rows if row.output_error > 0 and row.name not in faulty]
+    if not rounded:
+        return []
+    worst, usual = max(rounded, key=lambda row: row.output_error), median(row.output_error for row in rounded)
+    if worst.output_error < _SENSITIVE * usual:
+        return []
+    text = f"{worst.name} errs by {worst.output_error:.1%} of its output, the median layer by {usual:.1%}"
+    return [Finding("sensitive_layer", math.nan, (worst.name,), text)]
 
 
 def _targets(reference: nn.Module, inside: Mapping[str, object], models: Models) -> Callable[[str], Tensor]:

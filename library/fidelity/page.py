@@ -65,8 +65,10 @@ def _page(report: Report, fixes: Sequence[Fix], images: Figure | None) -> str:
     if full.latents_by_step:
         figures.append(("Over a sampling run", error_over_steps(named)))
     # the layers whose return to bf16 buys most per megabyte, or those that err most where that was not measured
-    measured = any(row.benefit is not None for row in report.layers)
-    worst = sorted(report.layers, key=lambda row: -(row.benefit_per_megabyte if measured else row.output_error))
+    measured = any(row.benefit is not None for row in report.comparison.layers)
+    worst = sorted(
+        report.comparison.layers, key=lambda row: -(row.benefit_per_megabyte if measured else row.output_error)
+    )
     source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
     return template.render(
@@ -76,7 +78,7 @@ def _page(report: Report, fixes: Sequence[Fix], images: Figure | None) -> str:
         fixes=fix_rows(fixes, full) if fixes else [],
         images=images,
         figures=figures,
-        layer_errors=layer_errors(report.layers),
+        layer_errors=layer_errors(report.comparison.layers),
         layers=worst[:_LAYERS_SHOWN],
         data_uri=as_data_uri,
         percent=lambda share, digits: f"{share:.{digits}%}",
@@ -100,7 +102,11 @@ def _measured(report: Report, fixes: Sequence[Fix]) -> dict[str, Any]:
         },
         "deployment": report.full,
         "causes": {each.cause: {"alone": each.alone, "without": each.without} for each in report.attributions},
-        "layers": [asdict(row) | {"benefit_per_megabyte": row.benefit_per_megabyte} for row in report.layers],
+        "layers": [
+            asdict(row) | {"benefit_per_megabyte": row.benefit_per_megabyte} for row in report.comparison.layers
+        ],
+        "tensors": list(report.comparison.tensors),
+        "explained_by": report.comparison.groups,
         "fixes": [
             {key: getattr(fix, key) for key in ("name", "cost", "seconds", "files", "differences")} for fix in fixes
         ],

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from library.console import Console
 from library.errors import UserError, counted
 from library.fidelity.calibration import Calibration, CalibrationOptions
+from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.differences import Differences, compare
-from library.fidelity.layers import LayerRow, layer_row, sizes_by_region
 from library.fidelity.runs import EvalSet, Outcome, run_variant
-from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
-from library.fidelity.verdict import Attribution, Verdict, judge
-from library.precision.parity.layer_errors import measure_contributions
+from library.fidelity.serving import REFERENCE, Models, Variant
+from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
 from library.precision.recipe import Fp8Recipe
-from library.training.report.progress import counting
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Report:
 
     Attributes:
         title: what was compared. settings: name -> value, for the reader and the JSON.
-        full: the deployment. attributions: its causes. layers: in the model's order.
+        full: the deployment. attributions: its causes. comparison: of all tensors.
         reference, deployed: their outcomes, for the images.
     """
 
@@ -36,7 +34,7 @@ class Report:
     verdict: Verdict
     full: Differences
     attributions: Sequence[Attribution]
-    layers: Sequence[LayerRow]
+    comparison: Comparison
     reference: Outcome
     deployed: Outcome
     eval_set: EvalSet
@@ -49,7 +47,7 @@ def measure(
     console: Console,
     *,
     steps: int,
-    benefits: bool = True,
+    explain: bool = False,
 ) -> Report:
     """Return the report.
 
@@ -58,7 +56,7 @@ def measure(
         options: what it is measured on.
         console: for progress.
         steps: of the sampling runs; 0 for none.
-        benefits: measure what each layer alone in high precision gives back, too.
+        explain: measure what each kind of tensors, each block and each layer explains, and what servers do to masks.
 
     Raises:
         UserError: anything wrong with models or dataset, or flags that need what the dataset does not have.
@@ -75,21 +73,22 @@ def measure(
         return outcome, compare(reference, outcome, eval_set, decode)
 
     deployed, full = run(variant, "deployment")
-    rows = _layers(models, variant, calibration, eval_set, console, benefits)
-    causes, attributions = variant.changes(), []
-    for cause in causes:
-        _, alone = run(variant.only(cause), f"{cause} alone")
-        without = run(variant.without(cause), f"without {cause}")[1] if len(causes) > 1 else None
-        attributions.append(Attribution(cause, alone, without))
+    comparison = compare_models(models, variant, calibration, eval_set, console, explain=explain)
+    causes = variant.changes()
+    alone = {cause: full if variant.only(cause) == variant else run(variant.only(cause), cause)[1] for cause in causes}
+    puzzling = is_worse(full) and not any(map(is_worse, alone.values()))
+    several = len(causes) > 1 and (explain or puzzling)
+    without = {cause: run(variant.without(cause), f"without {cause}")[1] for cause in causes} if several else {}
+    attributions = [Attribution(cause, alone[cause], without.get(cause)) for cause in causes]
     scales = models.input_scales() if variant.activations == "static" else {}
-    verdict = judge(variant, full, attributions, rows, {name: float(s) for name, s in scales.items()})
+    verdict = judge(variant, full, attributions, comparison, {name: float(s) for name, s in scales.items()})
     return Report(
         title=f"{models.deployed.describe()} against {models.family.name} in high precision",
         settings=_settings(models, causes, options, steps),
         verdict=verdict,
         full=full,
         attributions=attributions,
-        layers=rows,
+        comparison=comparison,
         reference=reference,
         deployed=deployed,
         eval_set=eval_set,
@@ -108,58 +107,6 @@ def prepare_eval_set(models: Models, calibration: Calibration, variant: Variant,
         encoder.release()
     options = calibration.plan.options
     return EvalSet(batches, texts, options.sigmas, steps, options.guidance_scale, options.seed)
-
-
-def _layers(
-    models: Models, variant: Variant, calibration: Calibration, eval_set: EvalSet, console: Console, benefits: bool
-) -> list[LayerRow]:
-    """Compare every linear layer of the deployment with the reference's."""
-    merged: Literal["no", "here", "in the file"] = "no" if variant.merge is None else "here"
-    merged = "in the file" if models.deployed.merged else merged
-    loras = models.transformer_lora
-    with models.transformer(REFERENCE) as reference:
-        with counting(console) as progress:
-            by_region = sizes_by_region(reference, calibration, eval_set, progress)
-        names = list(by_region)
-        deployed = models.base(deployed=True)
-        served = models.merged_weights(variant) if merged == "here" else deployed
-        rows: dict[str, LayerRow] = {}
-        for group in calibration.layer_inputs(reference, names):
-            for name, inputs in group.items():
-                update = loras.get(name)
-                high = numbers(base_layer(reference, name))
-                layers = deployed.get_submodule(name), served.get_submodule(name)
-                rows[name] = layer_row(name, high, *layers, inputs, by_region[name], update, merged)
-        ordered = [rows[name] for name in names if name in rows]
-        return _with_benefits(models, reference, served, ordered, calibration, console) if benefits else ordered
-
-
-def _with_benefits(
-    models: Models,
-    reference: nn.Module,
-    served: nn.Module,
-    rows: Sequence[LayerRow],
-    calibration: Calibration,
-    console: Console,
-) -> list[LayerRow]:
-    """Measure on one image what each fp8 layer alone, back in high precision, gives back."""
-    in_fp8 = [row.name for row in rows if row.kind not in ("float32", "bfloat16", "float16")]
-    if not in_fp8:
-        return list(rows)
-    batches = [*calibration.check, *calibration.fit][:1]
-    shares = measure_contributions(
-        served,
-        [[name] for name in in_fp8],
-        lambda name: numbers(base_layer(reference, name)).to(models.dtype),
-        lambda: calibration.velocities(served, batches),
-    )
-    found = {}
-    with counting(console) as progress:
-        advance = progress("benefit of each layer", len(in_fp8))
-        for name, share in zip(in_fp8, shares, strict=True):
-            found[name] = share
-            advance(1)
-    return [replace(row, benefit=found.get(row.name)) for row in rows]
 
 
 def _settings(models: Models, causes: Mapping[str, Any], options: CalibrationOptions, steps: int) -> dict[str, str]:

@@ -4,30 +4,25 @@ Two questions are kept apart. *What makes the error?* is answered by size: each 
 puts it on the border?* is answered by the figures of ``border``, of each cause alone: a cause may change little in all
 and everything there.
 
-Causes in the weights show in the layers. A format's own rounding error is known (``layers.LayerRow``), so a layer that
-errs more was damaged, scaled wrongly, merged at another strength, lost its update to rounding, or is another model's.
-The thresholds are wide of what rounding does: it moves a gain by under 0.01 and a weight error by a few percent of
-itself.
+What is wrong with the weights is named by ``tensors``, and its shares are measured by ``comparison``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median, pstdev
+from dataclasses import dataclass, replace
+from statistics import median
 
 from library.fidelity.border import Border, BorderFigure
 from library.fidelity.causes import CAUSES, Finding
+from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences
 from library.fidelity.layers import LayerRow
 from library.fidelity.serving import Variant
 from library.precision.parity.layer_errors import FLAGGED
 
-_CHANGED_ERROR = 1.5  # times the format's own rounding error; rounding differs from itself by a few percent
-_CHANGED_GAIN = 0.03
-_MOST = 0.5
-_ONE_LAYER = 0.65
+_REST = 0.01  # of the weights' error, below which rounding is not worth a line beside a fault
 _WORTH_MENDING = 0.05
 _EXPLAINED = 0.99
 
@@ -107,7 +102,7 @@ def judge(
     variant: Variant,
     full: Differences,
     attributions: Sequence[Attribution],
-    layers: Sequence[LayerRow],
+    comparison: Comparison,
     input_scales: Mapping[str, float] | None = None,
 ) -> Verdict:
     """Return what makes the difference.
@@ -116,16 +111,16 @@ def judge(
         variant: the deployment.
         full: its differences.
         attributions: one for each of its causes.
-        layers: the deployed layers against the reference.
+        comparison: of the deployed tensors with the reference's.
         input_scales: layer -> static scale of its activations.
     """
-    sizes = _own_sizes(attributions)
+    sizes, layers = _own_sizes(attributions), comparison.layers
     total = sum(sizes.values()) or 1.0
     findings: list[Finding] = []
     for each in attributions:
         share = sizes[each.cause] / total
         if each.cause == "weights":
-            findings.append(_in_weights(share, layers, each.alone.error, variant.merge is None))
+            findings += _in_weights(share, comparison, each.alone.error)
         elif each.cause == "merge":
             findings.append(_in_merge(share, layers, math.sqrt(sizes["merge"])))
         elif each.cause == "activations":
@@ -133,7 +128,8 @@ def judge(
         else:
             findings.append(Finding(each.cause, share, (), _alone(each)))
     findings.sort(key=lambda finding: -finding.share)
-    return Verdict(tuple(findings), full.border, _on_the_border(full, attributions))
+    explained = comparison.explained if variant.weights else None
+    return Verdict(tuple(findings), full.border, _on_the_border(full, attributions), explained)
 
 
 def _own_sizes(attributions: Sequence[Attribution]) -> dict[str, float]:
@@ -144,53 +140,15 @@ def _own_sizes(attributions: Sequence[Attribution]) -> dict[str, float]:
     return sizes
 
 
-def _in_weights(share: float, layers: Sequence[LayerRow], error: float, merged_file: bool) -> Finding:
-    """Say what is wrong with the weights, by their layers; ``merged_file``: a LoRA in them came with the file."""
-    rounded = [row for row in layers if row.expected_error > 0 or row.weight_error > 0]
-    changed = [row for row in rounded if row.weight_error > _CHANGED_ERROR * row.expected_error + 1e-3]
-    merged = [row for row in layers if row.retention is not None] if merged_file else []
-    if merged and (found := _strength(share, merged)):
-        return found
-    scaled = [
-        row for row in changed if abs(row.gain - 1) > _CHANGED_GAIN and row.error_after_gain < 0.5 * row.weight_error
-    ]
-    others = [row for row in changed if row not in scaled]
-    if rounded and len(others) > _MOST * len(rounded):
-        typical = median(row.weight_error for row in others)
-        text = f"{len(others)} of {len(rounded)} layers differ from the reference by {typical:.0%}"
-        return Finding("wrong_base", share, (), text)
-    if scaled:
-        worst = max(scaled, key=lambda row: abs(math.log(abs(row.gain) or 1e-9)))
-        text = f"{len(scaled)} layers are the reference's times a factor ({worst.name}: {worst.gain:.3g})"
-        return Finding("wrong_scale", share, _names(scaled), text)
-    if others:
-        worst = max(others, key=lambda row: row.weight_error)
-        usual = f"{worst.expected_error:.1%} would be rounding"
-        text = f"{worst.name} differs from the reference by {worst.weight_error:.0%}, {usual}"
-        return Finding("ruined_layer", share, _names(others), text)
-    if merged and (found := _lost(share, merged)):
-        return found
-    return _rounding(share, layers, error)
-
-
-def _rounding(share: float, layers: Sequence[LayerRow], error: float) -> Finding:
-    benefits = sorted(((row.benefit or 0.0, row) for row in layers), key=lambda pair: -pair[0])
-    total = sum(benefit for benefit, _ in benefits)
-    if total and benefits[0][0] > _ONE_LAYER * total:
-        row = benefits[0][1]
-        text = f"{row.name} alone makes {benefits[0][0] / total:.0%} of the error that rounding the weights makes"
-        return Finding("sensitive_layer", share, (row.name,), text)
-    text = f"every layer errs as its format must; together the output is {error:.1%} off"
-    return Finding("weights", share, (), text)
-
-
-def _strength(share: float, merged: Sequence[LayerRow]) -> Finding | None:
-    """A merge at another strength: the same share of the update in every layer, and not 1."""
-    gains = [row.retention for row in merged if row.retention is not None]
-    middle = median(gains)
-    if abs(middle - 1) < 0.08 or pstdev(gains) > 0.04 * max(1.0, abs(middle)):
-        return None
-    return Finding("strength", share, (), f"every layer holds {middle:.2f} of the LoRA's update")
+def _in_weights(share: float, comparison: Comparison, error: float) -> list[Finding]:
+    """Return what is wrong with the weights, by measured shares, and what is left of them: rounding."""
+    faults = [replace(finding, share=share * max(0.0, finding.share)) for finding in comparison.findings]
+    left = max(0.0, share * comparison.explained - sum(finding.share for finding in faults))
+    if faults and left < _REST * share:
+        return faults
+    others = "every other tensor" if faults else "every tensor"
+    text = f"{others} errs as its format must; the weights together put the output {error:.1%} off"
+    return [*faults, Finding("weights", left if faults else share, (), text)]
 
 
 def _lost(share: float, merged: Sequence[LayerRow]) -> Finding | None:
@@ -240,13 +198,13 @@ def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Fi
     """Return the cause that alone puts the error on the border, or without which it is no longer there."""
     if full.border is None or full.border.state != "worse":
         return None
-    alone = [(each.alone.border.worst, each) for each in attributions if each.alone.border and _worse(each.alone)]
+    alone = [(each.alone.border.worst, each) for each in attributions if each.alone.border and is_worse(each.alone)]
     if alone:
         figure, best = max(alone, key=lambda pair: pair[0].times)
         return Finding(best.cause, math.nan, (), f"alone it gives {figure.words()}")
     name = full.border.worst.name
     without = [
-        (_figure(each.without, name), each) for each in attributions if each.without and not _worse(each.without)
+        (_figure(each.without, name), each) for each in attributions if each.without and not is_worse(each.without)
     ]
     found = [(figure, each) for figure, each in without if figure]
     if not found:
@@ -255,7 +213,8 @@ def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Fi
     return Finding(best.cause, math.nan, (), f"without it there is {figure.words()}")
 
 
-def _worse(differences: Differences) -> bool:
+def is_worse(differences: Differences) -> bool:
+    """Return whether the border is worse than honest rounding makes it."""
     return differences.border is not None and differences.border.state == "worse"
 
 

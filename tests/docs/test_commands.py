@@ -133,7 +133,7 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
         for deep in {deep for config, deep in DEEP.items() if f"configs/{config}.toml" in rest}:
             rest += ["--pretrained_model_name_or_path", f"models/{deep}.safetensors"]
     if script == "tools/precision_report.py":
-        rest += ["--images", "1", "--sigmas", "0.5", "--steps", "2", "--no_benefits"]
+        rest += ["--images", "1", "--sigmas", "0.5", "--steps", "2"]
     elif "--dataset_config" in rest and script in CALIBRATED:
         rest += ["--calibration_images", "1", "--calibration_sigmas", "0.5"]
     if script == "tools/generate.py":

@@ -157,7 +157,7 @@ def test_a_vae_in_fp8_is_named(place: Path) -> None:
 def test_timesteps_and_positions_in_low_precision_are_named(what: str, place: Path) -> None:
     """On the trained model: one of random weights looks at neither."""
     fill = ROOT / "assets" / "tiny-flux-fill"
-    found = report(place, "block128", f"--{what}", "fp8", "--no_benefits", "--images", "1", model=fill)
+    found = report(place, "block128", f"--{what}", "fp8", "--images", "1", model=fill)
     assert found["verdict"]["cause"] == what
 
 
