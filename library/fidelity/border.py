@@ -39,6 +39,13 @@ STEP_8BIT = 2 / 255  # of pixels in [-1, 1]
 _INVISIBLE = STEP_8BIT / math.sqrt(12)
 _RESAMPLES = 4000
 LIMITS = {"ring inside": 1.5, "grain inside": 1.5, "ring outside": 2.0, "grain outside": 2.0, "step": 1.8}
+_WORDS = {
+    "ring inside": "error on the filled side",
+    "grain inside": "grain on the filled side",
+    "ring outside": "error on the known side",
+    "grain outside": "grain on the known side",
+    "step": "its step across",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class BorderFigure:
     def words(self) -> str:
         """Return the figure with all that it is judged by."""
         interval = "" if math.isnan(self.low) else f" [{self.low:.2f} to {self.high:.2f}]"
-        found = f"{self.name} {self.error:.2f}, of noise {self.noise:.2f}: {self.times:.2f} times"
+        found = f"{_WORDS[self.name]} {self.error:.2f} (white noise {self.noise:.2f}), {self.times:.2f} times"
         return f"{found}{interval}, limit {self.limit:g}"
 
 
@@ -110,19 +117,18 @@ class Border:
 
     def sentence(self) -> str:
         """Return the verdict on the border, with the very figures that decided it."""
-        over = f"over {counted(self.images, 'image')}, each beside white noise of the same size"
-        seen = f"the error there is {self.ring_error:.1f} of 255 steps"
+        beside = f"within {RING} pixels of it over farther away, {counted(self.images, 'image')}"
         if self.state == "unknown":
             return (
-                f"One image cannot tell whether the border is worse; give 8 or more (--images). {self.worst.words()}."
+                f"One image cannot tell whether the border is worse: give 8 or more (--images). {self.worst.words()}."
             )
         if self.state == "as usual":
-            words = "; ".join(figure.words() for figure in self.figures)
-            return f"The border is no worse than honest rounding makes it ({over}): {words}."
+            return f"The border is no worse than honest rounding makes it ({beside}): at most {self.worst.words()}."
         words = "; ".join(figure.words() for figure in self.figures if figure.decides)
+        seen = f"the error there is {self.ring_error:.1f} of 255 steps"
         if self.state == "invisible":
-            return f"The error gathers along the border, but {seen}, too small to be seen ({over}): {words}."
-        return f"The border is worse, and {seen} ({over}): {words}."
+            return f"The error gathers along the border, but {seen}, too small to be seen ({beside}): {words}."
+        return f"The border is worse, and {seen} ({beside}): {words}."
 
 
 def white_noise(
