@@ -28,13 +28,10 @@ REMEDIES = {
     "wrong_scale": "make the file again with tools/quantize_model.py; its scales do not belong to its weights",
     "ruined_layer": "make or download the file again; the named layers are not the reference's",
     "sensitive_layer": "keep the named layers in bf16 (tools/quantize_model.py --exclude_pattern)",
-    "delta_lost": "keep the LoRA beside the weights (ComfyUI: Load LoRA (Bypass)), or merge with tools/merge_lora.py "
-    "--rounding compensated",
+    "delta_lost": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
     "strength": "set the strength to the one it was trained for; one minute's test: 1 / retention",
-    "merge": "keep the LoRA beside the weights (ComfyUI: Load LoRA (Bypass)), or merge with tools/merge_lora.py "
-    "--rounding compensated",
-    "activations": "multiply in bf16 (in ComfyUI a plain cast without --fast fp8_matrix_mult, or a scaled file as "
-    "tools/quantize_model.py makes it), or train with fp8_activations",
+    "merge": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
+    "activations": "multiply in bf16 (in ComfyUI without --fast fp8_matrix_mult), or train with fp8_activations",
     "activation_scale": "use dynamic scales, or calibrate the input scales again on images like yours",
     "text": "run the text encoder in bf16, or with scales in blocks",
     "vae": "run the VAE in bf16: it is 0.2 GB",

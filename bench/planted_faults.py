@@ -1,0 +1,354 @@
+"""How deployments of the built-in fill model are spoilt, for ``bench/report_faults.py`` and the tests of the report.
+
+:func:`prepare` trains a LoRA and makes clean deployments with our own tools. A fault is planted in a copy of one of
+them (:func:`changed`, a change at a time), or by merging the LoRA as it should not be (:func:`merged`), or in another
+part of the pipeline (:func:`pipeline`). Changes are plain tensor operations on what the file holds; none of them knows
+what the report looks at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bench.fp8_parity import MODEL, ROOT, run
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+IMAGES = ROOT / "assets" / "demo_dataset" / "images"
+CLEAN = {  # folder of a clean deployment -> flags of tools/quantize_model.py
+    "cast": ("--layout", "plain"),
+    "tensor": ("--layout", "comfy_scaled"),
+    "quant": ("--layout", "comfy_quant"),
+    "row": ("--layout", "musubi", "--granularity", "row"),
+    "block": ("--layout", "musubi", "--granularity", "block64"),
+    "stochastic": ("--layout", "musubi", "--granularity", "row", "--rounding", "stochastic", "--seed", "3"),
+    "kept": ("--layout", "plain", "--exclude", "embedders,modulation,final"),
+}
+DEQUANTIZED = {"copy": 0, "int8": 8, "int4": 4}  # folder of a bf16 copy -> bits that its matrices went through
+OTHERS = {"other_t5": "text_encoder_2", "other_clip": "text_encoder", "other_vae": "vae"}  # spoilt copies
+
+Tensors = dict[str, Tensor]
+Change = Callable[[Tensors], None]
+Make = Callable[[Path, Path], Path | str]  # (folder with the clean files, folder to write into) -> what --deploy gets
+
+# ---------------------------------------------------------------------------------------------- changes to a file
+
+
+@cache
+def reference() -> Tensors:
+    """Return the reference's transformer, name -> tensor."""
+    return load_file(MODEL / "transformer" / WEIGHTS)
+
+
+def changed(clean: str, *changes: Change) -> Make:
+    """Return how to make a copy of a clean deployment with tensors changed in place."""
+
+    def make(place: Path, folder: Path) -> Path:
+        shutil.copytree(place / clean, folder)
+        file = next(path for path in (folder / "transformer" / WEIGHTS, folder / WEIGHTS) if path.exists())
+        edit(file, file, *changes)
+        return folder
+
+    return make
+
+
+def edit(source: Path, target: Path, *changes: Change) -> None:
+    """Write ``source`` with its tensors changed to ``target``, with the same metadata."""
+    with safe_open(source, framework="pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(source)
+    for change in changes:
+        change(tensors)
+    target.unlink(missing_ok=True)  # the old one may be mapped
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target, metadata)
+
+
+def at(pattern: str, how: Callable[[Tensor], Tensor]) -> Change:
+    """Return the change that applies ``how`` to every tensor whose whole name matches, fp8 as its codes."""
+
+    def change(tensors: Tensors) -> None:
+        found = [name for name in tensors if re.fullmatch(pattern, name)]
+        assert found, f"{pattern}: names no tensor"
+        for name in found:
+            tensor = tensors[name]
+            codes = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+            tensors[name] = how(codes.clone()).contiguous().view(tensor.dtype)
+
+    return change
+
+
+def anew(pattern: str, how: Callable[[Tensor], Tensor]) -> Change:
+    """Return the change that makes fp8 weights again from the reference's, in units of their scale, by ``how``."""
+
+    def change(tensors: Tensors) -> None:
+        found = [name for name in weights_in(tensors) if re.search(pattern, name)]
+        assert found, f"{pattern}: names no fp8 weight"
+        for name in found:
+            made = how(reference()[name].float() / scale_of(tensors, name))
+            tensors[name] = made.clamp(-448, 448).to(tensors[name].dtype) if made.dtype == torch.float32 else made
+
+    return change
+
+
+def weights_in(tensors: Tensors) -> list[str]:
+    """Return the names of all fp8 weights."""
+    return [name for name, t in tensors.items() if name.endswith(".weight") and str(t.dtype).startswith("torch.float8")]
+
+
+def scale_of(tensors: Tensors, weight: str) -> Tensor:
+    """Return what an fp8 weight's values are multiplied with, one number for each."""
+    layer = weight.removesuffix(".weight")
+    scale = next(
+        (tensors[f"{layer}.{leaf}"] for leaf in ("scale_weight", "weight_scale") if f"{layer}.{leaf}" in tensors), None
+    )
+    if scale is None:
+        return torch.ones(())
+    scale = scale.float()
+    return (
+        scale.flatten(1).repeat_interleave(tensors[weight].shape[1] // scale.shape[1], 1) if scale.ndim == 3 else scale
+    )
+
+
+def truncate(x: Tensor) -> Tensor:
+    """Return e4m3fn numbers next to ``x`` on the side of zero."""
+    nearest = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = nearest.view(torch.uint8)
+    return torch.where(nearest.float().abs() > x.abs(), codes - 1, codes).view(torch.float8_e4m3fn)
+
+
+def flush(x: Tensor) -> Tensor:
+    """Return ``x`` without what e4m3fn holds as subnormals."""
+    return torch.where(x.abs() < 2**-6, 0.0, x)
+
+
+def clip(deviations: float, x: Tensor) -> Tensor:
+    """Return ``x`` with nothing beyond so many standard deviations."""
+    return x.clamp(-deviations * x.std(), deviations * x.std())
+
+
+def other(size: float, x: Tensor) -> Tensor:
+    """Return ``x`` as another fine-tune would have it: plus an update of rank 8, ``size`` of its norm."""
+    random = torch.Generator().manual_seed(x.numel())
+    update = torch.randn(x.shape[0], 8, generator=random) @ torch.randn(8, x.shape[1], generator=random)
+    return x + update * (size * x.norm() / update.norm())
+
+
+def noisy(size: float, x: Tensor) -> Tensor:
+    """Return ``x`` plus white noise, ``size`` of its norm."""
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel()))
+    return x + noise * (size * x.norm() / noise.norm())
+
+
+def cast(x: Tensor) -> Tensor:
+    """Return ``x`` rounded to e4m3fn."""
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def to_integers(bits: int, x: Tensor) -> Tensor:
+    """Return ``x`` rounded to integers of so many bits with a scale for each 32 inputs, and back."""
+    if x.ndim < 2:
+        return x
+    groups = x.float().unflatten(1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return ((groups / scale).round() * scale).flatten(1).to(x.dtype)
+
+
+def stored_in_fp8(pattern: str) -> Change:
+    """Return the change that stores tensors of any kind in fp8, as a plain cast of all of them does."""
+
+    def change(tensors: Tensors) -> None:
+        found = [name for name in tensors if re.fullmatch(pattern, name)]
+        assert found, f"{pattern}: names no tensor"
+        tensors |= {name: cast(reference()[name]) for name in found}
+
+    return change
+
+
+def in_e5m2(share: int) -> Change:
+    """Return the change that gives every ``share``-th fp8 weight the format e5m2."""
+
+    def change(tensors: Tensors) -> None:
+        for name in weights_in(tensors)[::share]:
+            layer, weight = name.removesuffix(".weight"), reference()[name].float()
+            leaf = next((leaf for leaf in ("scale_weight", "weight_scale") if f"{layer}.{leaf}" in tensors), None)
+            scale = weight.abs().max() / 57344 if leaf else torch.ones(())
+            if leaf:
+                tensors[f"{layer}.{leaf}"] = scale.reshape(tensors[f"{layer}.{leaf}"].shape)
+            tensors[name] = (weight / scale).to(torch.float8_e5m2)
+
+    return change
+
+
+def exchanged(one: str, two: str) -> Change:
+    """Return the change that exchanges whatever begins with ``one`` and with ``two``."""
+
+    def change(tensors: Tensors) -> None:
+        pairs = [(name, two + name.removeprefix(one)) for name in tensors if name.startswith(one)]
+        assert pairs
+        tensors |= {a: tensors[b] for a, b in pairs} | {b: tensors[a] for a, b in pairs}
+
+    return change
+
+
+def given(name: str, tensor: Tensor) -> Change:
+    """Return the change that puts ``tensor`` under every name that ``name`` makes of an fp8 layer's."""
+
+    def change(tensors: Tensors) -> None:
+        tensors |= {name.format(weight.removesuffix(".weight")): tensor.clone() for weight in weights_in(tensors)}
+
+    return change
+
+
+def roll(rows: int, x: Tensor) -> Tensor:
+    """Return ``x`` with its first dimension rolled."""
+    return x.roll(rows, 0)
+
+
+def permute(x: Tensor) -> Tensor:
+    """Return ``x`` with its rows in another order."""
+    return x[torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(7))]
+
+
+def transpose(x: Tensor) -> Tensor:
+    """Return the bytes of ``x`` transposed in its own shape."""
+    return x.flatten(1).T.reshape(x.shape)
+
+
+def times(factor: float, x: Tensor) -> Tensor:
+    """Return ``factor * x``."""
+    return x * factor
+
+
+# --------------------------------------------------------------------------------------------- deployments by tools
+
+
+def call(tool: str, *words: object) -> None:
+    """Run ``tools/<tool>.py`` in this process, with nothing printed."""
+    module = importlib.import_module(f"tools.{tool}")
+    with mock.patch.object(sys, "argv", [tool, *map(str, words)]), contextlib.redirect_stdout(io.StringIO()):
+        module.main()
+
+
+def merged(*flags: str, strength: float = 1.0, without: str | None = None, twice: bool = False, clean: str = "",
+           lora: str = "lora") -> Make:  # fmt: skip
+    """Return how to merge the LoRA with ``tools/merge_lora.py``, perhaps ``without`` layers of it."""
+
+    def make(place: Path, folder: Path) -> Path:
+        file = place / f"{lora}.safetensors"
+        if without is not None:
+            file = folder.with_suffix(".safetensors")
+
+            def drop(tensors: Tensors) -> None:
+                gone = [name for name in tensors if re.search(without, name)]
+                assert gone, f"{without}: names no layer of the LoRA"
+                for name in gone:
+                    del tensors[name]
+
+            edit(place / f"{lora}.safetensors", file, drop)
+        loras = [f"{file}:{strength}"] * (2 if twice else 1)
+        model = place / clean if clean else MODEL
+        words = ["--model", model, "--model_type", "flux_fill", "--lora", *loras, "--save_to", folder, *flags]
+        call("merge_lora", *words)
+        return folder
+
+    return make
+
+
+def pipeline(part: str = "", values: Mapping[str, object] | None = None, clean: str = "cast") -> Make:
+    """Return how to serve a clean deployment as a whole pipeline, with values of one part's configuration changed."""
+
+    def make(place: Path, folder: Path) -> Path:
+        shutil.copytree(MODEL, folder)
+        shutil.copytree(place / clean, folder / "transformer", dirs_exist_ok=True)
+        if part:
+            config = next((folder / part).glob("*config.json"))
+            config.write_text(json.dumps(json.loads(config.read_text()) | (values or {})))
+        return folder
+
+    return make
+
+
+def with_part(part: str, other: str, clean: str = "cast") -> Make:
+    """Return how to serve a clean deployment as a whole pipeline, with a part that is another model's."""
+
+    def make(place: Path, folder: Path) -> Path:
+        pipeline(clean=clean)(place, folder)
+        shutil.copytree(place / other, folder / part, dirs_exist_ok=True)
+        return folder
+
+    return make
+
+
+def named(recipe: str) -> Make:
+    """Return the deployment of a clean file by its folder's name, or of a recipe."""
+    return lambda place, _folder: place / recipe if (place / recipe).exists() else recipe
+
+
+def prepare(place: Path, steps: int = 60) -> None:
+    """Make in ``place`` a LoRA with text encoder layers and one without, the clean files and the dataset.
+
+    Args:
+        place: a folder, made if it is not there.
+        steps: that the LoRA is trained for; with 0 it is random, which is as good where pictures do not matter.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "dataset.toml").write_text(
+        '[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 128\nbatch_size = 1\n'
+        f'[[datasets.subsets]]\nimage_dir = "{IMAGES}"\ninpaint_mask_variants = 4\n'
+    )
+    if steps:
+        training = ["--config_file", "configs/demo_fp8.toml", "--text_encoder_lr", "2e-3", "--max_train_steps", steps]
+        folders = ["--output_dir", place / "run", "--cache_directory", place / "run"]
+        run("train_lora.py", *training, *folders, "--output_name", "text")
+        shutil.copyfile(place / "run" / "text.safetensors", place / "text.safetensors")
+    else:
+        save_file(_random_lora(), place / "text.safetensors", {"format": "pt"})
+
+    def of_transformer(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith("text_encoder.")]:
+            del tensors[name]
+
+    edit(place / "text.safetensors", place / "lora.safetensors", of_transformer)
+    for name, flags in CLEAN.items():
+        call("quantize_model", "--model", MODEL, "--save_to", place / name, *flags)
+    for name, part in OTHERS.items():
+        shutil.copytree(MODEL / part, place / name)
+        file = next((place / name).glob("*.safetensors"))
+        edit(file, file, at(r".*\.weight", partial(noisy, 0.1)))
+    for name, bits in DEQUANTIZED.items():
+        shutil.copytree(MODEL / "transformer", place / name)
+        edit(
+            MODEL / "transformer" / WEIGHTS,
+            place / name / WEIGHTS,
+            *([at(r".*blocks.*\.weight", partial(to_integers, bits))] if bits else []),
+        )
+
+
+def _random_lora(rank: int = 8, size: float = 0.1) -> Tensors:
+    """Return a LoRA in diffusers' layout for all blocks and CLIP, each update ``size`` of its weight's norm."""
+    random, tensors = torch.Generator().manual_seed(2), {}
+    clip = load_file(next((MODEL / "text_encoder").glob("*.safetensors")))
+    weights = {f"transformer.{name}": tensor for name, tensor in reference().items() if "blocks." in name}
+    weights |= {f"text_encoder.{name}": tensor for name, tensor in clip.items() if "layers." in name}
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            down = torch.randn(rank, weight.shape[1], generator=random)
+            up = torch.randn(weight.shape[0], rank, generator=random)
+            up *= size * weight.float().norm() / (up @ down).norm()
+            layer = name.removesuffix(".weight")
+            tensors |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+    return tensors

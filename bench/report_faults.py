@@ -1,0 +1,484 @@
+"""Does the precision report name what is wrong? Faults planted one at a time, and clean deployments beside them.
+
+    python bench/report_faults.py --json faults.json                 # all of it, two reports at a time
+    python bench/report_faults.py --only 'scale' 'LoRA' --verbose    # some, with all the verdict says
+
+Every fault is planted in an otherwise honest deployment of the built-in fill model with a LoRA of 60 steps: some in a
+file, some declared by flags. The tool runs on it as a user runs it, and its words are judged by an expectation that
+stands beside the plant, not by anything the report computes:
+
+- *wholly*: the verdict's first cause is the fault's (a word of it), with its place (layers, how many, the factor) and
+  a remedy that mends it. A declared cause that the report measures at under a twentieth of the squared error may stand
+  in a later line, for the first one is then rightly another;
+- *partly*: the cause without the place or the remedy, or the place under another cause;
+- *not*: another cause is blamed, or one that has no words for it;
+- *normal*: rounding as the format makes it, nothing else. This must never be;
+- *refused*: the tool does not measure; that is as good as *wholly* if its one line names tensor or file.
+
+Clean deployments must be called normal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from bench.fp8_parity import MODEL
+from bench.measure import Table, benchmark_parser, finish
+from bench.planted_faults import (
+    CLEAN,
+    DEQUANTIZED,
+    OTHERS,
+    Make,
+    anew,
+    at,
+    changed,
+    clip,
+    exchanged,
+    flush,
+    given,
+    in_e5m2,
+    merged,
+    named,
+    noisy,
+    other,
+    permute,
+    pipeline,
+    prepare,
+    roll,
+    stored_in_fp8,
+    times,
+    transpose,
+    truncate,
+    with_part,
+)
+
+RUN = ("--images", "4", "--steps", "5", "--sigmas", "0.8", "0.4")
+NORMAL = ("weights", "merge")  # causes that are the format's own cost
+SMALL = 0.05  # share of the squared error under which a declared cause need not be the first
+FF, OUT = "transformer_blocks.0.ff.net.0.proj", "single_transformer_blocks.2.proj_out"
+QUERY, DOWN = "single_transformer_blocks.1.attn.to_q", "transformer_blocks.1.ff.net.2"
+IN_FF, IN_OUT, IN_QUERY, IN_DOWN = (re.escape(name) for name in (FF, OUT, QUERY, DOWN))  # as patterns
+
+
+# -------------------------------------------------------------------------------------------------------- the faults
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, and the words that name it.
+
+    Attributes:
+        name: for people. make: of the deployment. flags: of the report that belong to it; ``{place}`` is filled in.
+        cause: found in the title or evidence of the verdict's cause.
+        where: each found in its evidence or layers; the place comes first.
+        remedy: found in its remedy.
+        lora: the LoRA that is trained and given to the report. strength: it is given at.
+        section: "listed" in the issue, "further", or "clean", where all of the words are empty.
+    """
+
+    name: str
+    make: Make
+    cause: str = ""
+    where: tuple[str, ...] = ()
+    remedy: str = ""
+    flags: tuple[str, ...] = ()
+    lora: str = "lora"
+    strength: float = 1.0
+    section: str = "listed"
+
+
+_ROW = ("--save_precision", "fp8_row", "--rounding", "nearest")
+_REMAKE = r"quantize_model|download|again"
+_ALL = r"every layer|all (of )?(the |its )?\d* ?(layers|weights|tensors)|\b5[0-9] (of \d+ )?(layers|tensors|weights)"
+_OTHER = r"another (model|fine-tune|base)|not this model|fine-tune"
+_LOST, _MISSING, _TWICE = "rounded away|lost", "missing|lacks|without|not (in|merged)", "twice|already|in the file"
+_CLIPPED, _ORDER = "clip|outlier|largest|saturat", "order|permut|roll|shift|exchang|swap"
+_MIXED = "e5m2|mixed|several formats"
+_SINGLE = "single_transformer_blocks"
+_MERGED = ("--deploy_merged",)
+_EMBEDDERS = r"(x_embedder|context_embedder|time_text_embed.*)\.weight"
+
+
+IN_FILES = (
+    Fault("scale of one layer times 2", changed("tensor", at(f"{IN_FF}.scale_weight", partial(times, 2))),
+          "scale", (IN_FF, r"\b2(\.0+)?\b"), _REMAKE),
+    Fault("scales of all layers times 1.1", changed("tensor", at(r".*\.scale_weight", partial(times, 1.1))),
+          "scale", (_ALL, r"\b1\.10?\b"), _REMAKE),
+    Fault("scales of one layer's rows halved", changed("row", at(f"{IN_OUT}.scale_weight", partial(times, 0.5))),
+          "scale", (IN_OUT, r"\b0\.50?\b"), _REMAKE),
+    Fault("row scales rolled by one", changed("row", at(f"{IN_OUT}.scale_weight", partial(roll, 1))),
+          "scale", (IN_OUT, _ORDER), _REMAKE),
+    Fault("row scales in another order", changed("row", at(f"{IN_OUT}.scale_weight", permute)),
+          "scale", (IN_OUT, _ORDER), _REMAKE),
+    Fault("block scales transposed", changed("block", at(f"{IN_DOWN}.scale_weight", transpose)),
+          "scale", (IN_DOWN, f"transpos|{_ORDER}"), _REMAKE),
+    Fault("weight transposed (square)", changed("cast", at(f"{IN_QUERY}.weight", transpose)),
+          "transpos", (IN_QUERY,), _REMAKE),
+    Fault("weight transposed (not square)", changed("tensor", at(f"{IN_FF}.weight", transpose)),
+          "transpos", (IN_FF,), _REMAKE),
+    Fault("rows permuted", changed("cast", at(f"{IN_FF}.weight", permute)), _ORDER, (IN_FF, "row"), _REMAKE),
+    Fault("rows rolled by one", changed("row", at(f"{IN_OUT}.weight", partial(roll, 1))),
+          _ORDER, (IN_OUT, "row"), _REMAKE),
+    Fault("columns rolled by 16", changed("cast", at(f"{IN_DOWN}.weight", lambda x: x.roll(16, 1))),
+          _ORDER, (IN_DOWN, "column|input"), _REMAKE),
+    Fault("truncated instead of rounded (cast)", changed("cast", anew("", truncate)),
+          "truncat|towards? zero", (_ALL,), _REMAKE),
+    Fault("truncated instead of rounded (row)", changed("row", anew("", truncate)),
+          "truncat|towards? zero", (_ALL,), _REMAKE),
+    Fault("subnormals flushed", changed("cast", anew("", flush)), "subnormal|flush", (_ALL,), _REMAKE),
+    Fault("outliers clipped, all layers", changed("cast", anew("", partial(clip, 2.5))), _CLIPPED, (_ALL,), _REMAKE),
+    Fault("outliers clipped, one layer", changed("tensor", anew(IN_OUT, partial(clip, 2.0))),
+          _CLIPPED, (IN_OUT,), _REMAKE),
+    Fault("a quarter in e5m2 (cast)", changed("cast", in_e5m2(4)), _MIXED, (r"\b13\b", "e5m2"), _REMAKE),
+    Fault("a quarter in e5m2 (scaled)", changed("tensor", in_e5m2(4)), _MIXED, (r"\b13\b", "e5m2"), _REMAKE),
+    Fault("image embedder in fp8", changed("cast", stored_in_fp8(r"x_embedder\.weight")),
+          "embedder|bear", ("x_embedder",), "bf16|exclude"),
+    Fault("all embedders in fp8", changed("cast", stored_in_fp8(_EMBEDDERS)),
+          "embedder|bear", ("x_embedder",), "bf16|exclude"),
+    Fault("norms in fp8", changed("row", stored_in_fp8(r".*norm_(q|k|added_q|added_k)\.weight")),
+          "norm", (r"norm_(q|k|added_q|added_k)",), "bf16|high precision|again"),
+    Fault("biases in fp8", changed("row", stored_in_fp8(r".*\.bias")),
+          "bias", (r"bias", r"\d+"), "bf16|high precision|again"),
+    Fault("modulation in fp8, the rest not",
+          changed("copy", stored_in_fp8(r".*blocks.*norm1?(_context)?\.linear\.weight")),
+          "modulation|bear|norm", (r"norm1?(_context)?\.linear",), "bf16|exclude"),
+    Fault("a bias zeroed", changed("cast", at(rf"{IN_FF}\.bias", torch.zeros_like)), "bias", (IN_FF, "zero"), _REMAKE),
+    Fault("modulation biases zeroed", changed("row", at(r"transformer_blocks.*norm1\.linear\.bias", torch.zeros_like)),
+          "bias", (r"norm1\.linear", "zero"), _REMAKE),
+    Fault("another fine-tune in one block", changed("row", anew(r"^transformer_blocks\.1\.", partial(other, 0.1))),
+          _OTHER, (r"transformer_blocks\.1",), "reference|train"),
+    Fault("another fine-tune in all blocks", changed("row", anew("", partial(other, 0.1))),
+          _OTHER, (_ALL,), "reference|train"),
+    Fault("LoRA merged at 0.5", merged(*_ROW, "--accept_loss", strength=0.5),
+          "strength", (r"0\.50?\b",), "strength", _MERGED),
+    Fault("LoRA merged at 1.5", merged(*_ROW, strength=1.5), "strength", (r"1\.50?\b",), "strength", _MERGED),
+    Fault("LoRA merged with the other sign", merged(*_ROW, strength=-1.0),
+          "strength|sign", (r"-1(\.0+)?\b",), "strength|sign|again", _MERGED),
+    Fault("LoRA rounded away in a merged file",
+          merged("--save_precision", "fp8", "--rounding", "nearest", "--accept_loss", strength=0.3),
+          _LOST, (r"\d+ of \d+ layers",), "beside|compensated", _MERGED, strength=0.3),
+    Fault("merged without one layer", merged(*_ROW, without=IN_FF), _MISSING, (IN_FF,), "merge", _MERGED),
+    Fault("merged without the single blocks", merged(*_ROW, without=_SINGLE),
+          _MISSING, (f"{_SINGLE}|single blocks",), "merge", _MERGED),
+    Fault("LoRA in the file and beside it", merged(*_ROW),
+          _TWICE, (r"\b(64|52)\b|every layer|all",), "beside|merged|once|remove"),
+    Fault("LoRA in the file at 0.5, and beside it", merged(*_ROW, "--accept_loss", strength=0.5),
+          _TWICE, (r"0\.50?\b",), "beside|merged|once|remove"),
+    Fault("LoRA merged twice", merged(*_ROW, twice=True), "strength|twice", (r"\b2(\.0+)?\b|twice",), "strength|once",
+          _MERGED),
+    Fault("another sampler shift in the folder",
+          pipeline("scheduler", {"use_dynamic_shifting": False, "shift": 1.0}), "shift", (r"\b1(\.0+)?\b",), "shift"),
+    Fault("another T5 in the folder", with_part("text_encoder_2", "other_t5"),
+          "text", ("t5|text_encoder_2",), "t5|text"),
+    Fault("another CLIP in the folder", with_part("text_encoder", "other_clip"),
+          "text", ("clip|text_encoder",), "clip|text"),
+    Fault("another VAE in the folder", with_part("vae", "other_vae"), "vae", (), "vae"),
+)  # fmt: skip
+
+# name, cause, where, remedy, flags; all of them with a plain cast and the LoRA beside it
+_FLAGS = (
+    ("LoRA at strength 0.5", "strength", (r"0\.50?\b",), "strength", "--deploy_strength 0.5"),
+    ("LoRA rounded away", _LOST, (r"\d+ of \d+ layers",), "beside|compensated", "--deploy_lora nearest"),
+    ("LoRA left out of one layer", _MISSING, (IN_FF,), "load|layer", f"--deploy_lora_without {IN_FF}"),
+    ("LoRA left out of the single blocks", _MISSING, (_SINGLE,), "load|layer", f"--deploy_lora_without {_SINGLE}"),
+    ("LoRA left out of the text encoder", _MISSING, ("text.encoder",), "load|text",
+     "--deploy_lora_without text_encoder"),
+    ("guidance ignored", "guidance", ("ignored|not given",), "guidance", "--deploy_guidance ignored"),
+    ("guidance 3.5", "guidance", (r"3\.5",), "guidance", "--deploy_guidance 3.5"),
+    ("another T5", "text", ("t5",), "text|t5", "--deploy_t5xxl {place}/other_t5"),
+    ("another CLIP", "text", ("clip",), "text|clip", "--deploy_clip_l {place}/other_clip"),
+    ("text encoders in fp8", "text", ("fp8",), "bf16", "--deploy_text_dtype fp8"),
+    ("text encoders in fp8 blocks", "text", ("fp8",), "bf16", "--deploy_text_dtype fp8_block64"),
+    ("text encoders in fp16", "text", ("fp16|float16",), "bf16|fp32", "--deploy_text_dtype fp16"),
+    ("text encoders in bf16", "text", ("bf16|bfloat16",), "fp32|higher|as in training", "--deploy_text_dtype bf16"),
+    ("another VAE", "vae", (), "vae", "--deploy_vae {place}/other_vae"),
+    ("VAE in fp8", "vae", ("fp8",), "bf16", "--deploy_vae_dtype fp8"),
+    ("VAE in fp16", "vae", ("fp16|float16",), "bf16|fp32", "--deploy_vae_dtype fp16"),
+    ("VAE in bf16", "vae", ("bf16|bfloat16",), "fp32|higher|as in training", "--deploy_vae_dtype bf16"),
+    ("fp8 attention", "attention", (), "attention", "--attention fp8"),
+    ("activations rounded, a scale a row", "activations", (), "bf16|train", "--activations row"),
+    ("activations rounded, one scale", "activations", (), "bf16|train", "--activations tensor"),
+    ("activations rounded, no scale", "activations", (), "bf16|train|dynamic", "--activations unit"),
+    ("timesteps in bf16", "timestep", (), "fp32", "--timestep bf16"),
+    ("positions in bf16", "position", (), "fp32", "--positions bf16"),
+    ("another sampler shift", "shift", (r"\b1(\.0+)?\b",), "shift", "--deploy_shift 1"),
+    ("known pixels pasted", "past", ("pixels",), "paste|blend|pixels", "--paste pixels"),
+    ("known latents composited", "past|composit|latents", ("latents",), "noise_mask|composit|latents",
+     "--paste latents"),
+    ("mask grown by 8 pixels", "mask", ("grow", r"\b8\b"), "mask", "--mask_grow 8"),
+    ("mask blurred over 6 pixels", "mask", ("blur|soft", r"\b6\b"), "mask", "--mask_blur 6"),
+    ("mask snapped to cells", "mask", ("snap",), "mask", "--mask_snap"),
+    ("blank black", "blank|region", ("black",), "grey", "--blank black"),
+    ("blank white", "blank|region", ("white",), "grey", "--blank white"),
+    ("masked latents in fp8", "latents", ("fp8",), "bf16|fp32|high", "--latents_dtype fp8"),
+    ("masked latents in bf16", "latents", ("bf16|bfloat16",), "fp32|high", "--latents_dtype bf16"),
+    ("cropped to multiples of 64", "crop", (r"\b64\b",), "crop|size", "--crop_multiple 64"),
+)  # fmt: skip
+BY_FLAGS = (
+    *(Fault(f"{name}, declared", named("cast"), cause, where, remedy, tuple(flags.split()),
+            "text" if "text_encoder" in flags else "lora", 0.3 if "nearest" in flags else 1.0)
+      for name, cause, where, remedy, flags in _FLAGS),
+    Fault("activations rounded, static scales", changed("tensor", given("{}.scale_input", torch.tensor(0.1))),
+          "activations", (), "bf16|train|calibrate", ("--activations", "static")),
+)  # fmt: skip
+
+
+def _halved(x: Tensor) -> Tensor:
+    return torch.cat([x[: len(x) // 2], torch.zeros_like(x[len(x) // 2 :])])
+
+
+def _without(layer: str, tensors: dict[str, Tensor]) -> None:
+    for leaf in ("weight", "bias"):
+        del tensors[f"{layer}.{leaf}"]
+
+
+_ANY = f"damaged|differ|{_ORDER}"
+_FURTHER = (
+    Fault("q and k of a block exchanged", changed("cast", exchanged(QUERY, QUERY.replace("to_q", "to_k"))),
+          _ANY, (IN_QUERY, "to_k"), _REMAKE),
+    Fault("two blocks exchanged", changed("row", exchanged(f"{_SINGLE}.1.", f"{_SINGLE}.2.")),
+          _ANY, (rf"{_SINGLE}\.1", rf"{_SINGLE}\.2"), _REMAKE),
+    Fault("halves of the final modulation exchanged",
+          changed("cast", at(r"norm_out\.linear\.(weight|bias)", partial(roll, 160))),
+          _ANY, (r"norm_out\.linear",), _REMAKE),
+    Fault("half the rows zeroed", changed("row", at(f"{IN_FF}.weight", _halved)), "zero|damaged", (IN_FF,), _REMAKE),
+    Fault("all norm_q and norm_k times 1.1", changed("cast", at(r".*norm_[qk]\.weight", partial(times, 1.1))),
+          "norm|factor|scale", (r"norm_[qk]", r"1\.10?\b"), _REMAKE),
+    Fault("noise of 8 % on one layer", changed("row", anew(IN_OUT, partial(noisy, 0.08))), _ANY, (IN_OUT,), _REMAKE),
+    Fault("sign of a layer flipped", changed("cast", at(f"{IN_QUERY}.weight", lambda x: x ^ 0x80)),
+          "sign|factor|scale|damaged", (IN_QUERY, r"-1\b|sign"), _REMAKE),
+    Fault("another LoRA merged in as well", changed("row", anew("attn", partial(other, 0.05))),
+          f"{_OTHER}|LoRA", (r"attn|\d+ layers|\d+ of \d+",), "reference|train"),
+    Fault("input scales too small", changed("tensor", given("{}.scale_input", torch.tensor(1e-4))),
+          "scale of the activations|input scale|clip", (r"\d+ layers",), "dynamic|calibrate",
+          ("--activations", "static")),
+    Fault("bias of another layer",
+          changed("cast", exchanged(f"{FF}.bias", f"{FF.replace('ff.', 'ff_context.')}.bias")),
+          "bias", (IN_FF, "ff_context"), _REMAKE),
+    Fault("mantissa bits of a layer spoilt", changed("row", at(f"{IN_OUT}.weight", lambda x: x ^ 3)),
+          _ANY, (IN_OUT,), _REMAKE),
+    Fault("a bias of NaN", changed("cast", at(rf"{IN_FF}\.bias", partial(times, float("nan")))),
+          "nan|finite", (IN_FF,)),
+    Fault("a layer missing", changed("cast", partial(_without, QUERY)), "missing|lacks|no ", (IN_QUERY,)),
+    Fault("int8 copy with one layer's rows permuted", changed("int8", at(f"{IN_OUT}.weight", permute)),
+          _ORDER, (IN_OUT,), _REMAKE),
+    Fault("scale and shift of the VAE changed", pipeline("vae", {"scaling_factor": 1.0, "shift_factor": 0.0}),
+          "vae", ("scaling_factor",), "vae"),
+    Fault("position axes of config.json changed", pipeline("transformer", {"axes_dims_rope": [12, 10, 10]}),
+          "config|position", ("axes_dims_rope",), "config|position"),
+    Fault("no guidance input in config.json", pipeline("transformer", {"guidance_embeds": False}),
+          "config|guidance", ("guidance",), ""),
+)  # fmt: skip
+
+_SCALES = at(r".*\.scale_weight", lambda x: x.bfloat16())
+_MERGES = (  # name, how, strength
+    ("row, nearest", merged(*_ROW), 1.0),
+    ("row, nearest", merged(*_ROW, strength=0.7), 0.7),
+    ("row, stochastic", merged("--save_precision", "fp8_row", "--rounding", "stochastic", "--seed", "4"), 1.0),
+    ("block, nearest", merged("--save_precision", "fp8_block64", "--rounding", "nearest", strength=1.3), 1.3),
+    ("tensor, stochastic", merged("--save_precision", "fp8_scaled", "--rounding", "stochastic"), 1.0),
+    ("cast, stochastic", merged("--save_precision", "fp8", "--rounding", "stochastic", strength=1.4), 1.4),
+    ("bf16", merged("--save_precision", "bf16", strength=0.6), 0.6),
+    ("bf16, LoRA's text layers too", merged("--save_precision", "bf16", lora="text"), 1.0),
+    ("into the row file", merged("--rounding", "nearest", "--transformer_only", clean="row"), 1.0),
+    ("into the plain cast", merged("--rounding", "stochastic", "--transformer_only", clean="cast"), 1.0),
+)
+_HONEST = (
+    *(Fault(name, named(name)) for name in (*CLEAN, *DEQUANTIZED, "block128", "cast:e5m2")),
+    Fault("scales in bf16", changed("tensor", _SCALES)),
+    Fault("whole pipeline", pipeline()),
+    *(
+        Fault(
+            f"merged: {name} at {strength:g}",
+            make,
+            flags=_MERGED,
+            strength=strength,
+            lora="text" if "text" in name else "lora",
+        )
+        for name, make, strength in _MERGES
+    ),
+    Fault("stochastic merge, declared", named("row"), flags=("--deploy_lora", "stochastic")),
+)  # fmt: skip
+FAULTS = (
+    *IN_FILES,
+    *BY_FLAGS,
+    *(replace(fault, section="further") for fault in _FURTHER),
+    *(replace(fault, section="clean", name=f"clean: {fault.name}") for fault in _HONEST),
+)
+
+
+# ------------------------------------------------------------------------------------------------- running, judging
+
+
+@dataclass
+class Answer:
+    """What the tool said: report.json's ``verdict``, all ``words``, the ``refusal`` if it measured nothing."""
+
+    verdict: dict[str, Any] = field(default_factory=dict)
+    words: str = ""
+    refusal: str = ""
+    seconds: float = 0.0
+
+    @property
+    def main(self) -> dict[str, Any]:
+        """The finding of the verdict's cause."""
+        findings = self.verdict["findings"]
+        return next(
+            (one for one in findings if one["cause"] == self.verdict["cause"]), {"cause": self.verdict["cause"]}
+        )
+
+
+def ask(fault: Fault, place: Path, folder: Path, size: Sequence[str] = RUN) -> Answer:
+    """Plant the fault in ``folder``, run the report on it."""
+    from tools.precision_report import main as report
+
+    deploy = fault.make(place, folder / "deployed")
+    words = ["--model", MODEL, "--model_type", "flux_fill", "--guidance_scale", "1", "--deploy", deploy]
+    words += [
+        "--lora",
+        f"{place / fault.lora}.safetensors:{fault.strength}",
+        "--dataset_config",
+        place / "dataset.toml",
+    ]
+    words += ["--cache_directory", place / "cache", "--save_to", folder / "report", *size, *fault.flags]
+    printed, errors, began = io.StringIO(), io.StringIO(), time.perf_counter()
+    with (
+        mock.patch.object(sys, "argv", ["precision_report", *map(str, words)]),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            report()
+        except SystemExit:
+            return Answer(refusal=errors.getvalue().strip().splitlines()[-1])
+    verdict = json.loads((folder / "report" / "report.json").read_text())["verdict"]
+    return Answer(verdict, "\n".join(verdict["words"]), seconds=time.perf_counter() - began)
+
+
+def judge(fault: Fault, answer: Answer) -> str:
+    """Return wholly, partly, not, normal or refused; for a clean deployment normal or alarm."""
+    if answer.refusal:
+        named = has(fault.cause, answer.refusal) and all(has(place, answer.refusal) for place in fault.where)
+        return "wholly" if fault.section != "clean" and named else "refused"
+    main = answer.main
+    defects = [one for one in answer.verdict["findings"] if one["cause"] not in NORMAL]
+    alarm = bool(defects) or main["cause"] not in NORMAL or answer.verdict["alarm"]
+    if fault.section == "clean":
+        return "alarm" if alarm or "Unexplained" in answer.words else "normal"
+    if not alarm:
+        return "not" if "Unexplained" in answer.words else "normal"
+    grades = [grade(fault, main), *(grade(fault, one) for one in defects if one["share"] < SMALL)]
+    if "wholly" in grades:
+        return "wholly"
+    return "partly" if any(grade(fault, one) != "not" for one in (main, *defects)) else "not"
+
+
+def grade(fault: Fault, finding: dict[str, Any]) -> str:
+    """Return how far a finding names the fault: wholly, partly, not."""
+    said = f"{finding.get('title', '')}: {finding.get('evidence', '')}"
+    full = f"{said} {' '.join(finding.get('layers', ()))}"
+    cause, where = has(fault.cause, said), [has(place, full) for place in fault.where]
+    if cause and all(where) and has(fault.remedy, finding.get("remedy", "")):
+        return "wholly"
+    placed = any(where[:1]) and re.search("_|[a-z]{4}", fault.where[0])  # a lone number proves little
+    return "partly" if cause or placed else "not"
+
+
+def has(pattern: str, text: str) -> bool:
+    """Return whether ``pattern`` is in ``text``."""
+    return re.search(pattern, text, re.IGNORECASE) is not None
+
+
+def examine(fault: Fault, place: Path) -> dict[str, Any]:
+    """Plant, ask and judge one fault; return its row."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        try:
+            answer = ask(fault, place, Path(folder))
+        except Exception as error:  # a traceback is what the user would see
+            answer = Answer(refusal=f"{type(error).__name__}: {error}")
+            return {"fault": fault.name, "section": fault.section, "judged": "crash", "says": answer.refusal}
+    said = answer.refusal or sentence(answer)
+    row = {"fault": fault.name, "section": fault.section, "judged": judge(fault, answer), "says": said}
+    return row | {"words": answer.words, "seconds": round(answer.seconds, 1)}
+
+
+def sentence(answer: Answer) -> str:
+    """Return the verdict's cause with what speaks for it."""
+    return f"{answer.main.get('title', answer.main['cause'])}: {answer.main.get('evidence', '')}"
+
+
+def rows_of(faults: Sequence[Fault], place: Path, jobs: int) -> Iterator[dict[str, Any]]:
+    """Yield the row of each fault, in order."""
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        yield from pool.map(_examine_named, [fault.name for fault in faults], [place] * len(faults))
+
+
+def _examine_named(name: str, place: Path) -> dict[str, Any]:
+    return examine(next(fault for fault in FAULTS if fault.name == name), place)
+
+
+def ratios_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the shares that matter."""
+    found: dict[str, float] = {}
+    for section in ("listed", "further"):
+        of = [row["judged"] for row in rows if row["section"] == section]
+        if of:
+            found[f"{section}_named_wholly"] = of.count("wholly") / len(of)
+            found[f"{section}_called_normal"] = of.count("normal") / len(of)
+    clean = [row["judged"] for row in rows if row["section"] == "clean"]
+    if clean:
+        found["false_alarms"] = 1 - clean.count("normal") / len(clean)
+    return found
+
+
+def main() -> None:
+    """Prepare, plant, ask, print, write."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="faults whose name or section has one of these in it")
+    parser.add_argument("--jobs", type=int, default=2, help="reports at a time, a core each (default: %(default)s)")
+    parser.add_argument(
+        "--place", type=Path, metavar="DIR", help="keep LoRA, clean files and caches here, or find them"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print all that each verdict says")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        place = options.place or Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        if not all((place / name).exists() for name in (*CLEAN, *DEQUANTIZED, *OTHERS)):
+            prepare(place)
+        wanted = options.only or [""]
+        faults = [
+            fault
+            for fault in FAULTS
+            if any(text in (fault.name, fault.section) or text in fault.name for text in wanted)
+        ]
+        table = Table({"section": "<8", "judged": "<8", "fault": "<40", "says": "<150.150"})
+        for row in rows_of(faults, place, options.jobs):
+            table.add(row)
+            if options.verbose:
+                print(row.get("words", ""))
+    finish(table.rows, ratios_of(table.rows), options.json)
+
+
+if __name__ == "__main__":
+    main()

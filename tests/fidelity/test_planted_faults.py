@@ -1,0 +1,55 @@
+"""The report names what is planted in a deployment of the built-in fill model, and nothing where nothing is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.planted_faults import prepare
+from bench.report_faults import FAULTS, Answer, Fault, ask, examine, judge, ratios_of
+
+QUICK = ("--images", "2", "--steps", "3", "--sigmas", "0.6")
+CHOSEN = (
+    "clean: row",
+    "clean: merged: row, nearest at 1",
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planted")
+    prepare(folder, steps=0)
+    return folder
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in CHOSEN], ids=lambda fault: fault.name)
+def test_what_was_planted_is_named_and_what_is_clean_is_not(fault: Fault, place: Path, tmp_path: Path) -> None:
+    answer = ask(fault, place, tmp_path, QUICK)
+    expected = "normal" if fault.section == "clean" else "wholly"
+    assert judge(fault, answer) == expected, answer.words or answer.refusal
+
+
+@pytest.mark.slow
+def test_nine_in_ten_listed_faults_are_named_wholly_none_is_called_normal_and_no_clean_one_alarms(place: Path) -> None:
+    found = ratios_of([examine(fault, place) for fault in FAULTS])
+    assert found["listed_named_wholly"] >= 0.9
+    assert found["listed_called_normal"] == found["further_called_normal"] == found["false_alarms"] == 0
+
+
+def answer(cause: str, title: str, evidence: str, layers: tuple[str, ...] = (), share: float = 1.0) -> Answer:
+    finding = {"cause": cause, "title": title, "evidence": evidence, "layers": layers, "remedy": "Make it again"}
+    return Answer({"cause": cause, "alarm": cause != "weights", "findings": [finding | {"share": share}]})
+
+
+def test_a_verdict_is_judged_by_its_words_alone() -> None:
+    fault = Fault("scale", lambda place, folder: place, "scale", ("blocks.0", r"\b2\b"), "again")
+    assert judge(fault, answer("any", "a wrong scale", "blocks.0 times 2")) == "wholly"
+    assert judge(fault, answer("any", "a wrong scale", "times 2", ("blocks.0",))) == "wholly"
+    assert judge(fault, answer("any", "a wrong scale", "blocks.0 times 3")) == "partly"
+    assert judge(fault, answer("any", "a damaged layer", "blocks.0")) == "partly"
+    assert judge(fault, answer("any", "a damaged layer", "blocks.1")) == "not"
+    assert judge(fault, answer("any", "a small scale", "blocks.1", share=0.01)) == "partly"
+    assert judge(fault, answer("weights", "rounding", "as the format must")) == "normal"
+    assert judge(fault, Answer(refusal="file: scale of blocks.0 is 2")) == "wholly"
+    assert judge(fault, Answer(refusal="it did not work")) == "refused"
