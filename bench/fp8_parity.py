@@ -36,11 +36,11 @@ from dev.tiny_models.painting import to_image
 from dev.tiny_models.scenes import random_zorbo
 from library.config.schema import ModelConfig
 from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.deployed import parse_deployment
 from library.fidelity.differences import Differences, compare
 from library.fidelity.fixes import FixOptions, try_fixes
-from library.fidelity.report import prepare_eval_set
-from library.fidelity.runs import run_variant
-from library.fidelity.serving import REFERENCE, Models, Variant, parse_deployment
+from library.fidelity.runs import prepare_eval_set, run_variant
+from library.fidelity.serving import REFERENCE, Models, Variant
 from networks.files.adapters import load_lora
 from train_lora import train
 

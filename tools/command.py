@@ -211,7 +211,7 @@ def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_ty
                       help="noise levels of each image")  # fmt: skip
     if seed:
         data.add_argument("--seed", type=seed_number, default=0, help="chooses images, noise and stochastic rounding")
-    data.add_argument("--guidance_scale", type=guidance, default=3.5, help="for models with a guidance input")
+    data.add_argument("--guidance_scale", type=guidance, help="guidance input (default: the family's)")
     data.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks, as in training")
     data.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
     data.add_argument(
@@ -231,19 +231,21 @@ def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_ty
 def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPlan:
     """Return what the flags of :func:`add_calibration` say for ``model``."""
     from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
+    from library.models.registry import family_class
 
     device, dtype = device_and_dtype(options.mixed_precision)
+    config, asked = model_config(options, model), options.guidance_scale
     calibration = CalibrationOptions(
         dataset_config=options.dataset_config,
         images=options.calibration_images,
         sigmas=tuple(options.calibration_sigmas),
         seed=options.seed,
-        guidance_scale=options.guidance_scale,
+        guidance_scale=family_class(config.model_type).sample_guidance if asked is None else asked,
         masked_loss=options.masked_loss,
         cache_directory=options.cache_directory,
         statistics_gb=options.statistics_gb,
     )
-    return CalibrationPlan(model_config(options, model), calibration, dtype, device)
+    return CalibrationPlan(config, calibration, dtype, device)
 
 
 # ---- language models

@@ -3,7 +3,7 @@
     python tools/precision_report.py --model FLUX.1-Fill-dev --model_type flux_fill --deploy fill-fp8.safetensors \\
         --lora mine.safetensors --dataset_config dataset.toml --save_to report
     python tools/precision_report.py --model flux1-dev.safetensors --ae ae.safetensors --clip_l clip_l.safetensors \\
-        --t5xxl t5xxl_fp16.safetensors --deploy cast+all --deploy_lora stochastic --activations unit --paste end \\
+        --t5xxl t5xxl_fp16.safetensors --deploy cast+all --deploy_lora stochastic --activations unit --paste pixels \\
         --lora mine.safetensors --dataset_config dataset.toml
 
 The reference is ``--model`` with the LoRA beside it, as it was trained. The deployment is described by the other flags;
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from library.config.markers import MOST_STEPS
-from library.config.model_types import IMAGE_MODELS
+from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.console import Console
+from library.data.masks import BLANKS
 from library.errors import UserError, exit_on_user_error
 from library.fidelity import FIXES
 from tools.command import (
@@ -41,6 +43,13 @@ from tools.command import (
     whole,
 )
 
+TEXT_FILES = ("clip_l", "t5xxl", "text_encoder")
+
+
+def _number_or(word: str, read: Callable[[str], float]) -> Callable[[str], float | str]:
+    """Return the ``type`` of a flag that takes ``word`` or what ``read`` does."""
+    return lambda text: word if text == word else read(text)
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
@@ -52,21 +61,49 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRAs, of any layout")
     model.add_argument("--mixed_precision", choices=["no", "bf16"], help="default: bf16 on a GPU, no on a CPU")
     deployment = top.add_argument_group("the deployment, a cause a flag")
-    deployment.add_argument("--deploy", required=True, metavar="FILE|RECIPE", help="fp8 model, or cast, tensor, row, "
-                            "block64, block128; :e5m2 and +all may follow")  # fmt: skip
+    deployment.add_argument("--deploy", required=True, metavar="FILE|FOLDER|RECIPE", help="the model that is served, "
+                            "or cast, tensor, row, block64, block128; :e5m2 and +all may follow")  # fmt: skip
     deployment.add_argument("--deploy_merged", action="store_true", help="the LoRA is in that file already")
     deployment.add_argument("--deploy_lora", choices=["beside", "nearest", "stochastic"], default="beside",
                             help="beside the weights, or rounded into them; ComfyUI: stochastic")  # fmt: skip
     deployment.add_argument("--deploy_strength", type=strength, default=1.0, metavar="X", help="of the LoRA")
     deployment.add_argument("--activations", choices=["row", "tensor", "unit", "static"],
                             help="rounded to fp8 before products; unit: ComfyUI --fast")  # fmt: skip
-    deployment.add_argument("--fp8_text_encoder", action="store_true", help="text encoder in fp8")
-    deployment.add_argument("--fp8_vae", action="store_true", help="VAE in fp8, cast")
+    deployment.add_argument("--deploy_lora_without", nargs="+", default=[], metavar="PATTERN",
+                            help="LoRA layers that are not served: text_encoder, single_transformer, ...")  # fmt: skip
+    deployment.add_argument("--attention", choices=["fp8"], help="q, k and v rounded to fp8")
+    for name in TEXT_FILES:
+        deployment.add_argument(f"--deploy_{name}", metavar="PATH", help="another file or folder of that encoder")
+    deployment.add_argument("--deploy_text_dtype", choices=["fp8", "fp8_block64", "fp16", "bf16"],
+                            help="of the text encoders; fp8: a plain cast")  # fmt: skip
+    deployment.add_argument("--deploy_t5_tokens", type=count, metavar="N", help="tokens of a caption that T5 is given")
+    deployment.add_argument("--deploy_vae", metavar="PATH", help="another VAE")
+    deployment.add_argument("--deploy_vae_dtype", choices=["fp8", "fp16", "bf16"], help="of the VAE; fp8: a plain cast")
+    deployment.add_argument("--deploy_guidance", type=_number_or("ignored", guidance), metavar="X|ignored",
+                            help="guidance input")  # fmt: skip
+    deployment.add_argument(
+        "--deploy_shift", type=number(above=0, most=1000), metavar="X", help="static shift of the sampler"
+    )
+    deployment.add_argument("--deploy_steps", type=whole(least=1, most=MOST_STEPS), metavar="N", help="sampling steps")
     for name in ("timestep", "positions"):
         deployment.add_argument(
             f"--{name}", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help=f"dtype of {name}"
         )
-    deployment.add_argument("--paste", choices=["steps", "end"], help="known region put back each step, or at the end")
+    given = top.add_argument_group("what the server makes of picture and mask, a cause a flag")
+    given.add_argument("--mask_invert", action="store_true", help="known and filled are swapped")
+    given.add_argument(
+        "--mask_grow", type=whole(least=-512, most=512), default=0, metavar="PX", help="negative: shrunk"
+    )
+    given.add_argument("--mask_snap", type=whole(least=2, most=128), nargs="?", const=8, default=0, metavar="PX",
+                       help="grown to whole cells (default: of 8 pixels, a latent; 16 is a token)")  # fmt: skip
+    given.add_argument("--mask_blur", type=number(least=0, most=256), default=0.0, metavar="PX",
+                       help="standard deviation of a Gaussian")  # fmt: skip
+    given.add_argument("--blank", choices=BLANKS, help="what is under the mask")
+    given.add_argument("--latents_dtype", choices=["bf16", "fp16", "fp8"], help="of the given picture's latents")
+    given.add_argument("--crop_multiple", type=whole(least=16, most=1024), default=0, metavar="N",
+                       help="sides are cropped to multiples of N")  # fmt: skip
+    given.add_argument("--paste", choices=["pixels", "latents"], help="known region put back into the finished "
+                       "picture, or at each step (ComfyUI's noise mask)")  # fmt: skip
     eval_set = top.add_argument_group("what they run on")
     eval_set.add_argument("--dataset_config", required=True, metavar="TOML", help="dataset as in training")
     eval_set.add_argument("--images", dest="calibration_images", type=count, default=8, metavar="N",
@@ -80,7 +117,8 @@ def parser() -> argparse.ArgumentParser:
         default=12,
         help="of a sampling run; 0 for none (default: %(default)s)",
     )
-    eval_set.add_argument("--guidance_scale", type=guidance, default=3.5, help="guidance input (default: %(default)s)")
+    eval_set.add_argument("--guidance_scale", type=guidance, help="the reference's guidance input (default: the "
+                          "family's; the built-in tiny models want 1)")  # fmt: skip
     eval_set.add_argument("--seed", type=seed_number, default=0, help="chooses images and noise (default: %(default)s)")
     eval_set.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
     eval_set.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
@@ -107,10 +145,11 @@ answer_early(__name__, lambda: parser().parse_args())
 
 import torch
 
+from library.fidelity.deployed import parse_deployment
 from library.fidelity.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
 from library.fidelity.page import write_report
 from library.fidelity.report import measure
-from library.fidelity.serving import Models, Variant, parse_deployment
+from library.fidelity.serving import Models, PartDtype, Served, Variant
 from library.training.sampling.generate import read_loras
 from train_lora import train
 
@@ -126,17 +165,43 @@ def variant_of(options: argparse.Namespace) -> Variant:
         raise UserError("--deploy_strength: a merged file has its strength in it; remove one of the two flags")
     if not options.lora and (merge or options.deploy_merged or options.deploy_strength != 1.0):
         raise UserError("--deploy_lora, --deploy_merged, --deploy_strength: there is no LoRA; give --lora")
+    row = MODEL_TYPES[options.model_type]
+    parts = {name: getattr(options, f"deploy_{name}") for name in TEXT_FILES}
+    for name in (name for name, path in parts.items() if path and name not in row.files):
+        raise UserError(f"--deploy_{name}: {options.model_type} has no such file; it has {', '.join(row.files)}")
+    if options.deploy_t5_tokens and "t5xxl" not in row.files:
+        raise UserError(f"--deploy_t5_tokens: {options.model_type} has no T5; remove it")
+    text = parts | {"t5xxl_max_token_length": options.deploy_t5_tokens}
+    vae = {"ae" if "ae" in row.files else "vae": options.deploy_vae}
     return Variant(
         weights=True,
         merge=merge,
         strength=options.deploy_strength,
         activations=options.activations,
-        text=options.fp8_text_encoder,
-        vae=options.fp8_vae,
+        lora_without=tuple(options.deploy_lora_without),
+        attention=options.attention,
+        text=_served(text, options.deploy_text_dtype),
+        vae=_served(vae, options.deploy_vae_dtype),
+        guidance=options.deploy_guidance,
+        shift=options.deploy_shift,
+        steps=options.deploy_steps,
         timestep=_LOW[options.timestep],
         positions=_LOW[options.positions],
+        mask_invert=options.mask_invert,
+        mask_grow=options.mask_grow,
+        mask_snap=options.mask_snap,
+        mask_blur=options.mask_blur,
+        blank=options.blank,
+        latents_dtype=options.latents_dtype,
+        crop_multiple=options.crop_multiple,
         paste=options.paste,
     )
+
+
+def _served(files: Mapping[str, object], dtype: PartDtype | None) -> Served | None:
+    """Return the part that the flags describe; None where they say nothing of it."""
+    given = tuple((option, value) for option, value in files.items() if value is not None)
+    return Served(given, dtype) if given or dtype else None
 
 
 def _check_fix(options: argparse.Namespace) -> None:
@@ -152,28 +217,22 @@ def _check_fix(options: argparse.Namespace) -> None:
         raise UserError("--fix: judges by finished images; give --steps 4 or more")
 
 
-def _note_text(models: Models, console: Console) -> None:
-    """Say that the text encoders' part of a LoRA is left out."""
-    text = [name for name in models.loras if name != models.targets.file_prefix]
-    if text and not models.transformer_lora:
-        raise UserError(f"--lora: has layers of {' and '.join(text)} only, and the report is about the transformer")
-    if text:
-        console.print(
-            f"note: the LoRA's layers of {' and '.join(text)} are left out on both sides: captions are cached"
-        )
-
-
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, measure, write the report."""
     options = parser().parse_args()
     console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 120)
-    variant = variant_of(options)
+    declared = variant_of(options)
     deployed = parse_deployment(options.deploy, options.deploy_merged)
     plan = calibration_plan(options, options.model)
     models = Models(plan.config, deployed, {}, plan.dtype, plan.device)
     models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
-    _note_text(models, console)
+    variant = models.complete(declared)
+    models.check(variant, options.steps, options.masked_loss)
+    for cause in variant.changes().keys() - declared.changes().keys():
+        console.print(
+            f"note: {models.deployed.name} differs in more than weights: {models.words(cause, getattr(variant, cause))}"
+        )
     if options.fix is not None:
         _check_fix(options)
     report = measure(models, variant, plan.options, console, steps=options.steps, explain=options.explain)

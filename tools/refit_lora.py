@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 def refit(options: argparse.Namespace, console: Console) -> dict[str, Refit]:
     """Run the tool; return the fits under their layers' names."""
+    from library.fidelity.deployed import parse_deployment
     from library.fidelity.refit import refit_lora
-    from library.fidelity.serving import Models, parse_deployment
+    from library.fidelity.serving import Models
 
     check_lora_output(options.save_to, options.overwrite)
     plan = calibration_plan(options, options.model)

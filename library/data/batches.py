@@ -33,7 +33,7 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 from library.accelerator import dp_rank_and_size
 from library.conditions import NO_CONDITIONS, Conditions, stack_conditions
 from library.data.buckets import Size
-from library.data.cache import TextJob, latent_path, read_cached, read_conditions
+from library.data.cache import Pixels, TextJob, latent_path, load_pixels, read_cached, read_conditions
 from library.data.captions import caption_variants, choose_caption, plain_caption
 from library.data.samples import Sample
 from library.errors import UserError
@@ -54,6 +54,22 @@ class Item:
     sample_id: int
     caption: str = ""
     conditions: Conditions = NO_CONDITIONS
+
+
+@dataclass(frozen=True)
+class ItemSource:
+    """What an item is made from: a sample as an epoch sees it, and its caption."""
+
+    sample: Sample
+    flipped: bool
+    epoch: int
+    sample_id: int
+    seed: int
+    text: TextJob
+
+    def pixels(self) -> Pixels:
+        """Return the pixels that its latents and conditions are encoded from; the image is decoded."""
+        return load_pixels(self.sample, self.flipped, self.epoch, self.sample_id, self.seed)
 
 
 @dataclass
@@ -212,7 +228,8 @@ class CachedDataset(Dataset[Item]):
             except DamagedFile:
                 if self.encode_again is None or get_worker_info() is not None:
                     raise
-            self.encode_again(*self._source(position))
+            source = self.source(position)
+            self.encode_again(source.sample, source.text)
         return self._read(position)
 
     def __getitems__(self, positions: list[tuple[int, int]]) -> list[Item] | UnreadBatch:
@@ -247,12 +264,13 @@ class CachedDataset(Dataset[Item]):
             return captions[0]
         return choose_caption(captions, sample.settings, self.seed, epoch, sample_id)
 
-    def _source(self, position: tuple[int, int]) -> tuple[Sample, TextJob]:
+    def source(self, position: tuple[int, int]) -> ItemSource:
         """Return what the files of an item are made from."""
         epoch, index = position
         sample, sample_id = self.samples[int(self._owner[index])], self.sample_id(index)
         flipped = self._flipped(sample, python_random("orientation and crop", self.seed, epoch, sample_id))
-        return sample, self.text_job(sample, self._caption(sample, epoch, sample_id), flipped)
+        text = self.text_job(sample, self._caption(sample, epoch, sample_id), flipped)
+        return ItemSource(sample, flipped, epoch, sample_id, self.seed, text)
 
     def _flipped(self, sample: Sample, rng: random.Random) -> bool:
         return sample.flips and rng.random() < 0.5

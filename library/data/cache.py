@@ -84,6 +84,18 @@ class ImageEncoder(Protocol):
         ...
 
 
+class ShownImage(Protocol):
+    """An image that a text encoder is shown."""
+
+    def key(self) -> tuple[object, ...]:
+        """Return what its pixels follow from."""
+        ...
+
+    def load(self, flipped: bool = False) -> Image.Image:
+        """Return the RGB image at the size at which its latents are made."""
+        ...
+
+
 class TextEncoder(Protocol):
     """What caching needs of ``library.models.text.TextEncoder``."""
 
@@ -176,19 +188,53 @@ def _load_sample(sample: Sample, flipped: bool, latent_factor: int) -> tuple[Ten
 def _load_masked(
     sample: Sample, flipped: bool, variant: int, seed: int, latent_factor: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
+    pixels, mask, colour = _region(sample, flipped, variant, seed)
+    bits = np.packbits(mask[0].to(torch.uint8).numpy(), axis=-1)
+    return pixels * (1 - mask) + colour * mask, {"mask": torch.from_numpy(bits)[None]}
+
+
+def _region(sample: Sample, flipped: bool, variant: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a fill model's image [3, H, W], its region [1, H, W] fp32, and what that is blanked with, [3, H, W]."""
     image, alpha = _decode_sample(sample)
     masks, mask = sample.group.subset.inpainting, _inpaint_mask(sample, alpha, variant, seed)
     assert masks is not None
     pixels = to_pixels(_fitted(image, sample, flipped=False))
     rng = generator("inpaint blank", seed, sample.identity, variant)
-    pixels = blanked(pixels, torch.from_numpy(mask).float(), masks.blank, rng)
-    if flipped:
-        pixels, mask = pixels.flip(-1), mask[:, ::-1]
-    return pixels, {"mask": torch.from_numpy(np.packbits(mask, axis=-1))[None]}
+    parts = (pixels, torch.from_numpy(mask)[None].float(), blanked(pixels, torch.ones(()), masks.blank, rng))
+    return (parts[0].flip(-1), parts[1].flip(-1), parts[2].flip(-1)) if flipped else parts
 
 
 def _load_control(control: ControlImage, flipped: bool, latent_factor: int) -> tuple[Tensor, dict[str, Tensor]]:
     return to_pixels(control.load(flipped)), {}
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """What a sample's latents and conditions are encoded from, fp32.
+
+    Attributes:
+        image: [3, H, W] in [-1, 1].
+        mask: [1, H, W]: a fill model's region, 0 or 1, else the loss mask, 0 to 1; None without one.
+        blank: what a fill model's region is blanked with, [3, H, W].
+        references: control images, [3, H_i, W_i] each.
+    """
+
+    image: Tensor
+    mask: Tensor | None = None
+    blank: Tensor | None = None
+    references: tuple[Tensor, ...] = ()
+
+
+def load_pixels(sample: Sample, flipped: bool, epoch: int, sample_id: int, seed: int) -> Pixels:
+    """Return the pixels of a sample as the latents and conditions of ``epoch`` are encoded from them.
+
+    Contents must have been hashed. Arguments as for :func:`read_conditions`.
+    """
+    if sample.group.subset.inpainting is not None:
+        return Pixels(*_region(sample, flipped, inpaint_variant(sample, seed, epoch, sample_id), seed))
+    image, more = _load_sample(sample, flipped, 1)
+    references = tuple(to_pixels(control.load(flipped)) for control in sample.control_images)
+    return Pixels(image, more.get("mask"), references=references)
 
 
 def previews(sample: Sample, seed: int) -> list[tuple[str, Image.Image]]:
@@ -427,7 +473,7 @@ class TextJob:
     """A caption, and the images that the text encoder is shown with it."""
 
     caption: str
-    images: tuple[ControlImage, ...] = ()
+    images: tuple[ShownImage, ...] = ()
     flipped: bool = False  # the images, all of them
 
     def file(self, fingerprint: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from library.config.schema import DatasetArguments, ModelConfig
 from library.console import Console
-from library.data.batches import Batch, collate
+from library.data.batches import Batch, ItemSource, collate
 from library.data.dataset import TrainingData, build_dataset
 from library.errors import UserError, counted
 from library.models.family import Family, model_family
@@ -94,24 +94,25 @@ class CalibrationPlan:
         with counting(console) as progress:
             data.cache_latents(image_encoder, arguments.vae_batch_size, progress)
             data.cache_text(text_encoder, [], arguments.text_encoder_batch_size, progress)
-        batches = _chosen(data, options)
+        batches, sources = _chosen(data, options)
         held_out = len(batches) // 4
         kept = len(batches) - held_out
         fit = f"{kept} to fit to, {held_out} to judge by" if held_out else f"{kept}, judged by themselves"
         console.print(
             f"calibration: {counted(len(batches), 'image')} ({fit}) at {counted(len(options.sigmas), 'noise level')}"
         )
-        return Calibration(self, family, batches[:kept], batches[kept:])
+        return Calibration(self, family, batches[:kept], batches[kept:], sources)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Inputs of the model, ready to be run: ``fit`` to fit to and ``check`` to judge by."""
+    """Inputs of the model, ready to be run: ``fit`` to fit to and ``check`` to judge by; ``sources`` of all in turn."""
 
     plan: CalibrationPlan
     family: Family
     fit: Sequence[Batch]
     check: Sequence[Batch]
+    sources: Sequence[ItemSource]
 
     def load_fp8(self, recipe: Fp8Recipe | None) -> nn.Module:
         """Load the transformer, in fp8 by ``recipe`` or as its file has it."""
@@ -179,9 +180,10 @@ def predict(
         return family.predict_velocity(transformer, noisy, sigmas, batch.text, guidance, batch.conditions).float()
 
 
-def _chosen(data: TrainingData, options: CalibrationOptions) -> list[Batch]:
+def _chosen(data: TrainingData, options: CalibrationOptions) -> tuple[list[Batch], list[ItemSource]]:
     """Return different images of the training set, in an order that follows from the seed, one a batch."""
     samples = data.train.samples
     first = [0, *accumulate(sample.repeats for sample in samples)]
     order = torch.randperm(len(samples), generator=generator("calibration", options.seed)).tolist()
-    return [collate([data.train[0, first[i]]]) for i in order[: options.images]]
+    positions = [(0, first[i]) for i in order[: options.images]]
+    return [collate([data.train[position]]) for position in positions], [data.train.source(each) for each in positions]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from library.fidelity.border import Border, judge_border, white_noise
+from library.fidelity.conditioning import cut
 from library.fidelity.runs import EvalSet, Outcome
 from library.precision.parity.seam import regions
 
@@ -47,6 +48,10 @@ def compare(
     border is not judged.
     """
     masks = [eval_set.mask(number) for number in range(len(eval_set.batches))]
+    if other.windows:  # cropped: so are all it is compared with
+        reference = reference.cut_like(other)
+        masks = [mask if mask is None else cut(mask, w) for mask, w in zip(masks, other.windows, strict=True)]
+        masks = [mask if mask is not None and mask.any() and not mask.all() else None for mask in masks]
     by_sigma = {
         sigma: _by_region(reference.velocities[sigma], other.velocities[sigma], masks) for sigma in eval_set.sigmas
     }

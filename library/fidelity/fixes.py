@@ -38,12 +38,13 @@ from library.console import Console
 from library.errors import UserError
 from library.fidelity import FIXES
 from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.deployed import DeployedWeights
 from library.fidelity.differences import Differences, compare
 from library.fidelity.layers import LayerRow
 from library.fidelity.quantize import quantize_checkpoint
 from library.fidelity.refit import refit_lora
 from library.fidelity.runs import EvalSet, Outcome, run_variant
-from library.fidelity.serving import REFERENCE, DeployedWeights, Models, Variant
+from library.fidelity.serving import REFERENCE, Models, Variant
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.names import LayoutKind
 from library.precision.quantize import E4M3FN
@@ -219,6 +220,8 @@ class FixBuilder:
         deployed = models.base(deployed=True)
         fp8 = {name: layer.quantized() for name, layer in deployed.named_modules() if isinstance(layer, Fp8Linear)}
         high = [name for name, m in deployed.named_modules() if isinstance(m, nn.Linear) and name not in fp8]
+        if not fp8:
+            raise UserError("nothing of the deployed model is in fp8, so there is nothing to round anew")
         size = sum(weight.values.numel() for weight in fp8.values())
         commonest = Counter(weight.granularity for weight in fp8.values()).most_common(1)[0][0]
         granularity = "tensor" if commonest == "cast" else commonest  # a file without scales gets some
@@ -257,7 +260,7 @@ class FixBuilder:
             lora = self.taught(models, lora)
         own = (models.deployed.path,) if models is not self.models and models.deployed.path else ()
         weights = targets.by_component(load_lora(lora, targets).weights)
-        ours = {targets.file_prefix: weights.get(targets.file_prefix, {})}
+        ours = {**models.loras, targets.file_prefix: weights.get(targets.file_prefix, {})}
         return replace(models, loras=ours), _PLAIN, (*own, lora)
 
     def taught(self, models: Models, lora: Path) -> Path:

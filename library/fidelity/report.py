@@ -6,17 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from library.console import Console
-from library.errors import UserError, counted
-from library.fidelity.calibration import Calibration, CalibrationOptions
+from library.errors import counted
+from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.differences import Differences, compare
-from library.fidelity.runs import EvalSet, Outcome, run_variant
+from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
-from library.precision.recipe import Fp8Recipe
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,6 @@ def measure(
     """
     calibration = models.plan(options).prepare(console)
     eval_set = prepare_eval_set(models, calibration, variant, steps)
-    if variant.paste and not any(eval_set.mask(i) is not None for i in range(len(eval_set.batches))):
-        raise UserError("--paste: the dataset has no masks, so there is no known region; remove --paste")
     reference = run_variant(models, REFERENCE, eval_set, console, "reference")
     decode = models.image_encoder(REFERENCE).decode
 
@@ -95,27 +90,13 @@ def measure(
     )
 
 
-def prepare_eval_set(models: Models, calibration: Calibration, variant: Variant, steps: int) -> EvalSet:
-    """Return the evaluation set; texts in low precision are encoded where they are asked for."""
-    batches = [batch.to(models.device) for batch in (*calibration.fit, *calibration.check)]
-    texts: list[dict[str, Tensor]] = []
-    if variant.text:
-        encoder = models.family.load_text_encoder(models.dtype, models.device, recipe=Fp8Recipe("block64", exclude=()))
-        for batch in batches:
-            encoded = encoder.encode(batch.captions)[0]
-            texts.append({name: tensor[None].to(models.device) for name, tensor in encoded.items()})
-        encoder.release()
-    options = calibration.plan.options
-    return EvalSet(batches, texts, options.sigmas, steps, options.guidance_scale, options.seed)
-
-
 def _settings(models: Models, causes: Mapping[str, Any], options: CalibrationOptions, steps: int) -> dict[str, str]:
     """Return what was compared, in words."""
-    changes = {name: str(value).removeprefix("torch.") for name, value in causes.items()}
+    changes = [models.words(name, value) for name, value in causes.items()]
     return {
         "reference": f"{models.family.name}, fingerprint {models.family.fingerprint()}",
         "deployment": models.deployed.describe(),
-        "causes": ", ".join(f"{name} = {value}" for name, value in changes.items()),
+        "causes": ", ".join(changes),
         "LoRA": f"{counted(len(models.transformer_lora), 'layer')} of the transformer",
         "eval_set": f"{counted(options.images, 'image')}, sigmas {', '.join(f'{s:g}' for s in options.sigmas)}, "
         f"{counted(steps, 'sampling step')}, guidance {options.guidance_scale:g}, seed {options.seed}",

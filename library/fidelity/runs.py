@@ -3,23 +3,33 @@
 Every variant sees the same images, noise, noise levels and masks, which are functions of the seed and the sample, so
 that whatever differs is the variant's doing. Sampling is Euler's method over ``steps`` levels of the family's schedule:
 what a sampler does beyond that (a second order, another schedule) changes both sides alike.
+
+What a variant changes in the picture or its mask (``conditioning``), or in the VAE, is encoded anew from the pixels;
+all else comes from the caches of training.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 
+from library.conditions import ConditionKind, Conditions
 from library.console import Console
 from library.data.batches import Batch
-from library.fidelity.calibration import predict
-from library.fidelity.serving import Models, Paste, Variant
+from library.data.cache import Pixels, TextJob
+from library.errors import UserError
+from library.fidelity.calibration import Calibration, predict
+from library.fidelity.conditioning import Given, Window, cut, drawn_mask, give, round_latents
+from library.fidelity.serving import Models, Variant
 from library.models.vae import ImageEncoder
 from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
@@ -31,30 +41,45 @@ class EvalSet:
 
     Attributes:
         batches: one sample each, on the device.
-        texts: each batch's embeddings as the deployment's text encoder gives them; empty where it is the reference's.
+        pixels, jobs: what their conditions, and their text, are encoded from.
+        kind: of their conditions.
         sigmas: noise levels at which velocities are compared.
         steps: of a sampling run.
         guidance: given to guidance-distilled models.
         seed: of all noise.
+        noise: of each sampling run, [1, C, h, w]; empty where it follows from the seed.
     """
 
     batches: Sequence[Batch]
-    texts: Sequence[dict[str, Tensor]]
+    pixels: Sequence[Pixels]
+    jobs: Sequence[TextJob]
+    kind: ConditionKind
     sigmas: Sequence[float]
     steps: int
     guidance: float
     seed: int
+    noise: Sequence[Tensor] = ()
+
+    def drawn(self, number: int) -> Tensor | None:
+        """Return the region that a sample's user drew, [1, H, W] from 0 to 1; None without one."""
+        return drawn_mask(self.pixels[number], self.kind)
 
     def mask(self, number: int) -> Tensor | None:
         """Return a sample's region to fill in latent cells, [h, w] bool; None without one.
 
         A cell counts as filled if at least half of it is.
         """
-        mask = _fill_cells(self.batches[number])
-        if mask is None:
+        drawn = self.drawn(number)
+        if drawn is None:
             return None
-        cells = mask[0, 0] >= 0.5
-        return cells.cpu() if bool(cells.any()) and not bool(cells.all()) else None
+        height, width = self.batches[number].latents.shape[-2:]
+        cells = F.adaptive_avg_pool2d(drawn[None], (height, width))[0, 0] >= 0.5
+        return cells if bool(cells.any()) and not bool(cells.all()) else None
+
+    def noise_of(self, number: int) -> Tensor:
+        """Return what a sample's sampling run starts from, [1, C, h, w]."""
+        batch = self.batches[number]
+        return self.noise[number] if self.noise else noise_for(batch.latents, batch.sample_ids, self.seed, "sampling")
 
 
 @dataclass
@@ -65,77 +90,201 @@ class Outcome:
         velocities: sigma -> [C, h, w] each.
         path: step -> latents [C, h, w] each, the last being the finished image's.
         images: [3, H, W] in about [-1, 1]; empty where none were decoded.
+        windows: the part of the reference's latents that each is of; empty: all of them.
     """
 
     velocities: dict[float, list[Tensor]] = field(default_factory=dict)
     path: list[list[Tensor]] = field(default_factory=list)
     images: list[Tensor] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
 
     @property
     def latents(self) -> list[Tensor]:
         """The finished latents."""
         return self.path[-1]
 
+    def cut_like(self, other: Outcome) -> Outcome:
+        """Return this outcome cropped as ``other`` is."""
+        if not other.windows:
+            return self
+
+        def each(tensors: list[Tensor], factor: int = 1) -> list[Tensor]:
+            windows = [(t * factor, le * factor, h * factor, w * factor) for t, le, h, w in other.windows]
+            return [cut(tensor, window) for tensor, window in zip(tensors, windows, strict=False)]
+
+        factor = other.images[0].shape[-1] // other.windows[0][-1] if other.images else 1
+        velocities = {sigma: each(found) for sigma, found in self.velocities.items()}
+        return Outcome(velocities, [each(step) for step in self.path], each(self.images, factor), other.windows)
+
+
+def prepare_eval_set(models: Models, calibration: Calibration, variant: Variant, steps: int) -> EvalSet:
+    """Return the evaluation set.
+
+    Raises:
+        UserError: ``variant`` says something of a region, and no image has one.
+    """
+    options = calibration.plan.options
+    batches = [batch.to(models.device) for batch in (*calibration.fit, *calibration.check)]
+    pixels, jobs = [source.pixels() for source in calibration.sources], [each.text for each in calibration.sources]
+    kind = models.family.conditioning
+    eval_set = EvalSet(batches, pixels, jobs, kind, options.sigmas, steps, options.guidance_scale, options.seed)
+    about = [
+        f"--{name}" for name in ("mask_grow", "mask_snap", "mask_blur", "blank", "paste") if name in variant.changes()
+    ]
+    if about and not any(eval_set.drawn(number) is not None for number in range(len(batches))):
+        where = "no reference picture has a black region" if kind == "references" else "the dataset has no masks"
+        raise UserError(f"{about[0]}: {where}, so there is no known region; remove {about[0]}")
+    return eval_set
+
+
+@dataclass(frozen=True)
+class _Input:
+    """One sample as a variant gives it to the model.
+
+    ``window`` is in latent cells; ``fill`` [1, 1, h, w] is the share of each that is filled, as ComfyUI's samplers have
+    it: the mask, resized bilinearly.
+    """
+
+    batch: Batch
+    noise: Tensor
+    given: Given
+    window: Window
+
+    @property
+    def fill(self) -> Tensor | None:
+        mask = self.given.mask
+        if mask is None:
+            return None
+        return F.interpolate(mask[None], self.window[2:], mode="bilinear").to(self.batch.latents.device)
+
 
 @torch.no_grad()
-def run_variant(models: Models, variant: Variant, eval_set: EvalSet, console: Console, title: str) -> Outcome:
-    """Load ``variant`` and run it on the evaluation set; its progress is shown under ``title``.
+def run_variant(
+    models: Models,
+    variant: Variant,
+    eval_set: EvalSet,
+    console: Console,
+    title: str,
+    transformer: nn.Module | None = None,
+) -> Outcome:
+    """Run ``variant`` on the evaluation set; its progress is shown under ``title``.
 
-    Without sampling steps there are velocities alone.
+    Without sampling steps there are velocities alone. ``transformer``: the variant's, where it is loaded already.
     """
-    family = models.deployed_family if variant.weights else models.family
-    encoder = models.image_encoder(variant) if eval_set.steps else None
-    outcome = Outcome({sigma: [] for sigma in eval_set.sigmas}, [[] for _ in range(eval_set.steps)])
-    with models.transformer(variant) as transformer, counting(console) as progress:
-        advance = progress(title, len(eval_set.batches) * (len(eval_set.sigmas) + eval_set.steps))
-        for number, batch in enumerate(eval_set.batches):
-            text = eval_set.texts[number] if variant.text and eval_set.texts else batch.text
-            given = replace(batch, text=text)
-            velocity = partial(predict, family, transformer, given, eval_set.guidance, models.dtype, variant.timestep)
+    encoder = models.image_encoder(variant)
+    steps = (variant.steps or eval_set.steps) if eval_set.steps else 0
+    inputs = _inputs(models, variant, eval_set, encoder)
+    outcome = Outcome({sigma: [] for sigma in eval_set.sigmas}, [[] for _ in range(steps)])
+    if variant.crop_multiple:
+        outcome.windows = [each.window for each in inputs]
+    family, guidance = models.runner(variant), eval_set.guidance
+    guidance = variant.guidance if isinstance(variant.guidance, int | float) else guidance
+    loaded = models.transformer(variant) if transformer is None else nullcontext(transformer)
+    with loaded as network, counting(console) as progress:
+        advance = progress(title, len(inputs) * (len(eval_set.sigmas) + steps))
+        for each in inputs:
+            batch = each.batch
+            velocity = partial(predict, family, network, batch, guidance, models.dtype, variant.timestep)
             for sigma in eval_set.sigmas:
                 noise = noise_for(batch.latents, batch.sample_ids, eval_set.seed, round(sigma * 1e6))
                 noisy, _ = add_noise(batch.latents, noise, torch.tensor([sigma]))
                 outcome.velocities[sigma].append(velocity(noisy, sigma)[0].cpu())
                 advance(1)
-            if encoder is None:
+            if not steps:
                 continue
-            sigmas = family.sampling_sigmas(eval_set.steps, batch.latents.shape[-2:].numel() // 4)
-            for step, latents in enumerate(_sample(velocity, sigmas, batch, eval_set, variant.paste)):
+            sigmas = models.sigmas(variant, steps, each.window[2] * each.window[3] // 4)
+            for step, latents in enumerate(_sample(velocity, sigmas, each, variant)):
                 outcome.path[step].append(latents[0].cpu())
                 advance(1)
-            outcome.images.append(_decode(encoder, outcome.path[-1][-1], batch, variant.paste))
+            outcome.images.append(_decode(encoder, outcome.path[-1][-1], each, variant))
     return outcome
 
 
-Velocity = Callable[[Tensor, float], Tensor]
+def _inputs(models: Models, variant: Variant, eval_set: EvalSet, encoder: ImageEncoder) -> list[_Input]:
+    """Return every sample as ``variant`` has it; what comes from the cache unchanged stays the cache's."""
+    anew = bool(variant.given or variant.vae or variant.configs) and eval_set.kind != "none"
+    found, jobs = [], []
+    for number, (batch, pixels) in enumerate(zip(eval_set.batches, eval_set.pixels, strict=True)):
+        given = give(pixels, eval_set.kind, variant)
+        factor = encoder.latent_factor
+        top, left, height, width = (side // factor for side in given.window)
+        window = (top, left, height, width)
+        conditions = _conditions(given, eval_set.kind, variant, encoder, models) if anew else batch.conditions
+        batch = replace(batch, latents=cut(batch.latents, window), conditions=conditions)
+        found.append(_Input(batch, cut(eval_set.noise_of(number), window), given, window))
+        job = eval_set.jobs[number]
+        if variant.given and job.images:
+            job = replace(job, images=tuple(_Shown(each) for each in given.shown), flipped=False)
+        jobs.append(job)
+    changed = tuple(sorted(variant.given.items())) if any(job.images for job in jobs) else ()
+    texts = models.texts(variant, jobs, changed or None)
+    if texts is None:
+        return found
+    return [
+        replace(one, batch=replace(one.batch, text=_batched(text, models)))
+        for one, text in zip(found, texts, strict=True)
+    ]
 
 
-def _sample(
-    velocity: Velocity, sigmas: Sequence[float], batch: Batch, eval_set: EvalSet, paste: Paste | None
-) -> Iterator[Tensor]:
-    """Yield the latents after every step, from one of ``sigmas`` to the next."""
-    noise = noise_for(batch.latents, batch.sample_ids, eval_set.seed, "sampling")
-    latents = noise
+def _conditions(
+    given: Given, kind: ConditionKind, variant: Variant, encoder: ImageEncoder, models: Models
+) -> Conditions:
+    latents = [encoder.encode(shown[None]) for shown in given.shown]
+    latents = [round_latents(each, variant.latents_dtype).to(models.device) for each in latents]
+    if kind == "references":
+        return Conditions(references=tuple(latents))
+    assert given.mask is not None
+    return Conditions(latents[0], given.mask[None].to(models.device))
+
+
+def _batched(text: dict[str, Tensor], models: Models) -> dict[str, Tensor]:
+    """Return a sample's embeddings as a batch of one, as ``collate`` makes it."""
+    kept = {name: each for name, each in text.items() if each.dtype != torch.bool or not bool(each.all())}
+    return {name: each[None].to(models.device) for name, each in kept.items()}
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A changed reference picture [3, H, W] for a text encoder that sees it."""
+
+    pixels: Tensor
+
+    def key(self) -> tuple[object, ...]:
+        return (id(self.pixels),)
+
+    def load(self, flipped: bool = False) -> Image.Image:
+        return to_image(self.pixels)
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """Return ``pixels`` [3, H, W] in [-1, 1] as an 8-bit RGB image."""
+    levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
+
+
+def _sample(velocity: Any, sigmas: Sequence[float], given: _Input, variant: Variant) -> Iterator[Tensor]:
+    """Yield the latents after every step of Euler's method, from one of ``sigmas`` to the next.
+
+    Pasted latents are ComfyUI's ``noise_mask`` (``KSamplerX0Inpaint``): before a step the known region becomes its own
+    latents with the noise of that level, and of the clean image that the step predicts the known region is replaced.
+    """
+    latents, known = given.noise, given.batch.latents
+    fill = given.fill if variant.paste == "latents" else None
     for now, following in itertools.pairwise(sigmas):
-        latents = latents + (following - now) * velocity(latents, now)
-        if paste == "steps" and (fill := _fill_cells(batch)) is not None:
-            known, _ = add_noise(batch.latents, noise, torch.tensor([following]))
-            latents = fill * latents + (1 - fill) * known
+        if fill is None:
+            latents = latents + (following - now) * velocity(latents, now)
+        else:
+            noisy, _ = add_noise(known, given.noise, torch.tensor([now]))
+            latents = fill * latents + (1 - fill) * noisy
+            clean = fill * (latents - now * velocity(latents, now)) + (1 - fill) * known
+            latents = clean + following / now * (latents - clean)
         yield latents
 
 
-def _decode(encoder: ImageEncoder, latents: Tensor, batch: Batch, paste: Paste | None) -> Tensor:
-    """Return the image of ``latents`` [C, h, w]; with ``end`` the known region is the encoder's own image of it."""
-    image = encoder.decode(latents[None].to(batch.latents.device)).float()
-    fill = _fill_cells(batch)
-    if paste == "end" and fill is not None:
-        pixels = F.interpolate(fill, image.shape[-2:], mode="nearest")
-        image = pixels * image + (1 - pixels) * encoder.decode(batch.latents).float()
-    return image[0].cpu()
-
-
-def _fill_cells(batch: Batch) -> Tensor | None:
-    """Return [1, 1, h, w] fp32, the share of each latent cell that is to be filled."""
-    if batch.conditions.mask is not None:
-        return F.adaptive_avg_pool2d(batch.conditions.mask.float(), batch.latents[0, 0].shape)  # type: ignore[arg-type]
-    return None if batch.masks is None else batch.masks.float()
+def _decode(encoder: ImageEncoder, latents: Tensor, given: _Input, variant: Variant) -> Tensor:
+    """Return the image of ``latents`` [C, h, w]; with pasted pixels, the picture's own where it is known."""
+    image = encoder.decode(latents[None].to(given.batch.latents.device)).float()[0].cpu()
+    mask = given.given.mask
+    if variant.paste == "pixels" and mask is not None:
+        image = mask * image + (1 - mask) * given.given.image
+    return image

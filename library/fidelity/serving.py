@@ -1,51 +1,75 @@
 """The reference, the deployment and everything between them.
 
-The reference is the high-precision model with the LoRA beside it, as it was trained. A deployment differs in some of
-these ways, each of which can be switched on alone:
-
-- *weights*: the fp8 file's, or those a recipe makes;
-- *merging*: the LoRA is rounded into the weights instead of running beside them;
-- *strength* of the LoRA;
-- *activations* rounded to fp8 on their way into a product;
-- *text encoder* and *VAE* in fp8;
-- *timestep* and *position tables* in low precision;
-- *pasting* of the known region, in every step or at the end.
+The reference is the high-precision model with the LoRA beside it, as it was trained, its captions encoded with the
+LoRA's part in the text encoders. A deployment differs in some of the ways that :class:`Variant` lists, each of which
+can be switched on alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from library.config.schema import ModelConfig
+from library.data.cache import TextJob
+from library.data.masks import Blank
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
-from library.models.family import Family, model_family, with_transformer
+from library.fidelity.deployed import DeployedWeights, LoadedWeights
+from library.files import weights_fingerprint
+from library.models.blocks import AttentionProcessor
+from library.models.family import Family, model_family
 from library.models.vae import ImageEncoder
 from library.nn.rope import MultiAxisRope
+from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.fake_quantize import (
     ActivationRounding,
     fake_quantize_inputs,
+    round_heads,
     rounded_positions,
 )
 from library.precision.fp8_linear import Fp8Linear
-from library.precision.names import GRANULARITIES
-from library.precision.quantize import E4M3FN, Quantized, format_named, quantize, round_to_nearest
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.quantize import E4M3FN, Quantized, quantize, round_to_nearest
+from library.precision.recipe import Fp8Recipe
 from library.randomness import derive_seed
-from library.training.tasks.lora_plan import describe_base
+from library.training.sampling.generate import encode_with_loras
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 
 Merge = Literal["nearest", "stochastic"]
-Paste = Literal["steps", "end"]
+Paste = Literal["pixels", "latents"]
+PartDtype = Literal["fp8", "fp8_block64", "fp16", "bf16"]
+LowDtype = Literal["bf16", "fp16", "fp8"]
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_NO_SHAPES = ("sample_size", "force_upcast")  # of a VAE's config: nothing is computed from them here
+CONDITIONING = ("mask_invert", "mask_grow", "mask_snap", "mask_blur", "blank", "latents_dtype", "crop_multiple")
+
+
+@dataclass(frozen=True)
+class Served:
+    """Text encoders, or a VAE, as a server has them.
+
+    Attributes:
+        options: keys of ``[model]`` and their values, where they are not the reference's: other files, fewer tokens.
+        dtype: of weights and products; "fp8" is a plain cast of the weights (of text encoders, of the large one),
+            "fp8_block64" has a scale for 64 inputs; None: as the reference.
+    """
+
+    options: tuple[tuple[str, Any], ...] = ()
+    dtype: PartDtype | None = None
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        said = [f"{option} {value}" for option, value in self.options]
+        return ", ".join([*said, *([f"in {self.dtype}"] if self.dtype else [])])
 
 
 @dataclass(frozen=True)
@@ -54,22 +78,47 @@ class Variant:
 
     Attributes:
         weights: the deployed weights run instead of the reference's.
+        configs: the deployed folder's configs of transformer and VAE are used.
         merge: how the LoRA is rounded into the weights; None leaves it beside them.
         strength: of the LoRA.
+        lora_without: regular expressions; a layer of the LoRA ("transformer.single_transformer_blocks.0.proj_mlp",
+            "text_encoder....") in which one is found is left out.
         activations: how inputs of fp8 layers are rounded; None leaves them.
-        text, vae: the text encoder, the image decoder in fp8.
+        attention: "fp8": q, k and v are rounded to e4m3fn before their products, a scale a head.
+        text: text encoders. vae: the VAE, which encodes the conditions and decodes.
+        guidance: given to the guidance input; "ignored" leaves the guidance vector out of the modulation.
+        shift: static shift of the sampler's schedule; "deployed": the scheduler of the deployed folder.
+        steps: of the sampling run.
         timestep, positions: dtype that timesteps and position tables are carried in.
-        paste: the known region is put back after every step, or into the finished image; None leaves it.
+        mask_invert: known and filled are swapped. mask_grow: pixels that the mask is grown by (negative: shrunk).
+            mask_snap: pixels a side of the cells that it is grown to; 0: not. mask_blur: standard deviation of a
+            Gaussian in pixels. blank: what is under the mask. See ``conditioning``.
+        latents_dtype: dtype that the latents of the masked image, or of the reference images, are rounded to.
+        crop_multiple: sides are cropped to multiples of it, around the middle; 0: not.
+        paste: the known region is put back as pixels into the finished image, or as latents at every step.
     """
 
     weights: bool = False
+    configs: bool = False
     merge: Merge | None = None
     strength: float = 1.0
+    lora_without: tuple[str, ...] = ()
     activations: ActivationRounding | None = None
-    text: bool = False
-    vae: bool = False
+    attention: Literal["fp8"] | None = None
+    text: Served | None = None
+    vae: Served | None = None
+    guidance: float | Literal["ignored"] | None = None
+    shift: float | Literal["deployed"] | None = None
+    steps: int | None = None
     timestep: torch.dtype = torch.float32
     positions: torch.dtype = torch.float32
+    mask_invert: bool = False
+    mask_grow: int = 0
+    mask_snap: int = 0
+    mask_blur: float = 0.0
+    blank: Blank | None = None
+    latents_dtype: LowDtype | None = None
+    crop_multiple: int = 0
     paste: Paste | None = None
 
     def changes(self) -> dict[str, Any]:
@@ -86,47 +135,13 @@ class Variant:
         fields = (cause, "merge", "activations") if cause == "weights" else (cause,)
         return replace(self, **{name: getattr(REFERENCE, name) for name in fields})
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The changes to what the model is given of images."""
+        return {name: value for name, value in self.changes().items() if name in CONDITIONING}
+
 
 REFERENCE = Variant()
-
-
-@dataclass(frozen=True)
-class DeployedWeights:
-    """An fp8 file, or a recipe by which one would be made; ``merged``: the LoRA is in the file already."""
-
-    name: str
-    path: Path | None
-    recipe: Fp8Recipe | None
-    merged: bool = False
-
-    def describe(self) -> str:
-        """Return a name for people."""
-        inside = ", LoRA merged in" if self.merged else ""
-        return f"{self.path.name if self.path else self.recipe.describe() if self.recipe else ''}{inside}"
-
-
-def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
-    """Return what ``--deploy`` names: a path, or a recipe, which is one of ``GRANULARITIES``.
-
-    ``:e5m2`` after a recipe names the format; ``+all`` at the end rounds embedders and the final layer too, as most
-    published plain casts do.
-
-    Raises:
-        UserError: there is no such file and no such recipe.
-    """
-    path = Path(text).expanduser()
-    if path.exists():
-        return DeployedWeights(path.name, path, None, merged)
-    plain = text.removesuffix("+all")
-    name, _, fp8 = plain.partition(":")
-    granularity = next((each for each in GRANULARITIES if each == name), None)
-    if granularity is None:
-        known = ", ".join(GRANULARITIES)
-        raise UserError(f"--deploy {text}: no such file or folder, and none of {known}; check the path")
-    if merged:
-        raise UserError(f"--deploy_merged: {text} is a recipe for the base; name the merged file, or use --deploy_lora")
-    keep = Fp8Recipe().exclude if plain == text else ()
-    return DeployedWeights(text, None, Fp8Recipe(granularity, format_named(fp8) if fp8 else E4M3FN, keep), merged)
 
 
 @dataclass(eq=False)
@@ -141,7 +156,7 @@ class Models:
         family, deployed_family: of the reference, of the deployed file; one where a recipe makes the weights.
 
     Raises:
-        UserError: a path is missing, leads to another kind of model, or is deployed and not in fp8.
+        UserError: a path is missing, or leads to another kind of model.
     """
 
     config: ModelConfig
@@ -150,71 +165,121 @@ class Models:
     dtype: torch.dtype
     device: torch.device
     base_precision: str = field(default="", init=False)
-    _fp8_layers: list[str] = field(default_factory=list, init=False)
+    _quantised: tuple[str, ...] = field(default=(), init=False)
+    _texts: dict[Any, list[dict[str, Tensor]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         """Find and check all files; nothing is loaded."""
         self.family: Family = model_family(self.config)
-        self.deployed_config, self.deployed_family = self.config, self.family
         self.targets = self.family.targets
-        if path := self.deployed.path:
-            self.deployed_config = with_transformer(self.config, path)
-            self.deployed_family = model_family(self.deployed_config)
-            if self.deployed_family.fp8_layout() is None:
-                raise UserError(f"--deploy {path}: holds no fp8 weights; give the fp8 file that is served")
+        self.deployed_config = self.deployed.config(self.config)
+        is_reference = self.deployed_config is self.config
+        self.deployed_family: Family = self.family if is_reference else model_family(self.deployed_config)
 
     def plan(self, options: CalibrationOptions) -> CalibrationPlan:
         """Return how the reference is run on ``options``."""
         return CalibrationPlan(self.config, options, self.dtype, self.device)
+
+    # The LoRA.
 
     @property
     def transformer_lora(self) -> Mapping[str, LoraWeights]:
         """The transformer's part of the LoRAs."""
         return self.loras.get(self.targets.file_prefix, {})
 
+    def served_lora(self, variant: Variant) -> dict[str, dict[str, LoraWeights]]:
+        """Return component -> what ``variant`` leaves of the LoRAs.
+
+        Raises:
+            UserError: a pattern is no regular expression, or drops nothing.
+        """
+        kept: dict[str, dict[str, LoraWeights]] = {}
+        unused = set(variant.lora_without)
+        for component, layers in self.loras.items():
+            for name, weights in layers.items():
+                full = name if name.startswith(f"{component}.") else f"{component}.{name}"
+                found = {pattern for pattern in variant.lora_without if _search(pattern, full)}
+                unused -= found
+                if not found:
+                    kept.setdefault(component, {})[name] = weights
+        if unused:
+            raise UserError(f"--deploy_lora_without {sorted(unused)[0]}: found in no layer of the LoRA; correct it")
+        return kept
+
+    # The transformer.
+
     @contextmanager
     def transformer(self, variant: Variant) -> Iterator[nn.Module]:
         """Yield the transformer of ``variant`` with its LoRA, in eval mode; it is let go of afterwards."""
-        if variant.activations is not None and not self._fp8_layers:
+        if variant.activations is not None and not self._quantised:
             self.base(deployed=True)  # which layers a server multiplies in fp8
-        model = self.base(variant.weights)
-        own = self.transformer_lora if not (variant.weights and self.deployed.merged) else {}
+        model = self.base(variant.weights, variant.configs)
+        own = self.served_lora(variant).get(self.targets.file_prefix, {})
+        own = {} if variant.weights and self.deployed.merged else own
         if own and variant.merge is not None:
             self._merge(model, own, variant)
         if variant.activations is not None:
             scales = self.input_scales() if variant.activations == "static" else {}
-            fake_quantize_inputs(model, {name: scales.get(name) for name in self._fp8_layers}, variant.activations)
+            fake_quantize_inputs(model, {name: scales.get(name) for name in self._quantised}, variant.activations)
         if own and variant.merge is None:
             attach_lora(model, own, self.targets, "the LoRAs").set_multiplier(variant.strength)
+        if variant.attention is not None:
+            for module in model.modules():
+                if isinstance(processor := getattr(module, "processor", None), AttentionProcessor):
+                    module.processor = AttentionProcessor(processor.backend, round_heads)  # type: ignore[assignment]
         with rounded_positions(model, MultiAxisRope, variant.positions):
             yield model.eval()
 
-    def base(self, deployed: bool) -> nn.Module:
-        """Load the reference's or the deployed transformer without a LoRA."""
-        if not deployed:
-            return self.family.load_transformer(self.dtype, self.device)
-        fp8 = Fp8Loader(self.deployed.recipe, "dequant")
-        model = self.deployed_family.load_transformer(self.dtype, self.device, fp8=fp8)
-        self.base_precision = describe_base(self.deployed_family.fp8_layout(), fp8, self.dtype)
-        self._fp8_layers = [name for name, m in model.named_modules() if isinstance(m, Fp8Linear)]
-        return model
+    def runs_as(self, variant: Variant) -> tuple[Any, ...]:
+        """Return what the transformer of ``variant`` follows from: variants with the same run the same network."""
+        names = ("weights", "configs", "merge", "strength", "lora_without", "activations", "attention", "positions")
+        return tuple(getattr(variant, name) for name in names)
 
-    def image_encoder(self, variant: Variant) -> ImageEncoder:
-        """Return the VAE, its matrices and filters rounded to e4m3fn if the variant's is in fp8."""
-        encoder = self.family.load_image_encoder(self.dtype, self.device)
-        if variant.vae:
-            with torch.no_grad():
-                for parameter in encoder.vae.parameters():
-                    if parameter.ndim > 1:
-                        parameter.copy_(round_to_nearest(parameter, E4M3FN).to(parameter.dtype))
-        return encoder
+    def base(self, deployed: bool, configs: bool = False) -> nn.Module:
+        """Load the reference's or the deployed transformer without a LoRA; ``configs``: by the deployed config.
+
+        A config that fits only its own weights goes with them.
+        """
+        own, other = (self.deployed_family, self.family) if deployed else (self.family, self.deployed_family)
+        wanted = self.deployed_family if configs else self.family
+        family = own
+        if wanted is other and self.folder is not None:
+            family = copy.copy(own)
+            family.files = replace(own.files, transformer_config=other.files.transformer_config)
+        try:
+            return self._load(family, deployed)
+        except UserError:
+            if family is own:
+                raise
+            return self._load(own, deployed)
+
+    def _load(self, family: Family, deployed: bool) -> nn.Module:
+        if not deployed:
+            return family.load_transformer(self.dtype, self.device)
+        loaded: LoadedWeights = self.deployed.load(family, self.dtype, self.device)
+        self.base_precision, self._quantised = loaded.precision, loaded.quantised
+        return loaded.module
+
+    def runner(self, variant: Variant) -> Family:
+        """Return the family that calls the transformer of ``variant``."""
+        family = self.deployed_family if variant.weights else self.family
+        if variant.guidance == "ignored":
+            family = copy.copy(family)
+            family.guidance_input = False  # the vector is left out, as by ComfyUI's FluxDisableGuidance
+        return family
+
+    def sigmas(self, variant: Variant, steps: int, tokens: int) -> list[float]:
+        """Return the noise levels of a sampling run of ``variant`` for an image of ``tokens``."""
+        if variant.shift == "deployed":
+            return self.deployed_family.sampling_sigmas(steps, tokens)
+        return self.family.sampling_sigmas(steps, tokens, variant.shift)
 
     def _merge(self, model: nn.Module, loras: Mapping[str, LoraWeights], variant: Variant) -> None:
         """Round the LoRA into ``model``'s weights.
 
         A deployed file takes it as ComfyUI does: added to the numbers that its values stand for, and rounded into the
-        same kind of fp8, with a fresh scale where there is one. Where a recipe makes the weights, it is added to the
-        reference's, and the sum is rounded once.
+        same kind of fp8, with a fresh scale where there is one, or into the 16 bits that they were. Where a recipe
+        makes the weights, it is added to the reference's, and the sum is rounded once.
         """
         high = self.family.load_transformer(self.dtype, self.device) if self.deployed.path is None else model
         for name, update in loras.items():
@@ -222,7 +287,7 @@ class Models:
             source: Any = high.get_submodule(name)
             weight = numbers(source) + variant.strength * update.delta().to(numbers(source).device)
             if not isinstance(layer, Fp8Linear):
-                layer.weight.data.copy_(weight)
+                layer.weight.data.copy_(weight.to(self.deployed.stored or weight.dtype))
                 continue
             made = round_like(layer.quantized(), weight, variant.merge or "nearest", derive_seed("merge", name))
             layer.weight.data.copy_(made.values)
@@ -232,23 +297,176 @@ class Models:
     def merged_weights(self, variant: Variant) -> nn.Module:
         """Return the deployed transformer with the LoRA rounded into it as ``variant`` says, and none beside it."""
         model = self.base(deployed=True)
-        self._merge(model, self.transformer_lora, variant)
+        self._merge(model, self.served_lora(variant).get(self.targets.file_prefix, {}), variant)
         return model.eval()
 
     def input_scales(self) -> dict[str, Tensor]:
         """Return module -> calibrated scale of its input, of the deployed file."""
-        scales: dict[str, Tensor] = {}
+        if scales := self.deployed.input_scales(self.targets):
+            return scales
+        raise UserError(f"--activations static: {self.deployed.describe()} has no input scales; use row or unit")
+
+    # Encoders.
+
+    def image_encoder(self, variant: Variant) -> ImageEncoder:
+        """Return the VAE; in fp8 its matrices and filters are rounded to e4m3fn, in 16 bits all its products too."""
+        served = variant.vae or Served()
+        family = self._part_family(served)
+        half = _HALVES.get(served.dtype or "")
+        encoder = family.load_image_encoder(half or self.dtype, self.device)
+        if half is not None:
+            encoder.compute_in(half)
+        if variant.configs and self.folder:
+            encoder.set_latents(_vae_config(self.deployed_family))
+        elif family.files.vae == self.deployed_family.files.vae:
+            encoder.set_latents(_vae_config(self.family))
+        if served.dtype == "fp8":
+            with torch.no_grad():
+                for parameter in encoder.vae.parameters():
+                    if parameter.ndim > 1:
+                        parameter.copy_(round_to_nearest(parameter, E4M3FN).to(parameter.dtype))
+        return encoder
+
+    def texts(self, variant: Variant, jobs: Sequence[TextJob], given: object = None) -> list[dict[str, Tensor]] | None:
+        """Return each job's embeddings without a batch axis, on the CPU; None: those of the cache are right.
+
+        They are encoded once for each state of the encoders, and for each of ``given``, which says what was changed in
+        the images of the jobs; None if nothing was.
+        """
+        parts = {name: layers for name, layers in self.served_lora(variant).items() if name != self.targets.file_prefix}
+        if variant.text is None and not parts and given is None:
+            return None
+        names = tuple(sorted(name for layers in parts.values() for name in layers))
+        state = (variant.text, variant.strength if parts else 1.0, names, given, tuple(job.caption for job in jobs))
+        if state not in self._texts:
+            encoder = self.text_encoder(variant)
+            by_number = {str(number): job for number, job in enumerate(jobs)}
+            made = encode_with_loras(encoder, by_number, parts, self.targets, "the LoRAs", variant.strength)
+            self._texts[state] = list(made.values())
+        return self._texts[state]
+
+    def text_encoder(self, variant: Variant) -> Any:
+        """Return the text encoders of ``variant``."""
+        served = variant.text or Served()
+        family = self._part_family(served)
+        recipe = None
+        if served.dtype in ("fp8", "fp8_block64") and WeightFiles(family.files.text_encoders[-1]).fp8 is None:
+            recipe = Fp8Recipe("cast" if served.dtype == "fp8" else "block64", exclude=())
+        return family.load_text_encoder(_HALVES.get(served.dtype or "", self.dtype), self.device, recipe=recipe)
+
+    def _part_family(self, served: Served) -> Family:
+        return model_family(self.config.model_copy(update=dict(served.options))) if served.options else self.family
+
+    # What a folder brings.
+
+    @property
+    def folder(self) -> Family | None:
+        """The deployed family if a whole pipeline is deployed, else None."""
         path = self.deployed.path
-        if path and path.is_file():
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a dict)
-                    layer, _, leaf = key.removeprefix("model.diffusion_model.").rpartition(".")
-                    place = self.targets.keys.find(layer) if leaf in ("input_scale", "scale_input") else None
-                    if place is not None:
-                        scales |= dict.fromkeys(place.modules, file.get_tensor(key).float())
-        if not scales:
-            raise UserError(f"--activations static: {self.deployed.describe()} has no input scales; use row or unit")
-        return scales
+        return self.deployed_family if path is not None and (path / "model_index.json").is_file() else None
+
+    def complete(self, variant: Variant) -> Variant:
+        """Return ``variant`` with what a deployed pipeline brings besides the transformer, and what it lacks.
+
+        Parts that are equal to the reference's, and those that ``variant`` says something of, are no causes. A merged
+        file without text encoders has lost the LoRA's part in them.
+        """
+        has_text = any(name != self.targets.file_prefix for name in self.loras)
+        if (folder := self.folder) is not None:
+            layout, files = folder.layout, folder.files
+            pairs = zip(layout.text_encoders, self.family.files.text_encoders, files.text_encoders, strict=True)
+            others = {part.option: str(own) for part, high, own in pairs if _differ(high, own)}
+            if others and variant.text is None:
+                variant = replace(variant, text=Served(tuple(others.items())))
+            if variant.vae is None and _differ(self.family.files.vae, files.vae):
+                variant = replace(variant, vae=Served(((layout.vae.option, str(files.vae)),)))
+            if variant.shift is None and self._schedulers():
+                variant = replace(variant, shift="deployed")
+            if self._configs():
+                variant = replace(variant, configs=True)
+        if self.deployed.merged and has_text and variant.text is None and not variant.lora_without:
+            variant = replace(variant, lora_without=("^text_encoder",))
+        return variant
+
+    def check(self, variant: Variant, steps: int, has_masks: bool) -> None:
+        """Refuse what cannot be; nothing is loaded.
+
+        Args:
+            variant: to be looked at.
+            steps: of the reference's sampling run.
+            has_masks: the dataset has loss masks.
+
+        Raises:
+            UserError: names the flag.
+        """
+        changes, name = variant.changes(), self.family.name
+        if "guidance" in changes and not self.family.guidance_input:
+            raise UserError(f"--deploy_guidance: {name} takes no guidance scale; remove it")
+        unknown = [each for each in CONDITIONING if each in changes] if self.family.conditioning == "none" else []
+        if unknown:
+            raise UserError(f"--{unknown[0]}: {name} is given no picture and no mask; remove it")
+        if "paste" in changes and self.family.conditioning == "none" and not has_masks:
+            raise UserError("--paste: the dataset has no masks, so there is no known region; remove --paste")
+        for each, flag in (("paste", "--paste"), ("shift", "--deploy_shift"), ("steps", "--deploy_steps")):
+            if each in changes and not steps:
+                raise UserError(f"{flag}: nothing is sampled; give --steps 4 or more")
+        if variant.merge is not None and not self.transformer_lora:
+            raise UserError("--deploy_lora: the LoRA has no layers of the transformer; use beside")
+        self.served_lora(variant)
+        for part in (variant.text, variant.vae):
+            if part is not None:
+                self._part_family(part)
+        if variant.activations == "static":
+            self.input_scales()
+
+    def words(self, cause: str, value: Any) -> str:
+        """Return one of a variant's changes in words."""
+        if cause == "configs":
+            return "; ".join(self._configs())
+        if cause == "shift" and value == "deployed":
+            return "; ".join(self._schedulers())
+        return f"{cause} {str(value).removeprefix('torch.')}"
+
+    def _configs(self) -> list[str]:
+        """Return how the deployed folder's configs of transformer and VAE differ, key by key."""
+        if self.folder is None:
+            return []
+        kinds = (self.family.transformer_class, self.family.image_encoder.autoencoder)
+        configs = [(family.files.transformer_config, _vae_config(family)) for family in (self.family, self.folder)]
+        found = []
+        for title, kind, high, own in zip(("transformer", "VAE"), kinds, *configs, strict=True):
+            defaults = {n: p.default for n, p in inspect.signature(kind.__init__).parameters.items() if n != "self"}
+            keys = [key for key in defaults if key not in _NO_SHAPES]
+            found += _changed(title, defaults | dict(high), defaults | dict(own), keys)
+        return found
+
+    def _schedulers(self) -> list[str]:
+        """Return how the deployed folder's scheduler differs, key by key."""
+        high, own = dict(self.family.scheduler().config), dict(self.deployed_family.scheduler().config)
+        return _changed("scheduler", high, own, [key for key in own if not key.startswith("_")])
+
+
+def _changed(title: str, high: Mapping[str, Any], own: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    def plain(value: Any) -> Any:
+        return list(value) if isinstance(value, tuple) else value
+
+    differing = [key for key in keys if plain(high.get(key)) != plain(own.get(key))]
+    return [f"{title} {key} {own.get(key)} instead of {high.get(key)}" for key in differing]
+
+
+def _vae_config(family: Family) -> dict[str, Any]:
+    return family.image_encoder.describe(WeightFiles(family.files.vae))[0]
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one != other and weights_fingerprint(one) != weights_fingerprint(other)
+
+
+def _search(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error as error:
+        raise UserError(f"--deploy_lora_without {pattern}: no regular expression ({error}); correct it") from None
 
 
 def round_like(kind: Quantized, weight: Tensor, how: Merge, seed: int) -> Quantized:

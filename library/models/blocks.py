@@ -44,8 +44,10 @@ def adopt_classes(transformer: nn.Module, *classes: type[nn.Module]) -> None:
 class AttentionProcessor:
     """Attention of one stream, or of text and image among one another, each with its own projections and norms."""
 
-    def __init__(self, backend: Backend = "auto") -> None:
+    def __init__(self, backend: Backend = "auto", rounding: Callable[[Tensor], Tensor] | None = None) -> None:
+        """``rounding``: of query, key and value, to see what attention in low precision does."""
         self.backend: Backend = backend
+        self.rounding = rounding
 
     def __call__(
         self,
@@ -111,7 +113,7 @@ class AttentionProcessor:
             streams.insert(0, normalised(text, attn.norm_added_q, attn.norm_added_k))
         if text_mask is not None:
             mask = torch.cat([text_mask, text_mask.new_ones(image[0].shape[:2])], dim=1)
-        return attend_jointly(streams, rope, mask=mask, backend=self.backend).flatten(2)
+        return attend_jointly(streams, rope, mask=mask, backend=self.backend, rounding=self.rounding).flatten(2)
 
 
 Stream = tuple[Tensor, Callable[..., Tensor], Sequence[Tensor]]  # tokens, their norm, its shift and scale and more

@@ -383,16 +383,18 @@ class Family:
             return {"timestep_sampling": self.timestep_sampling}
         return {"timestep_sampling": "shift", "discrete_flow_shift": config.shift}
 
-    def sampling_sigmas(self, steps: int, tokens: int) -> list[float]:
+    def sampling_sigmas(self, steps: int, tokens: int, shift: float | None = None) -> list[float]:
         """Return the sigmas that diffusers' pipeline goes through for an image of ``tokens``: ``steps + 1``, to 0.
 
         Even ones, moved by the scheduler and its shift, which may follow the image's size (``calculate_shift`` in
-        diffusers' pipelines).
+        diffusers' pipelines); or by a static ``shift`` in its place.
 
         Raises:
             UserError: the schedule has more steps.
         """
         scheduler = self._scheduler_of(steps)
+        if shift is not None:
+            scheduler = type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift)
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         mu = calculate_shift(tokens, *(scheduler.config[name] for name in names))
         scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist(), mu=mu)

@@ -89,6 +89,10 @@ class ImageEncoder:
             self._vae = self.load(self._path, self._dtype, self._device)
         return self._vae
 
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Compute in ``dtype`` from the next loading of the weights on, on a CPU too: to see what that does."""
+        self._dtype, self._vae = dtype, None
+
     def release(self) -> None:
         """Free the weights; the next use loads them again."""
         self._vae = None

@@ -14,7 +14,7 @@ There is no process-wide setting: whoever builds a model says which backend its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -92,6 +92,7 @@ def attend_jointly(
     *,
     mask: Tensor | None = None,
     backend: Backend = "auto",
+    rounding: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return attention of all streams' tokens among one another, [B, sum of S, H, D].
 
@@ -99,12 +100,15 @@ def attend_jointly(
         streams: query, key and value of the text, of the image, ..., [B, S, H, D] each, S differing between streams.
         rope: cos and sin [sum of S, D/2] that turn neighbouring pairs of queries and keys; or None.
         mask, backend: as for :func:`attend`.
+        rounding: what becomes of query, key and value [B, S, H, D] before their products, where they are rounded.
     """
     query, key, value = (
         torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in zip(*streams, strict=True)
     )
     if rope is not None:
         query, key = rotate_interleaved(query, rope), rotate_interleaved(key, rope)
+    if rounding is not None:
+        query, key, value = rounding(query), rounding(key), rounding(value)
     return attend(query, key, value, mask=mask, backend=backend)
 
 

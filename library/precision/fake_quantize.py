@@ -52,6 +52,19 @@ def round_activations(x: Tensor, how: ActivationRounding, scale: Tensor | None =
     return (dequantize(flat, None, torch.float32).view(values.shape) * factor).to(x.dtype)
 
 
+def round_heads(x: Tensor) -> Tensor:
+    """Return queries, keys or values [B, S, H, D] as attention in fp8 has them: e4m3fn, a scale a sample and head.
+
+    FlashAttention 3 takes one ``q_descale``, ``k_descale`` and ``v_descale`` a sample and head of keys; its paper (Shah
+    et al. 2024, arXiv 2407.08608) has one a block, SageAttention 2 (arXiv 2411.10958) fp8 for the values alone. The
+    probabilities, which kernels round too, stay as they are.
+    """
+    values = x.float()
+    factor = (values.abs().amax(dim=(1, 3), keepdim=True) / E4M3FN.max).clamp_min(_TINY)
+    rounded = (values / factor).clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype)
+    return (rounded.float() * factor).to(x.dtype)
+
+
 class FakeQuantLinear(nn.Module):
     """A linear layer whose input is rounded as a server's fp8 product rounds it.
 

@@ -71,7 +71,7 @@ def generate_images(
     texts: dict[str, TextJob] = {}
     for prompt in prompts:
         texts |= text_jobs(prompt, text_encoder.sees_references, rules)
-    embeddings = _encode(text_encoder, texts, weights, targets, source)
+    embeddings = encode_with_loras(text_encoder, texts, weights, targets, source)
     conditions = [encode_prompt_images(prompt, image_encoder, rules) for prompt in prompts]
     fp8 = fp8 or Fp8Loader()
     transformer = family.load_transformer(dtype, device, fp8=fp8)
@@ -107,12 +107,13 @@ def trained_blank(loras: Sequence[LoraSource]) -> Blank:
 
 
 @torch.no_grad()
-def _encode(
+def encode_with_loras(
     text_encoder: TextEncoder,
     texts: Mapping[str, TextJob],
     loras: Mapping[str, Mapping[str, LoraWeights]],
     targets: LoraTargets,
     source: str,
+    strength: float = 1.0,
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return every text's embeddings by key, without a batch axis, on the CPU, from the encoders with their LoRAs.
 
@@ -122,13 +123,14 @@ def _encode(
         loras: component -> weights; the transformer's are not used.
         targets: the family's row.
         source: the files' names, for messages.
+        strength: of the LoRAs.
     """
     embeddings = {key: encode_text_batch([job], text_encoder)[0] for key, job in texts.items()}
     text_encoder.release()
     for encoder in targets.text_encoders:
         if weights := loras.get(encoder.name):
             module = text_encoder.load_modules([encoder.name])
-            attach_lora(module, weights, targets, source)
+            attach_lora(module, weights, targets, source).set_multiplier(strength)
             for key, cached in embeddings.items():
                 cached |= {name: rows[0].cpu() for name, rows in module([texts[key].caption]).items()}
     return embeddings
