@@ -66,7 +66,7 @@ def compare(
         latents_by_step=steps,
         latents=steps[-1] if steps else math.nan,
         image=relative_error(reference.images, other.images) if other.images else math.nan,
-        border=_border(reference, other, masks, decode) if decode and other.images else None,
+        border=_border(reference, other, eval_set, decode) if decode and other.images else None,
     )
 
 
@@ -101,16 +101,22 @@ def _by_region(
     return found | {name: math.sqrt(total / number * count / size) for name, (total, number) in sums.items()}
 
 
-def _border(
-    reference: Outcome, other: Outcome, masks: Sequence[Tensor | None], decode: Callable[[Tensor], Tensor]
-) -> Border | None:
+def _border(reference: Outcome, other: Outcome, eval_set: EvalSet, decode: Callable[[Tensor], Tensor]) -> Border | None:
+    """Judge the border of the mask as it was drawn, to the pixel."""
     errors, noise, borders = [], [], []
-    for number, mask in enumerate(masks):
-        if mask is None:
+    for number, image in enumerate(reference.images):
+        drawn, latents = eval_set.drawn(number), reference.latents[number]
+        if drawn is None:
             continue
-        latents, image = reference.latents[number], reference.images[number]
+        mask = drawn[0] >= 0.5
+        if other.windows:
+            factor = image.shape[-1] // latents.shape[-1]
+            top, left, height, width = (factor * side for side in other.windows[number])
+            mask = cut(mask, (top, left, height, width))
+        if not mask.any() or mask.all():
+            continue
         noisy = white_noise(latents, other.latents[number], image, other.images[number], decode, number)
         errors.append(other.images[number] - image)
         noise.append(noisy - image)
-        borders.append(mask_in_pixels(mask, image))
+        borders.append(mask)
     return judge_border(errors, noise, borders)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from library.console import Console
@@ -13,6 +13,7 @@ from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.differences import Differences, compare
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
+from library.fidelity.tensors import module_difference
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
 
 
@@ -23,6 +24,7 @@ class Report:
     Attributes:
         title: what was compared. settings: name -> value, for the reader and the JSON.
         full: the deployment. attributions: its causes. comparison: of all tensors.
+        tried: what servers do to masks, in words, and the reference's differences when it does so.
         reference, deployed: their outcomes, for the images.
     """
 
@@ -31,6 +33,7 @@ class Report:
     verdict: Verdict
     full: Differences
     attributions: Sequence[Attribution]
+    tried: Sequence[tuple[str, Differences]]
     comparison: Comparison
     reference: Outcome
     deployed: Outcome
@@ -74,20 +77,50 @@ def measure(
     puzzling = is_worse(full) and not any(map(is_worse, alone.values()))
     several = len(causes) > 1 and (explain or puzzling)
     without = {cause: run(variant.without(cause), f"without {cause}")[1] for cause in causes} if several else {}
-    attributions = [Attribution(cause, alone[cause], without.get(cause)) for cause in causes]
+    words = {cause: _words(models, variant, cause) for cause in causes}
+    attributions = [Attribution(cause, words[cause], alone[cause], without.get(cause)) for cause in causes]
+    has_masks = full.border is not None
+    tried = [(text, run(each, text)[1]) for text, each in HABITS.items()] if explain and has_masks else []
     scales = models.input_scales() if variant.activations == "static" else {}
-    verdict = judge(variant, full, attributions, comparison, {name: float(s) for name, s in scales.items()})
+    verdict = judge(variant, full, attributions, comparison, tried, {name: float(s) for name, s in scales.items()})
     return Report(
         title=f"{models.deployed.describe()} against {models.family.name} in high precision",
         settings=_settings(models, causes, options, steps),
         verdict=verdict,
         full=full,
         attributions=attributions,
+        tried=tried,
         comparison=comparison,
         reference=reference,
         deployed=deployed,
         eval_set=eval_set,
     )
+
+
+HABITS = {  # what servers do to masks and to what is under them
+    "masks grown by 8 pixels": replace(REFERENCE, mask_grow=8),
+    "masks snapped to tokens of 16 pixels": replace(REFERENCE, mask_snap=16),
+    "masks blurred by 4 pixels": replace(REFERENCE, mask_blur=4.0),
+    "the region blanked with black": replace(REFERENCE, blank="black"),
+    "the region blanked with white": replace(REFERENCE, blank="white"),
+    "the masked image's latents in fp8": replace(REFERENCE, latents_dtype="fp8"),
+    "known latents put back at every step": replace(REFERENCE, paste="latents"),
+    "known pixels pasted into the finished image": replace(REFERENCE, paste="pixels"),
+}
+
+
+def _words(models: Models, variant: Variant, cause: str) -> str:
+    """Return what a cause is, in words; of encoders, how their tensors differ from the reference's."""
+    words = models.words(cause, getattr(variant, cause))
+    if cause == "text":
+        pairs = zip(*(models.text_encoder(each).models().items() for each in (REFERENCE, variant)), strict=True)
+        parts = {name: module_difference(high, own) for (name, high), (_, own) in pairs}
+        found = [f"{name}: {each.text if each else 'the same'}" for name, each in parts.items()]
+        return "; ".join([words, *found])
+    if cause == "vae":
+        difference = module_difference(*(models.image_encoder(each).vae for each in (REFERENCE, variant)))
+        return f"{words}: {difference.text}" if difference else words
+    return words
 
 
 def _settings(models: Models, causes: Mapping[str, Any], options: CalibrationOptions, steps: int) -> dict[str, str]:

@@ -29,14 +29,15 @@ _EXPLAINED = 0.99
 
 @dataclass(frozen=True)
 class Attribution:
-    """One cause: the differences with it alone, and of the deployment without it."""
+    """One cause: what it is in words, the differences with it alone, and of the deployment without it."""
 
     cause: str
+    words: str
     alone: Differences
     without: Differences | None
 
 
-NORMAL = ("weights", "merge")  # rounding that is as it must be: the price of the format
+NORMAL = ("weights", "merge", "costly_kinds")  # rounding that is as it must be, and a choice: the price of the format
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,14 @@ class Verdict:
         border_cause: what puts it there; None where nothing does, or no single cause.
         explained: share of the weights' squared velocity error that is gone with every compared tensor put back; None
             where the reference's weights run.
+        suspects: what servers do to masks that puts an error on the border, the worst first, with its figures.
     """
 
     findings: tuple[Finding, ...]
     border: Border | None
     border_cause: Finding | None
     explained: float | None = None
+    suspects: tuple[str, ...] = ()
 
     @property
     def defects(self) -> tuple[Finding, ...]:
@@ -72,13 +75,15 @@ class Verdict:
         if self.border_cause:
             return self.border_cause.cause
         large = [each for each in self.defects if not each.share < _WORTH_MENDING]
-        return (large or self.findings)[0].cause
+        choices = [each for each in self.findings if each.cause == "costly_kinds"]
+        return (large or self.defects or choices or self.findings)[0].cause
 
     def lines(self, full: Differences) -> list[str]:
         """Return the verdict in words, a line a sentence: the cause, the border, every finding, the error."""
-        first = (
-            f"Look here first: {CAUSES[self.cause]}." if self.alarm else "No defect: the deployment errs as it must."
-        )
+        first = f"Look here first: {CAUSES[self.cause]}."
+        if not self.alarm:
+            gain = f" Most can be gained from {CAUSES[self.cause]}." if self.cause == "costly_kinds" else ""
+            first = f"No defect: the deployment errs as its format must.{gain}"
         lines = [first]
         if self.border:
             lines.append(self.border.sentence())
@@ -92,6 +97,10 @@ class Verdict:
                 f"Unexplained: {1 - self.explained:.0%} of the error stays with every tensor put back to the "
                 "reference's; it is not in the weights."
             )
+        if self.suspects:
+            lines.append(
+                "Of what servers do to masks, this puts an error on the border: " + "; ".join(self.suspects) + "."
+            )
         sizes = f"velocity {full.velocity:.2%}"
         sizes += f", finished latents {full.latents:.2%}" if math.isfinite(full.latents) else ""
         sizes += f", decoded image {full.image:.2%}" if math.isfinite(full.image) else ""
@@ -103,6 +112,7 @@ def judge(
     full: Differences,
     attributions: Sequence[Attribution],
     comparison: Comparison,
+    tried: Sequence[tuple[str, Differences]] = (),
     input_scales: Mapping[str, float] | None = None,
 ) -> Verdict:
     """Return what makes the difference.
@@ -112,6 +122,7 @@ def judge(
         full: its differences.
         attributions: one for each of its causes.
         comparison: of the deployed tensors with the reference's.
+        tried: what servers do to masks, in words, and what it does to the reference.
         input_scales: layer -> static scale of its activations.
     """
     sizes, layers = _own_sizes(attributions), comparison.layers
@@ -126,10 +137,10 @@ def judge(
         elif each.cause == "activations":
             findings.append(_in_activations(share, each, variant, layers, input_scales or {}))
         else:
-            findings.append(Finding(each.cause, share, (), _alone(each)))
+            findings.append(Finding(each.cause, share, (), f"{each.words}; {_alone(each)}"))
     findings.sort(key=lambda finding: -finding.share)
     explained = comparison.explained if variant.weights else None
-    return Verdict(tuple(findings), full.border, _on_the_border(full, attributions), explained)
+    return Verdict(tuple(findings), full.border, _on_the_border(full, attributions), explained, _suspects(tried))
 
 
 def _own_sizes(attributions: Sequence[Attribution]) -> dict[str, float]:
@@ -142,7 +153,8 @@ def _own_sizes(attributions: Sequence[Attribution]) -> dict[str, float]:
 
 def _in_weights(share: float, comparison: Comparison, error: float) -> list[Finding]:
     """Return what is wrong with the weights, by measured shares, and what is left of them: rounding."""
-    faults = [replace(finding, share=share * max(0.0, finding.share)) for finding in comparison.findings]
+    together = max(1.0, sum(max(0.0, finding.share) for finding in comparison.findings))  # put back one at a time
+    faults = [replace(each, share=share * max(0.0, each.share) / together) for each in comparison.findings]
     left = max(0.0, share * comparison.explained - sum(finding.share for finding in faults))
     if faults and left < _REST * share:
         return faults
@@ -211,6 +223,13 @@ def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Fi
         return None
     figure, best = min(found, key=lambda pair: pair[0].times)
     return Finding(best.cause, math.nan, (), f"without it there is {figure.words()}")
+
+
+def _suspects(tried: Sequence[tuple[str, Differences]]) -> tuple[str, ...]:
+    """Return what puts an error on the border, the worst first, in words."""
+    worse = [(each.border.worst, each.image, text) for text, each in tried if each.border and is_worse(each)]
+    worse.sort(key=lambda found: -found[0].times / found[0].limit)
+    return tuple(f"{text} ({figure.words()}; the image is {image:.1%} off)" for figure, image, text in worse)
 
 
 def is_worse(differences: Differences) -> bool:

@@ -45,6 +45,10 @@ class TextEncoder:
         """Free the weights; the next caption loads them again."""
         self._model = None
 
+    def models(self) -> dict[str, nn.Module]:
+        """Load every encoder, by its name in diffusers' pipeline, to look at its weights."""
+        raise NotImplementedError
+
     def load_modules(self, names: Collection[str]) -> nn.Module:
         """Load single encoders, by their names in diffusers' pipeline, for training; each is a child of that name.
 
@@ -88,6 +92,10 @@ class LanguageModelEncoder(TextEncoder):
     def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
         """Return what the model is called with, ``input_ids`` and ``attention_mask`` [B, T] among it."""
         raise NotImplementedError
+
+    def models(self) -> dict[str, nn.Module]:
+        """Load the language model."""
+        return {"text_encoder": self._load()}
 
     def load_modules(self, names: Collection[str]) -> nn.Module:
         """Refuse: language models are not trained as text encoders."""

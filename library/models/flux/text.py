@@ -68,6 +68,10 @@ class FluxTextEncoder(TextEncoder):
         # Clones: a cached row must not keep its batch alive.
         return [{name: rows[i].clone() for name, rows in batch.items()} for i in range(len(captions))]
 
+    def models(self) -> dict[str, nn.Module]:
+        """Load CLIP and T5."""
+        return {name: load() for name, load in self._load.items()}
+
     def load_modules(self, names: Collection[str]) -> FluxTextModules:
         """Load the encoders called ``names`` for training."""
         return FluxTextModules({name: self._load[name]() for name in names}, self._tokenizers)
