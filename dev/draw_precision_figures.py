@@ -1,14 +1,9 @@
 """Draw the figures of ``docs/precision.md``.
 
     python dev/draw_precision_figures.py
-    python dev/draw_precision_figures.py --lora output/demo_fp8/demo_fp8.safetensors
 
-Most are measured on layers made from a seed (``dev/precision_numbers.py``). Those of the border run the trained tiny
-FLUX Fill with a LoRA, which ``make demo-fp8`` trains, in the ways that go wrong; without its file they are left as they
-are. Deployments, runs and metrics are those of ``tools/precision_report.py``, on the demo's images with generated
-masks. Where known pixels are pasted, they are pasted into the reference too: what is left is what fp8 did, without the
-tiny model's own way of repainting what it is to keep. Everything is a function of the seeds and of that file.
-About a minute, two with the border.
+They are measured on layers made from a seed (``dev/precision_numbers.py``); those of the seam are made by
+``dev/measure_seam.py``. Everything is a function of the seeds. About a minute.
 """
 
 from __future__ import annotations
@@ -33,8 +28,6 @@ from library.files import atomic_path
 from library.precision.quantize import E4M3FN
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "assets" / "tiny-flux-fill"
-DATASET = ROOT / "assets" / "demo_dataset" / "dataset.toml"
 COLOURS = {"fp32": "#222222", "bf16": "#1f77b4", "e4m3fn": "#d62728", "e5m2": "#ff9f1c"}
 _MERGE_STYLES = {
     "plain cast, nearest": ("#d62728", "o-"),

@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
                             help="beside the weights, or rounded into them; ComfyUI: stochastic")  # fmt: skip
     deployment.add_argument("--deploy_strength", type=strength, default=1.0, metavar="X", help="of the LoRA")
     deployment.add_argument("--activations", choices=["row", "tensor", "unit", "static"],
-                            help="rounded to fp8 before products; unit: ComfyUI --fast")  # fmt: skip
+                            help="rounded to fp8 before products; unit: ComfyUI")  # fmt: skip
     deployment.add_argument("--deploy_lora_without", nargs="+", default=[], metavar="PATTERN",
                             help="LoRA layers that are not served: text_encoder, single_transformer, ...")  # fmt: skip
     deployment.add_argument("--attention", choices=["fp8"], help="q, k and v rounded to fp8")

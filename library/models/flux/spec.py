@@ -9,7 +9,7 @@ A variant is a subclass that says which other tokens or channels stand beside th
 (:meth:`FluxFamily.image_tokens`) and which of diffusers' pipelines samples (:meth:`FluxFamily.pipeline`).
 
 *Fill* dev (https://huggingface.co/black-forest-labs/FLUX.1-Fill-dev) inpaints a region. Its first layer is wider: a
-token holds the noisy latents, the latents of the image with its region blanked to mid-grey, and the 256 mask pixels
+token holds the noisy latents, the latents of the image with its region blanked, and the 256 mask pixels
 under it, in this order (BFL's ``prepare_fill``; diffusers' FluxFillPipeline is what the tests compare with). A sample
 is the model's whole image, the known part too as it came out of the autoencoder. Pasting the original's pixels back
 over it keeps them exact, but shows the autoencoder's small errors as a line along the border; that is the user's choice

@@ -1,0 +1,414 @@
+"""Measure what makes a seam along the mask of a fill model, and draw the figures of ``docs/precision.md``.
+
+    python dev/measure_seam.py                  # trains what is missing, measures, draws
+    python dev/measure_seam.py --only draw      # draws again from output/seam/seam.json
+
+Two experiments, both with the built-in tiny FLUX Fill and the demo's images, each with a generated mask:
+
+- *training*: the LoRA of ``configs/demo_fp8.toml`` with the region blanked grey, black, or with noise, on the base in
+  high precision and on the base cast to fp8, with two seeds each: 12 LoRAs, about two minutes of a core each. Every one
+  is run as it may be served, and held against its own run in high precision and against the true picture;
+- *conditioning*: what servers do to mask, blank and latents, one at a time, beside what fp8 does to weights, inputs
+  of layers and the LoRA, with the four LoRAs trained over grey and black in high precision.
+
+Runs and figures are those of ``tools/precision_report.py`` (``library/fidelity``): each of an error's figures along the
+border is divided by that of white noise of the same size on the same image. An image's value is the geometric mean over
+the LoRAs, the intervals are over images (bootstrap). All is a function of the seeds; on another CPU the last digits
+differ. Prints the tables of the page as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from torch import Tensor
+
+import tools.quantize_model as quantize_model
+from dev.draw_precision_figures import save
+from library.config.schema import ModelConfig
+from library.data.masks import Blank
+from library.errors import exit_on_user_error
+from library.fidelity.border import LIMITS, STEP_8BIT, interval, judge_border, white_noise
+from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.deployed import parse_deployment
+from library.fidelity.differences import mask_in_pixels, relative_error
+from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
+from library.fidelity.serving import REFERENCE, Models, Variant
+from library.files import read_text, write_text
+from library.precision.parity.seam import border_errors
+from library.training.sampling.generate import read_loras
+from tools.command import lora_source
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "assets" / "tiny-flux-fill"
+IMAGES = ROOT / "assets" / "demo_dataset" / "images"
+BLANKS: tuple[Blank, ...] = ("grey", "black", "noise")
+SEEDS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run of one LoRA gave beside what it should have given; every list has an entry an image.
+
+    Attributes:
+        image: relative rms error of the decoded images.
+        times: a figure of the border -> the error's over white noise's.
+        known: rms error of the known side within 8 pixels of the border, and of the rest of it, in 8-bit steps.
+    """
+
+    image: float
+    times: Mapping[str, Sequence[float]]
+    known: Sequence[tuple[float, float]]
+
+
+def dataset(folder: Path, blank: Blank, training: bool) -> Path:
+    """Write the TOML of the demo's images with the region blanked with ``blank``; return its path.
+
+    For training it is ``assets/demo_dataset/dataset.toml``, with its held-out images; for measuring all are used.
+    """
+    shutil.copytree(IMAGES, folder / "images", dirs_exist_ok=True)  # masks follow from the path as the TOML has it
+    text = read_text(IMAGES.parent / "dataset.toml")
+    lines = [line for line in text.splitlines() if training or not line.startswith("validation_")]
+    where = next(number for number, line in enumerate(lines) if "image_dir" in line)
+    lines.insert(where, f"  inpaint_blank = {json.dumps(blank)}")
+    path = folder / f"{blank}-{'train' if training else 'measure'}.toml"
+    write_text(path, "\n".join(lines) + "\n")
+    return path
+
+
+def lora_file(folder: Path, blank: Blank, base: str, seed: int) -> Path:
+    """Return where the LoRA lies that was trained so."""
+    return folder / f"{blank}-{base}-{seed}" / "lora.safetensors"
+
+
+def train(folder: Path) -> None:
+    """Train every LoRA that is not there yet, one after the other."""
+    for seed in SEEDS:
+        for blank in BLANKS:
+            for base in ("high", "fp8"):
+                path = lora_file(folder, blank, base, seed)
+                if path.exists():
+                    continue
+                words = ["--config_file", "configs/demo_fp8.toml", "--seed", str(seed), "--output_name", path.stem]
+                words += ["--dataset_config", str(dataset(folder, blank, training=True))]
+                words += ["--cache_directory", str(folder / "cache"), "--output_dir", str(path.parent)]
+                words += ["--fp8_base", "--fp8_exclude"] if base == "fp8" else []
+                subprocess.run([sys.executable, "train_lora.py", *words], check=True, cwd=ROOT)
+
+
+@dataclass(eq=False)
+class Bench:
+    """The tiny fill model and the demo's images, ready to be run with any LoRA; fp32 on the CPU."""
+
+    folder: Path
+    steps: int
+    console: Console
+
+    def __post_init__(self) -> None:
+        config = ModelConfig(pretrained_model_name_or_path=str(MODEL), model_type="flux_fill")
+        served = self.folder / "fp8"  # a plain cast of every layer, as published ones are
+        if not served.exists():
+            words = ["--model", str(MODEL), "--layout", "plain", "--exclude", "", "--save_to", str(served)]
+            quantize_model.quantize(quantize_model.parser().parse_args(words), self.console)
+        self.models = Models(config, parse_deployment(str(served)), {}, torch.float32, torch.device("cpu"))
+        self.encoder = self.models.image_encoder(REFERENCE)
+        self._sets: dict[Blank, EvalSet] = {}
+        self._references: dict[tuple[Path, Blank], Outcome] = {}
+
+    def inputs(self, blank: Blank) -> EvalSet:
+        """Return the images with their regions blanked with ``blank``: the same images, masks and noise for all."""
+        if blank not in self._sets:
+            toml = dataset(self.folder, blank, training=False)
+            options = CalibrationOptions(
+                str(toml), images=16, guidance_scale=1.0, cache_directory=str(self.folder / "cache")
+            )
+            found = self.models.plan(options).prepare(self.console)
+            self._sets[blank] = replace(prepare_eval_set(self.models, found, REFERENCE, self.steps), sigmas=())
+        return self._sets[blank]
+
+    def run(self, lora: Path, variant: Variant, blank: Blank) -> Outcome:
+        """Return what the model paints with ``lora`` as ``variant`` serves it."""
+        self.models.loras = read_loras([lora_source(str(lora))], self.models.family, Console(quiet=True))
+        name = f"{lora.parent.name}, {blank}: {variant.changes()}"
+        return run_variant(self.models, variant, self.inputs(blank), self.console, name)
+
+    def reference(self, lora: Path, blank: Blank) -> Outcome:
+        """Return what it paints in high precision."""
+        if (lora, blank) not in self._references:
+            self._references[lora, blank] = self.run(lora, REFERENCE, blank)
+        return self._references[lora, blank]
+
+    def truth(self, blank: Blank) -> Outcome:
+        """Return the pictures as they are, through the encoder and back."""
+        latents = [batch.latents for batch in self.inputs(blank).batches]
+        images = [self.encoder.decode(each)[0].float().cpu() for each in latents]
+        return Outcome({}, [[each[0].cpu() for each in latents]], images)
+
+    def measure(self, wanted: Outcome, found: Outcome) -> Measured:
+        """Return how far ``found`` is from ``wanted``, and where."""
+        images = range(len(found.images))
+        eval_set = self.inputs("grey")
+        masks = {i: mask_in_pixels(mask, found.images[i]) for i in images if (mask := eval_set.mask(i)) is not None}
+        noise = [
+            white_noise(wanted.latents[i], found.latents[i], wanted.images[i], found.images[i], self.encoder.decode, i)
+            for i in masks
+        ]
+        errors = [found.images[i] - wanted.images[i] for i in masks]
+        control = [each - wanted.images[i] for each, i in zip(noise, masks, strict=True)]
+        border = judge_border(errors, control, list(masks.values()))
+        assert border is not None
+        sides = [border_errors(error, mask, 8) for error, mask in zip(errors, masks.values(), strict=True)]
+        name = "ring outside"
+        return Measured(
+            relative_error(wanted.images, found.images),
+            {figure.name: figure.by_image for figure in border.figures},
+            [(each.near[name] / STEP_8BIT, each.far[name] / STEP_8BIT) for each in sides],
+        )
+
+
+_FP8 = replace(REFERENCE, weights=True)
+_MERGED = replace(_FP8, merge="stochastic")
+TRAINING: dict[str, tuple[str, Variant]] = {
+    "trained high, run high": ("high", REFERENCE),
+    "trained high, served fp8": ("high", _FP8),
+    "trained high, merged into fp8": ("high", _MERGED),
+    "trained fp8, run high": ("fp8", REFERENCE),
+    "trained fp8, served fp8": ("fp8", _FP8),
+    "trained fp8, merged into fp8": ("fp8", _MERGED),
+}
+
+
+CONDITIONING: dict[str, Variant] = {
+    "weights cast to fp8": _FP8,
+    "LoRA merged, stochastic": _MERGED,
+    "LoRA merged, to nearest": replace(_FP8, merge="nearest"),
+    "activations, no scale": replace(_FP8, activations="unit"),
+    "activations, a scale a tensor": replace(_FP8, activations="tensor"),
+    "masked latents in bf16": replace(REFERENCE, latents_dtype="bf16"),
+    "masked latents in fp8": replace(REFERENCE, latents_dtype="fp8"),
+    "mask grown by 4 px": replace(REFERENCE, mask_grow=4),
+    "mask grown by 16 px": replace(REFERENCE, mask_grow=16),
+    "mask blurred, sigma 4 px": replace(REFERENCE, mask_blur=4.0),
+    "mask snapped to 8 px": replace(REFERENCE, mask_snap=8),
+    "mask snapped to 16 px": replace(REFERENCE, mask_snap=16),
+    "trained on grey, given black": replace(REFERENCE, blank="black"),
+    "trained on black, given grey": replace(REFERENCE, blank="grey"),
+    "given noise": replace(REFERENCE, blank="noise"),
+    "known latents composited": replace(REFERENCE, paste="latents"),
+    "known pixels pasted": replace(REFERENCE, paste="pixels"),
+}
+_COLOURS = {"fp8": "#1f77b4", "mask": "#d62728", "blank": "#9467bd", "known": "#2ca02c"}
+
+
+def colour_of(case: str) -> str:
+    """Return the colour of a case: what fp8 does, the mask, what is under it, the known region."""
+    words = {"mask ": "mask", "given": "blank", "known": "known"}
+    return _COLOURS[next((kind for word, kind in words.items() if word in case), "fp8")]
+
+
+Results = dict[str, Any]  # experiment, case, beside what, seed -> the fields of a Measured
+
+
+def key(*parts: object) -> str:
+    """Return the name of a result."""
+    return " | ".join(map(str, parts))
+
+
+def training_experiment(bench: Bench, results: Results) -> Iterator[None]:
+    """Fill in what is missing of the first experiment; yields whenever something was added."""
+    for seed, blank, (case, (base, variant)) in product(SEEDS, BLANKS, TRAINING.items()):
+        name, lora = ("training", blank, case), lora_file(bench.folder, blank, base, seed)
+        if key(*name, "truth", seed) in results or not lora.exists():
+            continue
+        own = bench.reference(lora, blank)
+        outcome = own if variant == REFERENCE else bench.run(lora, variant, blank)
+        results[key(*name, "truth", seed)] = vars(bench.measure(bench.truth(blank), outcome))
+        results[key(*name, "itself", seed)] = vars(bench.measure(own, outcome))
+        yield
+
+
+def conditioning_experiment(bench: Bench, results: Results) -> Iterator[None]:
+    """Fill in what is missing of the second experiment; yields whenever something was added."""
+    blanks: tuple[Blank, ...] = ("grey", "black")
+    for seed, blank, (case, variant) in product(SEEDS, blanks, CONDITIONING.items()):
+        name, lora = key("conditioning", blank, case, seed), lora_file(bench.folder, blank, "high", seed)
+        if name in results or variant.blank == blank or not lora.exists():
+            continue
+        results[name] = vars(bench.measure(bench.reference(lora, blank), bench.run(lora, variant, blank)))
+        yield
+
+
+def over_loras(results: Results, names: Sequence[str]) -> tuple[float, dict[str, tuple[float, float, float]]]:
+    """Return the mean image error of the results ``names``, one a LoRA, and figure -> times, low, high over images."""
+    found = [results[name] for name in names]
+    figures = {}
+    for figure in LIMITS:
+        logs = torch.tensor([each["times"][figure] for each in found], dtype=torch.float64).log().mean(0)
+        figures[figure] = tuple(map(math.exp, (float(logs.mean()), *interval(logs))))
+    return sum(each["image"] for each in found) / len(found), figures
+
+
+def known_side(results: Results, names: Sequence[str]) -> tuple[float, float, float]:
+    """Return the rms error of the known side within 8 pixels of the border, in 8-bit steps, and its interval."""
+    near = torch.tensor([[pair[0] for pair in results[name]["known"]] for name in names], dtype=torch.float64).mean(0)
+    return (float(near.mean()), *interval(near))
+
+
+def rows_of(results: Results, experiment: str, beside: str = "") -> dict[str, list[str]]:
+    """Return what was measured -> its results' names, one a LoRA, in the order of measuring."""
+    rows: dict[str, list[str]] = {}
+    for name in results:
+        kind, blank, case, *rest = name.split(" | ")
+        if kind == experiment and (not beside or rest[0] == beside):
+            rows.setdefault(key(blank, case) if experiment == "training" else case, []).append(name)
+    return rows
+
+
+def table(results: Results, rows: Mapping[str, Sequence[str]]) -> str:
+    """Return a Markdown table: a row a case, its image error, its figures with their intervals."""
+    lines = [f"| | LoRAs | image | {' | '.join(LIMITS)} |", "|---" * (3 + len(LIMITS)) + "|"]
+    for title, names in rows.items():
+        image, figures = over_loras(results, names)
+        cells = [f"{middle:.2f} [{low:.2f}, {high:.2f}]" for middle, low, high in figures.values()]
+        lines.append(f"| {title.replace(' | ', ', ')} | {len(names)} | {image:.1%} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def forest(results: Results, rows: Mapping[str, Sequence[str]], colours: Mapping[str, str]) -> Figure:
+    """Draw each case's figures with their intervals over images, the limits as dashed lines."""
+    shown = ("ring inside", "grain inside", "ring outside", "step")
+    figure = Figure(figsize=(9.6, 0.9 + 0.27 * len(rows)), layout="constrained")
+    places = range(len(rows), 0, -1)
+    for axis, name in zip(figure.subplots(1, len(shown), sharey=True), shown, strict=True):
+        for place, (title, names) in zip(places, rows.items(), strict=True):
+            middle, low, high = over_loras(results, names)[1][name]
+            axis.plot([low, high], [place, place], color=colours[title], linewidth=2.2, solid_capstyle="round")
+            axis.plot([middle], [place], "o", color=colours[title], markersize=4.5)
+        axis.axvline(1, color="#999999", linewidth=0.8)
+        axis.axvline(LIMITS[name], color="#999999", linewidth=0.8, linestyle="--")
+        axis.set_xscale("log")
+        axis.set_xlim(0.7, max(3, 1.1 * max(over_loras(results, names)[1][name][2] for names in rows.values())))
+        axis.set_xticks(*_ticks(axis.get_xlim()[1]))
+        axis.minorticks_off()
+        axis.set_title(name, loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#eeeeee")
+        axis.set_axisbelow(True)
+        axis.set_yticks(list(places), list(rows), fontsize=8.5)
+        axis.tick_params(axis="y", length=0)
+    figure.supxlabel("times white noise of the same size; bars: 95 % intervals over images; dashed: limits", fontsize=9)
+    return figure
+
+
+def _ticks(most: float) -> tuple[list[float], list[str]]:
+    numbers = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= most]
+    return numbers, [f"{n:g}" for n in numbers]
+
+
+SHOWN = (
+    "weights cast to fp8",
+    "LoRA merged, stochastic",
+    "mask grown by 4 px",
+    "mask blurred, sigma 4 px",
+    "known latents composited",
+)
+_WHITE = 40.0  # 8-bit steps that are white in the pictures of errors
+
+
+def pictures(bench: Bench) -> Figure:
+    """One image of the LoRA over grey in high precision, and its error with what servers do, all on one scale."""
+    lora = lora_file(bench.folder, "grey", "high", SEEDS[0])
+    eval_set, wanted = bench.inputs("grey"), bench.reference(lora, "grey")
+    number, cells = max(
+        ((i, mask) for i in range(len(wanted.images)) if (mask := eval_set.mask(i)) is not None), key=_inner_share
+    )
+    figure = Figure(figsize=(9.6, 2.5), layout="constrained")
+    axes = list(figure.subplots(1, 1 + len(SHOWN)))
+    axes[0].imshow(((wanted.images[number] + 1) / 2).clamp(0, 1).permute(1, 2, 0).numpy())
+    axes[0].set_title("high precision;\nfilled inside the line", fontsize=8)
+    shown: Any = None
+    for axis, case in zip(axes[1:], SHOWN, strict=True):
+        found = bench.run(lora, CONDITIONING[case], "grey").images[number]
+        error = (found - wanted.images[number]).abs().mean(0) / STEP_8BIT
+        shown = axis.imshow(error.numpy(), cmap="inferno", vmin=0, vmax=_WHITE)
+        axis.set_title(case.replace(", ", ",\n"), fontsize=8)
+    for axis in axes:
+        axis.contour(
+            mask_in_pixels(cells, wanted.images[number]).numpy(), levels=[0.5], colors="#33cccc", linewidths=0.9
+        )
+        axis.set_axis_off()
+    figure.colorbar(shown, ax=axes, shrink=0.75, label="error, 8-bit steps")
+    return figure
+
+
+def _inner_share(each: tuple[int, Tensor]) -> float:
+    """The share that a mask fills, 0 if it touches the image's rim."""
+    mask = each[1]
+    touches = mask[0].any() or mask[-1].any() or mask[:, 0].any() or mask[:, -1].any()
+    return 0.0 if touches else float(mask.float().mean())
+
+
+def report(bench: Bench, results: Results, images: Path, console: Console) -> None:
+    """Print both experiments' tables and draw the page's figures into ``images``."""
+    itself = {name: found for name, found in rows_of(results, "training", "itself").items() if "run high" not in name}
+    truth, conditioning = rows_of(results, "training", "truth"), rows_of(results, "conditioning")
+    console.print("conditioning\n" + table(results, conditioning))
+    console.print("\ntraining, beside the same LoRA in high precision\n" + table(results, itself))
+    console.print("\ntraining, beside the true pictures: rms error of the known side, 8-bit steps, within 8 pixels")
+    for title, names in truth.items():
+        middle, low, high = known_side(results, names)
+        console.print(f"| {title.replace(' | ', ', ')} | {middle:.1f} [{low:.1f}, {high:.1f}] |")
+    colours = {case: colour_of(case) for case in conditioning}
+    console.print(str(save(forest(results, conditioning, colours), images / "precision_seam.png")))
+    named = {name.replace(" | ", ", "): found for name, found in itself.items()}
+    shades = dict(zip(BLANKS, ("#777777", "#000000", "#ff9f1c"), strict=True))
+    colours = {name: shades[blank] for name in named for blank in BLANKS if name.startswith(blank)}
+    console.print(str(save(forest(results, named, colours), images / "precision_seam_training.png")))
+    console.print(str(save(pictures(bench), images / "precision_seam_images.png")))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top.add_argument("--only", nargs="+", choices=["train", "measure", "draw"], help="of these; default: all")
+    top.add_argument("--folder", type=Path, default=Path("output/seam"), help="of LoRAs and results")
+    top.add_argument("--steps", type=int, default=8, help="sampling steps (default: %(default)s)")
+    top.add_argument("--save_to", type=Path, default=ROOT / "docs" / "images", help="folder (default: docs/images)")
+    return top
+
+
+@exit_on_user_error
+def main() -> None:
+    """Train, measure and draw."""
+    options = parser().parse_args()
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    asked = options.only or ["train", "measure", "draw"]
+    folder = options.folder.resolve()
+    if "train" in asked:
+        train(folder)
+    path, bench = folder / "seam.json", Bench(folder, options.steps, console)
+    results: Results = json.loads(read_text(path)) if path.exists() else {}
+    if "measure" in asked:
+        for _ in chain(training_experiment(bench, results), conditioning_experiment(bench, results)):
+            write_text(path, json.dumps(results))
+    if "draw" in asked:
+        report(bench, results, options.save_to, console)
+
+
+if __name__ == "__main__":
+    main()
